@@ -1,0 +1,53 @@
+# Every target makes its own environment in $(VENV) and reuses it: only a change of pyproject.toml or
+# constraints.txt installs again. Needed beforehand: make and Python 3.11 or newer.
+#
+#   make test ARGS="-k cg"      arguments for the command behind a target
+#   make demo PYTHON=python3.12 another interpreter for a new environment
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+
+# Environment variables rather than options, so that the isolated build of the package obeys them too.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.NOTPARALLEL:  # the targets share one environment
+.PHONY: help demo test check docs bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-8s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.lab  ## natural gradient beside SGD and Adam on the embedded digits, with a report page
+	$(BIN)/natgrad run digits $(ARGS)
+
+test: $(VENV)/.test  ## every claim of the library, checked
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs  ## the documentation as a site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open site/index.html; to search in it: python3 -m http.server --directory site"
+
+bench: $(VENV)/.test  ## time and memory beside a peer, in one process (takes minutes)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove the environment, the site and the caches; runs/ stays
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp file per extra of pyproject.toml: lab, test, docs, dev.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing natgrad[$*] into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
