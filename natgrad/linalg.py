@@ -1,0 +1,152 @@
+"""Positive semi-definite linear algebra: Cholesky with a ladder, pseudo-inverse, Woodbury, Kronecker eigenbases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+JITTERS = (0.0, 1e-7, 1e-5, 1e-3)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """L (n, n) lower with L L^T = A + jitter I, and the rung of the ladder that it took.
+
+    jitter is absolute. rung 0 is the plain factorisation in A's dtype; `failed` is True when even the last rung
+    did not give a finite factor, and then L is meaningless.
+    """
+
+    lower: Tensor
+    jitter: float
+    rung: int
+    failed: bool = False
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """(A + jitter I)^-1 rhs, rhs (n,) or (n, k), in rhs's dtype."""
+        block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
+        value = torch.cholesky_solve(block.to(self.lower.dtype), self.lower).to(rhs.dtype)
+        return value.squeeze(-1) if rhs.dim() == 1 else value
+
+
+def symmetrise(matrix: Tensor) -> Tensor:
+    """(A + A^T) / 2, for (..., n, n)."""
+    return (matrix + matrix.mT) / 2
+
+
+def cholesky(matrix: Tensor) -> Factor:
+    """Cholesky factor of a PSD matrix (n, n), climbing a ladder where it fails.
+
+    Jitter grows relative to the mean diagonal entry, first in the matrix's dtype, then in float64
+    (DESIGN's fourth contract: a numerical failure never kills a run). Never raises on a finite or infinite input:
+    look at `failed`.
+    """
+    scale = matrix.diagonal().abs().mean()
+    if not torch.isfinite(matrix).all():
+        return Factor(torch.full_like(matrix, torch.nan), 0.0, len(JITTERS), failed=True)
+    ladder = [(dtype, jitter) for dtype in dict.fromkeys((matrix.dtype, torch.float64)) for jitter in JITTERS]
+    for rung, (dtype, jitter) in enumerate(ladder):
+        shift = float(jitter * scale)
+        lower, info = torch.linalg.cholesky_ex(shifted(matrix.to(dtype), shift))
+        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            return Factor(lower, shift, rung)
+    return Factor(torch.full_like(matrix, torch.nan), shift, rung, failed=True)
+
+
+def shifted(matrix: Tensor, shift: float | Tensor) -> Tensor:
+    """A + shift I as a new matrix (n, n)."""
+    result = matrix.clone()
+    result.diagonal().add_(shift)
+    return result
+
+
+def safe_cutoff(size: int, dtype: torch.dtype) -> float:
+    """Relative size below which an eigenvalue of an (n, n) PSD matrix is round-off: n * eps."""
+    return size * torch.finfo(dtype).eps
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (n,) ascending and eigenvectors (n, n); in float64 if LAPACK fails in the matrix's own dtype."""
+    try:
+        return torch.linalg.eigh(matrix)
+    except RuntimeError:  # torch.linalg.LinAlgError is one
+        values, vectors = torch.linalg.eigh(shifted(matrix.double(), 1e-12 * float(matrix.diagonal().abs().mean())))
+        return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:
+    """Minimum-norm least-squares solution A^+ rhs for PSD A (n, n), rhs (n,) or (n, k), by eigendecomposition.
+
+    Eigenvalues below n * eps * lambda_max count as zero.
+    """
+    values, vectors = eigh(matrix)
+    keep = values > safe_cutoff(len(values), values.dtype) * values[-1].abs()
+    inverse = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
+    coordinates = vectors.mT @ rhs
+    return vectors @ (inverse.unsqueeze(-1) * coordinates if rhs.dim() == 2 else inverse * coordinates)
+
+
+def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Tensor:
+    """(A + damping I)^-1 rhs for PSD A (n, n); where A + damping I is numerically singular, the minimum-norm solution.
+
+    rhs: (n,) or (n, k). Cholesky if its pivots show no loss of rank, eigenvalues otherwise. Non-finite input
+    gives non-finite output; it does not raise.
+    """
+    damped = shifted(matrix, damping)
+    factor = cholesky(damped)
+    if factor.failed:
+        return torch.full_like(rhs, torch.nan)
+    pivots = factor.lower.diagonal().square()
+    # a lost rank shows as a pivot at round-off level (100: pivots of singular matrices were seen up to 30 n eps)
+    singular = pivots.min() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * pivots.max()
+    if factor.rung > 0 or bool(singular):
+        return pseudo_solve(damped, rhs)
+    return factor.solve(rhs)
+
+
+def psd_root(matrix: Tensor) -> Tensor:
+    """R (..., m, m) with R R^T = A for PSD A (..., m, m); negative round-off eigenvalues count as zero."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+
+
+def woodbury_solve(root: Tensor, rhs: Tensor, damping: float | Tensor) -> Tensor:
+    """(U U^T + damping I)^-1 rhs = (rhs - U (damping I + U^T U)^-1 U^T rhs) / damping, U (n, r), damping > 0.
+
+    rhs: (n,) or (n, k). Costs O(n r^2 + r^3). The subtraction cancels digits when damping is small against
+    U^T U; one step of iterative refinement brings them back (relative error 4e-9 -> 3e-15 at damping 1e-8).
+    """
+    gram = shifted(root.mT @ root, damping)
+
+    def solve(right: Tensor) -> Tensor:
+        return (right - root @ solve_psd(gram, root.mT @ right)) / damping
+
+    value = solve(rhs)
+    return value + solve(rhs - root @ (root.mT @ value) - damping * value)
+
+
+@dataclass(frozen=True)
+class KroneckerEigen:
+    """Eigenbasis of left (p, p) (x) right (q, q): left = V diag(a) V^T, right = W diag(b) W^T."""
+
+    left_values: Tensor
+    left_vectors: Tensor
+    right_values: Tensor
+    right_vectors: Tensor
+
+    @staticmethod
+    def of(left: Tensor, right: Tensor) -> KroneckerEigen:
+        """Both eigendecompositions, eigenvalues clamped at zero."""
+        a, v = eigh(left)
+        b, w = eigh(right)
+        return KroneckerEigen(a.clamp(min=0), v, b.clamp(min=0), w)
+
+    def values(self) -> Tensor:
+        """Eigenvalues a_i b_j of the product, shape (p, q)."""
+        return torch.outer(self.left_values, self.right_values)
+
+    def apply(self, spectrum: Tensor, block: Tensor) -> Tensor:
+        """sum_ij spectrum_ij <X, v_i w_j^T> v_i w_j^T for X (..., p, q)."""
+        coordinates = self.left_vectors.mT @ block @ self.right_vectors
+        return self.left_vectors @ (spectrum * coordinates) @ self.right_vectors.mT

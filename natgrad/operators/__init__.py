@@ -1,0 +1,28 @@
+"""Floor 1: the metric as something you multiply with."""
+
+from natgrad.operators.base import Operator, Scaled, Shifted, Sum
+from natgrad.operators.block import Block
+from natgrad.operators.dense import Dense, Diagonal
+from natgrad.operators.kronecker import Kronecker
+from natgrad.operators.linearization import Linearization, OutputMap
+from natgrad.operators.low_rank import LowRank
+from natgrad.operators.pullback import Chunked, Form, Pullback
+from natgrad.operators.rows import Rows
+
+__all__ = [
+    "Block",
+    "Chunked",
+    "Dense",
+    "Diagonal",
+    "Form",
+    "Kronecker",
+    "Linearization",
+    "LowRank",
+    "Operator",
+    "OutputMap",
+    "Pullback",
+    "Rows",
+    "Scaled",
+    "Shifted",
+    "Sum",
+]

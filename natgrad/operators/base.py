@@ -1,0 +1,193 @@
+"""The metric as something you multiply with: a symmetric positive semi-definite operator, and its sums and shifts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Operator(ABC):
+    """Symmetric positive semi-definite G of shape (n, n), known by its products.
+
+    A subclass sets `size`, `dtype` and `device` and gives `mv`; everything else has a default, and is
+    overridden where a closed form is cheaper. `check_operator` in `natgrad.testing` checks one against the other.
+    """
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def mv(self, vector: Tensor) -> Tensor:
+        """G v: (n,) -> (n,)."""
+
+    def mm(self, block: Tensor) -> Tensor:
+        """G V: (n, k) -> (n, k). Column by column: batched products gained nothing on wide layers (measured)."""
+        if block.shape[1] == 0:
+            return torch.zeros_like(block)
+        return torch.stack([self.mv(column) for column in block.unbind(1)], dim=1)
+
+    def root(self) -> Tensor | None:
+        """U (n, r) with G = U U^T, or None where no factor is known."""
+        return None
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        """(G + damping I)^-1 as an operator where it has a closed form, else None. At damping 0: the pseudo-inverse."""
+        return None
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of G, shape (n,)."""
+        return self.dense().diagonal().clone()
+
+    def trace(self) -> Tensor:
+        """Sum of the diagonal, a scalar tensor."""
+        return self.diagonal().sum()
+
+    def mean_eigenvalue(self) -> Tensor:
+        """Trace over n, a scalar tensor: the scale that relative damping refers to. May be an unbiased estimate."""
+        return self.trace() / self.size
+
+    def dense(self) -> Tensor:
+        """G as a matrix (n, n), symmetrised."""
+        matrix = self.mm(torch.eye(self.size, dtype=self.dtype, device=self.device))
+        return (matrix + matrix.mT) / 2
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, n)."""
+        return (self.size, self.size)
+
+    def check(self, block: Tensor, name: str = "vector") -> None:
+        """ValueError unless `block` has shape (n,) or (n, k)."""
+        if not isinstance(block, Tensor):
+            raise TypeError(f"{name} is {type(block).__name__}, expected a tensor of shape ({self.size},)")
+        if block.dim() not in (1, 2) or block.shape[0] != self.size:
+            raise ValueError(
+                f"{name} has shape {tuple(block.shape)}, expected ({self.size},) or ({self.size}, k): the operator "
+                f"has size {self.size}; flatten a dict of tensors with ng.Space(params).flatten(...)"
+            )
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        self.check(other, "the right-hand side of @")
+        return self.mv(other) if other.dim() == 1 else self.mm(other)
+
+    def __add__(self, other: Operator) -> Sum:
+        return Sum((self, other))
+
+    def __mul__(self, factor: float) -> Scaled:
+        return Scaled(self, factor)
+
+    __rmul__ = __mul__
+
+    def shift(self, damping: float) -> Shifted:
+        """G + damping I."""
+        return Shifted(self, damping)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(size={self.size}, dtype={self.dtype}, device={self.device})"
+
+
+class Sum(Operator):
+    """G_1 + G_2 + ...: operators of one size. ValueError if the sizes differ."""
+
+    def __init__(self, terms: tuple[Operator, ...]) -> None:
+        sizes = {term.size for term in terms}
+        if len(sizes) != 1:
+            raise ValueError(f"terms have sizes {sorted(sizes)}, expected operators of one size")
+        self.terms = terms
+        self.size, self.dtype, self.device = terms[0].size, terms[0].dtype, terms[0].device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return torch.stack([term.mv(vector) for term in self.terms]).sum(0)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return torch.stack([term.mm(block) for term in self.terms]).sum(0)
+
+    def root(self) -> Tensor | None:
+        roots = [term.root() for term in self.terms]
+        known = [root for root in roots if root is not None]
+        return torch.cat(known, dim=1) if len(known) == len(roots) else None
+
+    def diagonal(self) -> Tensor:
+        return torch.stack([term.diagonal() for term in self.terms]).sum(0)
+
+    def trace(self) -> Tensor:
+        return torch.stack([term.trace() for term in self.terms]).sum()
+
+    def mean_eigenvalue(self) -> Tensor:
+        return torch.stack([term.mean_eigenvalue() for term in self.terms]).sum()
+
+    def dense(self) -> Tensor:
+        return torch.stack([term.dense() for term in self.terms]).sum(0)
+
+
+class Scaled(Operator):
+    """factor * G, factor >= 0 (ValueError otherwise: the result would not be positive semi-definite)."""
+
+    def __init__(self, operator: Operator, factor: float) -> None:
+        if not factor >= 0:
+            raise ValueError(f"factor is {factor}, expected a number >= 0: a metric stays positive semi-definite")
+        self.operator, self.factor = operator, factor
+        self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.factor * self.operator.mv(vector)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.factor * self.operator.mm(block)
+
+    def root(self) -> Tensor | None:
+        root = self.operator.root()
+        return None if root is None else root * self.factor**0.5
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        if self.factor == 0:
+            return None
+        inverse = self.operator.inverse(damping / self.factor)  # (c G + l I)^-1 = (G + l/c I)^-1 / c
+        return None if inverse is None else Scaled(inverse, 1 / self.factor)
+
+    def diagonal(self) -> Tensor:
+        return self.factor * self.operator.diagonal()
+
+    def trace(self) -> Tensor:
+        return self.factor * self.operator.trace()
+
+    def mean_eigenvalue(self) -> Tensor:
+        return self.factor * self.operator.mean_eigenvalue()
+
+    def dense(self) -> Tensor:
+        return self.factor * self.operator.dense()
+
+
+class Shifted(Operator):
+    """G + damping I, damping >= 0 (ValueError otherwise)."""
+
+    def __init__(self, operator: Operator, damping: float) -> None:
+        if not damping >= 0:
+            raise ValueError(f"damping is {damping}, expected a number >= 0")
+        self.operator, self.damping = operator, damping
+        self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.operator.mv(vector) + self.damping * vector
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.operator.mm(block) + self.damping * block
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        return self.operator.inverse(self.damping + damping)
+
+    def diagonal(self) -> Tensor:
+        return self.operator.diagonal() + self.damping
+
+    def trace(self) -> Tensor:
+        return self.operator.trace() + self.damping * self.size
+
+    def mean_eigenvalue(self) -> Tensor:
+        return self.operator.mean_eigenvalue() + self.damping
+
+    def dense(self) -> Tensor:
+        matrix = self.operator.dense()
+        return matrix + self.damping * torch.eye(self.size, dtype=matrix.dtype, device=matrix.device)

@@ -1,0 +1,76 @@
+"""A metric held as a matrix, or as its diagonal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import psd_root, pseudo_solve, solve_psd, symmetrise
+from natgrad.operators.base import Operator
+
+
+class Dense(Operator):
+    """G given as a matrix (n, n), symmetric positive semi-definite. ValueError if not square or not symmetric."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"matrix has shape {tuple(matrix.shape)}, expected (n, n)")
+        if not matrix.is_floating_point():
+            raise ValueError(f"matrix has dtype {matrix.dtype}, expected floating point; convert it with .double()")
+        tolerance = 1e3 * torch.finfo(matrix.dtype).eps * matrix.abs().max() if matrix.numel() else 0.0
+        if ((matrix - matrix.mT).abs() > tolerance).any():
+            raise ValueError("matrix is not symmetric, expected a metric; symmetrise it with (A + A.mT) / 2")
+        self.matrix = matrix
+        self.size, self.dtype, self.device = len(matrix), matrix.dtype, matrix.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.matrix @ vector
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.matrix @ block
+
+    def root(self) -> Tensor:
+        return psd_root(self.matrix)
+
+    def inverse(self, damping: float = 0.0) -> Dense:
+        identity = torch.eye(self.size, dtype=self.dtype, device=self.device)
+        if damping == 0:
+            return Dense(symmetrise(pseudo_solve(self.matrix, identity)))
+        return Dense(symmetrise(solve_psd(self.matrix, identity, damping)))
+
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal().clone()
+
+    def dense(self) -> Tensor:
+        return symmetrise(self.matrix)
+
+
+class Diagonal(Operator):
+    """G = diag(values), values (n,) >= 0. ValueError for another shape or a negative entry."""
+
+    def __init__(self, values: Tensor) -> None:
+        if values.dim() != 1:
+            raise ValueError(f"values has shape {tuple(values.shape)}, expected (n,)")
+        if (values < 0).any():
+            raise ValueError("values has negative entries, expected >= 0: a metric is positive semi-definite")
+        self.values = values
+        self.size, self.dtype, self.device = len(values), values.dtype, values.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.values * vector
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.values.unsqueeze(1) * block
+
+    def root(self) -> Tensor:
+        return torch.diag(self.values.sqrt())
+
+    def inverse(self, damping: float = 0.0) -> Diagonal:
+        damped = self.values + damping
+        return Diagonal(torch.where(damped > 0, 1 / torch.where(damped > 0, damped, 1), 0))
+
+    def diagonal(self) -> Tensor:
+        return self.values.clone()
+
+    def dense(self) -> Tensor:
+        return torch.diag(self.values)

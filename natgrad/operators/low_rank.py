@@ -1,0 +1,56 @@
+"""G = U U^T with a tall factor U: products in O(n r), inverse by Woodbury."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from natgrad.linalg import pseudo_solve, woodbury_solve
+from natgrad.operators.base import Operator
+
+
+class LowRank(Operator):
+    """G = U U^T, U (n, r). ValueError unless U has two dimensions."""
+
+    def __init__(self, factor: Tensor) -> None:
+        if factor.dim() != 2:
+            raise ValueError(f"factor has shape {tuple(factor.shape)}, expected (n, r)")
+        self.factor = factor
+        self.size, self.dtype, self.device = factor.shape[0], factor.dtype, factor.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.factor @ (self.factor.mT @ vector)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.mv(block)
+
+    def root(self) -> Tensor:
+        return self.factor
+
+    def inverse(self, damping: float = 0.0) -> LowRankInverse:
+        return LowRankInverse(self.factor, damping)
+
+    def diagonal(self) -> Tensor:
+        return self.factor.square().sum(1)
+
+    def dense(self) -> Tensor:
+        return self.factor @ self.factor.mT
+
+
+class LowRankInverse(Operator):
+    """(U U^T + damping I)^-1 by Woodbury, in O(n r^2 + r^3); at damping 0 the pseudo-inverse U (U^T U)^+2 U^T."""
+
+    def __init__(self, factor: Tensor, damping: float) -> None:
+        self.factor, self.damping = factor, damping
+        self.size, self.dtype, self.device = factor.shape[0], factor.dtype, factor.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        if self.damping > 0:
+            return woodbury_solve(self.factor, vector, self.damping)
+        gram = self.factor.mT @ self.factor
+        return self.factor @ pseudo_solve(gram, pseudo_solve(gram, self.factor.mT @ vector))
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.mv(block)
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        return LowRank(self.factor) if damping == 0 and self.damping == 0 else None

@@ -1,0 +1,124 @@
+"""G = sum_i w_i J_i^T M_i J_i: a form on the outputs pulled back to the parameters, matrix-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from natgrad.operators.base import Operator
+from natgrad.operators.linearization import Linearization
+from natgrad.operators.rows import Rows
+
+
+class Form(Protocol):
+    """A symmetric PSD form M on every row of outputs (R, m)."""
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        """M v for every row: (R, m), (R, m) -> (R, m)."""
+        ...
+
+    def root(self, outputs: Tensor) -> Tensor | None:
+        """F (R, m, q) with M = F F^T for every row, or None where no factor is known."""
+        ...
+
+
+class Pullback(Operator):
+    """J^T M J, averaged over rows: the shape of every metric in this library.
+
+    linearization: outputs (R, m) near a point.   form: M.   weights: (R,), summing to one for a mean; default 1/R each.
+    """
+
+    # exact traces up to this many backward passes; beyond, an unbiased estimate serves relative damping
+    EXACT_TRACE_COLUMNS = 16
+    PROBES = 4
+
+    def __init__(self, linearization: Linearization, form: Form, weights: Tensor | None = None) -> None:
+        self.linearization, self.form = linearization, form
+        self.outputs = linearization.outputs
+        count = len(self.outputs)
+        if weights is None:
+            weights = torch.full((count,), 1 / count, dtype=self.outputs.dtype, device=self.outputs.device)
+        if weights.shape != (count,):
+            raise ValueError(f"weights has shape {tuple(weights.shape)}, expected ({count},), one per row of outputs")
+        self.weights = weights.to(self.outputs.dtype)
+        space = linearization.space
+        self.size, self.dtype, self.device = space.size, space.dtype, space.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        tangents = self.form.mv(self.outputs, self.linearization.jvp(vector))
+        return self.linearization.vjp(self.weights.unsqueeze(1) * tangents)
+
+    def output_root(self) -> Tensor | None:
+        """F (R, m, q) with w_i M_i = F_i F_i^T, or None."""
+        root = self.form.root(self.outputs)
+        return None if root is None else root * self.weights.sqrt().view(-1, 1, 1)
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """The columns of U, one per row of outputs and column of the form's root; None if the form has no root."""
+        root = self.output_root()
+        return None if root is None else Rows(self.linearization, root)
+
+    def root(self) -> Tensor | None:
+        return None if self.rows is None else self.rows.dense()
+
+    def diagonal(self) -> Tensor:
+        return super().diagonal() if self.rows is None else self.rows.squares()
+
+    def mean_eigenvalue(self) -> Tensor:
+        rows = self.rows
+        if rows is None or rows.columns <= self.EXACT_TRACE_COLUMNS:
+            return self.trace() / self.size
+        generator = torch.Generator(self.device).manual_seed(0)
+        probes = [self.linearization.vjp(rows.combine(rows.signs(generator))) for _ in range(self.PROBES)]
+        return torch.stack([probe.square().sum() for probe in probes]).mean() / self.size  # E |U s|^2 = tr U U^T
+
+    def dense(self) -> Tensor:
+        rows = self.rows
+        if rows is None or rows.rank > 4 * self.size:
+            return super().dense()
+        root = rows.dense()
+        return root @ root.mT
+
+
+class Chunked(Operator):
+    """A sum of operators that are rebuilt for every product, so that only one graph is in memory at a time.
+
+    builders: each returns its term. Costs a forward pass more per product than a kept graph, and saves the memory
+    of all graphs but one.
+    """
+
+    def __init__(self, builders: Sequence[Callable[[], Operator]]) -> None:
+        self.builders = tuple(builders)
+        first = self.builders[0]()
+        self.size, self.dtype, self.device = first.size, first.dtype, first.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self._sum(lambda term: term.mv(vector))
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self._sum(lambda term: term.mm(block))  # one graph serves all columns of its chunk
+
+    def root(self) -> Tensor | None:
+        roots = [build().root() for build in self.builders]
+        known = [root for root in roots if root is not None]
+        return torch.cat(known, dim=1) if len(known) == len(roots) else None
+
+    def diagonal(self) -> Tensor:
+        return self._sum(lambda term: term.diagonal())
+
+    def mean_eigenvalue(self) -> Tensor:
+        return self._sum(lambda term: term.mean_eigenvalue())
+
+    def dense(self) -> Tensor:
+        return self._sum(lambda term: term.dense())
+
+    def _sum(self, part: Callable[[Operator], Tensor]) -> Tensor:
+        total = part(self.builders[0]())
+        for build in self.builders[1:]:
+            total = total + part(build())
+        return total

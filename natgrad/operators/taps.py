@@ -1,0 +1,210 @@
+"""Row gradients of layers, read from one forward pass and its output derivatives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from natgrad.spaces import Params, Space
+
+
+class Part(Protocol):
+    """Some parameters' part of U (n, r): r row gradients, in whatever form is cheapest."""
+
+    def add_gram(self, total: Tensor) -> None:
+        """total (r, r) += this part's U^T U."""
+        ...
+
+    def rows(self) -> dict[str, Tensor]:
+        """name -> (r, size): the row gradients written out."""
+        ...
+
+    def squares(self) -> dict[str, Tensor]:
+        """name -> (size,): sums of squares over the rows."""
+        ...
+
+    def mv(self, weights: Tensor) -> dict[str, Tensor]:
+        """name -> (size,): the combination of the rows with weights (r,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A linear layer seen once per example: row (x, c) of the weight is delta_xc (x) a_x, of the bias delta_xc.
+
+    inputs: a (b, d).   deltas: (b, k, o).   r = b k. A name is None where that parameter is not in the space.
+    """
+
+    inputs: Tensor
+    deltas: Tensor
+    weight: str | None
+    bias: str | None
+
+    def add_gram(self, total: Tensor) -> None:
+        b, k, o = self.deltas.shape
+        flat = self.deltas.reshape(b * k, o)
+        like = (
+            self.inputs @ self.inputs.mT if self.weight else torch.zeros(b, b, dtype=total.dtype, device=total.device)
+        )
+        if self.bias:
+            like += 1
+        total.view(b, k, b, k).addcmul_((flat @ flat.mT).view(b, k, b, k), like.view(b, 1, b, 1))
+
+    def rows(self) -> dict[str, Tensor]:
+        outer = torch.einsum("xko,xd->xkod", self.deltas, self.inputs) if self.weight else None
+        return self._named(outer, self.deltas, keep=2)
+
+    def squares(self) -> dict[str, Tensor]:
+        squared = self.deltas.square().sum(1)  # (b, o)
+        return self._named(squared.mT @ self.inputs.square() if self.weight else None, squared.sum(0), keep=0)
+
+    def mv(self, weights: Tensor) -> dict[str, Tensor]:
+        combined = torch.einsum("xk,xko->xo", weights.view(self.deltas.shape[:2]), self.deltas)
+        return self._named(combined.mT @ self.inputs if self.weight else None, combined.sum(0), keep=0)
+
+    def _named(self, weight: Tensor | None, bias: Tensor, keep: int) -> dict[str, Tensor]:
+        rows = (-1,) if keep == 0 else (self.deltas.shape[0] * self.deltas.shape[1], -1)
+        found = {self.weight: weight, self.bias: bias}
+        return {name: value.reshape(rows) for name, value in found.items() if name is not None and value is not None}
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Row gradients written out: matrix (r, total size of the named parameters)."""
+
+    matrix: Tensor
+    sizes: dict[str, int]
+
+    def add_gram(self, total: Tensor) -> None:
+        total.addmm_(self.matrix, self.matrix.mT)
+
+    def rows(self) -> dict[str, Tensor]:
+        return dict(zip(self.sizes, self.matrix.split(list(self.sizes.values()), dim=1), strict=True))
+
+    def squares(self) -> dict[str, Tensor]:
+        return self._named(self.matrix.square().sum(0))
+
+    def mv(self, weights: Tensor) -> dict[str, Tensor]:
+        return self._named(weights @ self.matrix)
+
+    def _named(self, vector: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.sizes, vector.split(list(self.sizes.values())), strict=True))
+
+
+def shared_over_positions(inputs: Tensor, deltas: Tensor, weight: str | None, bias: str | None) -> Explicit:
+    """Rows of a linear map applied at t positions of every example (sequences, convolution patches).
+
+    inputs: (b, t, d).   deltas: (b, k, t, o). The row of the weight is sum_t delta_t (x) a_t.
+    """
+    b, k, _, o = deltas.shape
+    found: dict[str, Tensor] = {}
+    if weight:
+        found[weight] = torch.einsum("xkto,xtd->xkod", deltas, inputs).reshape(b * k, -1)
+    if bias:
+        found[bias] = deltas.sum(2).reshape(b * k, o)
+    return Explicit(torch.cat(list(found.values()), dim=1), {name: rows.shape[1] for name, rows in found.items()})
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One layer's pass: what went in, and a zero added to what came out, whose gradient is the output derivative."""
+
+    module: nn.Module
+    inputs: Tensor
+    dummy: Tensor
+    weight: str | None
+    bias: str | None
+
+    def part(self, deltas: Sequence[Tensor]) -> Part:
+        """This layer's rows, from the output derivatives of k cotangents, each of the output's shape."""
+        stacked = torch.stack(tuple(deltas), dim=1)  # (b, k, ...)
+        if isinstance(self.module, nn.Linear):
+            return self._linear(stacked)
+        return self._convolution(self.module, stacked)
+
+    def _linear(self, deltas: Tensor) -> Part:
+        if self.inputs.dim() == 2:
+            return Outer(self.inputs, deltas, self.weight, self.bias)
+        positions = self.inputs.flatten(1, -2)
+        return shared_over_positions(positions, deltas.flatten(2, -2), self.weight, self.bias)
+
+    def _convolution(self, module: Any, deltas: Tensor) -> Part:
+        images = self.inputs if self.inputs.dim() == 4 else self.inputs.unsqueeze(2)
+        kernel, stride, padding, dilation = (
+            tuple(getattr(module, key)) for key in ("kernel_size", "stride", "padding", "dilation")
+        )
+        if self.inputs.dim() == 3:  # a 1-d convolution is a 2-d one on images of height 1
+            kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
+        patches = functional.unfold(images, kernel, dilation, padding, stride).mT  # (b, positions, d)
+        return shared_over_positions(patches, deltas.flatten(3).mT, self.weight, self.bias)
+
+
+def record_taps(model: nn.Module, space: Space, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tap]]:
+    """Call `run()`, a forward pass of `model`, with a tap in every layer that the layer-wise rows know.
+
+    Returns run's outputs and the taps of the layers that were called exactly once and whose parameters belong to
+    them alone. The hooks are gone when this returns.
+    """
+    names = own_names(model, space)
+    seen: list[Tap] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        dummy = torch.zeros_like(output, requires_grad=True)
+        weight, bias = names[module]
+        seen.append(Tap(module, args[0].detach(), dummy, weight, bias))
+        return output + dummy  # a new tensor: an in-place activation after it does no harm
+
+    handles = [module.register_forward_hook(hook) for module in names]
+    try:
+        with torch.enable_grad():
+            outputs = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    calls = Counter(tap.module for tap in seen)
+    return outputs, [tap for tap in seen if calls[tap.module] == 1]
+
+
+def own_names(model: nn.Module, space: Space) -> dict[nn.Module, tuple[str | None, str | None]]:
+    """Layers with a closed form -> the names of their weight and bias in the space (None if not there).
+
+    Left out: layers that share a parameter with another, and layers without any parameter in the space.
+    """
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = {}
+    for prefix, module in model.named_modules():
+        if not has_closed_form(module) or any(uses[id(p)] > 1 for p in module.parameters(recurse=False)):
+            continue
+        dot = f"{prefix}." if prefix else ""
+        weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
+        if weight or bias:
+            found[module] = (weight, bias)
+    return found
+
+
+def has_closed_form(module: nn.Module) -> bool:
+    """True for plain linear layers and for convolutions that `unfold` describes. Subclasses may compute anything."""
+    if type(module) is nn.Linear:
+        return True
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d)) or type(module) not in (nn.Conv1d, nn.Conv2d):
+        return False
+    return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def backward_to_taps(outputs: Tensor, taps: Sequence[Tap], cotangent: Tensor) -> list[Tensor]:
+    """Output derivatives at every tap for one cotangent on the outputs: a backward pass without weight gradients."""
+    dummies = [tap.dummy for tap in taps]
+    return list(
+        torch.autograd.grad(outputs, dummies, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True)
+    )
+
+
+def frozen_point(leaves: Params) -> dict[str, Tensor]:
+    """The parameters without gradient: a tapped pass needs derivatives at the taps only."""
+    return {name: leaf.detach() for name, leaf in leaves.items()}

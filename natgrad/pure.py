@@ -1,0 +1,173 @@
+"""A model as a pure function of its parameters: buffers untouched, random draws fixed, chunked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.spaces import Params
+
+Model = nn.Module | Callable[..., Any]
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one forward pass, `model(*args, **kwargs)`, apart from the parameters."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor among the arguments, depth first."""
+        return list(leaves((self.args, dict(self.kwargs))))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with every tensor changed."""
+        return Call(map_tensors(self.args, change), map_tensors(dict(self.kwargs), change))
+
+    def batch(self) -> int:
+        """Leading size of the first tensor argument: the number of examples. 0-dimensional tensors are passed over."""
+        sizes = [t.shape[0] for t in self.tensors() if t.dim() > 0]
+        if not sizes:
+            raise ValueError(
+                "inputs holds no tensor with a leading example dimension; give at least one of shape (b, ...)"
+            )
+        return sizes[0]
+
+    def chunks(self, size: int) -> Iterator[Call]:
+        """The call over `size` examples at a time: tensors of the batch's leading size are cut, others passed whole."""
+        batch = self.batch()
+
+        def cut(start: int) -> Callable[[Tensor], Tensor]:
+            return lambda t: t[start : start + size] if t.dim() > 0 and t.shape[0] == batch else t
+
+        return (self.map(cut(start)) for start in range(0, batch, size))
+
+
+def as_call(inputs: Any) -> Call:
+    """What users pass as `inputs`: a tensor (one argument), a tuple (several), a dict (keywords), or a `Call`."""
+    if isinstance(inputs, Call):
+        return inputs
+    if isinstance(inputs, tuple):
+        return Call(inputs)
+    if isinstance(inputs, Mapping):
+        return Call((), dict(inputs))
+    return Call((inputs,))
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The global random state of the CPU and of the accelerators in use, taken so that a pass can be replayed."""
+
+    states: Mapping[torch.device, Tensor]
+
+    @staticmethod
+    def capture(*devices: torch.device) -> RandomState:
+        """The state now. Reads only: the global generators do not move."""
+        wanted = {torch.device("cpu"), *devices}
+        return RandomState({device: _get_state(device) for device in wanted})
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, global draws repeat those that followed `capture`; after it the global state is as it was before."""
+        before = {device: _get_state(device) for device in self.states}
+        try:
+            for device, state in self.states.items():
+                _set_state(device, state)
+            yield
+        finally:
+            for device, state in before.items():
+                _set_state(device, state)
+
+
+class PureModel:
+    """params -> model(params; inputs) as a mathematical function: same params, same outputs.
+
+    model: an `nn.Module`, or a function f(params, *args) with a dict of tensors.
+    call: the inputs.   random: the state at which dropout masks and other global draws are replayed;
+    default: the state now. Buffers (running means, spectral norm vectors) are cloned inside every
+    evaluation, so a batch norm in training mode works under forward- and reverse-mode transforms
+    and leaves its statistics alone. The module's mode (train or eval) is used as it is.
+    """
+
+    def __init__(self, model: Model, call: Call, random: RandomState | None = None) -> None:
+        self.model = model
+        self.call = call
+        self.random = random or RandomState.capture(*{t.device for t in call.tensors()})
+
+    def __call__(self, params: Params) -> Any:
+        with self.random.replayed():
+            if not isinstance(self.model, nn.Module):
+                return self.model(params, *self.call.args, **self.call.kwargs)
+            state = frozen_state(self.model) | dict(params)
+            return torch.func.functional_call(self.model, state, self.call.args, dict(self.call.kwargs))
+
+    def check(self, params: Params) -> None:
+        """ValueError if params has names that the module lacks, or if an input lies on another device."""
+        if isinstance(self.model, nn.Module):
+            known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+            unknown = set(params) - known
+            if unknown:
+                raise ValueError(f"params has {sorted(unknown)}, which the model lacks; use ng.trainable(model)")
+        device = next(iter(params.values())).device
+        strays = {str(t.device) for t in self.call.tensors() if t.dim() > 0 and t.device != device}
+        if strays:
+            raise ValueError(f"inputs lie on {sorted(strays)} but params on {device}; move both to one device")
+
+
+def frozen_state(model: nn.Module) -> dict[str, Tensor]:
+    """Detached parameters and cloned buffers: what a pure call may read, and write without consequence."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    return params | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def mixes_examples(model: Model) -> bool:
+    """True if a batch norm in training mode makes one example's output depend on the others."""
+    if not isinstance(model, nn.Module):
+        return False
+    return any(isinstance(module, BATCH_NORMS) and module.training for module in model.modules())
+
+
+def leaves(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts, depth first."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for branch in tree.values():
+            yield from leaves(branch)
+    elif isinstance(tree, (tuple, list)):
+        for branch in tree:
+            yield from leaves(branch)
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nesting of tuples, lists and dicts with every tensor changed; anything else is kept."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(branch, change) for key, branch in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(branch, change) for branch in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(branch, change) for branch in tree)
+    return tree
+
+
+def _get_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,144 @@
+"""Parameters as one vector: a dict of tensors <-> a flat vector of shape (n,)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+Params = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One parameter's place in the flat vector: entries start .. stop, row-major in `shape`."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return self.stop - self.start
+
+
+class Space:
+    """The vector space of a dict of parameters: concatenated in the dict's order, each row-major.
+
+    params: name -> tensor, floating point, all on one device. Only shapes, dtypes and names are
+    kept, never the tensors. ValueError for no parameter at all, mixed devices, complex or integer
+    tensors.
+    """
+
+    def __init__(self, params: Params) -> None:
+        check_parameters(params)
+        stops = list(accumulate(p.numel() for p in params.values()))
+        self.blocks: dict[str, Block] = {
+            name: Block(name, p.shape, stop - p.numel(), stop, p.dtype)
+            for (name, p), stop in zip(params.items(), stops, strict=True)
+        }
+        self.size: int = stops[-1]
+        self.device: torch.device = next(iter(params.values())).device
+        self.dtype: torch.dtype = reduce(torch.promote_types, (p.dtype for p in params.values()))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.blocks)
+
+    def __repr__(self) -> str:
+        return f"Space({len(self.blocks)} parameters, {self.size} entries, {self.dtype}, {self.device})"
+
+    def flatten(self, tensors: Mapping[str, Tensor | None]) -> Tensor:
+        """Dict of tensors -> (n,), in the space's dtype. A missing name or None counts as zeros."""
+        unknown = set(tensors) - set(self.blocks)
+        if unknown:
+            raise ValueError(f"tensors has {sorted(unknown)}, which this space does not hold; its names: {list(self)}")
+        parts = [self._part(block, tensors.get(name)) for name, block in self.blocks.items()]
+        return torch.cat(parts)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """(n,) -> dict of views on the vector: no copy, except for parameters of another dtype."""
+        self.check(vector)
+        return {
+            name: vector[block.start : block.stop].view(block.shape).to(block.dtype)
+            for name, block in self.blocks.items()
+        }
+
+    def subset(self, names: Iterable[str]) -> Space:
+        """The space of some of the parameters, in this space's order. KeyError-free: unknown names raise ValueError."""
+        wanted = set(names)
+        unknown = wanted - set(self.blocks)
+        if unknown:
+            raise ValueError(f"names has {sorted(unknown)}, which this space does not hold; its names: {list(self)}")
+        return Space({name: self._meta(block) for name, block in self.blocks.items() if name in wanted})
+
+    def indices(self, names: Iterable[str]) -> Tensor:
+        """Positions of the named parameters' entries in the flat vector, shape (k,), integer."""
+        wanted = [self.blocks[name] for name in self.subset(names)]
+        return torch.cat([torch.arange(b.start, b.stop, device=self.device) for b in wanted])
+
+    def zeros(self) -> Tensor:
+        """The origin, shape (n,)."""
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+    def check(self, vector: Tensor, name: str = "vector") -> None:
+        """ValueError unless `vector` has shape (n,)."""
+        if vector.shape != (self.size,):
+            raise ValueError(
+                f"{name} has shape {tuple(vector.shape)}, expected ({self.size},): the space has "
+                f"{self.size} entries; flatten a dict of tensors with space.flatten(...)"
+            )
+
+    def _part(self, block: Block, tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return torch.zeros(block.size, dtype=self.dtype, device=self.device)
+        if tensor.shape != block.shape:
+            raise ValueError(f"tensors[{block.name!r}] has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
+        return tensor.reshape(-1).to(self.dtype)
+
+    def _meta(self, block: Block) -> Tensor:
+        return torch.empty(1, dtype=block.dtype, device=self.device).expand(block.shape)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's trainable parameters, in the order of `named_parameters()`; a tied one appears once.
+
+    ValueError if there are none, or if one is still lazy (not yet materialised by a first forward).
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module; pass a dict of tensors directly")
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError("model has no trainable parameters: every requires_grad is False; unfreeze at least one")
+    lazy = [name for name, p in params.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ValueError(
+            f"parameters {lazy} are lazy: run one forward pass of the model first, so that they get a shape"
+        )
+    return params
+
+
+def check_parameters(params: Params) -> None:
+    """ValueError or TypeError unless `params` maps names to real floating-point tensors on one device."""
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params is {type(params).__name__}, expected a dict of tensors such as ng.trainable(model)")
+    if not params:
+        raise ValueError("params is empty, expected at least one trainable tensor")
+    for name, p in params.items():
+        if not isinstance(p, Tensor) or not p.is_floating_point():
+            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
+            raise ValueError(f"params[{name!r}] is {kind}, expected a real floating-point tensor")
+    devices = {str(p.device) for p in params.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"params lie on several devices, {sorted(devices)}; move the model to one with model.to(device)"
+        )
