@@ -1,0 +1,111 @@
+"""What a model's outputs mean: a distribution over targets, and its Fisher form on the outputs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import psd_root
+from natgrad.pure import leaves, map_tensors
+
+
+class Likelihood(ABC):
+    """p(target | outputs). Users write their own with `nll` and `sample`, and `fisher` for the exact metric.
+
+    A model's outputs are laid out as rows (R, m) by `rows`: one row per independent event, m parameters each.
+    The built-in likelihoods take natural parameters (logits, log rates), so that their Fisher form never divides
+    by a probability (Pascanu & Bengio eq. 10, 11 in the logits; the printed form is NaN once y underflows).
+    """
+
+    @abstractmethod
+    def nll(self, outputs: Any, targets: Any) -> Tensor:
+        """-log p(targets | outputs), one number per row, shape (R,); constants included."""
+
+    @abstractmethod
+    def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Any:
+        """Targets drawn from p(. | outputs), in the layout that `nll` takes."""
+
+    def rows(self, outputs: Any) -> Tensor:
+        """Outputs laid out as (R, m). Default: (b, ...) -> (b, m); a tuple's or dict's tensors side by side."""
+        parts = [part.reshape(len(part), -1) for part in leaves(outputs)]
+        if not parts:
+            raise ValueError(f"the model returned {type(outputs).__name__} without a tensor, expected outputs (b, ...)")
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        """E[s s^T] of the score s = d log p / d row, for every row: (R, m) -> (R, m, m)."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no fisher(rows) -> (R, m, m), which the exact metric needs; write it, or use "
+            "ng.sampled_fisher(model, likelihood, samples=k), which only needs sample()"
+        )
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        """Fisher form times tangents, row by row: (R, m), (R, m) -> (R, m)."""
+        return torch.einsum("imn,in->im", self.fisher(outputs), tangents)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        """F (R, m, q) with E[s s^T] = F F^T for every row."""
+        return psd_root(self.fisher(outputs))
+
+    def score(self, outputs: Any, targets: Any) -> Tensor:
+        """d log p(targets | outputs) / d row, shape (R, m)."""
+        with torch.enable_grad():
+            points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
+            total = -self.nll(points, targets).sum()
+            gradients = iter(torch.autograd.grad(total, list(leaves(points)), materialize_grads=True))
+        return self.rows(map_tensors(points, lambda _: next(gradients))).detach()
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        """KL(p(. | outputs), p(. | other)) for every row, in nats: (R, m), (R, m) -> (R,)."""
+        raise NotImplementedError(f"{type(self).__name__} has no kl(outputs, other); write it to measure divergences")
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        """ValueError if targets cannot have come from this likelihood. Default: accepts anything."""
+
+
+class Separable(Likelihood):
+    """Outputs that are independent given the input, each with one natural parameter: the form is diagonal."""
+
+    @abstractmethod
+    def curvature(self, outputs: Tensor) -> Tensor:
+        """Fisher information of every output, same shape as `outputs`."""
+
+    @abstractmethod
+    def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """-log p of every entry, same shape as `outputs`."""
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        check_same_shape(outputs, targets)
+        return self.entry_nll(outputs, targets).reshape(len(outputs), -1).sum(1)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(self.curvature(rows))
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self.curvature(outputs) * tangents
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(self.curvature(outputs).sqrt())
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        check_same_shape(outputs, targets)
+
+
+def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
+    """ValueError unless outputs and targets have one shape: broadcasting would silently change the likelihood."""
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}, expected {tuple(outputs.shape)} like the outputs; "
+            "reshape one of them, nothing is broadcast"
+        )
+
+
+def check_range(targets: Tensor, low: float, high: float, meaning: str) -> None:
+    """ValueError unless every target lies in [low, high]."""
+    if targets.numel() and not bool(((targets >= low) & (targets <= high)).all()):
+        raise ValueError(
+            f"targets range from {float(targets.min()):.4g} to {float(targets.max()):.4g}, expected {meaning}"
+        )

@@ -1,0 +1,246 @@
+"""A loss from `torch.nn` understood as the likelihood it stands for, in the units of its mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families.base import Likelihood
+from natgrad.families.discrete import Bernoulli, Categorical, Poisson
+from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
+from natgrad.pure import leaves
+
+
+@dataclass(frozen=True)
+class Entrywise(Likelihood):
+    """A separable likelihood with every entry as a row of its own, so that each can carry a weight."""
+
+    family: Likelihood
+
+    def rows(self, outputs: Any) -> Tensor:
+        return self.family.rows(outputs).reshape(-1, 1)
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.family.nll(outputs.reshape(-1, 1), targets.reshape(-1, 1))
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.family.sample(outputs, generator)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return self.family.fisher(rows)
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self.family.mv(outputs, tangents)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return self.family.root(outputs)
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        return self.family.kl(outputs, other)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        self.family.check_targets(outputs, targets)
+
+
+@dataclass(frozen=True)
+class PoissonRate(Likelihood):
+    """Poisson counts with the rate itself as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / rate."""
+
+    eps: float = 1e-8
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        entries = outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
+        return entries.reshape(len(outputs), -1).sum(1)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(outputs.detach(), generator=generator)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(1 / (rows + self.eps))
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        Poisson().check_targets(outputs, targets)
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A loss, its likelihood, and how the one's units follow from the other's.
+
+    The loss's mean form is sum_i w_i nll_i over rows, sum_i w_i = 1 up to the criterion's own conventions; the metric
+    of the mean loss is sum_i w_i J_i^T M_i J_i. The value that the user sees is `scale` times the mean form.
+
+    weigh: (outputs, targets) -> unnormalised row weights (R,) and the normaliser of the mean, a scalar tensor;
+    None for uniform weights.   summed: True under reduction='sum'.
+    """
+
+    family: Likelihood
+    loss: Callable[[Any, Any], Tensor]
+    weigh: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+    summed: bool = False
+
+    def value(self, outputs: Any, targets: Any) -> Tensor:
+        """The loss as the user wrote it, a scalar tensor. ValueError for targets that the likelihood cannot produce."""
+        self.family.check_targets(outputs, targets)
+        return self.loss(outputs, targets)
+
+    def weights(self, outputs: Any, targets: Any = None) -> Tensor:
+        """Row weights w (R,) of the mean loss; uniform where targets are unknown (a metric on unlabelled data)."""
+        rows = self.family.rows(outputs)
+        uniform = torch.full((len(rows),), 1 / max(len(rows), 1), dtype=rows.dtype, device=rows.device)
+        if targets is None or self.weigh is None:
+            return uniform
+        weights, total = self.weigh(outputs, targets)
+        return weights / total
+
+    def scale(self, outputs: Any, targets: Any) -> Tensor | float:
+        """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'."""
+        if not self.summed:
+            return 1.0
+        rows = self.family.rows(outputs)
+        if self.weigh is None:
+            return float(len(rows))
+        return self.weigh(outputs, targets)[1]
+
+    def nats(self, outputs: Any) -> float:
+        """Nats per example in one unit of the mean loss: the entries of one example for entrywise means, else 1."""
+        if not isinstance(self.family, Entrywise):
+            return 1.0
+        return len(self.family.rows(outputs)) / max(len(next(leaves(outputs))), 1)
+
+
+def as_criterion(criterion: Any) -> Criterion:
+    """A `torch.nn` loss or an `ng` likelihood as a `Criterion`.
+
+    CrossEntropyLoss and NLLLoss -> Categorical, BCEWithLogitsLoss -> Bernoulli, MSELoss -> Gaussian(sqrt(1/2)),
+    GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss -> Poisson; with weight,
+    pos_weight, ignore_index, label_smoothing, reduction 'mean' or 'sum', and sequence dimensions.
+    TypeError for a loss that is not a likelihood, ValueError for reduction='none'.
+    """
+    if isinstance(criterion, Criterion):
+        return criterion
+    if isinstance(criterion, Likelihood):
+        return Criterion(criterion, lambda outputs, targets: criterion.nll(outputs, targets).mean())
+    build = KNOWN.get(type(criterion))
+    if build is None:
+        names = ", ".join(kind.__name__ for kind in KNOWN)
+        hint = "; use BCEWithLogitsLoss on the logits" if isinstance(criterion, nn.BCELoss) else ""
+        raise TypeError(
+            f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad{hint}; expected one of "
+            f"{names}, or an ng likelihood (ng.Categorical(), ..., or your own with nll and sample)"
+        )
+    if criterion.reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"criterion has reduction={criterion.reduction!r}, expected 'mean' or 'sum': the metric must be that of "
+            "the number that is minimised"
+        )
+    return build(criterion)
+
+
+def describe(thing: Any) -> str:
+    """A class by its name, an instance by its type's."""
+    return thing.__name__ if isinstance(thing, type) else type(thing).__name__
+
+
+def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
+    """Class logits (b, C, ...), targets as class numbers or class probabilities."""
+    smoothing = criterion.label_smoothing
+
+    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        classes = outputs.shape[1]
+        weight = class_weights(criterion.weight, outputs)
+        if targets.is_floating_point():  # sum_c w_c q_c (-log p_c): curvature (sum_c w_c q_c)(diag p - p p^T)
+            smoothed = (1 - smoothing) * targets + smoothing / classes
+            rows = Categorical(dim=1).rows(smoothed.to(outputs.dtype)) @ weight
+            return rows, rows.new_tensor(float(len(rows)))
+        valid, chosen = class_rows(targets, criterion.ignore_index, weight)
+        return valid * ((1 - smoothing) * chosen + smoothing / classes * weight.sum()), chosen.sum()
+
+    return Criterion(IgnoringCategorical(1, criterion.ignore_index), criterion, weigh, criterion.reduction == "sum")
+
+
+def nll_loss(criterion: nn.NLLLoss) -> Criterion:
+    """Log-probabilities l (b, C, ...): softmax(l) = exp(l), and on log-softmax outputs the form is the logits' one."""
+
+    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        _, chosen = class_rows(targets, criterion.ignore_index, class_weights(criterion.weight, outputs))
+        return chosen, chosen.sum()
+
+    return Criterion(IgnoringCategorical(1, criterion.ignore_index), criterion, weigh, criterion.reduction == "sum")
+
+
+@dataclass(frozen=True)
+class IgnoringCategorical(Categorical):
+    """Class logits whose targets may carry an `ignore_index`."""
+
+    dim: int = 1
+    ignore_index: int = -100
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        if not targets.is_floating_point():
+            targets = targets.masked_fill(targets == self.ignore_index, 0)
+        super().check_targets(outputs, targets)
+
+
+def class_weights(weight: Tensor | None, outputs: Tensor) -> Tensor:
+    """(C,) class weights, ones by default."""
+    return outputs.new_ones(outputs.shape[1]) if weight is None else weight.to(outputs)
+
+
+def class_rows(targets: Tensor, ignore_index: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows count (R,), as numbers, and the class weight of each, zero where ignored."""
+    flat = targets.reshape(-1)
+    valid = flat != ignore_index
+    return valid.to(weight.dtype), weight[flat.masked_fill(~valid, 0)] * valid
+
+
+def bce_with_logits(criterion: nn.BCEWithLogitsLoss) -> Criterion:
+    """Bits with logits, each entry a row: mean over all entries, `weight` and `pos_weight` broadcast."""
+
+    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.ones_like(outputs)
+        if criterion.weight is not None:
+            weights = weights * criterion.weight
+        if (
+            criterion.pos_weight is not None
+        ):  # -(p t log y + (1 - t) log(1 - y)) has curvature (1 + (p - 1) t) y (1 - y)
+            weights = weights * (1 + (criterion.pos_weight - 1) * targets)
+        return weights.reshape(-1), outputs.new_tensor(float(outputs.numel()))
+
+    plain = criterion.weight is None and criterion.pos_weight is None
+    return Criterion(Entrywise(Bernoulli()), criterion, None if plain else weigh, criterion.reduction == "sum")
+
+
+def mse(criterion: nn.MSELoss) -> Criterion:
+    """(r - t)^2 = -log N(t; r, 1/2) + const: curvature 2 in every entry (ERRATA to eq. 15, 16 of Pascanu & Bengio)."""
+    return Criterion(Entrywise(Gaussian(math.sqrt(0.5))), criterion, None, criterion.reduction == "sum")
+
+
+def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:
+    """Outputs are a tuple (mean, var)."""
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        mean, variance = outputs
+        return criterion(mean, targets, variance)
+
+    return Criterion(HeteroscedasticGaussian(log_variance=False), loss, None, criterion.reduction == "sum")
+
+
+def poisson_nll(criterion: nn.PoissonNLLLoss) -> Criterion:
+    """Log rates, or rates with log_input=False."""
+    family = Poisson() if criterion.log_input else PoissonRate(criterion.eps)
+    return Criterion(Entrywise(family), criterion, None, criterion.reduction == "sum")
+
+
+KNOWN: dict[type, Callable[[Any], Criterion]] = {
+    nn.CrossEntropyLoss: cross_entropy,
+    nn.NLLLoss: nll_loss,
+    nn.BCEWithLogitsLoss: bce_with_logits,
+    nn.MSELoss: mse,
+    nn.GaussianNLLLoss: gaussian_nll,
+    nn.PoissonNLLLoss: poisson_nll,
+}

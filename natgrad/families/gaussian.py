@@ -1,0 +1,107 @@
+"""Gaussian outputs: known standard deviation, or a variance that the model predicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.families.base import Likelihood, Separable, check_same_shape
+
+
+@dataclass(frozen=True)
+class Gaussian(Separable):
+    """N(outputs, std^2), independent entries. Fisher form I / std^2 (Pascanu & Bengio eq. 9, mended: beta^-2).
+
+    std: beta in the paper. A squared loss sum (r - t)^2 corresponds to std = sqrt(1/2). ValueError unless std > 0.
+    """
+
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.std < math.inf:
+            raise ValueError(f"std is {self.std}, expected a positive number: the outputs' standard deviation")
+
+    def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return ((targets - outputs) / self.std).square() / 2 + math.log(self.std) + 0.5 * math.log(2 * math.pi)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return outputs.detach() + self.std * draw_normal(outputs, generator)
+
+    def curvature(self, outputs: Tensor) -> Tensor:
+        return torch.full_like(outputs, self.std**-2)
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        return ((outputs - other) / self.std).square().sum(1) / 2
+
+
+@dataclass(frozen=True)
+class HeteroscedasticGaussian(Likelihood):
+    """N(mean, variance) with both predicted: outputs are a tuple (mean, spread), each (b, ...).
+
+    log_variance: spread is log sigma^2 (no positivity to enforce, the default) or sigma^2 itself.
+    Fisher form diag(1 / v, 1/2), or diag(1 / v, 1 / (2 v^2)) in the variance. A row is one entry: (mean, spread).
+    """
+
+    log_variance: bool = True
+
+    def rows(self, outputs: Any) -> Tensor:
+        if isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] == 2:
+            return outputs  # rows already
+        mean, spread = self._split(outputs)
+        return torch.stack([mean.reshape(-1), spread.reshape(-1)], dim=1)
+
+    def nll(self, outputs: Any, targets: Tensor) -> Tensor:
+        mean, spread = self._split(outputs)
+        check_same_shape(mean, targets)
+        log_v, v = (spread, spread.exp()) if self.log_variance else (spread.log(), spread)
+        return ((targets - mean).square() / v + log_v + math.log(2 * math.pi)).reshape(-1) / 2
+
+    def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Tensor:
+        mean, spread = self._split(outputs)
+        std = (spread / 2).exp() if self.log_variance else spread.sqrt()
+        return (mean + std * draw_normal(mean, generator)).detach()
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self._curvature(outputs) * tangents
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(self._curvature(rows))
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(self._curvature(outputs).sqrt())
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        (m, s), (n, t) = outputs.unbind(1), other.unbind(1)
+        v, w = (s.exp(), t.exp()) if self.log_variance else (s, t)
+        return ((v + (m - n).square()) / w - 1 + w.log() - v.log()) / 2
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        check_same_shape(self._split(outputs)[0], targets)
+
+    def _curvature(self, rows: Tensor) -> Tensor:
+        spread = rows[:, 1]
+        if self.log_variance:
+            return torch.stack([(-spread).exp(), torch.full_like(spread, 0.5)], dim=1)
+        return torch.stack([1 / spread, 0.5 / spread.square()], dim=1)
+
+    @staticmethod
+    def _split(outputs: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(outputs, Tensor):
+            if outputs.dim() < 2 or outputs.shape[-1] % 2:
+                raise ValueError(
+                    f"outputs has shape {tuple(outputs.shape)}, expected a tuple (mean, spread), or one tensor with "
+                    "the means and then the spreads along its last axis"
+                )
+            mean, spread = outputs.chunk(2, dim=-1)
+            return mean, spread
+        mean, spread = outputs
+        return mean, spread.expand_as(mean)
+
+
+def draw_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal draws in the shape of `like`."""
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)

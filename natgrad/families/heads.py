@@ -1,0 +1,84 @@
+"""Several outputs of one model, independent given the input, each with its own likelihood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.families.base import Likelihood
+
+
+class Heads(Likelihood):
+    """Independent heads: Heads((Categorical(), 10), (Gaussian(), 2)) for a model that returns a tuple of outputs.
+
+    heads: (likelihood, width) per output, width: the number of parameters in a row of that head. Targets are a tuple
+    in the same order. The negative log-likelihoods add up, the form is block diagonal.
+    ValueError if a head's rows do not have its width, or if the heads disagree on the number of rows.
+    """
+
+    def __init__(self, *heads: tuple[Likelihood, int]) -> None:
+        if not heads:
+            raise ValueError("heads is empty, expected (likelihood, width) pairs")
+        self.families = [family for family, _ in heads]
+        self.widths = [width for _, width in heads]
+
+    def rows(self, outputs: Any) -> Tensor:
+        parts = [family.rows(part) for family, part in zip(self.families, self._values(outputs), strict=True)]
+        found = [part.shape[1] for part in parts]
+        if found != self.widths:
+            raise ValueError(f"the heads' rows have widths {found}, expected {self.widths} as given to Heads")
+        if len({len(part) for part in parts}) > 1:
+            raise ValueError(f"the heads have {[len(p) for p in parts]} rows, expected equal numbers, one per example")
+        return torch.cat(parts, dim=1)
+
+    def nll(self, outputs: Any, targets: Any) -> Tensor:
+        triples = zip(self.families, self._values(outputs), self._values(targets), strict=True)
+        return torch.stack([family.nll(part, target) for family, part, target in triples]).sum(0)
+
+    def sample(self, outputs: Any, generator: torch.Generator | None = None) -> tuple[Any, ...]:
+        pairs = zip(self.families, self._values(outputs), strict=True)
+        return tuple(family.sample(part, generator) for family, part in pairs)
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return block_diagonal([family.fisher(part) for family, part in self._split(rows)])
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        pairs = zip(self._split(outputs), tangents.split(self.widths, dim=1), strict=True)
+        return torch.cat([family.mv(part, tangent) for (family, part), tangent in pairs], dim=1)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return block_diagonal([family.root(part) for family, part in self._split(outputs)])
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        pairs = zip(self._split(outputs), self._split(other), strict=True)
+        return torch.stack([family.kl(part, moved) for (family, part), (_, moved) in pairs]).sum(0)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        for family, part, target in zip(self.families, self._values(outputs), self._values(targets), strict=True):
+            family.check_targets(part, target)
+
+    def __repr__(self) -> str:
+        return f"Heads({', '.join(f'({f}, {w})' for f, w in zip(self.families, self.widths, strict=True))})"
+
+    def _split(self, rows: Tensor) -> Iterator[tuple[Likelihood, Tensor]]:
+        return zip(self.families, rows.split(self.widths, dim=1), strict=True)
+
+    def _values(self, outputs: Any) -> list[Any]:
+        values = list(outputs.values()) if isinstance(outputs, dict) else list(outputs)
+        if isinstance(outputs, Tensor) or len(values) != len(self.families):
+            raise ValueError(f"outputs has {len(values)} parts, expected a tuple or dict of {len(self.families)} heads")
+        return values
+
+
+def block_diagonal(blocks: list[Tensor]) -> Tensor:
+    """(R, m_i, q_i) blocks -> (R, sum m_i, sum q_i)."""
+    rows = len(blocks[0])
+    total = blocks[0].new_zeros(rows, sum(b.shape[1] for b in blocks), sum(b.shape[2] for b in blocks))
+    m = q = 0
+    for block in blocks:
+        total[:, m : m + block.shape[1], q : q + block.shape[2]] = block
+        m, q = m + block.shape[1], q + block.shape[2]
+    return total

@@ -1,0 +1,30 @@
+"""Floor 3: which G."""
+
+from natgrad.metrics.base import Metric, PullbackMetric
+from natgrad.metrics.divergence import DivergenceMetric, divergence, kl
+from natgrad.metrics.fisher import (
+    EmpiricalFisher,
+    Fisher,
+    SampledFisher,
+    empirical_fisher,
+    fisher,
+    sampled_fisher,
+)
+from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
+
+__all__ = [
+    "DivergenceMetric",
+    "EmpiricalFisher",
+    "Fisher",
+    "GaussNewton",
+    "LossGaussNewton",
+    "Metric",
+    "PullbackMetric",
+    "SampledFisher",
+    "divergence",
+    "empirical_fisher",
+    "fisher",
+    "gauss_newton",
+    "kl",
+    "sampled_fisher",
+]

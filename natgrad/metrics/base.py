@@ -1,0 +1,142 @@
+"""A metric: which G, as a function of the parameters and the data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families import Criterion
+from natgrad.operators import Chunked, Form, Linearization, Operator, OutputMap, Pullback, Scaled
+from natgrad.pure import Call, Model, PureModel, RandomState, as_call, mixes_examples
+from natgrad.spaces import Params, check_parameters
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class Metric(ABC):
+    """G(theta) as an operator, a mean over examples."""
+
+    needs_targets: bool = False
+    """Whether inputs come as (inputs, targets)."""
+
+    @abstractmethod
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        """G at `params` (a dict of tensors such as ng.trainable(model)) on `inputs`.
+
+        inputs: a tensor (b, ...), a tuple of arguments or a dict of keywords; (inputs, targets) where
+        `needs_targets`. random: the state at which dropout is replayed, default the state now.
+        ValueError for an empty batch, non-finite outputs, outputs that do not depend on params, unknown
+        parameter names, mixed devices.
+        """
+
+
+@dataclass(frozen=True)
+class PullbackMetric(Metric):
+    """A form on the model's outputs, pulled back. Subclasses say which form.
+
+    model: a module, or a function f(params, x).   criterion: what the outputs mean.
+    chunk_size: examples per graph, to bound memory (each product then pays for fresh graphs); None: all at once.
+    """
+
+    model: Model
+    criterion: Criterion
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise TypeError(
+                f"model is {type(self.model).__name__}, expected a torch.nn.Module or a function f(params, x)"
+            )
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"chunk_size is {self.chunk_size}, expected an integer >= 1 or None")
+
+    @abstractmethod
+    def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
+        """The form and the row weights (None: uniform), given the model's outputs as it returned them."""
+
+    def layout(self, outputs: Any) -> Tensor:
+        """The model's outputs as rows (R, m)."""
+        return self.criterion.family.rows(outputs)
+
+    def seeds(self, count: int) -> list[int]:
+        """One seed per chunk, for forms that draw."""
+        return [0] * count
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        data, targets = split_targets(inputs) if self.needs_targets else (inputs, None)
+        pure = checked_model(self.model, params, data, random)
+        if self.chunk_size is None:
+            return self._term(params, pure, targets, self.seeds(1)[0])
+        return self._chunked(params, pure, targets, self.chunk_size)
+
+    def _term(self, params: Params, pure: PureModel, targets: Any, seed: int) -> Pullback:
+        outputs = OutputMap(pure, self.layout)
+        linearization = Linearization(outputs, params, linearise_after(self.model))
+        form, weights = self.form(linearization, outputs.first, targets, seed)
+        return Pullback(linearization, form, weights)
+
+    def _chunked(self, params: Params, pure: PureModel, targets: Any, size: int) -> Operator:
+        if mixes_examples(self.model):
+            raise ValueError(
+                f"chunk_size={size} would change the statistics of a batch norm in training mode; use chunk_size=None, "
+                "or model.eval()"
+            )
+        if targets is not None:
+            raise ValueError(f"chunk_size={size} is for metrics without targets; use chunk_size=None with targets")
+        calls = list(pure.call.chunks(size))
+        builders = []
+        for call, seed in zip(calls, self.seeds(len(calls)), strict=True):
+            term = partial(self._term, params, PureModel(self.model, call, pure.random), None, seed)
+            builders.append(partial(_share, term, call.batch() / pure.call.batch()))
+        return Chunked(builders)
+
+
+def _share(term: Any, share: float) -> Operator:
+    return Scaled(term(), share)
+
+
+def split_targets(inputs: Any) -> tuple[Any, Any]:
+    """(inputs, targets) as users pass them to a metric that needs targets."""
+    if not isinstance(inputs, tuple) or len(inputs) != 2:
+        raise ValueError(
+            f"inputs is {type(inputs).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
+        )
+    return inputs
+
+
+def checked_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:
+    """The pure function behind a metric, checked at the door."""
+    check_parameters(params)
+    call: Call = as_call(inputs)
+    pure = PureModel(model, call, random)
+    pure.check(params)
+    if any(t.dim() > 0 and t.shape[0] == 0 for t in call.tensors()):
+        raise ValueError("inputs is an empty batch; give at least one example")
+    return pure
+
+
+def linearise_after(model: Model) -> int | None:
+    """When a linearised form pays: after about ten products for convolutional nets, never for dense ones (measured)."""
+    if isinstance(model, nn.Module) and any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
+        return 10
+    return None
+
+
+class Scores:
+    """The form of given score vectors: M_i = S_i S_i^T, S (R, m, k)."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        """S S^T t for every row: (R, m) -> (R, m)."""
+        return torch.einsum("imk,ink,in->im", self.scores, self.scores, tangents)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        """S itself, (R, m, k)."""
+        return self.scores

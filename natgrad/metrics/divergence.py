@@ -1,0 +1,68 @@
+"""The metric of any divergence, by its second derivative: the slow reference for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.families import Likelihood
+from natgrad.linalg import symmetrise
+from natgrad.metrics.base import Metric
+from natgrad.operators import Dense
+from natgrad.pure import Model, PureModel, RandomState, as_call
+from natgrad.spaces import Params, Space, check_parameters
+
+Divergence = Callable[[Params, Params, Any], Tensor]
+
+
+def divergence(d: Divergence) -> DivergenceMetric:
+    """G = d^2/dphi^2 D(theta, phi) at phi = theta (Eguchi 1983), as a dense matrix.
+
+    d: a function d(params, other, inputs) -> scalar tensor, a mean over examples, zero and stationary at
+    other = params; twice differentiable in `other`. See `kl` for one. Costs n double-backward products: a reference
+    for small models.
+    """
+    return DivergenceMetric(d)
+
+
+def kl(model: Model, family: Likelihood) -> Divergence:
+    """d(params, other, inputs) = E_x KL(p(.|x; params), p(.|x; other)), in nats, a mean over rows of outputs."""
+
+    def between(params: Params, other: Params, inputs: Any) -> Tensor:
+        random = RandomState.capture(*{t.device for t in as_call(inputs).tensors()})
+        first, second = (family.rows(PureModel(model, as_call(inputs), random)(p)) for p in (params, other))
+        return family.kl(first, second).mean()
+
+    return between
+
+
+@dataclass(frozen=True)
+class DivergenceMetric(Metric):
+    """See `divergence`. ValueError if d(params, params) is not zero or not stationary."""
+
+    d: Divergence
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Dense:
+        check_parameters(params)
+        space = Space(params)
+        fixed = {name: p.detach() for name, p in params.items()}
+        with torch.enable_grad(), (random or RandomState.capture(space.device)).replayed():
+            point = space.flatten(fixed).requires_grad_()
+            value = self.d(fixed, space.unflatten(point), inputs)
+            (gradient,) = torch.autograd.grad(value, point, create_graph=True)
+            rows = [
+                torch.autograd.grad(gradient, point, unit, retain_graph=True)[0]
+                for unit in torch.eye(len(point)).to(point)
+            ]
+        matrix = symmetrise(torch.stack(rows))
+        tolerance = torch.finfo(point.dtype).eps ** 0.5 * (1 + matrix.abs().max())
+        if not bool(value.abs() <= tolerance) or not bool(gradient.abs().max() <= tolerance):
+            raise ValueError(
+                f"d(params, params) is {float(value):.3g} with gradient {float(gradient.norm()):.3g}, expected zero "
+                "for both: d is not a divergence, or it draws at random"
+            )
+        return Dense(matrix.detach())

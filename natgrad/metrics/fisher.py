@@ -1,0 +1,127 @@
+"""The Fisher information of a model: exact over labels, over sampled labels, and the empirical one over the data's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.families.criteria import Entrywise
+from natgrad.metrics.base import PullbackMetric, Scores
+from natgrad.operators import Form, Linearization
+from natgrad.pure import Model
+
+
+def fisher(model: Model, family: Likelihood | nn.Module | Criterion, *, chunk_size: int | None = None) -> Fisher:
+    """F = E_x E_{y ~ p(y|x)} [grad log p(y|x) grad log p(y|x)^T] = E_x[J^T M J], the labels' expectation exact.
+
+    model: a module, or a function f(params, x).   family: an `ng` likelihood, or a `torch.nn` loss that stands for one.
+    `.at(params, inputs)` gives the operator, a mean over rows of outputs (examples; tokens for sequences).
+    Amari 1998; Pascanu & Bengio 2013, eq. 8-11. NotImplementedError for a likelihood without `fisher`.
+    """
+    criterion = as_criterion(family)
+    require_fisher(criterion.family)
+    return Fisher(model, criterion, chunk_size)
+
+
+def sampled_fisher(
+    model: Model,
+    family: Likelihood | nn.Module | Criterion,
+    *,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    chunk_size: int | None = None,
+) -> SampledFisher:
+    """The Fisher with the labels' expectation replaced by `samples` draws per row: unbiased, rank <= R k.
+
+    generator: private source of the draws; default a new one, seeded 0. Every `.at` draws anew and then keeps its
+    draws, so that the operator is one fixed matrix.
+    """
+    if samples < 1:
+        raise ValueError(f"samples is {samples}, expected an integer >= 1")
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    return SampledFisher(model, as_criterion(family), chunk_size, samples, generator)
+
+
+def empirical_fisher(
+    model: Model, family: Likelihood | nn.Module | Criterion, *, chunk_size: int | None = None
+) -> EmpiricalFisher:
+    """U = E_{(x, t)} [g g^T], g the gradient of one example's loss, over the data's own targets. Not the Fisher.
+
+    `.at(params, (inputs, targets))`. Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
+    """
+    return EmpiricalFisher(model, as_criterion(family), chunk_size)
+
+
+@dataclass(frozen=True)
+class Fisher(PullbackMetric):
+    """Exact over labels; see `fisher`."""
+
+    def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
+        return self.criterion.family, None
+
+
+@dataclass(frozen=True)
+class SampledFisher(PullbackMetric):
+    """Over sampled labels; see `sampled_fisher`."""
+
+    samples: int = 1
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
+
+    def seeds(self, count: int) -> list[int]:
+        drawn = torch.randint(2**62, (count,), generator=self.generator, device=self.generator.device)
+        return drawn.tolist()
+
+    def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
+        family = self.criterion.family
+        generator = torch.Generator(linearization.outputs.device).manual_seed(seed)
+        drawn = [family.score(outputs, family.sample(outputs, generator)) for _ in range(self.samples)]
+        return Scores(torch.stack(drawn, dim=2) / self.samples**0.5), None
+
+
+@dataclass(frozen=True)
+class EmpiricalFisher(PullbackMetric):
+    """Over the data's targets; see `empirical_fisher`."""
+
+    needs_targets = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.criterion.family, Entrywise):  # one gradient per example, not one per entry
+            object.__setattr__(
+                self, "criterion", replace(self.criterion, family=ExampleMean(self.criterion.family.family))
+            )
+
+    def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
+        if targets is None:
+            raise ValueError(
+                "targets is None: the empirical Fisher needs the data's targets; use ng.fisher without them"
+            )
+        self.criterion.family.check_targets(outputs, targets)
+        return Scores(self.criterion.family.score(outputs, targets).unsqueeze(2)), None
+
+
+@dataclass(frozen=True)
+class ExampleMean(Likelihood):
+    """An entrywise mean loss with one row per example: nll_i is the mean over the example's entries."""
+
+    family: Likelihood
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.family.nll(outputs, targets) / self.rows(outputs).shape[1]
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.family.sample(outputs, generator)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        self.family.check_targets(outputs, targets)
+
+
+def require_fisher(family: Likelihood) -> None:
+    """NotImplementedError, with what to do, unless the likelihood knows its Fisher form."""
+    known = (type(family).fisher, type(family).mv)
+    if known == (Likelihood.fisher, Likelihood.mv):
+        family.fisher(torch.empty(0, 0))

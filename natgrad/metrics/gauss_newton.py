@@ -1,0 +1,101 @@
+"""The extended Gauss-Newton matrix: the loss's Hessian in the outputs, pulled back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.metrics.base import PullbackMetric
+from natgrad.operators import Form, Linearization
+from natgrad.pure import Model, leaves
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def gauss_newton(model: Model, loss: Likelihood | nn.Module | Criterion | Loss) -> GaussNewton | LossGaussNewton:
+    """G_N = E[J^T H J], H the Hessian of the loss in the outputs (Schraudolph 2002; Pascanu & Bengio eq. 14).
+
+    loss: a `torch.nn` loss or `ng` likelihood, whose H is its Fisher form (canonical links: G_N is the Fisher), in the
+    units of the mean loss with class weights, ignored and weighted targets; or any function
+    loss(outputs, targets) -> scalar that is convex in the outputs. `.at(params, (inputs, targets))`.
+    """
+    if isinstance(loss, (Likelihood, Criterion)):
+        return GaussNewton(model, as_criterion(loss))
+    try:
+        return GaussNewton(model, as_criterion(loss))
+    except TypeError:
+        if not callable(loss):
+            raise
+        return LossGaussNewton(model, Criterion(PlainOutputs(), loss))
+
+
+@dataclass(frozen=True)
+class GaussNewton(PullbackMetric):
+    """For a loss that is a likelihood; see `gauss_newton`. Targets may be None: uniform weights (unlabelled data)."""
+
+    needs_targets = True
+
+    def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
+        if targets is None:
+            return self.criterion.family, None
+        self.criterion.family.check_targets(outputs, targets)
+        return self.criterion.family, self.criterion.weights(outputs, targets)
+
+
+@dataclass(frozen=True)
+class LossGaussNewton(PullbackMetric):
+    """For any twice differentiable loss(outputs, targets) -> scalar; see `gauss_newton`."""
+
+    needs_targets = True
+
+    def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
+        form = LossHessian(self.criterion.loss, outputs, targets)
+        return form, torch.ones_like(linearization.outputs[:, 0])  # the loss holds its own mean
+
+
+class LossHessian:
+    """H v of a scalar loss at given outputs, from one gradient graph that is kept."""
+
+    def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
+        with torch.enable_grad():
+            self.point = outputs.detach().requires_grad_()
+            value = loss(self.point, targets)
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"loss returned {came}, expected a scalar tensor, the mean over the batch")
+            (self.gradient,) = torch.autograd.grad(value, self.point, create_graph=True)
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        """H t: (R, m) -> (R, m)."""
+        if not self.gradient.requires_grad:  # linear in the outputs: no curvature
+            return torch.zeros_like(tangents)
+        (image,) = torch.autograd.grad(
+            self.gradient, self.point, tangents.view(self.point.shape), retain_graph=True, materialize_grads=True
+        )
+        return image.reshape(tangents.shape)
+
+    def root(self, outputs: Tensor) -> None:
+        """No factor is known."""
+        return None
+
+
+class PlainOutputs(Likelihood):
+    """Outputs of an arbitrary loss: one tensor, laid out as (b, m)."""
+
+    def rows(self, outputs: Any) -> Tensor:
+        if len(list(leaves(outputs))) != 1 or not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"the model returned {type(outputs).__name__}, expected one tensor for a plain loss function"
+            )
+        return super().rows(outputs)
+
+    def nll(self, outputs: Any, targets: Any) -> Tensor:
+        raise TypeError("a plain loss function has no likelihood; use ng.gauss_newton, or pass an ng likelihood")
+
+    def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Any:
+        raise TypeError("a plain loss function has no likelihood to sample from; pass an ng likelihood")

@@ -1,0 +1,45 @@
+"""The solver by shape and cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from natgrad.operators import Operator, Pullback
+from natgrad.solvers.base import Solution, Solver, check_system
+from natgrad.solvers.cg import CG
+from natgrad.solvers.direct import Direct
+from natgrad.solvers.sample_space import SampleSpace
+
+
+@dataclass(frozen=True)
+class Auto(Solver):
+    """Direct, sample space or CG, whichever is cheapest for the operator at hand.
+
+    1. A closed-form inverse: `Direct`.
+    2. Fewer columns r of the root than parameters, and r <= `gram`: `SampleSpace` (the r x r Gram matrix).
+    3. n <= `dense`: `Direct` (the n x n matrix, one Cholesky).
+    4. Otherwise `CG`.
+
+    gram, dense: the largest matrix that is still factorised, by its side. The defaults are about a second
+    of Cholesky on two cores in float64.
+    """
+
+    gram: int = 4000
+    dense: int = 2000
+    iterative: Solver = CG()
+
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        check_system(operator, rhs, damping, guess)
+        return self.choose(operator).solve(operator, rhs, damping=damping, guess=guess)
+
+    def choose(self, operator: Operator) -> Solver:
+        """The solver that `solve` takes for this operator."""
+        if isinstance(operator, Pullback):
+            rows = operator.rows
+            if rows is not None and rows.rank < operator.size and rows.rank <= self.gram:
+                return SampleSpace()
+        elif operator.inverse(1.0) is not None:
+            return Direct()
+        return Direct() if operator.size <= self.dense else self.iterative

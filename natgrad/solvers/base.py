@@ -1,0 +1,90 @@
+"""One face for every solver of (G + damping I) x = b."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from natgrad.operators import Operator
+
+
+class Status(StrEnum):
+    """Why a solver stopped."""
+
+    CONVERGED = "converged"  # the residual met the tolerance
+    STALLED = "stalled"  # progress on the quadratic model became too small (Martens' stop)
+    MAX_STEPS = "max_steps"  # the budget ran out
+    NEGATIVE_CURVATURE = "negative_curvature"  # d^T (G + damping I) d <= 0: the operator is not positive definite
+    NON_FINITE = "non_finite"  # a product overflowed; the last finite vector is returned
+    INACCURATE = "inaccurate"  # a direct method's residual is larger than round-off explains
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found. `value` is its best vector, whatever the status.
+
+    value: x, shape (n,).   residual: |b - (G + damping I) x|, a scalar tensor.   steps: products with G.
+    status: why it stopped.   image: (G + damping I) x = b - r, shape (n,), so that nobody computes it again.
+    extra: estimates that a particular solver makes, by name.
+    """
+
+    value: Tensor
+    residual: Tensor
+    steps: int
+    status: Status
+    image: Tensor
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Solver(ABC):
+    """Solves (G + damping I) x = b. Stops early with its best vector and says so; numerical trouble never raises."""
+
+    @abstractmethod
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        """x (n,) for operator G (n, n), rhs b (n,), damping >= 0, guess x_0 (n,) for iterative methods.
+
+        For a singular system the minimum-norm least-squares solution, where the solver's page says so.
+        ValueError for wrong shapes, a negative damping or a non-finite b.
+        """
+
+
+def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None = None) -> None:
+    """ValueError or TypeError unless (G + damping I) x = rhs is a well-formed system."""
+    if not isinstance(operator, Operator):
+        raise TypeError(
+            f"operator is {type(operator).__name__}, expected a natgrad Operator: wrap a matrix with "
+            "ng.operators.Dense(matrix), or take a metric at a point with metric.at(params, inputs)"
+        )
+    for name, vector in (("rhs", rhs), ("guess", guess)):
+        if vector is None:
+            continue
+        if not isinstance(vector, Tensor) or vector.shape != (operator.size,):
+            came = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
+            raise ValueError(
+                f"{name} has shape {came}, expected ({operator.size},): the operator has size {operator.size}; "
+                "flatten a dict of tensors with ng.Space(params).flatten(...)"
+            )
+        if vector.device != operator.device:
+            raise ValueError(f"{name} is on {vector.device}, the operator on {operator.device}; move it there")
+        if not bool(torch.isfinite(vector).all()):
+            raise ValueError(f"{name} is not finite: look for a NaN or an overflow in the gradient; nothing was solved")
+    if not 0 <= float(damping) < float("inf"):
+        raise ValueError(f"damping is {damping}, expected a finite number >= 0")
+
+
+def measured(
+    operator: Operator, rhs: Tensor, damping: float, value: Tensor, steps: int, extra: dict[str, float] | None = None
+) -> Solution:
+    """The solution of a direct method with its residual measured by one product."""
+    if not bool(torch.isfinite(value).all()):
+        zero = torch.zeros_like(rhs)
+        return Solution(zero, rhs.norm(), steps, Status.NON_FINITE, zero, extra or {})
+    image = operator.mv(value) + damping * value
+    residual = (rhs - image).norm()
+    tolerance = torch.finfo(rhs.dtype).eps ** 0.5 * rhs.norm()
+    status = Status.CONVERGED if bool(residual <= tolerance) else Status.INACCURATE
+    return Solution(value, residual, steps + 1, status, image, extra or {})

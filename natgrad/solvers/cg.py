@@ -1,0 +1,147 @@
+"""Conjugate gradients as truncated Newton methods use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.operators import Operator
+from natgrad.solvers.base import Solution, Solver, Status, check_system
+
+Callback = Callable[[int, Tensor, float], None]
+
+
+@dataclass(frozen=True)
+class CG(Solver):
+    """Preconditioned conjugate gradients on (G + damping I) x = b.
+
+    rtol: stop when |r| <= rtol |b|.   max_steps: products with G, at most.
+    progress: Martens' stop, checked from step 10 on: over the last k = max(10, step / 10) steps the quadratic model
+    phi(x) = x^T A x / 2 - b^T x fell by less than k * progress * |phi|; None switches it off (Martens: 5e-4).
+    preconditioner: an operator P ~ (G + damping I)^-1, applied once per step.
+    callback: called as callback(step, x, residual) after every step; x is the live iterate, copy it to keep it.
+    refresh: every so many steps r = b - A x is computed afresh: in float32 the recurrence drifts from it.
+
+    A direction without curvature, d^T A d <= 0 up to round-off, ends the run with NEGATIVE_CURVATURE and the iterate of
+    smallest residual; so does an overflow, with NON_FINITE. On a singular consistent system, started at zero, the
+    result is the minimum-norm solution; on an inconsistent one the method breaks down (use ng.MinresQLP there).
+    Hestenes & Stiefel 1952; stops: Martens 2010, section 4.4.
+    """
+
+    rtol: float = 1e-5
+    max_steps: int = 100
+    progress: float | None = None
+    preconditioner: Operator | None = None
+    callback: Callback | None = None
+    refresh: int = 50
+
+    def __post_init__(self) -> None:
+        if self.rtol < 0:
+            raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")
+        for name in ("max_steps", "refresh"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected an integer >= 1")
+
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        check_system(operator, rhs, damping, guess)
+        run = _Run(self, operator, rhs, damping, guess)
+        while run.status is None:
+            run.advance()
+        return run.solution()
+
+
+class _Run:
+    """One solve. Letters as in the literature: x iterate, r residual, z = P r, d direction, A = G + damping I."""
+
+    def __init__(self, choices: CG, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> None:
+        self.choices, self.operator, self.rhs, self.damping = choices, operator, rhs, damping
+        self.x, self.r = torch.zeros_like(rhs), rhs.clone()
+        self.products = 0
+        if guess is not None:
+            self.start_at(guess)
+        self.step = 0
+        self.status: Status | None = None
+        self.tolerance = choices.rtol * float(rhs.norm())
+        self.norm = float(self.r.norm())
+        self.best = (self.norm, self.x, self.r)
+        self.curvature = 0.0  # largest d^T A d / d^T d so far, a lower bound on the largest eigenvalue
+        self.models = [self.model()]
+        z = self.precondition(self.r)
+        self.d, self.rz = z.clone(), float(self.r @ z)
+        if self.norm <= self.tolerance:
+            self.status = Status.CONVERGED
+
+    def start_at(self, guess: Tensor) -> None:
+        """Start warm, unless zero is closer: a guess from another batch can be far worse than none."""
+        residual = self.rhs - self.image(guess)
+        if bool(residual.norm() < self.rhs.norm()):
+            self.x, self.r = guess.clone(), residual
+
+    def image(self, vector: Tensor) -> Tensor:
+        """A v."""
+        self.products += 1
+        return self.operator.mv(vector) + self.damping * vector
+
+    def precondition(self, residual: Tensor) -> Tensor:
+        """P r."""
+        return residual if self.choices.preconditioner is None else self.choices.preconditioner.mv(residual)
+
+    def model(self) -> float:
+        """phi(x) = -x^T (r + b) / 2, from quantities at hand."""
+        return -0.5 * float(self.x @ (self.r + self.rhs))
+
+    def advance(self) -> None:
+        """One step, or a status."""
+        ad = self.image(self.d)
+        dad, dd = float(self.d @ ad), float(self.d @ self.d)
+        if not dad < float("inf"):
+            self.status = Status.NON_FINITE
+            return
+        self.curvature = max(self.curvature, dad / dd if dd > 0 else 0.0)
+        if dad <= torch.finfo(self.rhs.dtype).eps * self.curvature * dd:
+            self.status = Status.NEGATIVE_CURVATURE
+            return
+        alpha = self.rz / dad
+        self.x = self.x + alpha * self.d
+        self.step += 1
+        fresh = self.step % self.choices.refresh == 0
+        self.r = self.rhs - self.image(self.x) if fresh else self.r - alpha * ad
+        self._judge()
+        z = self.precondition(self.r)
+        rz = float(self.r @ z)
+        self.d = z + (rz / self.rz if self.rz else 0.0) * self.d
+        self.rz = rz
+
+    def _judge(self) -> None:
+        self.norm = float(self.r.norm())
+        if self.choices.callback is not None:
+            self.choices.callback(self.step, self.x, self.norm)
+        if not self.norm < float("inf"):
+            self.status = Status.NON_FINITE
+            return
+        if self.norm <= self.best[0]:
+            self.best = (self.norm, self.x, self.r)
+        self.models.append(self.model())
+        if self.norm <= self.tolerance:
+            self.status = Status.CONVERGED
+        elif self._stalled():
+            self.status = Status.STALLED
+        elif self.step >= self.choices.max_steps:
+            self.status = Status.MAX_STEPS
+
+    def _stalled(self) -> bool:
+        """Martens' stop: phi < 0 and (phi - phi_k steps ago) / phi < k * progress."""
+        window = max(10, self.step // 10)
+        if self.choices.progress is None or self.step <= window or self.models[-1] >= 0:
+            return False
+        return (self.models[-1] - self.models[-1 - window]) / self.models[-1] < window * self.choices.progress
+
+    def solution(self) -> Solution:
+        """The last iterate, which has the lowest phi; after a breakdown the one of smallest residual."""
+        broken = self.status in (Status.NEGATIVE_CURVATURE, Status.NON_FINITE)
+        _, x, r = self.best if broken else (self.norm, self.x, self.r)
+        assert self.status is not None
+        return Solution(x, r.norm(), self.products, self.status, self.rhs - r)

@@ -1,0 +1,54 @@
+"""The solve in the space of outputs: (U U^T + l I)^-1 = (I - U (l I + U^T U)^-1 U^T) / l."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import cholesky, pseudo_solve, shifted
+from natgrad.operators import Operator, Pullback
+from natgrad.solvers.base import Solution, Solver, check_system, measured
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SampleSpace(Solver):
+    """Exact solve through the Gram matrix U^T U (r, r) of G = U U^T: cheap where outputs are fewer than parameters.
+
+    For a pulled-back metric the Gram matrix is summed layer by layer and the Jacobian is never formed; for any
+    other operator its `root()` is used. At damping 0 it gives the minimum-norm solution U (U^T U)^+2 U^T b.
+    One step of iterative refinement is taken where the subtraction above cancelled more than three digits.
+    ValueError for an operator without a root.
+    """
+
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        check_system(operator, rhs, damping, guess)
+        gram, up, down = factor_products(operator)
+        if damping == 0:
+            value = up(pseudo_solve(gram, pseudo_solve(gram, down(rhs))))
+            return measured(operator, rhs, damping, value, 1)
+        factor = cholesky(shifted(gram, damping))
+
+        def once(right: Tensor) -> Tensor:
+            return (right - up(factor.solve(down(right)))) / damping
+
+        solution = measured(operator, rhs, damping, once(rhs), 1)
+        if bool(solution.residual <= 1e3 * torch.finfo(rhs.dtype).eps * rhs.norm()):
+            return solution
+        return measured(operator, rhs, damping, solution.value + once(rhs - solution.image), solution.steps + 1)
+
+
+def factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:
+    """U^T U (r, r), w -> U w and v -> U^T v for an operator G = U U^T."""
+    if isinstance(operator, Pullback) and operator.rows is not None:
+        return operator.rows.gram(), operator.rows.mv, operator.rows.rmv
+    root = operator.root()
+    if root is None:
+        raise ValueError(
+            f"operator {operator!r} has no root U with G = U U^T, which SampleSpace needs; use CG() or Direct()"
+        )
+    return root.mT @ root, lambda weights: root @ weights, lambda vector: root.mT @ vector
