@@ -1,0 +1,66 @@
+"""natgrad: the natural gradient for PyTorch.
+
+metric x structure x solver x damping x rule in any combination: from `fisher(model, family).at(params, x)`, an
+operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimizer`.
+"""
+
+from natgrad import families, metrics, operators, optim, solvers, structures
+from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
+from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
+from natgrad.metrics import Metric, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
+from natgrad.operators import Operator
+from natgrad.optim import NaturalGradient, hessian_free, natural_gradient
+from natgrad.rules import LineSearch, Momentum, Rate, Rule, TrustRegion
+from natgrad.solvers import CG, Auto, Direct, SampleSpace, Solution, Solver, Status
+from natgrad.spaces import Space, trainable
+from natgrad.structures import Dense, Exact, Structure
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CG",
+    "Auto",
+    "Bernoulli",
+    "Categorical",
+    "Constant",
+    "Damping",
+    "Dense",
+    "Direct",
+    "Exact",
+    "Gaussian",
+    "Heads",
+    "HeteroscedasticGaussian",
+    "LevenbergMarquardt",
+    "Likelihood",
+    "LineSearch",
+    "Metric",
+    "Momentum",
+    "NaturalGradient",
+    "Operator",
+    "Poisson",
+    "Rate",
+    "Relative",
+    "Rule",
+    "SampleSpace",
+    "Solution",
+    "Solver",
+    "Space",
+    "Status",
+    "Structure",
+    "TrustRegion",
+    "divergence",
+    "empirical_fisher",
+    "families",
+    "fisher",
+    "gauss_newton",
+    "hessian_free",
+    "kl",
+    "metrics",
+    "natural_gradient",
+    "operators",
+    "optim",
+    "sampled_fisher",
+    "solvers",
+    "structures",
+    "trainable",
+]

@@ -1,0 +1,127 @@
+"""lambda in (G + lambda I)^-1 g: constant, relative to the metric's scale, or adapted to the model's success."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from natgrad.operators import Operator
+
+
+class Damping(ABC):
+    """A strategy. What changes between steps is one number, passed in and returned."""
+
+    @abstractmethod
+    def initial(self) -> float:
+        """The number at the first step."""
+
+    @property
+    def needs_ratio(self) -> bool:
+        """Whether `update` uses the reduction ratio, so that the loss must be evaluated after the step."""
+        return False
+
+    def predicted(self, change: float, slope: float) -> float:
+        """The predicted change of the loss that the ratio divides by. change: quadratic model, slope: g . d."""
+        return change
+
+    def amount(self, damping: float, operator: Operator) -> float:
+        """lambda for this operator, from the strategy's number."""
+        return damping
+
+    def update(self, damping: float, ratio: float) -> float:
+        """The number for the next step. ratio: true over predicted decrease; NaN for a rejected step."""
+        return damping
+
+
+@dataclass(frozen=True)
+class Constant(Damping):
+    """lambda = value, always. ValueError if negative or not finite."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        require("value", self.value)
+
+    def initial(self) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Relative(Damping):
+    """lambda = factor * trace(G) / n: the same for every scale of the loss, and for every width of a layer.
+
+    The trace is exact for metrics with few outputs per example, else an unbiased estimate with a fixed seed.
+    ValueError if factor is negative or not finite.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        require("factor", self.factor)
+
+    def initial(self) -> float:
+        return self.factor
+
+    def amount(self, damping: float, operator: Operator) -> float:
+        return damping * float(operator.mean_eigenvalue())
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt(Damping):
+    """Raise lambda where the model promised too much, lower it where it was right.
+
+    ratio < low: lambda * raise_by; ratio > high: lambda * lower_by; never below `floor` (without one it was seen to
+    run down to 7e-18) nor above `ceiling`. A rejected step (NaN) raises.
+    linear_model: predict the decrease by g . d alone, as eq. 30 of Pascanu & Bengio does. With an exact solve on
+    a quadratic that ratio is 1 - lr / 2 and not 1, and with these thresholds and lr >= 1/2 lambda is never lowered;
+    kept for replication. Martens 2010, section 4.1.
+    """
+
+    start: float = 1.0
+    low: float = 0.25
+    high: float = 0.75
+    raise_by: float = 1.5
+    lower_by: float = 2 / 3
+    floor: float = 1e-4
+    ceiling: float = 1e8
+    linear_model: bool = False
+
+    def __post_init__(self) -> None:
+        require("start", self.start)
+        require("floor", self.floor)
+        if not self.low < self.high:
+            raise ValueError(f"low is {self.low} and high is {self.high}, expected low < high")
+        if not (self.raise_by > 1 and 0 < self.lower_by < 1):
+            raise ValueError(
+                f"raise_by is {self.raise_by} and lower_by is {self.lower_by}, expected raise_by > 1 > lower_by > 0"
+            )
+
+    def initial(self) -> float:
+        return self.start
+
+    @property
+    def needs_ratio(self) -> bool:
+        return True
+
+    def predicted(self, change: float, slope: float) -> float:
+        return slope if self.linear_model else change
+
+    def update(self, damping: float, ratio: float) -> float:
+        if math.isnan(ratio) or ratio < self.low:
+            # from lambda = 0 a product never rises: start from the floor
+            return min(max(damping * self.raise_by, self.floor), self.ceiling)
+        if ratio > self.high:
+            return max(damping * self.lower_by, self.floor)
+        return damping
+
+
+def require(name: str, value: float) -> None:
+    """ValueError unless value is a finite number >= 0."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}, expected a finite number >= 0: damping keeps the metric positive")
+
+
+def as_damping(damping: float | Damping) -> Damping:
+    """A number as `Constant`."""
+    return damping if isinstance(damping, Damping) else Constant(float(damping))

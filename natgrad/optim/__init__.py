@@ -1,0 +1,8 @@
+"""Floor 5: the natural gradient as a function and as an optimizer, and named recipes."""
+
+from natgrad.optim.natural_gradient import natural_gradient
+from natgrad.optim.optimizer import NaturalGradient
+from natgrad.optim.recipes import hessian_free
+from natgrad.optim.reports import Report, Row, StateReport
+
+__all__ = ["NaturalGradient", "Report", "Row", "StateReport", "hessian_free", "natural_gradient"]

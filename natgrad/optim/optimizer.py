@@ -1,0 +1,356 @@
+"""The natural gradient as a `torch.optim.Optimizer`: metric x structure x solver x damping x rule."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from natgrad.damping import Damping, as_damping
+from natgrad.families import Criterion
+from natgrad.metrics import Metric, PullbackMetric
+from natgrad.operators import Operator
+from natgrad.optim.objective import Objective, objective_of
+from natgrad.optim.recall import Recall, listen
+from natgrad.optim.reports import Report, Row, StateReport
+from natgrad.pure import map_tensors
+from natgrad.rules import Quadratic, Rate, Rule, Step, require_loss
+from natgrad.solvers import Auto, Solution, Solver, Status
+from natgrad.spaces import Space, check_parameters, trainable
+from natgrad.structures import Dense, Exact, Structure
+
+Closure = Callable[[], Tensor]
+EXTRA = "natgrad"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a step starts: the active parameters and the gradient of the mean loss (n,)."""
+
+    params: dict[str, Tensor]
+    space: Space
+    gradient: Tensor
+
+
+class NaturalGradient(Optimizer):
+    """theta <- theta + rule(-lr (G + damping I)^-1 g), G from any metric.
+
+    model: an `nn.Module`, or a dict of tensors when the metric is of a function f(params, x).
+    metric: which G (`ng.fisher(model, ...)`, ...).   lr: learning rate.   structure: how G is stored, default
+    `Exact()`.   solver: default `Auto()`, by shape and cost.   damping: a number or a strategy.   rule: how the
+    step is bounded, default `Rate()`.   weight_decay: decoupled, theta <- (1 - lr * weight_decay) theta.   warm_start:
+    the fraction of the last solution that an iterative solver starts from.   params: parameter groups as in torch.optim (keys lr,
+    weight_decay); default all trainable parameters.
+
+    The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step,
+    with the same dropout masks; or on `observe(inputs)`. A parameter whose gradient is None is left alone. Use
+    `loss = opt.loss(outputs, targets)` so that targets, reduction='sum' and the loss's value are known; rules and
+    dampings that re-evaluate the loss then need no closure, and replay the same pass.
+
+    Raises ValueError at `step` for a non-finite gradient or metric, for no remembered forward, and where a rule needs a
+    loss that it cannot evaluate; parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        metric: Metric,
+        lr: float = 1.0,
+        *,
+        structure: Structure | None = None,
+        solver: Solver | None = None,
+        damping: float | Damping = 1e-3,
+        rule: Rule | None = None,
+        weight_decay: float = 0.0,
+        warm_start: float = 0.0,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+    ) -> None:
+        check_choices(metric, structure, solver, rule)
+        check_number("lr", lr)
+        check_number("weight_decay", weight_decay)
+        self.model, self.metric = model, metric
+        self.structure, self.solver = structure or Exact(), solver or Auto()
+        self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
+        self._named = named_parameters(model)
+        super().__init__(
+            list(self._named.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
+        )
+        self._check_known()
+        self._level = self.damping.initial()
+        self._memory: dict[str, Any] | None = None
+        self._last = StateReport()
+        self._recall = Recall()
+        self._finalizer: weakref.finalize | None = None
+        if isinstance(model, nn.Module):
+            self._finalizer = weakref.finalize(self, listen(model, self._recall).remove)
+
+    # what the user calls around a step
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """The criterion's value, for you to call `.backward()` on; remembers targets and units for the step.
+
+        In evaluation mode or under `torch.no_grad()` it is the value alone. ValueError for targets that the
+        criterion's likelihood cannot produce, TypeError if the metric has no criterion.
+        """
+        value = self.criterion.value(outputs, targets)
+        training = not isinstance(self.model, nn.Module) or self.model.training
+        if training and torch.is_grad_enabled():
+            self._recall.record_loss(self.criterion, outputs, targets, value)
+        return value
+
+    @property
+    def criterion(self) -> Criterion:
+        """The loss that the metric belongs to."""
+        if isinstance(self.metric, PullbackMetric):
+            return self.metric.criterion
+        raise TypeError(f"{type(self.metric).__name__} has no criterion; compute your loss yourself")
+
+    def observe(self, inputs: Any, targets: Any = None) -> None:
+        """Take the next step's metric on these inputs instead of the gradient's (unlabelled data, another batch).
+
+        On other data than the gradient's, part of the gradient lies outside the metric's range and the step grows like
+        1 / damping (Pascanu & Bengio, section 4): keep a damping floor there. targets: for metrics that use them.
+        """
+        self._recall.observed = (inputs, targets)
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
+        """One step. Returns the closure's first value.
+
+        closure: clears gradients, computes the loss, calls backward, returns the loss. As in LBFGS it may be called
+        again, by rules that re-evaluate the loss, unless `loss()` made that unnecessary.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        point = self._point()
+        if point is not None:
+            recall = self._recall
+            objective = objective_of(
+                self.model, lambda: self.criterion, recall, point.params, point.space, closure, value
+            )
+            self._step(point, objective)
+        self._recall.clear()
+        return value
+
+    def report(self) -> Report:
+        """What each parameter gets: structure, entries, and numbers remembered between steps."""
+        rows = Report()
+        known = {id(p): name for name, p in self._named.items()}
+        total = sum(p.numel() for group in self.param_groups for p in group["params"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = p.numel() * total if isinstance(self.structure, Dense) and self.structure.decay else 0
+                held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
+                name = type(self.structure).__name__ if p.requires_grad else "frozen"
+                rows.append(Row(known[id(p)], name, p.numel(), held))
+        return rows
+
+    def state_report(self) -> StateReport:
+        """How the last step went: KL moved, damping, reduction ratio, solver iterations and residual, failures."""
+        return self._last
+
+    def detach(self) -> None:
+        """Take the hook off the model. Also happens when the optimizer dies."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    # checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on: groups, per-parameter state, damping, memory, the generator.
+
+        Plain values and tensors: `torch.load(weights_only=True)` reads it. Saved, loaded in a new process and
+        continued, training on the CPU is bit for bit as if it had never stopped.
+        """
+        generator = getattr(self.metric, "generator", None)
+        extra = {
+            "damping": self._level,
+            "memory": self._memory,
+            "steps": self._last.step,
+            "failures": self._last.failures,
+            "generator": None if generator is None else generator.get_state(),
+        }
+        return {**super().state_dict(), EXTRA: extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`. ValueError if it belongs to another kind of optimizer."""
+        if EXTRA not in state_dict:
+            raise ValueError(f"state_dict has no {EXTRA!r} entry: it was not saved by natgrad.NaturalGradient")
+        extra = state_dict[EXTRA]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != EXTRA})
+        device = next(iter(self._named.values())).device
+        self._level = extra["damping"]
+        self._memory = extra["memory"] and map_tensors(extra["memory"], lambda t: t.to(device).clone())
+        self._last = StateReport(step=extra["steps"], failures=extra["failures"])
+        if extra["generator"] is not None:
+            self.metric.generator.set_state(extra["generator"].cpu())  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters (unfrozen or created later). ValueError if they are not the model's."""
+        if isinstance(self.model, nn.Module):
+            self._named = dict(self.model.named_parameters())
+        super().add_param_group(param_group)
+        self._check_known()
+
+    # one step
+
+    def _step(self, point: Point, objective: Objective | None) -> None:
+        if self.damping.needs_ratio and objective is None:
+            raise ValueError(
+                f"{self.damping} compares the loss before and after the step: compute it with optimizer.loss(outputs, "
+                "targets), or call optimizer.step(closure)"
+            )
+        require_loss(self.rule, objective)
+        operator, memory = self._operator(point)
+        amount = self.damping.amount(self._level, operator)
+        solution = self.solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
+        proposal = self._proposal(point, operator, solution, amount)
+        before = math.nan if objective is None else objective.before
+        model = Quadratic(point.gradient, operator, amount, proposal, self._recall.nats, before)
+        step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
+        ratio = self._ratio(model, step, objective) if self.damping.needs_ratio else None
+        failed = not bool(torch.isfinite(step.vector).all())
+        if failed or (ratio is not None and math.isnan(ratio)):
+            step, velocities = model.nothing(), self._flat_state(point, "velocity")
+        failed = failed or solution.status is Status.NON_FINITE
+        self._commit(point, step, memory, velocities, solution)
+        self._last = self._told(model, step, solution, ratio, failed)
+        if ratio is not None:
+            self._level = self.damping.update(self._level, ratio)
+
+    def _point(self) -> Point | None:
+        active = {id(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
+        params = {name: p for name, p in self._named.items() if id(p) in active}
+        if not params:
+            return None
+        gradients = {name: dense_gradient(name, p) for name, p in params.items()}
+        space = Space(params)
+        return Point(params, space, space.flatten(gradients) / (self._recall.scale or 1.0))
+
+    def _operator(self, point: Point) -> tuple[Operator, dict[str, Any]]:
+        inputs, targets, random = self._data()
+        data = (inputs, targets) if self.metric.needs_targets else inputs
+        return self.structure.update(self._memory, self.metric, point.params, data, random=random)
+
+    def _data(self) -> tuple[Any, Any, Any]:
+        recall = self._recall
+        if recall.observed is not None:
+            return *recall.observed, None
+        if recall.last is None:
+            raise ValueError(
+                "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
+                "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs)"
+            )
+        recall.last.check()
+        return recall.last.call, recall.targets, recall.last.random
+
+    def _guess(self, point: Point) -> Tensor | None:
+        last = self._flat_state(point, "solution").get("solution")
+        return None if last is None or self.warm_start == 0 else self.warm_start * last
+
+    def _proposal(self, point: Point, operator: Operator, solution: Solution, amount: float) -> Step:
+        rates = self._rates("lr")
+        image = solution.image - amount * solution.value  # G x, since the image is (G + damping I) x
+        if len({rates[name] for name in point.params}) == 1:
+            return Step(solution.value, image).scaled(-rates[next(iter(point.params))])
+        parts = {name: -rates[name] * part for name, part in point.space.unflatten(solution.value).items()}
+        vector = point.space.flatten(parts)
+        return Step(vector, operator.mv(vector))
+
+    def _ratio(self, model: Quadratic, step: Step, objective: Objective | None) -> float:
+        """True over predicted change; NaN for a step that was rejected or cannot be judged."""
+        assert objective is not None
+        predicted = self.damping.predicted(model.change(step), model.slope(step))
+        return (objective(step.vector) - objective.before) / predicted if predicted < 0 else math.nan
+
+    def _commit(
+        self, point: Point, step: Step, memory: dict[str, Any], velocities: dict[str, Tensor], solution: Solution
+    ) -> None:
+        """The only place where parameters and state change."""
+        rates, decays = self._rates("lr"), self._rates("weight_decay")
+        kept = dict(velocities)
+        if self.warm_start:
+            kept["solution"] = solution.value
+        views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
+        for name, part in point.space.unflatten(step.vector).items():
+            p = point.params[name]
+            p.mul_(1 - rates[name] * decays[name]).add_(part)
+            self.state[p].update({key: view[name].clone() for key, view in views.items()})
+        self._memory = memory
+
+    def _told(self, model: Quadratic, step: Step, solution: Solution, ratio: float | None, failed: bool) -> StateReport:
+        size, proposed = float(step.vector.norm()), float(model.proposal.vector.norm())
+        norm = float(model.gradient.norm())
+        return StateReport(
+            step=self._last.step + 1,
+            loss=model.loss,
+            kl=model.kl(step),
+            damping=model.damping,
+            ratio=ratio,
+            solver_steps=solution.steps,
+            residual=float(solution.residual) / norm if norm else 0.0,
+            status=str(solution.status),
+            rate=size / proposed if proposed else 0.0,
+            gradient=norm,
+            failures=self._last.failures + failed,
+        )
+
+    def _flat_state(self, point: Point, key: str) -> dict[str, Tensor]:
+        parts = {name: self.state[p][key] for name, p in point.params.items() if key in self.state.get(p, {})}
+        return {key: point.space.flatten(parts)} if parts else {}
+
+    def _rates(self, key: str) -> dict[str, float]:
+        by_id = {id(p): float(group[key]) for group in self.param_groups for p in group["params"]}
+        return {name: by_id[id(p)] for name, p in self._named.items() if id(p) in by_id}
+
+    def _check_known(self) -> None:
+        known = {id(p) for p in self._named.values()}
+        strangers = [tuple(p.shape) for g in self.param_groups for p in g["params"] if id(p) not in known]
+        if strangers:
+            raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
+
+
+def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names of all trainable parameters. ValueError for none, TypeError for anything but a module or a dict."""
+    if isinstance(model, nn.Module):
+        return dict(trainable(model))
+    check_parameters(model)
+    frozen = [name for name, p in model.items() if not (p.requires_grad and p.is_leaf)]
+    if frozen:
+        raise ValueError(f"params {frozen} are not leaves that require a gradient; call .requires_grad_() on them")
+    return dict(model)
+
+
+def dense_gradient(name: str, p: Tensor) -> Tensor:
+    """p.grad, dense. ValueError if it is not finite."""
+    assert p.grad is not None
+    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    if not bool(torch.isfinite(gradient).all()):
+        raise ValueError(
+            f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
+            "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"
+        )
+    return gradient
+
+
+def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
+    """TypeError unless every choice is of its kind."""
+    kinds = {"metric": (metric, Metric), "structure": (structure, Structure), "solver": (solver, Solver)}
+    for name, (choice, kind) in {**kinds, "rule": (rule, Rule)}.items():
+        if not isinstance(choice, kind) and (choice is not None or name == "metric"):
+            hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
+            raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+
+
+def check_number(name: str, value: float) -> None:
+    """ValueError unless value is a finite number >= 0."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}, expected a finite number >= 0")

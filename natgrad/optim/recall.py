@@ -1,0 +1,93 @@
+"""What the user's own pass saw: inputs, random state, targets. Nothing of it holds a graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families import Criterion
+from natgrad.pure import Call, RandomState, map_tensors
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One training-mode forward pass: its inputs, and the random state that it started from."""
+
+    call: Call
+    random: RandomState
+    versions: tuple[int, ...]
+
+    def check(self) -> None:
+        """ValueError if the inputs were changed in place since: the metric would belong to other data."""
+        if self.versions != versions_of(self.call):
+            raise ValueError(
+                "the inputs of the model's last forward were changed in place before step(); copy them, or call "
+                "optimizer.observe(inputs) with the data that the metric should use"
+            )
+
+
+class Recall:
+    """What happened since the last step: the last training pass, the last loss's targets, data to observe.
+
+    loss: the last loss in units of its mean.   last_scale: what it was divided by.   scale: the same, accumulated
+    over the losses since the last step (a sum over micro-batches has the sum of their counts); 0 for none.
+    nats: nats per example in one unit of the mean loss.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, so that nothing of a batch outlives its step."""
+        self.last: Pass | None = None
+        self.targets: Any = None
+        self.loss: Tensor | None = None
+        self.last_scale = 1.0
+        self.scale = 0.0
+        self.nats = 1.0
+        self.observed: tuple[Any, Any] | None = None
+
+    def record_pass(self, call: Call) -> None:
+        """Keep the inputs of a forward pass, detached, and the random state before it."""
+        kept = call.map(torch.detach)
+        random = RandomState.capture(*{t.device for t in call.tensors()})
+        self.last = Pass(kept, random, versions_of(kept))
+
+    def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor) -> None:
+        """Keep the targets and units of a loss."""
+        outputs = map_tensors(outputs, torch.detach)
+        self.targets = map_tensors(targets, torch.detach)
+        self.last_scale = float(criterion.scale(outputs, targets))
+        self.loss = value.detach() / self.last_scale
+        self.scale = self.scale + self.last_scale if criterion.summed else 1.0
+        self.nats = criterion.nats(outputs)
+
+
+class Listener:
+    """Forward pre-hook that tells a `Recall` about training passes. A copied or pickled model carries a deaf one."""
+
+    def __init__(self, recall: Recall | None = None) -> None:
+        self.recall = None if recall is None else weakref.ref(recall)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        recall = None if self.recall is None else self.recall()
+        if recall is not None and module.training and torch.is_grad_enabled():
+            recall.record_pass(Call(args, dict(kwargs)))
+
+    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
+        return Listener, ()
+
+
+def listen(model: nn.Module, recall: Recall) -> Any:
+    """Attach a listener; returns the handle whose remove() takes it off."""
+    return model.register_forward_pre_hook(Listener(recall), with_kwargs=True)
+
+
+def versions_of(call: Call) -> tuple[int, ...]:
+    """In-place version counters of the inputs; 0 for inference tensors, which have none."""
+    return tuple(0 if t.is_inference() else t._version for t in call.tensors())

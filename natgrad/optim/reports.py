@@ -1,0 +1,59 @@
+"""What an optimizer tells: what each parameter gets, and how the last step went."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One parameter: the structure that it gets, its number of entries, and the numbers remembered for it."""
+
+    parameter: str
+    structure: str
+    size: int
+    memory: int
+
+
+class Report(list[Row]):
+    """Rows of `optimizer.report()`; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [("parameter", "structure", "size", "memory"), *((p, s, f"{n:,}", f"{m:,}") for p, s, n, m in self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join(
+            f"{p:<{widths[0]}}  {s:<{widths[1]}}  {n:>{widths[2]}}  {m:>{widths[3]}}" for p, s, n, m in rows
+        )
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """The last step in numbers. NaN or None where a number was not needed and so not computed.
+
+    step: steps taken.   loss: before the step, as a mean.   kl: nats per example that the step moved, to second order.
+    damping: lambda that the system was solved with.   ratio: true over predicted decrease.
+    solver_steps, residual (relative to the gradient), status: of the solve.   rate: length of the step relative to
+    the proposal; 0 for a rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the
+    start that were skipped for numerical trouble.
+    """
+
+    step: int = 0
+    loss: float = math.nan
+    kl: float = math.nan
+    damping: float = math.nan
+    ratio: float | None = None
+    solver_steps: int = 0
+    residual: float = math.nan
+    status: str = "no step yet"
+    rate: float = math.nan
+    gradient: float = math.nan
+    failures: int = 0
+
+    def __str__(self) -> str:
+        return "  ".join(f"{name} {show(value)}" for name, value in vars(self).items())
+
+
+def show(value: float | str | None) -> str:
+    """A number in four digits, anything else as it is."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

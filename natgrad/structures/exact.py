@@ -1,0 +1,52 @@
+"""The metric itself: matrix-free and exact, or as a matrix with a running average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from natgrad.metrics import Metric
+from natgrad.operators import Dense as DenseOperator
+from natgrad.operators import Operator
+from natgrad.pure import RandomState
+from natgrad.spaces import Params
+from natgrad.structures.base import Memory, Structure
+
+
+@dataclass(frozen=True)
+class Exact(Structure):
+    """G of this step's data, as products. Remembers nothing. Memory: the graph of one forward and backward pass."""
+
+    def update(
+        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
+    ) -> tuple[Operator, Memory]:
+        return metric.at(params, inputs, random=random), {}
+
+
+@dataclass(frozen=True)
+class Dense(Structure):
+    """G as a matrix (n, n), with an exponential running average over steps and bias correction.
+
+    decay: weight of the past, in [0, 1); 0 keeps this step's matrix alone. The first batch counts as itself: the
+    average is sum_s decay^(t - s) G_s over sum_s decay^(t - s). Memory: n^2 numbers. ValueError outside [0, 1).
+    """
+
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+
+    def update(
+        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
+    ) -> tuple[Operator, Memory]:
+        fresh = metric.at(params, inputs, random=random).dense()
+        if self.decay == 0:
+            return DenseOperator(fresh), {}
+        if not memory or memory["total"].shape != fresh.shape:  # the first step, or parameters came or went
+            memory = {"total": torch.zeros_like(fresh), "weight": 0.0}
+        total = self.decay * memory["total"] + fresh
+        weight = self.decay * memory["weight"] + 1.0
+        return DenseOperator(total / weight), {"total": total, "weight": weight}
