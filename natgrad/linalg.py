@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,9 @@ class Factor:
     def solve(self, rhs: Tensor) -> Tensor:
         """(A + jitter I)^-1 rhs, rhs (n,) or (n, k), in rhs's dtype."""
         block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
-        value = torch.cholesky_solve(block.to(self.lower.dtype), self.lower).to(rhs.dtype)
+        # two triangular solves: torch.cholesky_solve copies the factor first, 4 to 15 times slower for one vector
+        half = torch.linalg.solve_triangular(self.lower, block.to(self.lower.dtype), upper=False)
+        value = torch.linalg.solve_triangular(self.lower.mT, half, upper=True).to(rhs.dtype)
         return value.squeeze(-1) if rhs.dim() == 1 else value
 
 
@@ -36,22 +39,21 @@ def symmetrise(matrix: Tensor) -> Tensor:
 
 
 def cholesky(matrix: Tensor) -> Factor:
-    """Cholesky factor of a PSD matrix (n, n), climbing a ladder where it fails.
+    """Cholesky factor of a PSD matrix (n, n), read from its lower triangle, climbing a ladder where it fails.
 
-    Jitter grows relative to the mean diagonal entry, first in the matrix's dtype, then in float64
-    (DESIGN's fourth contract: a numerical failure never kills a run). Never raises on a finite or infinite input:
-    look at `failed`.
+    Jitter grows relative to the mean diagonal entry, first in the matrix's dtype, then in float64, so that a numerical
+    failure never kills a run. Never raises, whatever the input: look at `failed`.
     """
-    scale = matrix.diagonal().abs().mean()
-    if not torch.isfinite(matrix).all():
-        return Factor(torch.full_like(matrix, torch.nan), 0.0, len(JITTERS), failed=True)
+    scale = float(matrix.diagonal().abs().mean())
     ladder = [(dtype, jitter) for dtype in dict.fromkeys((matrix.dtype, torch.float64)) for jitter in JITTERS]
     for rung, (dtype, jitter) in enumerate(ladder):
-        shift = float(jitter * scale)
-        lower, info = torch.linalg.cholesky_ex(shifted(matrix.to(dtype), shift))
+        shift = jitter * scale
+        lower, info = torch.linalg.cholesky_ex(shifted(matrix.to(dtype), shift) if shift else matrix.to(dtype))
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
             return Factor(lower, shift, rung)
-    return Factor(torch.full_like(matrix, torch.nan), shift, rung, failed=True)
+        if not math.isfinite(scale) or not bool(torch.isfinite(matrix.tril()).all()):
+            break
+    return Factor(torch.full_like(matrix, torch.nan), 0.0, len(ladder), failed=True)
 
 
 def shifted(matrix: Tensor, shift: float | Tensor) -> Tensor:
@@ -67,11 +69,16 @@ def safe_cutoff(size: int, dtype: torch.dtype) -> float:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (n,) ascending and eigenvectors (n, n); in float64 if LAPACK fails in the matrix's own dtype."""
+    """Eigenvalues (n,) ascending and eigenvectors (n, n); in float64 if LAPACK fails in the matrix's own dtype.
+
+    NaN throughout for a matrix that is not finite.
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
     try:
         return torch.linalg.eigh(matrix)
     except RuntimeError:  # torch.linalg.LinAlgError is one
-        values, vectors = torch.linalg.eigh(shifted(matrix.double(), 1e-12 * float(matrix.diagonal().abs().mean())))
+        values, vectors = torch.linalg.eigh(matrix.double())
         return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
@@ -107,7 +114,7 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
 
 def psd_root(matrix: Tensor) -> Tensor:
     """R (..., m, m) with R R^T = A for PSD A (..., m, m); negative round-off eigenvalues count as zero."""
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = eigh(matrix)
     return vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
 
 

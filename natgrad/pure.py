@@ -109,17 +109,18 @@ class PureModel:
             state = frozen_state(self.model) | dict(params)
             return torch.func.functional_call(self.model, state, self.call.args, dict(self.call.kwargs))
 
-    def check(self, params: Params) -> None:
-        """ValueError if params has names that the module lacks, or if an input lies on another device."""
-        if isinstance(self.model, nn.Module):
-            known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-            unknown = set(params) - known
-            if unknown:
-                raise ValueError(f"params has {sorted(unknown)}, which the model lacks; use ng.trainable(model)")
-        device = next(iter(params.values())).device
-        strays = {str(t.device) for t in self.call.tensors() if t.dim() > 0 and t.device != device}
-        if strays:
-            raise ValueError(f"inputs lie on {sorted(strays)} but params on {device}; move both to one device")
+
+def check_call(model: Model, call: Call, params: Params) -> None:
+    """ValueError if params has names that the model lacks, or if an input lies on another device."""
+    if isinstance(model, nn.Module):
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        unknown = set(params) - known
+        if unknown:
+            raise ValueError(f"params has {sorted(unknown)}, which the model lacks; use ng.trainable(model)")
+    device = next(iter(params.values())).device
+    strays = {str(t.device) for t in call.tensors() if t.dim() > 0 and t.device != device}
+    if strays:
+        raise ValueError(f"inputs lie on {sorted(strays)} but params on {device}; move both to one device")
 
 
 def frozen_state(model: nn.Module) -> dict[str, Tensor]:

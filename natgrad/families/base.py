@@ -92,6 +92,7 @@ class Separable(Likelihood):
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         check_same_shape(outputs, targets)
+        check_range(targets, torch.finfo(outputs.dtype).min, torch.finfo(outputs.dtype).max, "finite numbers")
 
 
 def check_same_shape(outputs: Tensor, targets: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from natgrad.families.base import Likelihood
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
-from natgrad.pure import leaves
+from natgrad.pure import leaves, map_tensors
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,14 @@ class Criterion:
         self.family.check_targets(outputs, targets)
         return self.loss(outputs, targets)
 
+    def slope(self, outputs: Any, targets: Any) -> Any:
+        """Gradient of the mean loss in the outputs, in the outputs' own layout."""
+        with torch.enable_grad():
+            points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
+            total = self.value(points, targets) / self.scale(outputs, targets)
+            gradients = iter(torch.autograd.grad(total, list(leaves(points)), materialize_grads=True))
+        return map_tensors(points, lambda _: next(gradients).detach())
+
     def weights(self, outputs: Any, targets: Any = None) -> Tensor:
         """Row weights w (R,) of the mean loss; uniform where targets are unknown (a metric on unlabelled data)."""
         rows = self.family.rows(outputs)
@@ -95,6 +103,8 @@ class Criterion:
         if targets is None or self.weigh is None:
             return uniform
         weights, total = self.weigh(outputs, targets)
+        if not bool(total > 0):
+            raise ValueError("targets: every one is ignored or has weight zero, so that the mean loss is 0 / 0")
         return weights / total
 
     def scale(self, outputs: Any, targets: Any) -> Tensor | float:
@@ -216,7 +226,7 @@ def bce_with_logits(criterion: nn.BCEWithLogitsLoss) -> Criterion:
 
 
 def mse(criterion: nn.MSELoss) -> Criterion:
-    """(r - t)^2 = -log N(t; r, 1/2) + const: curvature 2 in every entry (ERRATA to eq. 15, 16 of Pascanu & Bengio)."""
+    """(r - t)^2 = -log N(t; r, 1/2) + const: curvature 2 in every entry (mends Pascanu & Bengio eq. 15, 16)."""
     return Criterion(Entrywise(Gaussian(math.sqrt(0.5))), criterion, None, criterion.reduction == "sum")
 
 

@@ -65,6 +65,11 @@ class HeteroscedasticGaussian(Likelihood):
         std = (spread / 2).exp() if self.log_variance else spread.sqrt()
         return (mean + std * draw_normal(mean, generator)).detach()
 
+    def score(self, outputs: Any, targets: Any) -> Tensor:
+        mean, spread = self._split(outputs)
+        # written out first: one spread for several means would get their summed gradient in every row
+        return super().score((mean, spread.contiguous()), targets)
+
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         return self._curvature(outputs) * tangents
 
@@ -80,7 +85,7 @@ class HeteroscedasticGaussian(Likelihood):
         return ((v + (m - n).square()) / w - 1 + w.log() - v.log()) / 2
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
-        check_same_shape(self._split(outputs)[0], targets)
+        Gaussian().check_targets(self._split(outputs)[0], targets)
 
     def _curvature(self, rows: Tensor) -> Tensor:
         spread = rows[:, 1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.operators import Chunked, Form, Linearization, Operator, OutputMap, Pullback, Scaled
-from natgrad.pure import Call, Model, PureModel, RandomState, as_call, mixes_examples
+from natgrad.pure import Model, PureModel, RandomState, as_call, check_call, leaves, mixes_examples
 from natgrad.spaces import Params, check_parameters
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -61,6 +61,7 @@ class PullbackMetric(Metric):
 
     def layout(self, outputs: Any) -> Tensor:
         """The model's outputs as rows (R, m)."""
+        check_has_outputs(outputs)
         return self.criterion.family.rows(outputs)
 
     def seeds(self, count: int) -> list[int]:
@@ -100,6 +101,17 @@ def _share(term: Any, share: float) -> Operator:
     return Scaled(term(), share)
 
 
+def check_has_outputs(outputs: Any) -> None:
+    """ValueError unless the model returned tensors with an example dimension."""
+    found = list(leaves(outputs))
+    if not found or any(t.dim() == 0 for t in found):
+        came = f"a scalar among {len(found)} tensor(s)" if found else type(outputs).__name__
+        raise ValueError(
+            f"the model's outputs are {came}, expected tensors (b, ...): a metric needs the outputs that parametrise "
+            "the targets' distribution, not the loss"
+        )
+
+
 def split_targets(inputs: Any) -> tuple[Any, Any]:
     """(inputs, targets) as users pass them to a metric that needs targets."""
     if not isinstance(inputs, tuple) or len(inputs) != 2:
@@ -112,19 +124,19 @@ def split_targets(inputs: Any) -> tuple[Any, Any]:
 def checked_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:
     """The pure function behind a metric, checked at the door."""
     check_parameters(params)
-    call: Call = as_call(inputs)
-    pure = PureModel(model, call, random)
-    pure.check(params)
+    call = as_call(inputs)
+    check_call(model, call, params)
     if any(t.dim() > 0 and t.shape[0] == 0 for t in call.tensors()):
         raise ValueError("inputs is an empty batch; give at least one example")
-    return pure
+    return PureModel(model, call, random)
 
 
 def linearise_after(model: Model) -> int | None:
     """When a linearised form pays: after about ten products for convolutional nets, never for dense ones (measured)."""
-    if isinstance(model, nn.Module) and any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
-        return 10
-    return None
+    convolutions = [m for m in model.modules() if isinstance(m, CONVOLUTIONS)] if isinstance(model, nn.Module) else []
+    if any(convolution.padding_mode != "zeros" for convolution in convolutions):
+        return None  # torch.func.linearize loses the copies of circular padding: a wrong product
+    return 10 if convolutions else None
 
 
 class Scores:

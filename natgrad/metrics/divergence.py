@@ -53,6 +53,11 @@ class DivergenceMetric(Metric):
         with torch.enable_grad(), (random or RandomState.capture(space.device)).replayed():
             point = space.flatten(fixed).requires_grad_()
             value = self.d(fixed, space.unflatten(point), inputs)
+            if not isinstance(value, Tensor) or value.dim() != 0 or not value.requires_grad:
+                raise ValueError(
+                    "d(params, other, inputs) must return a scalar tensor that depends on `other` differentiably; it "
+                    f"returned {value!r}"
+                )
             (gradient,) = torch.autograd.grad(value, point, create_graph=True)
             rows = [
                 torch.autograd.grad(gradient, point, unit, retain_graph=True)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.families.criteria import Entrywise
-from natgrad.metrics.base import PullbackMetric, Scores
+from natgrad.metrics.base import PullbackMetric, Scores, check_has_outputs
 from natgrad.operators import Form, Linearization
 from natgrad.pure import Model
 
@@ -46,14 +46,13 @@ def sampled_fisher(
     return SampledFisher(model, as_criterion(family), chunk_size, samples, generator)
 
 
-def empirical_fisher(
-    model: Model, family: Likelihood | nn.Module | Criterion, *, chunk_size: int | None = None
-) -> EmpiricalFisher:
+def empirical_fisher(model: Model, family: Likelihood | nn.Module | Criterion) -> EmpiricalFisher:
     """U = E_{(x, t)} [g g^T], g the gradient of one example's loss, over the data's own targets. Not the Fisher.
 
-    `.at(params, (inputs, targets))`. Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
+    `.at(params, (inputs, targets))`. Class weights and label smoothing enter g; ignored targets do not count.
+    Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
     """
-    return EmpiricalFisher(model, as_criterion(family), chunk_size)
+    return EmpiricalFisher(model, as_criterion(family))
 
 
 @dataclass(frozen=True)
@@ -88,36 +87,23 @@ class EmpiricalFisher(PullbackMetric):
 
     needs_targets = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.criterion.family, Entrywise):  # one gradient per example, not one per entry
-            object.__setattr__(
-                self, "criterion", replace(self.criterion, family=ExampleMean(self.criterion.family.family))
-            )
+    def layout(self, outputs: Any) -> Tensor:
+        family = self.criterion.family
+        check_has_outputs(outputs)
+        # one gradient per example, not one per entry
+        return (family.family if isinstance(family, Entrywise) else family).rows(outputs)
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
         if targets is None:
             raise ValueError(
-                "targets is None: the empirical Fisher needs the data's targets; use ng.fisher without them"
+                "targets is None: the empirical Fisher needs the data's targets; pass (inputs, targets), compute the "
+                "loss with optimizer.loss(outputs, targets), or use ng.fisher without them"
             )
-        self.criterion.family.check_targets(outputs, targets)
-        return Scores(self.criterion.family.score(outputs, targets).unsqueeze(2)), None
-
-
-@dataclass(frozen=True)
-class ExampleMean(Likelihood):
-    """An entrywise mean loss with one row per example: nll_i is the mean over the example's entries."""
-
-    family: Likelihood
-
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.family.nll(outputs, targets) / self.rows(outputs).shape[1]
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return self.family.sample(outputs, generator)
-
-    def check_targets(self, outputs: Any, targets: Any) -> None:
-        self.family.check_targets(outputs, targets)
+        slopes = self.layout(self.criterion.slope(outputs, targets))  # row i of the mean loss: g_i / counted rows
+        counted = len(slopes)
+        if not isinstance(self.criterion.family, Entrywise):
+            counted = int((self.criterion.weights(outputs, targets) > 0).sum())
+        return Scores(slopes.unsqueeze(2) * counted**0.5), torch.ones_like(slopes[:, 0])
 
 
 def require_fisher(family: Likelihood) -> None:

@@ -37,6 +37,11 @@ class Operator(ABC):
         """(G + damping I)^-1 as an operator where it has a closed form, else None. At damping 0: the pseudo-inverse."""
         return None
 
+    @property
+    def closed_form(self) -> bool:
+        """Whether `inverse` is known without forming an (n, n) matrix."""
+        return False
+
     def diagonal(self) -> Tensor:
         """The diagonal of G, shape (n,)."""
         return self.dense().diagonal().clone()
@@ -148,6 +153,10 @@ class Scaled(Operator):
         inverse = self.operator.inverse(damping / self.factor)  # (c G + l I)^-1 = (G + l/c I)^-1 / c
         return None if inverse is None else Scaled(inverse, 1 / self.factor)
 
+    @property
+    def closed_form(self) -> bool:
+        return self.factor > 0 and self.operator.closed_form
+
     def diagonal(self) -> Tensor:
         return self.factor * self.operator.diagonal()
 
@@ -178,6 +187,10 @@ class Shifted(Operator):
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
         return self.operator.inverse(self.damping + damping)
+
+    @property
+    def closed_form(self) -> bool:
+        return self.operator.closed_form
 
     def diagonal(self) -> Tensor:
         return self.operator.diagonal() + self.damping

@@ -34,6 +34,10 @@ class Block(Operator):
         known = [root for root in roots if root is not None]
         return torch.block_diag(*known) if len(known) == len(roots) else None
 
+    @property
+    def closed_form(self) -> bool:
+        return all(block.closed_form for block in self.blocks)
+
     def inverse(self, damping: float = 0.0) -> Block | None:
         inverses = [block.inverse(damping) for block in self.blocks]
         known = [inverse for inverse in inverses if inverse is not None]

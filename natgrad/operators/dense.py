@@ -65,6 +65,10 @@ class Diagonal(Operator):
     def root(self) -> Tensor:
         return torch.diag(self.values.sqrt())
 
+    @property
+    def closed_form(self) -> bool:
+        return True
+
     def inverse(self, damping: float = 0.0) -> Diagonal:
         damped = self.values + damping
         return Diagonal(torch.where(damped > 0, 1 / torch.where(damped > 0, damped, 1), 0))

@@ -29,6 +29,10 @@ class Kronecker(Operator):
     def root(self) -> Tensor:
         return torch.kron(psd_root(self.left), psd_root(self.right))
 
+    @property
+    def closed_form(self) -> bool:
+        return True
+
     def inverse(self, damping: float = 0.0) -> KroneckerSpectral:
         """Exact damping in the joint eigenbasis, not the factored approximation of K-FAC."""
         eigen = KroneckerEigen.of(self.left, self.right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,7 +58,7 @@ class Linearization:
         check_outputs(self.graph)
         self.outputs = self.graph.detach()
         self.products = 0
-        self._pulled: tuple[Tensor, Tensor] | None = None
+        self._pulled: tuple[Tensor, dict[str, Tensor]] | None = None
         self._forward: Callable[[Tensor], Tensor] | None = None
 
     def vjp(self, cotangent: Tensor) -> Tensor:
@@ -69,6 +70,7 @@ class Linearization:
 
     def jvp(self, vector: Tensor) -> Tensor:
         """J v: (n,) -> (R, m)."""
+        self.space.check(vector)
         self.products += 1
         if self._forward is not None:
             return self._forward(vector)
@@ -77,7 +79,7 @@ class Linearization:
         except RuntimeError as error:
             return self._fall_back(vector, error)
         if self.linearise_after is not None and self.products >= self.linearise_after:
-            self._linearise(vector, image)
+            self._linearise()
         return image
 
     def _double_backward(self, vector: Tensor) -> Tensor:
@@ -88,10 +90,14 @@ class Linearization:
                 pulled = torch.autograd.grad(
                     self.graph, list(self.leaves.values()), dummy, create_graph=True, materialize_grads=True
                 )
-                # a leaf that reaches the outputs linearly only has a constant J^T: its entry has no graph in u
-                self._pulled = dummy, self.space.flatten(dict(zip(self.leaves, pulled, strict=True)))
-        dummy, flat = self._pulled
-        (image,) = torch.autograd.grad(flat, dummy, vector.to(flat.dtype), retain_graph=True, materialize_grads=True)
+                # a parameter that the outputs do not reach has zeros without a graph
+                reached = {name: u for name, u in zip(self.leaves, pulled, strict=True) if u.requires_grad}
+                self._pulled = dummy, reached
+        dummy, reached = self._pulled
+        tangents = self.space.unflatten(vector)
+        (image,) = torch.autograd.grad(
+            list(reached.values()), dummy, [tangents[name] for name in reached], retain_graph=True
+        )
         return image
 
     def _build(self, function: Callable[[Params], Tensor]) -> Tensor:
@@ -127,23 +133,37 @@ class Linearization:
             ) from error
         return product
 
-    def _linearise(self, vector: Tensor, image: Tensor) -> None:
-        """Take over with a linearised form, if it exists and agrees on a product already known.
+    def _linearise(self) -> None:
+        """Take over with a linearised form, if it exists and agrees with double backward on random vectors.
 
-        Constant folding redraws dropout masks (measured: a wrong product), hence the comparison.
+        Constant folding loses in-place copies (circular padding) and gave wrong products, hence the comparison. Stale
+        memory may agree by chance: the second vector is seen by the linear form before double backward touches it,
+        and the zero vector must give zeros in between.
         """
         self.linearise_after = None
+        generator = torch.Generator(self.space.device).manual_seed(0)
+        kind = {"generator": generator, "dtype": self.space.dtype, "device": self.space.device}
+        first, second = (torch.randn(self.space.size, **kind) for _ in range(2))
+        expected = self._double_backward(first)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 _, linear = torch.func.linearize(self.function, self._point())
-            candidate = linear(self.space.unflatten(vector))
+
+            origin = output_map(self.function)
+
+            def product(vector: Tensor) -> Tensor:
+                # the linear form draws its dropout masks anew at every call: from the same state, then
+                with nullcontext() if origin is None else origin.pure.random.replayed():
+                    return linear(self.space.unflatten(vector)).detach()
+
+            found = [product(second), product(first), product(torch.zeros_like(first))]
         except Exception:  # noqa: BLE001 - tracing fails in many ways; the products at hand are right, only slower
             return
-        scale = image.abs().max()
-        if bool((candidate - image).abs().max() <= 1e3 * torch.finfo(image.dtype).eps * scale):
-            self._pulled = None
-            self._forward = lambda tangent: linear(self.space.unflatten(tangent)).detach()
+        known = [self._double_backward(second), expected, torch.zeros_like(expected)]
+        tolerance = 1e3 * torch.finfo(expected.dtype).eps * expected.abs().max()
+        if all(bool((a - b).abs().max() <= tolerance) for a, b in zip(found, known, strict=True)):
+            self._pulled, self._forward = None, product
 
     def _point(self) -> dict[str, Tensor]:
         return {name: leaf.detach() for name, leaf in self.leaves.items()}
@@ -158,6 +178,12 @@ class PlainAttention:
     def __call__(self, params: Params) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return self.map(params)
+
+
+def output_map(function: object) -> OutputMap | None:
+    """The output map behind a linearised function, or None for any other function of the parameters."""
+    inner = function.map if isinstance(function, PlainAttention) else function
+    return inner if isinstance(inner, OutputMap) else None
 
 
 @lru_cache(maxsize=64)

@@ -26,6 +26,10 @@ class LowRank(Operator):
     def root(self) -> Tensor:
         return self.factor
 
+    @property
+    def closed_form(self) -> bool:
+        return True
+
     def inverse(self, damping: float = 0.0) -> LowRankInverse:
         return LowRankInverse(self.factor, damping)
 

@@ -74,7 +74,7 @@ class Pullback(Operator):
         if rows is None or rows.columns <= self.EXACT_TRACE_COLUMNS:
             return self.trace() / self.size
         generator = torch.Generator(self.device).manual_seed(0)
-        probes = [self.linearization.vjp(rows.combine(rows.signs(generator))) for _ in range(self.PROBES)]
+        probes = [rows.backward(rows.signs(generator)) for _ in range(self.PROBES)]
         return torch.stack([probe.square().sum() for probe in probes]).mean() / self.size  # E |U s|^2 = tr U U^T
 
     def dense(self) -> Tensor:

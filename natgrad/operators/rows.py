@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from natgrad.operators.linearization import Linearization, OutputMap, PlainAttention
+from natgrad.operators.linearization import Linearization, OutputMap, PlainAttention, output_map
 from natgrad.operators.taps import Explicit, Part, backward_to_taps, frozen_point, record_taps
 from natgrad.pure import PureModel, mixes_examples
 from natgrad.spaces import Space
@@ -44,13 +44,17 @@ class Rows:
         return torch.einsum("imq,iq->im", self.factor, weights.view(self.factor.shape[0], -1))
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w: (r,) -> (n,), by one backward pass."""
-        return self.linearization.vjp(self.combine(weights))
+        """U w: (r,) -> (n,), a third of a gradient from the layers' rows."""
+        return self.space.flatten(self._shaped(merged(part.mv(weights) for part in self.parts)))
 
     def rmv(self, vector: Tensor) -> Tensor:
         """U^T v: (n,) -> (r,)."""
-        tangents = self.linearization.jvp(vector)
-        return torch.einsum("imq,im->iq", self.factor, tangents).reshape(-1)
+        tangents = self.space.unflatten(vector)
+        return torch.stack([part.rmv(tangents) for part in self.parts]).sum(0)
+
+    def backward(self, weights: Tensor) -> Tensor:
+        """U w by one backward pass: needs no rows, and is what they are checked against."""
+        return self.linearization.vjp(self.combine(weights))
 
     def signs(self, generator: torch.Generator) -> Tensor:
         """Independent random signs, shape (r,)."""
@@ -59,6 +63,11 @@ class Rows:
 
     def gram(self) -> Tensor:
         """U^T U, shape (r, r)."""
+        lower = self.lower_gram()
+        return lower.tril() + lower.tril(-1).mT
+
+    def lower_gram(self) -> Tensor:
+        """U^T U in the lower triangle (r, r), anything above: what Cholesky and eigh read. Half the work of `gram`."""
         total = torch.zeros(self.rank, self.rank, dtype=self.factor.dtype, device=self.factor.device)
         for part in self.parts:
             part.add_gram(total)
@@ -86,7 +95,7 @@ class Rows:
     def _agrees(self, parts: list[Part]) -> bool:
         probe = self.signs(torch.Generator(self.factor.device).manual_seed(0))
         found = self.space.flatten(self._shaped(merged(part.mv(probe) for part in parts)))
-        expected = self.mv(probe)
+        expected = self.backward(probe)
         tolerance = 1e3 * torch.finfo(expected.dtype).eps
         return bool(
             (found - expected).norm() <= tolerance * expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
@@ -137,7 +146,7 @@ class Rows:
 
     def _by_column(self) -> Part:
         eye = torch.eye(self.rank, dtype=self.factor.dtype, device=self.factor.device)
-        rows = torch.stack([self.mv(unit) for unit in eye])
+        rows = torch.stack([self.backward(unit) for unit in eye])
         return Explicit(rows, {name: block.size for name, block in self.space.blocks.items()})
 
     def _shaped(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,12 +156,6 @@ class Rows:
 def merged(dicts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """One dict of disjoint dicts."""
     return {name: tensor for found in dicts for name, tensor in found.items()}
-
-
-def output_map(function: object) -> OutputMap | None:
-    """The output map behind a linearised function, or None for any other function of the parameters."""
-    inner = function.map if isinstance(function, PlainAttention) else function
-    return inner if isinstance(inner, OutputMap) else None
 
 
 def pure_of(function: object) -> PureModel | None:

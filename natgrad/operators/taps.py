@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,12 +13,14 @@ from torch.nn import functional
 
 from natgrad.spaces import Params, Space
 
+BLOCK = 256  # rows of a Gram matrix at a time
+
 
 class Part(Protocol):
     """Some parameters' part of U (n, r): r row gradients, in whatever form is cheapest."""
 
     def add_gram(self, total: Tensor) -> None:
-        """total (r, r) += this part's U^T U."""
+        """total (r, r) += this part's U^T U, in the lower triangle only."""
         ...
 
     def rows(self) -> dict[str, Tensor]:
@@ -31,6 +33,10 @@ class Part(Protocol):
 
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
         """name -> (size,): the combination of the rows with weights (r,)."""
+        ...
+
+    def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
+        """(r,): every row's inner product with a tangent, given by name, in the parameters' shapes."""
         ...
 
 
@@ -48,13 +54,18 @@ class Outer:
 
     def add_gram(self, total: Tensor) -> None:
         b, k, o = self.deltas.shape
+        if o == 1:  # delta is a number per row: one product of width d instead of two
+            Explicit.of(self.rows()).add_gram(total)
+            return
         flat = self.deltas.reshape(b * k, o)
-        like = (
-            self.inputs @ self.inputs.mT if self.weight else torch.zeros(b, b, dtype=total.dtype, device=total.device)
-        )
-        if self.bias:
-            like += 1
-        total.view(b, k, b, k).addcmul_((flat @ flat.mT).view(b, k, b, k), like.view(b, 1, b, 1))
+        # a column of ones is the bias's input
+        inputs = self.inputs if self.weight else self.inputs[:, :0]
+        inputs = torch.cat([inputs, torch.ones_like(self.inputs[:, :1])], dim=1) if self.bias else inputs
+        for start, stop in blocks(b, max(1, BLOCK // k)):
+            like = inputs[start:stop] @ inputs[:stop].mT
+            pairs = flat[start * k : stop * k] @ flat[: stop * k].mT
+            corner = total[start * k : stop * k, : stop * k].view(stop - start, k, stop, k)
+            corner.addcmul_(pairs.view(stop - start, k, stop, k), like.view(stop - start, 1, stop, 1))
 
     def rows(self) -> dict[str, Tensor]:
         outer = torch.einsum("xko,xd->xkod", self.deltas, self.inputs) if self.weight else None
@@ -67,6 +78,14 @@ class Outer:
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
         combined = torch.einsum("xk,xko->xo", weights.view(self.deltas.shape[:2]), self.deltas)
         return self._named(combined.mT @ self.inputs if self.weight else None, combined.sum(0), keep=0)
+
+    def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
+        image = torch.zeros(1, 1, dtype=self.deltas.dtype, device=self.deltas.device)
+        if self.weight:
+            image = self.inputs @ tangents[self.weight].mT
+        if self.bias:
+            image = image + tangents[self.bias]
+        return (self.deltas * image.unsqueeze(1)).sum(2).reshape(-1)
 
     def _named(self, weight: Tensor | None, bias: Tensor, keep: int) -> dict[str, Tensor]:
         rows = (-1,) if keep == 0 else (self.deltas.shape[0] * self.deltas.shape[1], -1)
@@ -81,8 +100,14 @@ class Explicit:
     matrix: Tensor
     sizes: dict[str, int]
 
+    @staticmethod
+    def of(rows: dict[str, Tensor]) -> Explicit:
+        """From (r, size) by name."""
+        return Explicit(torch.cat(list(rows.values()), dim=1), {name: part.shape[1] for name, part in rows.items()})
+
     def add_gram(self, total: Tensor) -> None:
-        total.addmm_(self.matrix, self.matrix.mT)
+        for start, stop in blocks(len(self.matrix), BLOCK):
+            total[start:stop, :stop].addmm_(self.matrix[start:stop], self.matrix[:stop].mT)
 
     def rows(self) -> dict[str, Tensor]:
         return dict(zip(self.sizes, self.matrix.split(list(self.sizes.values()), dim=1), strict=True))
@@ -92,6 +117,9 @@ class Explicit:
 
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
         return self._named(weights @ self.matrix)
+
+    def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
+        return self.matrix @ torch.cat([tangents[name].reshape(-1) for name in self.sizes])
 
     def _named(self, vector: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.sizes, vector.split(list(self.sizes.values())), strict=True))
@@ -108,7 +136,12 @@ def shared_over_positions(inputs: Tensor, deltas: Tensor, weight: str | None, bi
         found[weight] = torch.einsum("xkto,xtd->xkod", deltas, inputs).reshape(b * k, -1)
     if bias:
         found[bias] = deltas.sum(2).reshape(b * k, o)
-    return Explicit(torch.cat(list(found.values()), dim=1), {name: rows.shape[1] for name, rows in found.items()})
+    return Explicit.of(found)
+
+
+def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) over `count` rows; blocks of a symmetric product stay in the cache and skip its upper half."""
+    return ((start, min(start + size, count)) for start in range(0, count, size))
 
 
 @dataclass(frozen=True)

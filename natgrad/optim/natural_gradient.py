@@ -6,7 +6,7 @@ from torch import Tensor
 
 from natgrad.damping import Damping
 from natgrad.operators import Operator
-from natgrad.solvers import Auto, Solution, Solver
+from natgrad.solvers import Auto, Solution, Solver, Status
 
 
 def natural_gradient(
@@ -17,7 +17,12 @@ def natural_gradient(
     operator: G at a point, from metric.at(params, inputs).   gradient: g (n,), flattened in the same order
     (ng.Space(params).flatten(...)).   solver: default `Auto`, by shape and cost.   damping: a number >= 0 or a
     strategy, whose first value counts; at 0 a singular G gives the minimum-norm solution with direct and sample-space
-    solvers. Amari 1998. ValueError for wrong shapes, a non-finite gradient, negative damping.
+    solvers. Amari 1998. ValueError for wrong shapes, a non-finite gradient or metric, negative damping.
     """
     amount = damping.amount(damping.initial(), operator) if isinstance(damping, Damping) else damping
-    return (solver or Auto()).solve(operator, gradient, damping=amount)
+    solution = (solver or Auto()).solve(operator, gradient, damping=amount)
+    if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
+        raise ValueError(
+            f"operator is not finite: {operator!r} gave no finite product; look for an overflow in the metric"
+        )
+    return solution

@@ -45,8 +45,8 @@ class NaturalGradient(Optimizer):
     metric: which G (`ng.fisher(model, ...)`, ...).   lr: learning rate.   structure: how G is stored, default
     `Exact()`.   solver: default `Auto()`, by shape and cost.   damping: a number or a strategy.   rule: how the
     step is bounded, default `Rate()`.   weight_decay: decoupled, theta <- (1 - lr * weight_decay) theta.   warm_start:
-    the fraction of the last solution that an iterative solver starts from.   params: parameter groups as in torch.optim (keys lr,
-    weight_decay); default all trainable parameters.
+    the fraction of the last solution that an iterative solver starts from.   params: parameter groups as in
+    torch.optim (keys lr, weight_decay); default all trainable parameters.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step,
     with the same dropout masks; or on `observe(inputs)`. A parameter whose gradient is None is left alone. Use

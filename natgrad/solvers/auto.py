@@ -40,6 +40,6 @@ class Auto(Solver):
             rows = operator.rows
             if rows is not None and rows.rank < operator.size and rows.rank <= self.gram:
                 return SampleSpace()
-        elif operator.inverse(1.0) is not None:
+        elif operator.closed_form:
             return Direct()
         return Direct() if operator.size <= self.dense else self.iterative

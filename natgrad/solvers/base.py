@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from natgrad.operators import Operator
+
+Product = Callable[[Tensor], Tensor]
 
 
 class Status(StrEnum):
@@ -20,6 +23,11 @@ class Status(StrEnum):
     MAX_STEPS = "max_steps"  # the budget ran out
     NEGATIVE_CURVATURE = "negative_curvature"  # d^T (G + damping I) d <= 0: the operator is not positive definite
     NON_FINITE = "non_finite"  # a product overflowed; the last finite vector is returned
+    LEAST_SQUARES = "least_squares"  # |A r| is small, |r| is not: the minimum-length least-squares solution
+    ROUND_OFF = "round_off"  # |r| is as small as the dtype allows, which is more than the tolerance
+    ILL_CONDITIONED = "ill_conditioned"  # cond(A) was estimated above the limit; the direction that did it is left out
+    NORM_LIMIT = "norm_limit"  # the next vector would have been longer than allowed; the last one that was not
+    INDEFINITE_PRECONDITIONER = "indefinite_preconditioner"  # r^T P r < 0; the last vector before that
     INACCURATE = "inaccurate"  # a direct method's residual is larger than round-off explains
 
 
@@ -70,21 +78,21 @@ def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor 
             )
         if vector.device != operator.device:
             raise ValueError(f"{name} is on {vector.device}, the operator on {operator.device}; move it there")
+        if vector.dtype != operator.dtype:
+            raise ValueError(f"{name} is {vector.dtype}, the operator {operator.dtype}; convert with {name}.to(...)")
         if not bool(torch.isfinite(vector).all()):
             raise ValueError(f"{name} is not finite: look for a NaN or an overflow in the gradient; nothing was solved")
     if not 0 <= float(damping) < float("inf"):
         raise ValueError(f"damping is {damping}, expected a finite number >= 0")
 
 
-def measured(
-    operator: Operator, rhs: Tensor, damping: float, value: Tensor, steps: int, extra: dict[str, float] | None = None
-) -> Solution:
-    """The solution of a direct method with its residual measured by one product."""
+def measured(product: Product, rhs: Tensor, damping: float, value: Tensor, steps: int) -> Solution:
+    """The solution of a direct method with its residual measured by one product v -> G v."""
     if not bool(torch.isfinite(value).all()):
         zero = torch.zeros_like(rhs)
-        return Solution(zero, rhs.norm(), steps, Status.NON_FINITE, zero, extra or {})
-    image = operator.mv(value) + damping * value
+        return Solution(zero, rhs.norm(), steps, Status.NON_FINITE, zero)
+    image = product(value) + damping * value
     residual = (rhs - image).norm()
     tolerance = torch.finfo(rhs.dtype).eps ** 0.5 * rhs.norm()
     status = Status.CONVERGED if bool(residual <= tolerance) else Status.INACCURATE
-    return Solution(value, residual, steps + 1, status, image, extra or {})
+    return Solution(value, residual, steps + 1, status, image)

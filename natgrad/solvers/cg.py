@@ -23,7 +23,8 @@ class CG(Solver):
     phi(x) = x^T A x / 2 - b^T x fell by less than k * progress * |phi|; None switches it off (Martens: 5e-4).
     preconditioner: an operator P ~ (G + damping I)^-1, applied once per step.
     callback: called as callback(step, x, residual) after every step; x is the live iterate, copy it to keep it.
-    refresh: every so many steps r = b - A x is computed afresh: in float32 the recurrence drifts from it.
+    refresh: every so many steps r = b - A x is computed afresh: in float32 the recurrence drifts from it. It is
+    computed once more at the end where round-off may have moved it by a tenth, so that the residual is what it says.
 
     A direction without curvature, d^T A d <= 0 up to round-off, ends the run with NEGATIVE_CURVATURE and the iterate of
     smallest residual; so does an overflow, with NON_FINITE. On a singular consistent system, started at zero, the
@@ -131,6 +132,24 @@ class _Run:
             self.status = Status.STALLED
         elif self.step >= self.choices.max_steps:
             self.status = Status.MAX_STEPS
+        if self.status is not None and self._drifted():
+            self._recompute()
+
+    def _drifted(self) -> bool:
+        """Whether round-off in the recurrence since the last fresh residual may exceed a tenth of it."""
+        steps = self.step % self.choices.refresh
+        drift = (
+            steps * torch.finfo(self.rhs.dtype).eps * (self.curvature * float(self.x.norm()) + float(self.rhs.norm()))
+        )
+        return drift > 0.1 * self.norm
+
+    def _recompute(self) -> None:
+        """r = b - A x afresh; on with the iteration if it does not meet the tolerance that the recurrence met."""
+        self.r = self.rhs - self.image(self.x)
+        self.norm = float(self.r.norm())
+        if self.status is Status.CONVERGED and self.norm > self.tolerance:
+            self.status = None if self.step < self.choices.max_steps else Status.MAX_STEPS
+            self.rz = 0.0  # conjugacy is lost: restart from the residual
 
     def _stalled(self) -> bool:
         """Martens' stop: phi < 0 and (phi - phi_k steps ago) / phi < k * progress."""

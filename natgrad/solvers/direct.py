@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from natgrad.linalg import solve_psd
-from natgrad.operators import Dense, Operator
+from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, check_system, measured
 
 
@@ -22,6 +22,6 @@ class Direct(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        inverse = None if isinstance(operator, Dense) else operator.inverse(damping)
+        inverse = operator.inverse(damping) if operator.closed_form else None
         value = inverse.mv(rhs) if inverse is not None else solve_psd(operator.dense(), rhs, damping)
-        return measured(operator, rhs, damping, value, 0)
+        return measured(operator.mv, rhs, damping, value, 0)

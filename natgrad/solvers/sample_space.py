@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from natgrad.linalg import cholesky, pseudo_solve, shifted
+from natgrad.linalg import cholesky, pseudo_solve
 from natgrad.operators import Operator, Pullback
-from natgrad.solvers.base import Solution, Solver, check_system, measured
-
-Product = Callable[[Tensor], Tensor]
+from natgrad.solvers.base import Product, Solution, Solver, check_system, measured
 
 
 @dataclass(frozen=True)
@@ -28,24 +25,30 @@ class SampleSpace(Solver):
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
         gram, up, down = factor_products(operator)
+
+        def product(vector: Tensor) -> Tensor:
+            return up(down(vector))
+
         if damping == 0:
             value = up(pseudo_solve(gram, pseudo_solve(gram, down(rhs))))
-            return measured(operator, rhs, damping, value, 1)
-        factor = cholesky(shifted(gram, damping))
+            return measured(product, rhs, damping, value, 1)
+        gram.diagonal().add_(damping)
+        factor = cholesky(gram)
 
         def once(right: Tensor) -> Tensor:
             return (right - up(factor.solve(down(right)))) / damping
 
-        solution = measured(operator, rhs, damping, once(rhs), 1)
+        solution = measured(product, rhs, damping, once(rhs), 1)
         if bool(solution.residual <= 1e3 * torch.finfo(rhs.dtype).eps * rhs.norm()):
             return solution
-        return measured(operator, rhs, damping, solution.value + once(rhs - solution.image), solution.steps + 1)
+        refined = solution.value + once(rhs - solution.image)
+        return measured(product, rhs, damping, refined, solution.steps + 1)
 
 
 def factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:
-    """U^T U (r, r), w -> U w and v -> U^T v for an operator G = U U^T."""
+    """A fresh U^T U (r, r), valid in its lower triangle, w -> U w and v -> U^T v for an operator G = U U^T."""
     if isinstance(operator, Pullback) and operator.rows is not None:
-        return operator.rows.gram(), operator.rows.mv, operator.rows.rmv
+        return operator.rows.lower_gram(), operator.rows.mv, operator.rows.rmv
     root = operator.root()
     if root is None:
         raise ValueError(
