@@ -1,0 +1,244 @@
+"""The building stands: imports go down, never up, never in a circle, never into private parts."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "natgrad"
+MAX_LINES = 400
+
+# Top-level module or folder -> floor.
+FLOORS: dict[str, int] = {
+    "spaces": 0,
+    "pure": 0,
+    "linalg": 0,
+    "operators": 1,
+    "solvers": 2,
+    "families": 2,
+    "metrics": 3,
+    "structures": 4,
+    "damping": 4,
+    "rules": 4,
+    "optim": 5,
+    "applications": 6,
+    "data": 7,
+    "report": 7,
+    "experiments": 7,
+    "cli": 7,
+}
+SHARED_FLOORS = {0, 7}  # neighbours may import one another there, as long as there is no cycle
+HIGHEST_FOR = {"": 6, "testing": 5, "__main__": 7}  # on no floor; "" is natgrad/__init__.py, the public face
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, where it stands in the file."""
+
+    target: str
+    line: int
+
+
+def modules(root: Path) -> dict[str, str]:
+    """Dotted name relative to the package ("" for its own __init__) -> source text."""
+    sources = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def packages(sources: Mapping[str, str]) -> set[str]:
+    """The modules that hold other modules: those whose relative imports start at themselves."""
+    return {name for name in sources if any(other.startswith(name + ".") for other in sources)} | {""}
+
+
+def imports(name: str, sources: Mapping[str, str]) -> Iterator[Import]:
+    """Every module that `name` imports, at any depth of the file and under TYPE_CHECKING too, as dotted names.
+
+    natgrad's own come relative to the package, with natgrad itself as ""; others in full. `from a import b` counts
+    as a.b where that is a module, and as both where b is private; torch._b counts where it is only used.
+    """
+    for node in ast.walk(ast.parse(sources[name])):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(_inside(alias.name), node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = _inside(node.module or "") if node.level == 0 else _relative(name, node, packages(sources))
+            for alias in node.names:
+                longer = f"{base}.{alias.name}" if base else alias.name
+                yield Import(longer if longer in sources else base, node.lineno)
+                if _is_private(alias.name):
+                    yield Import(longer, node.lineno)
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and ast.unparse(node).startswith("torch."):
+            yield Import(ast.unparse(node), node.lineno)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _inside(name: str) -> str:
+    """natgrad.a.b -> a.b, natgrad -> "", others unchanged."""
+    return "" if name == "natgrad" else name.removeprefix("natgrad.")
+
+
+def _relative(name: str, node: ast.ImportFrom, holders: set[str]) -> str:
+    parts = name.split(".") if name else []
+    up = node.level - 1 if name in holders else node.level
+    return ".".join([*parts[: len(parts) - up], *(node.module.split(".") if node.module else [])])
+
+
+def breaches(sources: Mapping[str, str]) -> list[str]:
+    """Every breach as one sentence: `module:line` and what is wrong with it."""
+    found = list(_unplaced(sources)) + [
+        f"{name or 'natgrad'}: {len(text.splitlines())} lines, at most {MAX_LINES}: is there a second idea in it?"
+        for name, text in sources.items()
+        if len(text.splitlines()) > MAX_LINES
+    ]
+    graph: dict[str, set[str]] = {}
+    for name in sources:
+        targets = list(imports(name, sources))
+        graph[name] = {t.target for t in targets if t.target in sources and t.target != name}
+        for target in targets:
+            wrong = _private(name, target.target) or _upward(name, target.target, sources)
+            if wrong:
+                found.append(f"{name or 'natgrad'}:{target.line} {wrong}")
+    found += [f"import cycle: {' -> '.join(m or 'natgrad' for m in cycle)}" for cycle in cycles(graph)]
+    return found
+
+
+def _unplaced(sources: Mapping[str, str]) -> Iterator[str]:
+    for top in sorted({name.split(".")[0] for name in sources}):
+        if top not in FLOORS and top not in HIGHEST_FOR:
+            yield f"{top}: has no floor; place it on one in FLOORS, tests/test_floors.py"
+
+
+def _private(name: str, target: str) -> str | None:
+    """What is wrong with natgrad's module `name` using `target`, if that is private to torch or to another folder."""
+    parts = target.split(".")
+    if not any(_is_private(part) for part in parts):
+        return None
+    if parts[0] == "torch":
+        return f"uses {target}, a private part of torch"
+    if parts[0] in FLOORS and parts[0] != name.split(".")[0]:
+        return f"imports {target}, an internal of {parts[0]}"
+    return None
+
+
+def _upward(name: str, target: str, sources: Mapping[str, str]) -> str | None:
+    """What is wrong with natgrad's module `name` importing `target`, or None."""
+    if target not in sources:
+        return None
+    top, other = name.split(".")[0], target.split(".")[0]
+    if other == top:
+        return None
+    if other == "testing":
+        return "imports testing, which is for users and tests: nothing imports it"
+    if other == "":
+        return None if FLOORS.get(top, 0) >= 6 else "imports natgrad itself, which stands above it"
+    if other not in FLOORS:
+        return None  # unplaced: said once, by _unplaced
+    if top in HIGHEST_FOR:
+        limit = HIGHEST_FOR[top]
+        return None if FLOORS[other] <= limit else f"imports {target} of floor {FLOORS[other]}, above its limit {limit}"
+    if top not in FLOORS:
+        return None
+    mine, theirs = FLOORS[top], FLOORS[other]
+    if theirs > mine:
+        return f"imports {target}: floor {mine} may not reach up to floor {theirs}"
+    if theirs == mine and mine not in SHARED_FLOORS:
+        return f"imports {target}: a neighbour on the same floor {mine}"
+    return None
+
+
+def cycles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """Import cycles, each as a closed path.
+
+    A folder that collects its modules is none, as long as those modules do not import the folder in turn.
+    """
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> Iterator[list[str]]:
+        if name in path:
+            yield [*path[path.index(name) :], name]
+        elif name not in done:
+            for target in sorted(graph.get(name, ())):
+                yield from visit(target, [*path, name])
+            done.add(name)
+
+    for start in sorted(graph):
+        yield from visit(start, [])
+
+
+def test_the_building_stands():
+    found = breaches(modules(ROOT))
+    assert not found, "\n" + "\n".join(found)
+
+
+# The checker itself: each kind of breach, built in a few lines, is found; what is allowed is not.
+
+SOUND = {
+    "": "from natgrad.optim import step\nfrom natgrad import operators",
+    "spaces": "import torch",
+    "pure": "from natgrad.spaces import Space",
+    "operators": "from natgrad.operators.base import Operator\nfrom .dense import Dense",
+    "operators.base": "import torch\nfrom torch import nn",
+    "operators.dense": "from .base import Operator\nfrom .. import spaces",
+    "solvers": "from natgrad.solvers.cg import CG",
+    "solvers.cg": "from natgrad.operators import Operator",
+    "families": "",
+    "optim": "from natgrad.solvers import CG",
+    "testing": "from natgrad.optim import step",
+    "experiments": "",
+    "experiments.digits": "import natgrad as ng",
+    "cli": "from natgrad.experiments import digits",
+}
+
+BREACHES = {
+    "upwards": ({"spaces": "from natgrad.operators import Operator"}, "may not reach up"),
+    "upwards, relative": ({"operators.base": "from ..solvers.cg import CG"}, "may not reach up"),
+    "upwards, inside a function": ({"spaces": "def f():\n    import natgrad.optim"}, "may not reach up"),
+    "upwards, for types only": (
+        {"spaces": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from natgrad.optim import step"},
+        "may not reach up",
+    ),
+    "neighbour": ({"families": "from natgrad.solvers import CG"}, "a neighbour on the same floor"),
+    "neighbour's internals": ({"families": "from natgrad.solvers.cg import CG"}, "a neighbour on the same floor"),
+    "the public face, from below": ({"solvers.cg": "import natgrad as ng"}, "stands above it"),
+    "the laboratory, in the public face": ({"": "from natgrad import cli"}, "above its limit"),
+    "the laboratory, in testing": ({"testing": "from natgrad.experiments import digits"}, "above its limit"),
+    "testing, imported": ({"optim": "from natgrad.testing import check_metric"}, "nothing imports it"),
+    "private torch": ({"spaces": "from torch._C import x"}, "private part of torch"),
+    "private torch, deeper": ({"spaces": "import torch.nn.utils._named"}, "private part of torch"),
+    "private torch, by name": ({"spaces": "from torch import _foreach_add_"}, "private part of torch"),
+    "private torch, used": ({"spaces": "import torch\ntorch.nn._x(1)"}, "private part of torch"),
+    "another folder's private name": ({"optim": "from natgrad.solvers.cg import _step"}, "an internal of solvers"),
+    "too long": ({"spaces": "x = 1\n" * (MAX_LINES + 1)}, "is there a second idea"),
+    "no floor": ({"helpers": ""}, "place it on one"),
+    "cycle": ({"spaces": "from natgrad import linalg", "linalg": "from natgrad.spaces import Space"}, "import cycle"),
+    "cycle inside a folder": ({"operators.base": "from .dense import Dense"}, "import cycle"),
+    "cycle through the folder": ({"operators.base": "from natgrad.operators import Dense"}, "import cycle"),
+}
+
+
+def test_a_sound_building_has_no_breach():
+    assert breaches(SOUND) == []
+
+
+@pytest.mark.parametrize("case", BREACHES)
+def test_each_kind_of_breach_is_found(case: str):
+    change, sentence = BREACHES[case]
+    first, *others = breaches(SOUND | change)
+    assert sentence in first
+    assert all(other.startswith("import cycle") for other in others)  # looking up often closes a circle as well
+
+
+def test_every_floor_lies_on_the_one_below():
+    assert all(b - a in (0, 1) for a, b in pairwise(sorted(FLOORS.values())))
