@@ -87,6 +87,8 @@ def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:
 
     Eigenvalues below n * eps * lambda_max count as zero.
     """
+    if not len(matrix):
+        return torch.zeros_like(rhs)
     values, vectors = eigh(matrix)
     keep = values > safe_cutoff(len(values), values.dtype) * values[-1].abs()
     inverse = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
@@ -100,6 +102,8 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     rhs: (n,) or (n, k). Cholesky if its pivots show no loss of rank, eigenvalues otherwise. Non-finite input
     gives non-finite output; it does not raise.
     """
+    if not len(matrix):
+        return torch.zeros_like(rhs)
     damped = shifted(matrix, damping)
     factor = cholesky(damped)
     if factor.failed:

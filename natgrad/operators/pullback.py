@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.operators.base import Operator
 from natgrad.operators.linearization import Linearization
-from natgrad.operators.rows import Rows
+from natgrad.operators.rows import Rows, batch_of
 
 
 class Form(Protocol):
@@ -52,6 +52,12 @@ class Pullback(Operator):
         tangents = self.form.mv(self.outputs, self.linearization.jvp(vector))
         return self.linearization.vjp(self.weights.unsqueeze(1) * tangents)
 
+    @property
+    def rank(self) -> int | None:
+        """Columns r of the root U, without computing it; None if the form has no root."""
+        one = self.form.root(self.outputs[:1])
+        return None if one is None else len(self.outputs) * one.shape[2]
+
     def output_root(self) -> Tensor | None:
         """F (R, m, q) with w_i M_i = F_i F_i^T, or None."""
         root = self.form.root(self.outputs)
@@ -70,19 +76,24 @@ class Pullback(Operator):
         return super().diagonal() if self.rows is None else self.rows.squares()
 
     def mean_eigenvalue(self) -> Tensor:
-        rows = self.rows
-        if rows is None or rows.columns <= self.EXACT_TRACE_COLUMNS:
+        batch = batch_of(self.linearization.function, len(self.outputs))
+        if self.rank is not None and self.rank // batch <= self.EXACT_TRACE_COLUMNS:
             return self.trace() / self.size
-        generator = torch.Generator(self.device).manual_seed(0)
-        probes = [rows.backward(rows.signs(generator)) for _ in range(self.PROBES)]
-        return torch.stack([probe.square().sum() for probe in probes]).mean() / self.size  # E |U s|^2 = tr U U^T
+        probes = random_signs(self.PROBES, self.size, self.dtype, self.device)
+        return torch.stack([probe @ self.mv(probe) for probe in probes]).mean() / self.size  # E s^T G s = tr G
 
     def dense(self) -> Tensor:
-        rows = self.rows
-        if rows is None or rows.rank > 4 * self.size:
+        if self.rank is None or self.rows is None or self.rank > 4 * self.size:
             return super().dense()
-        root = rows.dense()
+        root = self.rows.dense()
         return root @ root.mT
+
+
+def random_signs(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same `count` vectors of random signs (count, size) every time."""
+    generator = torch.Generator(device).manual_seed(0)
+    bits = torch.randint(0, 2, (count, size), generator=generator, device=device)
+    return (2 * bits - 1).to(dtype)
 
 
 class Chunked(Operator):

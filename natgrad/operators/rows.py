@@ -56,11 +56,6 @@ class Rows:
         """U w by one backward pass: needs no rows, and is what they are checked against."""
         return self.linearization.vjp(self.combine(weights))
 
-    def signs(self, generator: torch.Generator) -> Tensor:
-        """Independent random signs, shape (r,)."""
-        bits = torch.randint(0, 2, (self.rank,), generator=generator, device=self.factor.device)
-        return (2 * bits - 1).to(self.factor.dtype)
-
     def gram(self) -> Tensor:
         """U^T U, shape (r, r)."""
         lower = self.lower_gram()
@@ -93,7 +88,9 @@ class Rows:
         return [self._by_column()]
 
     def _agrees(self, parts: list[Part]) -> bool:
-        probe = self.signs(torch.Generator(self.factor.device).manual_seed(0))
+        generator = torch.Generator(self.factor.device).manual_seed(0)
+        kind = {"generator": generator, "dtype": self.factor.dtype, "device": self.factor.device}
+        probe = torch.randn(self.rank, **kind)
         found = self.space.flatten(self._shaped(merged(part.mv(probe) for part in parts)))
         expected = self.backward(probe)
         tolerance = 1e3 * torch.finfo(expected.dtype).eps

@@ -37,8 +37,8 @@ class Auto(Solver):
     def choose(self, operator: Operator) -> Solver:
         """The solver that `solve` takes for this operator."""
         if isinstance(operator, Pullback):
-            rows = operator.rows
-            if rows is not None and rows.rank < operator.size and rows.rank <= self.gram:
+            rank = operator.rank
+            if rank is not None and rank < operator.size and rank <= self.gram:
                 return SampleSpace()
         elif operator.closed_form:
             return Direct()

@@ -84,7 +84,7 @@ class _Run:
     def image(self, vector: Tensor) -> Tensor:
         """A v."""
         self.products += 1
-        return self.operator.mv(vector) + self.damping * vector
+        return torch.add(self.operator.mv(vector), vector, alpha=self.damping)
 
     def precondition(self, residual: Tensor) -> Tensor:
         """P r."""
@@ -92,7 +92,7 @@ class _Run:
 
     def model(self) -> float:
         """phi(x) = -x^T (r + b) / 2, from quantities at hand."""
-        return -0.5 * float(self.x @ (self.r + self.rhs))
+        return -0.5 * float(self.x @ self.r + self.x @ self.rhs)
 
     def advance(self) -> None:
         """One step, or a status."""
@@ -106,14 +106,14 @@ class _Run:
             self.status = Status.NEGATIVE_CURVATURE
             return
         alpha = self.rz / dad
-        self.x = self.x + alpha * self.d
+        self.x = torch.add(self.x, self.d, alpha=alpha)
         self.step += 1
         fresh = self.step % self.choices.refresh == 0
-        self.r = self.rhs - self.image(self.x) if fresh else self.r - alpha * ad
+        self.r = self.rhs - self.image(self.x) if fresh else torch.add(self.r, ad, alpha=-alpha)
         self._judge()
         z = self.precondition(self.r)
         rz = float(self.r @ z)
-        self.d = z + (rz / self.rz if self.rz else 0.0) * self.d
+        self.d = torch.add(z, self.d, alpha=rz / self.rz if self.rz else 0.0)
         self.rz = rz
 
     def _judge(self) -> None:
