@@ -32,6 +32,12 @@ class Call:
         """The same call with every tensor changed."""
         return Call(map_tensors(self.args, change), map_tensors(dict(self.kwargs), change))
 
+    def plain(self) -> Any:
+        """As users write it: the one argument, a tuple of several, or a dict of keywords."""
+        if self.kwargs:
+            return dict(self.kwargs) if not self.args else self
+        return self.args[0] if len(self.args) == 1 else self.args
+
     def batch(self) -> int:
         """Leading size of the first tensor argument: the number of examples. 0-dimensional tensors are passed over."""
         sizes = [t.shape[0] for t in self.tensors() if t.dim() > 0]

@@ -103,7 +103,7 @@ class Space:
             return torch.zeros(block.size, dtype=self.dtype, device=self.device)
         if tensor.shape != block.shape:
             raise ValueError(f"tensors[{block.name!r}] has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
-        return tensor.reshape(-1).to(self.dtype)
+        return (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).to(self.dtype)
 
     def _meta(self, block: Block) -> Tensor:
         return torch.empty(1, dtype=block.dtype, device=self.device).expand(block.shape)

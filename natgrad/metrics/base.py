@@ -79,7 +79,9 @@ class PullbackMetric(Metric):
         outputs = OutputMap(pure, self.layout)
         linearization = Linearization(outputs, params, linearise_after(self.model))
         form, weights = self.form(linearization, outputs.first, targets, seed)
-        return Pullback(linearization, form, weights)
+        pullback = Pullback(linearization, form, weights)
+        pullback.nats = self.criterion.nats(outputs.first)
+        return pullback
 
     def _chunked(self, params: Params, pure: PureModel, targets: Any, size: int) -> Operator:
         if mixes_examples(self.model):

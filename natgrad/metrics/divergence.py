@@ -13,7 +13,7 @@ from natgrad.families import Likelihood
 from natgrad.linalg import symmetrise
 from natgrad.metrics.base import Metric
 from natgrad.operators import Dense
-from natgrad.pure import Model, PureModel, RandomState, as_call
+from natgrad.pure import Call, Model, PureModel, RandomState, as_call
 from natgrad.spaces import Params, Space, check_parameters
 
 Divergence = Callable[[Params, Params, Any], Tensor]
@@ -52,7 +52,8 @@ class DivergenceMetric(Metric):
         fixed = {name: p.detach() for name, p in params.items()}
         with torch.enable_grad(), (random or RandomState.capture(space.device)).replayed():
             point = space.flatten(fixed).requires_grad_()
-            value = self.d(fixed, space.unflatten(point), inputs)
+            data = inputs.plain() if isinstance(inputs, Call) else inputs
+            value = self.d(fixed, space.unflatten(point), data)
             if not isinstance(value, Tensor) or value.dim() != 0 or not value.requires_grad:
                 raise ValueError(
                     "d(params, other, inputs) must return a scalar tensor that depends on `other` differentiably; it "

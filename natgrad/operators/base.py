@@ -18,6 +18,8 @@ class Operator(ABC):
     size: int
     dtype: torch.dtype
     device: torch.device
+    nats: float = 1.0
+    """Nats per example in one unit of d^T G d / 2, where the metric's loss is a mean over an example's entries."""
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:
@@ -136,6 +138,7 @@ class Scaled(Operator):
             raise ValueError(f"factor is {factor}, expected a number >= 0: a metric stays positive semi-definite")
         self.operator, self.factor = operator, factor
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
+        self.nats = operator.nats
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.factor * self.operator.mv(vector)

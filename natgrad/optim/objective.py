@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.optim.recall import Recall
-from natgrad.pure import PureModel
+from natgrad.pure import PureModel, RandomState
 from natgrad.spaces import Space
 
 Closure = Callable[[], Tensor]
@@ -59,7 +59,7 @@ class Replay(Objective):
 
 
 class Reclose(Objective):
-    """The user's closure again, with parameters, gradients, buffers and random draws put back afterwards."""
+    """The user's closure again, from the random state before its first call; everything is put back afterwards."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class Reclose(Objective):
         params: dict[str, Tensor],
         space: Space,
         value: Tensor,
+        random: RandomState,
     ) -> None:
         self.scale = recall.scale or 1.0
-        super().__init__(params, space, float(value) / self.scale)
-        self.model, self.closure, self.recall = model, closure, recall
+        super().__init__(params, space, float(value.detach()) / self.scale)
+        self.model, self.closure, self.recall, self.random = model, closure, recall, random
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
-        random = nullcontext() if self.recall.last is None else self.recall.last.random.replayed()
-        with random, self._restored(), torch.enable_grad():
+        with self.random.replayed(), self._restored(), torch.enable_grad():
             for name, p in self.params.items():
                 p.data.add_(step[name])
-            return float(self.closure()) / self.scale
+            return float(self.closure().detach()) / self.scale
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -106,10 +106,11 @@ def objective_of(
     space: Space,
     closure: Closure | None,
     value: Tensor | None,
+    random: RandomState,
 ) -> Objective | None:
     """The cheapest way to re-evaluate the loss: a replay after `opt.loss`, else the closure, else None."""
     if recall.loss is not None and recall.last is not None and isinstance(model, nn.Module):
         return Replay(model, criterion(), recall, params, space)
     if closure is not None and value is not None:
-        return Reclose(model, closure, recall, params, space, value)
+        return Reclose(model, closure, recall, params, space, value, random)
     return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from natgrad.operators import Operator
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
-from natgrad.pure import map_tensors
+from natgrad.pure import RandomState, map_tensors
 from natgrad.rules import Quadratic, Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space, check_parameters, trainable
@@ -74,6 +76,7 @@ class NaturalGradient(Optimizer):
         check_choices(metric, structure, solver, rule)
         check_number("lr", lr)
         check_number("weight_decay", weight_decay)
+        check_number("warm_start", warm_start, 1.0)
         self.model, self.metric = model, metric
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
@@ -81,7 +84,6 @@ class NaturalGradient(Optimizer):
         super().__init__(
             list(self._named.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
         )
-        self._check_known()
         self._level = self.damping.initial()
         self._memory: dict[str, Any] | None = None
         self._last = StateReport()
@@ -126,19 +128,32 @@ class NaturalGradient(Optimizer):
         closure: clears gradients, computes the loss, calls backward, returns the loss. As in LBFGS it may be called
         again, by rules that re-evaluate the loss, unless `loss()` made that unnecessary.
         """
-        value = None
+        device = next(iter(self._named.values())).device
+        random, value = RandomState.capture(device), None
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
         point = self._point()
         if point is not None:
-            recall = self._recall
-            objective = objective_of(
-                self.model, lambda: self.criterion, recall, point.params, point.space, closure, value
-            )
-            self._step(point, objective)
+            with self._replaying():
+                objective = objective_of(
+                    self.model,
+                    lambda: self.criterion,
+                    self._recall,
+                    point.params,
+                    point.space,
+                    closure,
+                    value,
+                    random,
+                )
+                self._step(point, objective)
         self._recall.clear()
         return value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and with them the count of what they are a sum of."""
+        super().zero_grad(set_to_none)
+        self._recall.scale = 0.0
 
     def report(self) -> Report:
         """What each parameter gets: structure, entries, and numbers remembered between steps."""
@@ -194,11 +209,18 @@ class NaturalGradient(Optimizer):
             self.metric.generator.set_state(extra["generator"].cpu())  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters (unfrozen or created later). ValueError if they are not the model's."""
+        """Add parameters (unfrozen, created later). ValueError for parameters of another model or a negative rate."""
         if isinstance(self.model, nn.Module):
             self._named = dict(self.model.named_parameters())
-        super().add_param_group(param_group)
-        self._check_known()
+        given = param_group["params"]
+        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+        known = {id(p) for p in self._named.values()}
+        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+        if strangers:
+            raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
+        for key in ("lr", "weight_decay"):
+            check_number(key, group.get(key, self.defaults[key]))
+        super().add_param_group(group)
 
     # one step
 
@@ -214,17 +236,32 @@ class NaturalGradient(Optimizer):
         solution = self.solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
         proposal = self._proposal(point, operator, solution, amount)
         before = math.nan if objective is None else objective.before
-        model = Quadratic(point.gradient, operator, amount, proposal, self._recall.nats, before)
+        model = Quadratic(point.gradient, operator, amount, proposal, operator.nats, before)
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
         ratio = self._ratio(model, step, objective) if self.damping.needs_ratio else None
         failed = not bool(torch.isfinite(step.vector).all())
         if failed or (ratio is not None and math.isnan(ratio)):
-            step, velocities = model.nothing(), self._flat_state(point, "velocity")
+            step = model.nothing()
+            velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
         self._commit(point, step, memory, velocities, solution)
         self._last = self._told(model, step, solution, ratio, failed)
         if ratio is not None:
             self._level = self.damping.update(self._level, ratio)
+
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
+        last, generator = self._recall.last, getattr(self.metric, "generator", None)
+        before = None if generator is None else generator.get_state()
+        modes = last.modes_of(self.model) if last and isinstance(self.model, nn.Module) else nullcontext()
+        try:
+            with modes:
+                yield
+        except BaseException:
+            if generator is not None:
+                generator.set_state(before)
+            raise
 
     def _point(self) -> Point | None:
         active = {id(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
@@ -311,12 +348,6 @@ class NaturalGradient(Optimizer):
         by_id = {id(p): float(group[key]) for group in self.param_groups for p in group["params"]}
         return {name: by_id[id(p)] for name, p in self._named.items() if id(p) in by_id}
 
-    def _check_known(self) -> None:
-        known = {id(p) for p in self._named.values()}
-        strangers = [tuple(p.shape) for g in self.param_groups for p in g["params"] if id(p) not in known]
-        if strangers:
-            raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
-
 
 def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names of all trainable parameters. ValueError for none, TypeError for anything but a module or a dict."""
@@ -350,7 +381,7 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
 
 
-def check_number(name: str, value: float) -> None:
-    """ValueError unless value is a finite number >= 0."""
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value}, expected a finite number >= 0")
+def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:
+    """ValueError unless 0 <= value <= most."""
+    if not 0 <= value <= most:
+        raise ValueError(f"{name} is {value}, expected a number >= 0" + (f" and <= {most}" if most == 1 else ""))

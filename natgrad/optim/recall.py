@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,17 @@ class Pass:
     call: Call
     random: RandomState
     versions: tuple[int, ...]
+    modes: tuple[bool, ...]
+
+    @contextmanager
+    def modes_of(self, model: nn.Module) -> Iterator[None]:
+        """Inside, every submodule is in the mode (train or eval) that it had during the pass."""
+        now = modes_of(model)
+        try:
+            set_modes(model, self.modes)
+            yield
+        finally:
+            set_modes(model, now)
 
     def check(self) -> None:
         """ValueError if the inputs were changed in place since: the metric would belong to other data."""
@@ -34,9 +46,9 @@ class Pass:
 class Recall:
     """What happened since the last step: the last training pass, the last loss's targets, data to observe.
 
-    loss: the last loss in units of its mean.   last_scale: what it was divided by.   scale: the same, accumulated
-    over the losses since the last step (a sum over micro-batches has the sum of their counts); 0 for none.
-    nats: nats per example in one unit of the mean loss.
+    loss: the last loss in units of its mean.   last_scale: what it was divided by.   scale: the same under
+    reduction='sum', added up over the losses that `backward` went through since the gradients were cleared (a sum over
+    micro-batches has the sum of their counts); 0 for none.
     """
 
     def __init__(self) -> None:
@@ -49,14 +61,13 @@ class Recall:
         self.loss: Tensor | None = None
         self.last_scale = 1.0
         self.scale = 0.0
-        self.nats = 1.0
         self.observed: tuple[Any, Any] | None = None
 
-    def record_pass(self, call: Call) -> None:
+    def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
         kept = call.map(torch.detach)
         random = RandomState.capture(*{t.device for t in call.tensors()})
-        self.last = Pass(kept, random, versions_of(kept))
+        self.last = Pass(kept, random, versions_of(kept), modes_of(model))
 
     def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor) -> None:
         """Keep the targets and units of a loss."""
@@ -64,8 +75,20 @@ class Recall:
         self.targets = map_tensors(targets, torch.detach)
         self.last_scale = float(criterion.scale(outputs, targets))
         self.loss = value.detach() / self.last_scale
-        self.scale = self.scale + self.last_scale if criterion.summed else 1.0
-        self.nats = criterion.nats(outputs)
+        if criterion.summed and value.requires_grad:
+            value.register_hook(Counter(self, self.last_scale))
+
+
+class Counter:
+    """Tensor hook that adds a loss's count when `backward` reaches it. Holds no reference that keeps a recall alive."""
+
+    def __init__(self, recall: Recall, count: float) -> None:
+        self.recall, self.count = weakref.ref(recall), count
+
+    def __call__(self, gradient: Tensor) -> None:
+        recall = self.recall()
+        if recall is not None:
+            recall.scale += self.count
 
 
 class Listener:
@@ -77,7 +100,7 @@ class Listener:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         recall = None if self.recall is None else self.recall()
         if recall is not None and module.training and torch.is_grad_enabled():
-            recall.record_pass(Call(args, dict(kwargs)))
+            recall.record_pass(module, Call(args, dict(kwargs)))
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
         return Listener, ()
@@ -86,6 +109,17 @@ class Listener:
 def listen(model: nn.Module, recall: Recall) -> Any:
     """Attach a listener; returns the handle whose remove() takes it off."""
     return model.register_forward_pre_hook(Listener(recall), with_kwargs=True)
+
+
+def modes_of(model: nn.Module) -> tuple[bool, ...]:
+    """The mode of every submodule, in the order of `modules()`."""
+    return tuple(module.training for module in model.modules())
+
+
+def set_modes(model: nn.Module, modes: tuple[bool, ...]) -> None:
+    """Set the mode of every submodule, in the order of `modules()`."""
+    for module, training in zip(model.modules(), modes, strict=True):
+        module.training = training
 
 
 def versions_of(call: Call) -> tuple[int, ...]:

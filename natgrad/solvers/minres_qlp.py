@@ -24,14 +24,14 @@ class MinresQLP(Solver):
     |r| falls with every step, so a run that is cut short returns its best vector.
 
     rtol: stop when |r| <= rtol |b|.   max_steps: Lanczos steps, at most; each costs one product with G.
-    null_rtol: stop when |A r| <= null_rtol |A| |r|: the rest of b counts as outside the range of A, and x loses its part
-    along r, numerically in the null space. None: 2 sqrt(eps). On inconsistent systems round-off stops |A r| / (|A| |r|)
-    somewhere below sqrt(eps) (measured), and the vectors grow without bound from there, so smaller values do harm;
-    with cond(A) > 1e8 (float32: 1e4) they may be needed where b is known to be in the range.
+    null_rtol: stop when |A r| <= null_rtol |A| |r|: the rest of b counts as outside the range of A, and x loses its
+    part along r, numerically in the null space. None: 2 sqrt(eps). On inconsistent systems round-off stops the ratio
+    |A r| / (|A| |r|) somewhere below sqrt(eps) (measured), and the vectors grow without bound from there, so smaller
+    values do harm; with cond(A) > 1e8 (float32: 1e4) they may be needed where b is known to be in the range.
     max_norm: stop before |x| exceeds it (maxxnorm).
     max_condition: stop when cond(A) is estimated above it, less the direction that did it (Acondlim). None: 1/(4 eps).
     transfer: the estimate of cond(A) from which x is summed over orthonormal directions, the QLP phase (TranCond).
-    None: 0.1 / sqrt(eps); 1: from the first step; inf: plain MINRES, but for the last step of a singular system.
+    None: 0.1 / sqrt(eps); 1: from the first step; inf: never.
     backward_error: puts the paper's weaker |r| <= rtol (|A| |x| + |b|) in place of the first test.
     preconditioner: a positive definite operator P ~ A^-1, applied once per step. Where A is singular the result then
     is the least-squares solution in the norm r^T P r, shortest in x^T P^-1 x.
@@ -83,7 +83,7 @@ class MinresQLP(Solver):
                 point = reached
             if status is None:
                 run = _Run(self, system, point, run.factors)
-        extra = run.estimates()
+        extra = run.estimates(status)
         if status is Status.LEAST_SQUARES:
             point, extra["normal_residual"] = system.shortened(point, self.preconditioner)
         return Solution(point.value, point.residual, system.products, status, point.image, extra)
@@ -198,16 +198,16 @@ class _Run:
             return Status.CONVERGED
         if claim not in (Status.CONVERGED, Status.ROUND_OFF):
             return claim
-        if after.norm <= 16 * self.round_off or after.norm > 0.5 * before.norm:
+        if after.norm <= self.round_off or after.norm > 0.5 * before.norm:
             return Status.ROUND_OFF
         return None if left > 0 else Status.MAX_STEPS
 
-    def estimates(self) -> dict[str, float]:
+    def estimates(self, status: Status) -> dict[str, float]:
         """`extra` of the solution."""
         f = self.factors
         return {
             "operator_norm": f.norm,
-            "condition": f.condition,
+            "condition": f.dropped().condition if status is Status.LEAST_SQUARES else f.condition,
             "value_norm": f.length,
             "residual_norm": f.phi,
             "normal_residual": f.normal,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from natgrad.metrics import Metric
 from natgrad.operators import Dense as DenseOperator
 from natgrad.operators import Operator
@@ -42,11 +40,11 @@ class Dense(Structure):
     def update(
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
     ) -> tuple[Operator, Memory]:
-        fresh = metric.at(params, inputs, random=random).dense()
-        if self.decay == 0:
-            return DenseOperator(fresh), {}
-        if not memory or memory["total"].shape != fresh.shape:  # the first step, or parameters came or went
-            memory = {"total": torch.zeros_like(fresh), "weight": 0.0}
-        total = self.decay * memory["total"] + fresh
-        weight = self.decay * memory["weight"] + 1.0
-        return DenseOperator(total / weight), {"total": total, "weight": weight}
+        operator = metric.at(params, inputs, random=random)
+        total, weight, names = operator.dense(), 1.0, list(params)
+        if self.decay and memory and memory["names"] == names:  # else the first step, or parameters came or went
+            total = self.decay * memory["total"] + total
+            weight = self.decay * memory["weight"] + weight
+        average = DenseOperator(total / weight)
+        average.nats = operator.nats
+        return average, {"total": total, "weight": weight, "names": names} if self.decay else {}
