@@ -7,11 +7,11 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 from natgrad import families, metrics, operators, optim, solvers, structures
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
-from natgrad.metrics import Metric, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
+from natgrad.metrics import Metric, covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
 from natgrad.operators import Operator
-from natgrad.optim import NaturalGradient, hessian_free, natural_gradient
+from natgrad.optim import NaturalGradient, hessian_free, natgrad_cg, natural_gradient, tonga
 from natgrad.rules import LineSearch, Momentum, Rate, Rule, TrustRegion
-from natgrad.solvers import CG, Auto, Direct, SampleSpace, Solution, Solver, Status
+from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import Dense, Exact, Structure
 
@@ -34,6 +34,7 @@ __all__ = [
     "Likelihood",
     "LineSearch",
     "Metric",
+    "MinresQLP",
     "Momentum",
     "NaturalGradient",
     "Operator",
@@ -48,6 +49,7 @@ __all__ = [
     "Status",
     "Structure",
     "TrustRegion",
+    "covariance",
     "divergence",
     "empirical_fisher",
     "families",
@@ -56,11 +58,13 @@ __all__ = [
     "hessian_free",
     "kl",
     "metrics",
+    "natgrad_cg",
     "natural_gradient",
     "operators",
     "optim",
     "sampled_fisher",
     "solvers",
     "structures",
+    "tonga",
     "trainable",
 ]

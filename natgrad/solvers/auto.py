@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from natgrad.operators import Operator, Pullback
+from natgrad.operators import Centred, Operator, Pullback
 from natgrad.solvers.base import Solution, Solver, check_system
 from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
@@ -36,7 +36,7 @@ class Auto(Solver):
 
     def choose(self, operator: Operator) -> Solver:
         """The solver that `solve` takes for this operator."""
-        if isinstance(operator, Pullback):
+        if isinstance(operator, (Pullback, Centred)):
             rank = operator.rank
             if rank is not None and rank < operator.size and rank <= self.gram:
                 return SampleSpace()

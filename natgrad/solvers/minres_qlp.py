@@ -163,6 +163,7 @@ class _Run:
         self.max_condition = 0.25 / eps if choices.max_condition is None else choices.max_condition
         self.transfer = 0.1 / eps**0.5 if choices.transfer is None else choices.transfer
         self.lanczos = _Lanczos(system, start.r, choices.preconditioner)
+        self.refining, self.first_phi, self.first_normal = known is not None, self.lanczos.beta, math.inf
         self.factors = Factors(phi=self.lanczos.beta)
         if known is not None:
             self.factors = Factors(phi=self.lanczos.beta, norm=known.norm, least=known.smallest)
@@ -196,6 +197,8 @@ class _Run:
             return Status.NON_FINITE
         if after.norm <= self.tolerance:
             return Status.CONVERGED
+        if self.refining and claim is Status.LEAST_SQUARES:
+            return Status.ROUND_OFF
         if claim not in (Status.CONVERGED, Status.ROUND_OFF):
             return claim
         if after.norm <= self.round_off or after.norm > 0.5 * before.norm:
@@ -241,9 +244,19 @@ class _Run:
         """The tests on |A r_{k-1}|, cond(A) and |x_k|, which decide how step k is taken, or that it is not."""
         if factors.normal <= self.null_rtol * factors.norm * self.factors.phi:
             return Status.LEAST_SQUARES
+        if self.step == 1:
+            self.first_normal = factors.normal
+        elif self.first_normal <= self.null_rtol * factors.norm * self.first_phi:
+            self._forget(factors)
+            return Status.LEAST_SQUARES
         if factors.condition > self.max_condition:
             return Status.ILL_CONDITIONED
         return Status.NORM_LIMIT if self.start_norm + factors.length > self.choices.max_norm else None
+
+    def _forget(self, factors: Factors) -> None:
+        """Back to r_0: it was in the null space, which step 1 could not know, with |A| as yet unseen."""
+        self.sum = ShortSum(self.system.rhs)
+        self.factors = Factors(phi=self.first_phi, norm=factors.norm, normal=self.first_normal)
 
     def _measure(self) -> None:
         """|r|. phi is |P^1/2 r|, so with a preconditioner r is recurred: r_k = s^2 r_{k-1} - phi_k c M v_{k+1}."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import cholesky, pseudo_solve
-from natgrad.operators import Operator, Pullback
+from natgrad.operators import Centred, Operator, Pullback
 from natgrad.solvers.base import Product, Solution, Solver, check_system, measured
 
 
@@ -47,7 +47,7 @@ class SampleSpace(Solver):
 
 def factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:
     """A fresh U^T U (r, r), valid in its lower triangle, w -> U w and v -> U^T v for an operator G = U U^T."""
-    if isinstance(operator, Pullback) and operator.rows is not None:
+    if isinstance(operator, (Pullback, Centred)) and operator.rows is not None:
         return operator.rows.lower_gram(), operator.rows.mv, operator.rows.rmv
     root = operator.root()
     if root is None:
