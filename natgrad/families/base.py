@@ -77,6 +77,9 @@ class Separable(Likelihood):
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """-log p of every entry, same shape as `outputs`."""
 
+    def rows(self, outputs: Any) -> Tensor:
+        return super().rows(one_tensor(outputs))
+
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         check_same_shape(outputs, targets)
         return self.entry_nll(outputs, targets).reshape(len(outputs), -1).sum(1)
@@ -93,6 +96,16 @@ class Separable(Likelihood):
     def check_targets(self, outputs: Any, targets: Any) -> None:
         check_same_shape(outputs, targets)
         check_range(targets, torch.finfo(outputs.dtype).min, torch.finfo(outputs.dtype).max, "finite numbers")
+
+
+def one_tensor(outputs: Any) -> Tensor:
+    """The model's outputs as the one tensor that they are. ValueError for a tuple or dict of several."""
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"the model's outputs are a {type(outputs).__name__}, expected one tensor; for several heads use "
+            "ng.Heads((likelihood, width), ...)"
+        )
+    return outputs
 
 
 def check_same_shape(outputs: Tensor, targets: Tensor) -> None:

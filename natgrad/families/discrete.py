@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.families.base import Likelihood, Separable, check_range, check_same_shape
+from natgrad.families.base import Likelihood, Separable, check_range, check_same_shape, one_tensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Categorical(Likelihood):
     dim: int = -1
 
     def rows(self, outputs: Tensor) -> Tensor:
+        outputs = one_tensor(outputs)
         if outputs.dim() < 2:
             raise ValueError(f"outputs has shape {tuple(outputs.shape)}, expected logits (b, C) or with positions")
         return outputs.movedim(self.dim, -1).flatten(0, -2)

@@ -1,6 +1,7 @@
 """Floor 3: which G."""
 
 from natgrad.metrics.base import Metric, PullbackMetric
+from natgrad.metrics.covariance import Covariance, covariance
 from natgrad.metrics.divergence import DivergenceMetric, divergence, kl
 from natgrad.metrics.fisher import (
     EmpiricalFisher,
@@ -13,6 +14,7 @@ from natgrad.metrics.fisher import (
 from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
 
 __all__ = [
+    "Covariance",
     "DivergenceMetric",
     "EmpiricalFisher",
     "Fisher",
@@ -21,6 +23,7 @@ __all__ = [
     "Metric",
     "PullbackMetric",
     "SampledFisher",
+    "covariance",
     "divergence",
     "empirical_fisher",
     "fisher",

@@ -142,10 +142,11 @@ def linearise_after(model: Model) -> int | None:
 
 
 class Scores:
-    """The form of given score vectors: M_i = S_i S_i^T, S (R, m, k)."""
+    """The form of given score vectors: M_i = S_i S_i^T, S (R, m, k). counted: (R,), 0 where a row was ignored."""
 
-    def __init__(self, scores: Tensor) -> None:
+    def __init__(self, scores: Tensor, counted: Tensor | None = None) -> None:
         self.scores = scores
+        self.counted = torch.ones_like(scores[:, 0, 0]) if counted is None else counted
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         """S S^T t for every row: (R, m) -> (R, m)."""

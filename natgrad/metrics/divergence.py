@@ -68,7 +68,7 @@ class DivergenceMetric(Metric):
         tolerance = torch.finfo(point.dtype).eps ** 0.5 * (1 + matrix.abs().max())
         if not bool(value.abs() <= tolerance) or not bool(gradient.abs().max() <= tolerance):
             raise ValueError(
-                f"d(params, params) is {float(value):.3g} with gradient {float(gradient.norm()):.3g}, expected zero "
-                "for both: d is not a divergence, or it draws at random"
+                f"d(params, params) is {float(value.detach()):.3g}, its gradient's norm "
+                f"{float(gradient.detach().norm()):.3g}, expected zero for both: d is not a divergence, or it draws at random"
             )
         return Dense(matrix.detach())

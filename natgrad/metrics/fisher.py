@@ -100,10 +100,10 @@ class EmpiricalFisher(PullbackMetric):
                 "loss with optimizer.loss(outputs, targets), or use ng.fisher without them"
             )
         slopes = self.layout(self.criterion.slope(outputs, targets))  # row i of the mean loss: g_i / counted rows
-        counted = len(slopes)
+        counted = torch.ones_like(slopes[:, 0])
         if not isinstance(self.criterion.family, Entrywise):
-            counted = int((self.criterion.weights(outputs, targets) > 0).sum())
-        return Scores(slopes.unsqueeze(2) * counted**0.5), torch.ones_like(slopes[:, 0])
+            counted = (self.criterion.weights(outputs, targets) > 0).to(slopes.dtype)
+        return Scores(slopes.unsqueeze(2) * counted.sum().sqrt(), counted), torch.ones_like(counted)
 
 
 def require_fisher(family: Likelihood) -> None:

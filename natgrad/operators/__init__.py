@@ -2,6 +2,7 @@
 
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
 from natgrad.operators.block import Block
+from natgrad.operators.centred import Centred
 from natgrad.operators.dense import Dense, Diagonal
 from natgrad.operators.kronecker import Kronecker
 from natgrad.operators.linearization import Linearization, OutputMap
@@ -11,6 +12,7 @@ from natgrad.operators.rows import Rows
 
 __all__ = [
     "Block",
+    "Centred",
     "Chunked",
     "Dense",
     "Diagonal",

@@ -201,7 +201,14 @@ def record_taps(model: nn.Module, space: Space, run: Callable[[], Tensor]) -> tu
         for handle in handles:
             handle.remove()
     calls = Counter(tap.module for tap in seen)
-    return outputs, [tap for tap in seen if calls[tap.module] == 1]
+    return outputs, [tap for tap in seen if calls[tap.module] == 1 and is_batched(tap)]
+
+
+def is_batched(tap: Tap) -> bool:
+    """False for a layer called on a single example, whose leading dimension is not the examples'."""
+    if isinstance(tap.module, nn.Linear):
+        return tap.inputs.dim() >= 2
+    return tap.inputs.dim() == (3 if isinstance(tap.module, nn.Conv1d) else 4)
 
 
 def own_names(model: nn.Module, space: Space) -> dict[nn.Module, tuple[str | None, str | None]]:

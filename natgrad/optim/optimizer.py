@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
-from natgrad.metrics import Metric, PullbackMetric
+from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Recall, listen
@@ -109,8 +109,9 @@ class NaturalGradient(Optimizer):
     @property
     def criterion(self) -> Criterion:
         """The loss that the metric belongs to."""
-        if isinstance(self.metric, PullbackMetric):
-            return self.metric.criterion
+        criterion = getattr(self.metric, "criterion", None)
+        if isinstance(criterion, Criterion):
+            return criterion
         raise TypeError(f"{type(self.metric).__name__} has no criterion; compute your loss yourself")
 
     def observe(self, inputs: Any, targets: Any = None) -> None:
@@ -238,9 +239,9 @@ class NaturalGradient(Optimizer):
         before = math.nan if objective is None else objective.before
         model = Quadratic(point.gradient, operator, amount, proposal, operator.nats, before)
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
-        ratio = self._ratio(model, step, objective) if self.damping.needs_ratio else None
+        ratio, refused = self._judge(model, step, objective)
         failed = not bool(torch.isfinite(step.vector).all())
-        if failed or (ratio is not None and math.isnan(ratio)):
+        if failed or refused:
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
@@ -302,11 +303,19 @@ class NaturalGradient(Optimizer):
         vector = point.space.flatten(parts)
         return Step(vector, operator.mv(vector))
 
-    def _ratio(self, model: Quadratic, step: Step, objective: Objective | None) -> float:
-        """True over predicted change; NaN for a step that was rejected or cannot be judged."""
-        assert objective is not None
+    def _judge(self, model: Quadratic, step: Step, objective: Objective | None) -> tuple[float | None, bool]:
+        """True over predicted change, and whether the step is refused: a loss that is not finite, or that rose.
+
+        The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
+        runs uphill. Such a step is taken all the same if the loss fell.
+        """
+        if not self.damping.needs_ratio or objective is None:
+            return None, False
         predicted = self.damping.predicted(model.change(step), model.slope(step))
-        return (objective(step.vector) - objective.before) / predicted if predicted < 0 else math.nan
+        change = objective(step.vector) - objective.before
+        if predicted < 0:
+            return change / predicted, math.isnan(change)
+        return math.nan, not change <= 0
 
     def _commit(
         self, point: Point, step: Step, memory: dict[str, Any], velocities: dict[str, Tensor], solution: Solution

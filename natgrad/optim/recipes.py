@@ -6,10 +6,10 @@ from torch import nn
 
 from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.families import Likelihood, as_criterion
-from natgrad.metrics import gauss_newton
+from natgrad.metrics import covariance, gauss_newton
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.rules import LineSearch, Rule
-from natgrad.solvers import CG, Solver
+from natgrad.solvers import CG, SampleSpace, Solver
 
 
 def hessian_free(
@@ -43,4 +43,58 @@ def hessian_free(
         rule=rule or LineSearch(),
         weight_decay=weight_decay,
         warm_start=warm_start,
+    )
+
+
+def natgrad_cg(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 0.1,
+    *,
+    solver: Solver | None = None,
+    damping: float | Damping = 1e-2,
+    rule: Rule | None = None,
+    weight_decay: float = 0.0,
+) -> NaturalGradient:
+    """Algorithm 1 of Pascanu & Bengio 2013: the exact Fisher, a truncated linear solve, a learning rate.
+
+    solver: default CG(rtol=1e-4, max_steps=20), the paper's numbers; it used MINRES-QLP, `ng.MinresQLP`.   damping:
+    the paper keeps .01 with a metric from the gradient's batch or another, and Levenberg-Marquardt from 2 with
+    unlabelled data (section 8.5).   lr: .1 and 5 there. TypeError for a criterion that is not a likelihood.
+    """
+    return NaturalGradient(
+        model,
+        gauss_newton(model, as_criterion(criterion)),
+        lr,
+        solver=solver or CG(rtol=1e-4, max_steps=20),
+        damping=damping,
+        rule=rule,
+        weight_decay=weight_decay,
+    )
+
+
+def tonga(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    centred: bool = False,
+    damping: float | Damping = 0.1,
+    rule: Rule | None = None,
+    weight_decay: float = 0.0,
+) -> NaturalGradient:
+    """The covariance of the batch's gradients as metric, solved exactly in sample space.
+
+    Not the Fisher: it takes the data's targets (Le Roux, Manzagol & Bengio 2008).   centred: C instead of U; with
+    gradient and covariance from one batch that only lengthens the step.   damping: .1 in Pascanu & Bengio 2013,
+    section 8.5. Use `loss = opt.loss(model(x), y)`: the metric needs the targets.
+    """
+    return NaturalGradient(
+        model,
+        covariance(model, as_criterion(criterion), centred=centred),
+        lr,
+        solver=SampleSpace(),
+        damping=damping,
+        rule=rule,
+        weight_decay=weight_decay,
     )

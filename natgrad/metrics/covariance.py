@@ -1,0 +1,47 @@
+"""The covariance of the gradients, TONGA's metric: centred, or the uncentred second moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.metrics.base import Metric, Scores
+from natgrad.metrics.fisher import EmpiricalFisher
+from natgrad.operators import Centred, Operator, Pullback
+from natgrad.pure import Model, RandomState
+from natgrad.spaces import Params
+
+
+def covariance(model: Model, family: Likelihood | nn.Module | Criterion, *, centred: bool = False) -> Covariance:
+    """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g. `.at(params, (inputs, targets))`.
+
+    Le Roux, Manzagol & Bengio 2008 (TONGA); Pascanu & Bengio eq. 12, 13 with per-example gradients, which the printed
+    formulas lack. Kept in sample space: the number of parameters is no obstacle, `ng.SampleSpace()` solves with it.
+    With gradient and covariance from one batch (U + lambda)^-1 g and (C + lambda)^-1 g are exactly parallel, of length
+    ratio 1 / (1 - g^T (U + lambda)^-1 g): centring changes the length alone, and can make it explode.
+    """
+    return Covariance(EmpiricalFisher(model, as_criterion(family)), centred)
+
+
+@dataclass(frozen=True)
+class Covariance(Metric):
+    """See `covariance`."""
+
+    moment: EmpiricalFisher
+    centred: bool = False
+    needs_targets = True
+
+    @property
+    def criterion(self) -> Criterion:
+        """The loss that the gradients are of."""
+        return self.moment.criterion
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        operator = self.moment.at(params, inputs, random=random)
+        if not self.centred or not isinstance(operator, Pullback):
+            return operator
+        assert isinstance(operator.form, Scores)
+        return Centred(operator, operator.form.counted)
