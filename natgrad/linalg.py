@@ -45,7 +45,9 @@ def cholesky(matrix: Tensor) -> Factor:
     failure never kills a run. Never raises, whatever the input: look at `failed`.
     """
     scale = float(matrix.diagonal().abs().mean())
-    ladder = [(dtype, jitter) for dtype in dict.fromkeys((matrix.dtype, torch.float64)) for jitter in JITTERS]
+    ladder = [
+        (dtype, jitter) for dtype in dict.fromkeys((at_least_single(matrix.dtype), torch.float64)) for jitter in JITTERS
+    ]
     for rung, (dtype, jitter) in enumerate(ladder):
         shift = jitter * scale
         lower, info = torch.linalg.cholesky_ex(shifted(matrix.to(dtype), shift) if shift else matrix.to(dtype))
@@ -54,6 +56,11 @@ def cholesky(matrix: Tensor) -> Factor:
         if not math.isfinite(scale) or not bool(torch.isfinite(matrix.tril()).all()):
             break
     return Factor(torch.full_like(matrix, torch.nan), 0.0, len(ladder), failed=True)
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to factorise in: float32 for half precision, which LAPACK does not have."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def shifted(matrix: Tensor, shift: float | Tensor) -> Tensor:
@@ -71,8 +78,11 @@ def safe_cutoff(size: int, dtype: torch.dtype) -> float:
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (n,) ascending and eigenvectors (n, n); in float64 if LAPACK fails in the matrix's own dtype.
 
-    NaN throughout for a matrix that is not finite.
+    NaN throughout for a matrix that is not finite. Half precision is computed in float32.
     """
+    if matrix.dtype != at_least_single(matrix.dtype):
+        values, vectors = eigh(matrix.float())
+        return values.to(matrix.dtype), vectors.to(matrix.dtype)
     if not bool(torch.isfinite(matrix).all()):
         return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
     try:

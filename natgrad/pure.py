@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from natgrad.spaces import Params
 
 Model = nn.Module | Callable[..., Any]
+
+_EVALUATING: ContextVar[bool] = ContextVar("natgrad_evaluating", default=False)
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -109,11 +112,26 @@ class PureModel:
         self.random = random or RandomState.capture(*{t.device for t in call.tensors()})
 
     def __call__(self, params: Params) -> Any:
-        with self.random.replayed():
+        with self.random.replayed(), evaluating(), full_precision(params):
             if not isinstance(self.model, nn.Module):
                 return self.model(params, *self.call.args, **self.call.kwargs)
-            state = frozen_state(self.model) | dict(params)
+            state = frozen_state(self.model, set(params)) | dict(params)
             return torch.func.functional_call(self.model, state, self.call.args, dict(self.call.kwargs))
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """Inside, `is_evaluating()` holds: a forward pass that belongs to the library and not to the user."""
+    token = _EVALUATING.set(True)
+    try:
+        yield
+    finally:
+        _EVALUATING.reset(token)
+
+
+def is_evaluating() -> bool:
+    """Whether the pass under way is a metric's or a trial loss's, which listeners on the model pass over."""
+    return _EVALUATING.get()
 
 
 def check_call(model: Model, call: Call, params: Params) -> None:
@@ -129,9 +147,18 @@ def check_call(model: Model, call: Call, params: Params) -> None:
         raise ValueError(f"inputs lie on {sorted(strays)} but params on {device}; move both to one device")
 
 
-def frozen_state(model: nn.Module) -> dict[str, Tensor]:
-    """Detached parameters and cloned buffers: what a pure call may read, and write without consequence."""
-    params = {name: p.detach() for name, p in model.named_parameters()}
+def full_precision(params: Params) -> torch.autocast:
+    """Autocast off: products taken outside of it must meet the dtypes that the graph was built with."""
+    return torch.autocast(next(iter(params.values())).device.type, enabled=False)
+
+
+def frozen_state(model: nn.Module, given: set[str]) -> dict[str, Tensor]:
+    """Detached parameters and cloned buffers: what a pure call may read, and write without consequence.
+
+    given: names that the caller supplies, under any of their names if they are tied; these are left out.
+    """
+    tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in given}
+    params = {name: p.detach() for name, p in model.named_parameters() if id(p) not in tied}
     return params | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 

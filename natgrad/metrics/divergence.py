@@ -69,6 +69,6 @@ class DivergenceMetric(Metric):
         if not bool(value.abs() <= tolerance) or not bool(gradient.abs().max() <= tolerance):
             raise ValueError(
                 f"d(params, params) is {float(value.detach()):.3g}, its gradient's norm "
-                f"{float(gradient.detach().norm()):.3g}, expected zero for both: d is not a divergence, or draws at random"
+                f"{float(gradient.detach().norm()):.3g}, expected zero: d is not a divergence, or draws at random"
             )
         return Dense(matrix.detach())

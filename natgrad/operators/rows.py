@@ -41,7 +41,8 @@ class Rows:
 
     def combine(self, weights: Tensor) -> Tensor:
         """F w, a cotangent on the outputs: (r,) -> (R, m)."""
-        return torch.einsum("imq,iq->im", self.factor, weights.view(self.factor.shape[0], -1))
+        columns = weights.to(self.factor.dtype).view(self.factor.shape[0], -1)
+        return torch.einsum("imq,iq->im", self.factor, columns)
 
     def mv(self, weights: Tensor) -> Tensor:
         """U w: (r,) -> (n,), a third of a gradient from the layers' rows."""
@@ -49,7 +50,7 @@ class Rows:
 
     def rmv(self, vector: Tensor) -> Tensor:
         """U^T v: (n,) -> (r,)."""
-        tangents = self.space.unflatten(vector)
+        tangents = {name: part.to(self.space.dtype) for name, part in self.space.unflatten(vector).items()}
         return torch.stack([part.rmv(tangents) for part in self.parts]).sum(0)
 
     def backward(self, weights: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class Rows:
 
     def lower_gram(self) -> Tensor:
         """U^T U in the lower triangle (r, r), anything above: what Cholesky and eigh read. Half the work of `gram`."""
-        total = torch.zeros(self.rank, self.rank, dtype=self.factor.dtype, device=self.factor.device)
+        total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.factor.device)
         for part in self.parts:
             part.add_gram(total)
         return total
@@ -82,14 +83,17 @@ class Rows:
         """The row gradients, parameter by parameter, by the fastest way that proves right."""
         ways: tuple[Callable[[], list[Part] | None], ...] = (self._layerwise, self._per_example)
         for way in ways:
-            parts = way()
+            try:
+                parts = way()
+            except Exception:  # noqa: BLE001 - taps and vmap fail on models in many ways; the way by columns always works
+                continue
             if parts is not None and self._agrees(parts):
                 return parts
         return [self._by_column()]
 
     def _agrees(self, parts: list[Part]) -> bool:
         generator = torch.Generator(self.factor.device).manual_seed(0)
-        kind = {"generator": generator, "dtype": self.factor.dtype, "device": self.factor.device}
+        kind = {"generator": generator, "dtype": self.space.dtype, "device": self.factor.device}
         probe = torch.randn(self.rank, **kind)
         found = self.space.flatten(self._shaped(merged(part.mv(probe) for part in parts)))
         expected = self.backward(probe)
@@ -107,7 +111,7 @@ class Rows:
         if not taps or any(len(tap.dummy) != self.batch for tap in taps):
             return None
         deltas = zip(*(backward_to_taps(outputs, taps, c) for c in self._cotangents()), strict=True)
-        parts = [tap.part(delta) for tap, delta in zip(taps, deltas, strict=True)]
+        parts = [tap.part(delta, self.space.dtype) for tap, delta in zip(taps, deltas, strict=True)]
         known = {name for tap in taps for name in (tap.weight, tap.bias)}
         rest = [name for name in self.space if name not in known]
         if not rest:
@@ -135,11 +139,8 @@ class Rows:
         point = {name: leaf.detach() for name, leaf in self.linearization.leaves.items()}
         names = list(point) if names is None else names
         rest = {name: tensor for name, tensor in point.items() if name not in names}
-        try:
-            rows = example_rows(function, point, names, rest, self.factor.view(self.batch, -1, *self.factor.shape[1:]))
-        except Exception:  # noqa: BLE001 - vmap refuses many models; the way by columns always works
-            return None
-        return [Explicit(rows, {name: point[name].numel() for name in names})]
+        rows = example_rows(function, point, names, rest, self.factor.view(self.batch, -1, *self.factor.shape[1:]))
+        return [Explicit(rows.to(self.space.dtype), {name: point[name].numel() for name in names})]
 
     def _by_column(self) -> Part:
         eye = torch.eye(self.rank, dtype=self.factor.dtype, device=self.factor.device)

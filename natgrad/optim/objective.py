@@ -46,10 +46,11 @@ class Replay(Objective):
     def __init__(
         self, model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], space: Space
     ) -> None:
-        assert recall.last is not None
+        last = recall.passed()
+        assert last is not None
         assert recall.loss is not None
         super().__init__(params, space, float(recall.loss))
-        self.pure = PureModel(model, recall.last.call, recall.last.random)
+        self.pure = PureModel(model, last.call, last.random)
         self.criterion, self.targets, self.scale = criterion, recall.targets, recall.last_scale
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
@@ -72,14 +73,14 @@ class Reclose(Objective):
         random: RandomState,
     ) -> None:
         self.scale = recall.scale or 1.0
-        super().__init__(params, space, float(value.detach()) / self.scale)
+        super().__init__(params, space, number(value) / self.scale)
         self.model, self.closure, self.recall, self.random = model, closure, recall, random
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         with self.random.replayed(), self._restored(), torch.enable_grad():
             for name, p in self.params.items():
                 p.data.add_(step[name])
-            return float(self.closure().detach()) / self.scale
+            return number(self.closure()) / self.scale
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -109,8 +110,13 @@ def objective_of(
     random: RandomState,
 ) -> Objective | None:
     """The cheapest way to re-evaluate the loss: a replay after `opt.loss`, else the closure, else None."""
-    if recall.loss is not None and recall.last is not None and isinstance(model, nn.Module):
+    if recall.loss is not None and recall.passed() is not None and isinstance(model, nn.Module):
         return Replay(model, criterion(), recall, params, space)
     if closure is not None and value is not None:
         return Reclose(model, closure, recall, params, space, value, random)
     return None
+
+
+def number(value: Tensor | float) -> float:
+    """A closure's value: a scalar tensor, or a number as LBFGS allows."""
+    return float(value.detach() if isinstance(value, Tensor) else value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,13 +17,14 @@ from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
+from natgrad.optim.door import check_choices, check_number, dense_gradient, named_parameters
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.pure import RandomState, map_tensors
 from natgrad.rules import Quadratic, Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
-from natgrad.spaces import Space, check_parameters, trainable
+from natgrad.spaces import Space
 from natgrad.structures import Dense, Exact, Structure
 
 Closure = Callable[[], Tensor]
@@ -131,24 +131,19 @@ class NaturalGradient(Optimizer):
         """
         device = next(iter(self._named.values())).device
         random, value = RandomState.capture(device), None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
-        point = self._point()
-        if point is not None:
-            with self._replaying():
-                objective = objective_of(
-                    self.model,
-                    lambda: self.criterion,
-                    self._recall,
-                    point.params,
-                    point.space,
-                    closure,
-                    value,
-                    random,
-                )
-                self._step(point, objective)
-        self._recall.clear()
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    value = closure()
+                if value is None:
+                    raise ValueError("closure returned None, expected the loss; end it with `return loss`")
+            point = self._point()
+            if point is not None:
+                self._data()  # what is missing there comes before what is missing for the loss
+                with self._replaying():
+                    self._step(point, self._objective(point, closure, value, random))
+        finally:
+            self._recall.clear()  # nothing of a batch outlives its step, failed or not
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -200,14 +195,20 @@ class NaturalGradient(Optimizer):
         """Continue from `state_dict()`. ValueError if it belongs to another kind of optimizer."""
         if EXTRA not in state_dict:
             raise ValueError(f"state_dict has no {EXTRA!r} entry: it was not saved by natgrad.NaturalGradient")
-        extra = state_dict[EXTRA]
+        extra, generator = state_dict[EXTRA], getattr(self.metric, "generator", None)
+        sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
+        if sizes[0] == sizes[1] and (extra["generator"] is None) != (generator is None):
+            raise ValueError(
+                "state_dict and this optimizer's metric disagree on a generator: one of them samples labels, the other "
+                "does not; build the optimizer with the metric that was saved"
+            )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != EXTRA})
         device = next(iter(self._named.values())).device
         self._level = extra["damping"]
         self._memory = extra["memory"] and map_tensors(extra["memory"], lambda t: t.to(device).clone())
         self._last = StateReport(step=extra["steps"], failures=extra["failures"])
-        if extra["generator"] is not None:
-            self.metric.generator.set_state(extra["generator"].cpu())  # type: ignore[attr-defined]
+        if generator is not None:
+            generator.set_state(extra["generator"].cpu())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters (unfrozen, created later). ValueError for parameters of another model or a negative rate."""
@@ -253,7 +254,7 @@ class NaturalGradient(Optimizer):
     @contextmanager
     def _replaying(self) -> Iterator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
-        last, generator = self._recall.last, getattr(self.metric, "generator", None)
+        last, generator = self._recall.passed(), getattr(self.metric, "generator", None)
         before = None if generator is None else generator.get_state()
         modes = last.modes_of(self.model) if last and isinstance(self.model, nn.Module) else nullcontext()
         try:
@@ -279,16 +280,22 @@ class NaturalGradient(Optimizer):
         return self.structure.update(self._memory, self.metric, point.params, data, random=random)
 
     def _data(self) -> tuple[Any, Any, Any]:
-        recall = self._recall
-        if recall.observed is not None:
-            return *recall.observed, None
-        if recall.last is None:
+        if self._recall.observed is not None:
+            return *self._recall.observed, None
+        last = self._recall.passed()
+        if last is None:
             raise ValueError(
                 "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
                 "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs)"
             )
-        recall.last.check()
-        return recall.last.call, recall.targets, recall.last.random
+        return last.call, self._recall.targets, last.random
+
+    def _objective(
+        self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState
+    ) -> Objective | None:
+        return objective_of(
+            self.model, lambda: self.criterion, self._recall, point.params, point.space, closure, value, random
+        )
 
     def _guess(self, point: Point) -> Tensor | None:
         last = self._flat_state(point, "solution").get("solution")
@@ -356,41 +363,3 @@ class NaturalGradient(Optimizer):
     def _rates(self, key: str) -> dict[str, float]:
         by_id = {id(p): float(group[key]) for group in self.param_groups for p in group["params"]}
         return {name: by_id[id(p)] for name, p in self._named.items() if id(p) in by_id}
-
-
-def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of all trainable parameters. ValueError for none, TypeError for anything but a module or a dict."""
-    if isinstance(model, nn.Module):
-        return dict(trainable(model))
-    check_parameters(model)
-    frozen = [name for name, p in model.items() if not (p.requires_grad and p.is_leaf)]
-    if frozen:
-        raise ValueError(f"params {frozen} are not leaves that require a gradient; call .requires_grad_() on them")
-    return dict(model)
-
-
-def dense_gradient(name: str, p: Tensor) -> Tensor:
-    """p.grad, dense. ValueError if it is not finite."""
-    assert p.grad is not None
-    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-    if not bool(torch.isfinite(gradient).all()):
-        raise ValueError(
-            f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
-            "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"
-        )
-    return gradient
-
-
-def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
-    """TypeError unless every choice is of its kind."""
-    kinds = {"metric": (metric, Metric), "structure": (structure, Structure), "solver": (solver, Solver)}
-    for name, (choice, kind) in {**kinds, "rule": (rule, Rule)}.items():
-        if not isinstance(choice, kind) and (choice is not None or name == "metric"):
-            hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
-            raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
-
-
-def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:
-    """ValueError unless 0 <= value <= most."""
-    if not 0 <= value <= most:
-        raise ValueError(f"{name} is {value}, expected a number >= 0" + (f" and <= {most}" if most == 1 else ""))

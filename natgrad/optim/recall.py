@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.pure import Call, RandomState, map_tensors
+from natgrad.pure import Call, RandomState, is_evaluating, map_tensors
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Pass:
 class Recall:
     """What happened since the last step: the last training pass, the last loss's targets, data to observe.
 
-    loss: the last loss in units of its mean.   last_scale: what it was divided by.   scale: the same under
-    reduction='sum', added up over the losses that `backward` went through since the gradients were cleared (a sum over
-    micro-batches has the sum of their counts); 0 for none.
+    paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
+    divided by.   scale: the same under reduction='sum', added up over the losses that `backward` went through since the
+    gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,22 @@ class Recall:
     def clear(self) -> None:
         """Forget everything, so that nothing of a batch outlives its step."""
         self.last: Pass | None = None
+        self.paired: Pass | None = None
         self.targets: Any = None
+        self.target_versions: tuple[int, ...] = ()
         self.loss: Tensor | None = None
         self.last_scale = 1.0
         self.scale = 0.0
         self.observed: tuple[Any, Any] | None = None
+
+    def passed(self) -> Pass | None:
+        """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
+        chosen = self.paired or self.last
+        if chosen is not None:
+            chosen.check()
+        if self.target_versions != versions_of(Call((self.targets,))):
+            raise ValueError("the targets of the last loss were changed in place before step(); copy them")
+        return chosen
 
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
@@ -73,6 +84,8 @@ class Recall:
         """Keep the targets and units of a loss."""
         outputs = map_tensors(outputs, torch.detach)
         self.targets = map_tensors(targets, torch.detach)
+        self.target_versions = versions_of(Call((targets,)))
+        self.paired = self.last
         self.last_scale = float(criterion.scale(outputs, targets))
         self.loss = value.detach() / self.last_scale
         if criterion.summed and value.requires_grad:
@@ -99,7 +112,7 @@ class Listener:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         recall = None if self.recall is None else self.recall()
-        if recall is not None and module.training and torch.is_grad_enabled():
+        if recall is not None and module.training and torch.is_grad_enabled() and not is_evaluating():
             recall.record_pass(module, Call(args, dict(kwargs)))
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class CG(Solver):
     progress: Martens' stop, checked from step 10 on: over the last k = max(10, step / 10) steps the quadratic model
     phi(x) = x^T A x / 2 - b^T x fell by less than k * progress * |phi|; None switches it off (Martens: 5e-4).
     preconditioner: an operator P ~ (G + damping I)^-1, applied once per step.
-    callback: called as callback(step, x, residual) after every step; x is the live iterate, copy it to keep it.
+    callback: called as callback(step, x, residual) after every step.
     refresh: every so many steps r = b - A x is computed afresh: in float32 the recurrence drifts from it. It is
     computed once more at the end where round-off may have moved it by a tenth, so that the residual is what it says.
 
@@ -58,17 +59,20 @@ class _Run:
     """One solve. Letters as in the literature: x iterate, r residual, z = P r, d direction, A = G + damping I."""
 
     def __init__(self, choices: CG, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> None:
-        self.choices, self.operator, self.rhs, self.damping = choices, operator, rhs, damping
-        self.x, self.r = torch.zeros_like(rhs), rhs.clone()
+        self.choices, self.operator, self.damping = choices, operator, damping
+        self.scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
+        self.rhs = rhs / self.scale  # |b|^2 overflows float32 where |b| is beyond 1e19
+        self.x, self.r = torch.zeros_like(rhs), self.rhs.clone()
         self.products = 0
         if guess is not None:
-            self.start_at(guess)
+            self.start_at(guess / self.scale)
         self.step = 0
         self.status: Status | None = None
-        self.tolerance = choices.rtol * float(rhs.norm())
+        self.tolerance = choices.rtol * float(self.rhs.norm())
         self.norm = float(self.r.norm())
         self.best = (self.norm, self.x, self.r)
         self.curvature = 0.0  # largest d^T A d / d^T d so far, a lower bound on the largest eigenvalue
+        self.measured = math.inf  # the residual that the last restart began with
         self.models = [self.model()]
         z = self.precondition(self.r)
         self.d, self.rz = z.clone(), float(self.r @ z)
@@ -119,7 +123,7 @@ class _Run:
     def _judge(self) -> None:
         self.norm = float(self.r.norm())
         if self.choices.callback is not None:
-            self.choices.callback(self.step, self.x, self.norm)
+            self.choices.callback(self.step, self.scale * self.x, float(self.scale) * self.norm)
         if not self.norm < float("inf"):
             self.status = Status.NON_FINITE
             return
@@ -138,18 +142,22 @@ class _Run:
     def _drifted(self) -> bool:
         """Whether round-off in the recurrence since the last fresh residual may exceed a tenth of it."""
         steps = self.step % self.choices.refresh
-        drift = (
-            steps * torch.finfo(self.rhs.dtype).eps * (self.curvature * float(self.x.norm()) + float(self.rhs.norm()))
-        )
+        eps = torch.finfo(self.rhs.dtype).eps
+        drift = steps * eps * (self.curvature * float(self.x.norm()) + float(self.rhs.norm()))
         return drift > 0.1 * self.norm
 
     def _recompute(self) -> None:
         """r = b - A x afresh; on with the iteration if it does not meet the tolerance that the recurrence met."""
         self.r = self.rhs - self.image(self.x)
         self.norm = float(self.r.norm())
-        if self.status is Status.CONVERGED and self.norm > self.tolerance:
-            self.status = None if self.step < self.choices.max_steps else Status.MAX_STEPS
-            self.rz = 0.0  # conjugacy is lost: restart from the residual
+        if self.status is not Status.CONVERGED or self.norm <= self.tolerance:
+            return
+        if self.norm > 0.5 * self.measured:  # the last restart gained nothing: this is what the dtype allows
+            self.status = Status.ROUND_OFF
+            return
+        self.measured = self.norm
+        self.status = None if self.step < self.choices.max_steps else Status.MAX_STEPS
+        self.rz = 0.0  # conjugacy is lost: restart from the residual
 
     def _stalled(self) -> bool:
         """Martens' stop: phi < 0 and (phi - phi_k steps ago) / phi < k * progress."""
@@ -159,8 +167,9 @@ class _Run:
         return (self.models[-1] - self.models[-1 - window]) / self.models[-1] < window * self.choices.progress
 
     def solution(self) -> Solution:
-        """The last iterate, which has the lowest phi; after a breakdown the one of smallest residual."""
+        """In the units of b: the last iterate, which has the lowest phi; after a breakdown the one of smallest residual."""
         broken = self.status in (Status.NEGATIVE_CURVATURE, Status.NON_FINITE)
         _, x, r = self.best if broken else (self.norm, self.x, self.r)
         assert self.status is not None
-        return Solution(x, r.norm(), self.products, self.status, self.rhs - r)
+        image = self.scale * (self.rhs - r)
+        return Solution(self.scale * x, self.scale * r.norm(), self.products, self.status, image)

@@ -1,0 +1,136 @@
+"""Live progress of a race in a terminal; one line per finished run elsewhere.
+
+Nothing refreshes in the background: the display is redrawn between two steps, while no clock runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from natgrad.experiments.frame import Budget, Job
+from natgrad.experiments.records import Record, Row
+
+REDRAW = 0.15  # seconds
+
+
+@dataclass
+class Line:
+    """What is shown of one contestant on the task under way."""
+
+    phase: str = "waiting"
+    step: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    best: float | None = None
+
+
+class Progress:
+    """A watcher for `execute`, used as a context."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.lines: dict[str, Line] = {}
+        self.title, self.runs, self.done = "", 0, 0
+        self.budgets: dict[str, Budget] = {}
+        self.ahead = self.behind = self.seconds = 0.0  # of training: to come, done just now, of the run under way
+        self.begun = self.drawn = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
+        self.runs = sum(number for number, _ in runs.values())
+        self.ahead = sum(number * budget.seconds for number, budget in runs.values())
+        self.budgets = {task: budget for task, (_, budget) in runs.items()}
+        self.begun = time.monotonic()
+
+    def started(self, job: Job) -> None:
+        self._turn_to(job)
+        before = self.lines[job.contestant.name]
+        self.lines[job.contestant.name] = Line(_phase(job), best=before.best)
+        self._draw(force=True)
+
+    def moved(self, job: Job, row: Row) -> None:
+        line = self.lines[job.contestant.name]
+        line.step, line.seconds, line.loss = row["step"], row["seconds"], row.get("train_loss", line.loss)
+        self._draw()
+
+    def ended(self, job: Job, record: Record, fresh: bool) -> None:
+        self._turn_to(job)
+        self.done += 1
+        self.ahead -= self.seconds
+        self.behind += self.seconds if fresh else 0.0
+        line = self.lines[job.contestant.name]
+        loss = record.rows[-1].get("train_loss")
+        line.phase, line.step, line.loss = f"{_phase(job)} done", record.end["steps"], loss
+        if loss is not None:
+            line.best = loss if line.best is None else min(loss, line.best)
+        if self.live is None:
+            self._say(job, record)
+        self._draw(force=True)
+
+    def _turn_to(self, job: Job) -> None:
+        if self.title != job.task.title:
+            self.title, self.seconds = job.task.title, self.budgets[job.task.name].seconds
+            self.lines = {contestant.name: Line() for contestant in job.task.contestants}
+
+    def _draw(self, force: bool = False) -> None:
+        now = time.monotonic()
+        if self.live is not None and (force or now - self.drawn > REDRAW):
+            self.drawn = now
+            self.live.update(Group(self._table(), self._bar(now)), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(
+            title=self.title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False
+        )
+        for head in ("", ""):
+            table.add_column(head, min_width=12)
+        for head in ("step", "seconds", "loss", "best"):
+            table.add_column(head, justify="right", min_width=9)
+        for name, line in self.lines.items():
+            seconds = f"{line.seconds:.1f}/{self.seconds:g}"
+            table.add_row(name, line.phase, str(line.step), seconds, _number(line.loss), _number(line.best))
+        return table
+
+    def _bar(self, now: float) -> Table:
+        spent = now - self.begun
+        left = f"about {spent / self.behind * self.ahead:.0f} s to go" if self.behind else ""
+        grid = Table.grid(padding=(1, 2, 0, 0))
+        grid.add_row(
+            ProgressBar(self.runs, self.done, width=40), f"{self.done} of {self.runs} runs", f"{spent:.0f} s", left
+        )
+        return grid
+
+    def _say(self, job: Job, record: Record) -> None:
+        choice = ", ".join(f"{name} {value:g}" for name, value in job.choice.items())
+        loss = _number(record.rows[-1].get("train_loss"))
+        text = f"{self.done}/{self.runs} {job.task.name}, {job.contestant.name} ({choice}), {_phase(job)}: "
+        self.console.print(Text(f"{text}training loss {loss} after {record.end['steps']} steps"), soft_wrap=True)
+
+
+def _phase(job: Job) -> str:
+    size = len(job.contestant.grid)
+    return f"tuning {job.index + 1}/{size}" if job.phase == "tune" else f"seed {job.seed}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

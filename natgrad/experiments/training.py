@@ -1,0 +1,177 @@
+"""One run: a model trained by one contestant from one seed, giving plain numbers per step.
+
+A run is a value that can be put down after any step and taken up again: `state_dict` is complete, the order of the
+examples is a function of seed and epoch alone, and nothing but the seconds depends on the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.experiments.frame import Budget, Examples, Job
+
+Row = dict[str, Any]  # plain numbers, one step
+PROBE = 1000  # training examples on which the KL moved by a step is measured
+
+
+class Training:
+    """Iterate over it for the rows of a run: row 0 is the state before the first step.
+
+    Each row has step, seconds (of training so far), loss (on the step's batch) and what the optimiser reports of
+    itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error; the row after an evaluated
+    one has kl_measured, KL(before the step, after the step) on the first 1000 training examples.
+    """
+
+    def __init__(self, job: Job, budget: Budget, examples: Examples, device: str = "cpu") -> None:
+        self.job, self.budget, self.device = job, budget, device
+        self.examples = examples
+        torch.manual_seed(job.seed)
+        self.model = job.task.model().to(device)
+        self.optimizer = job.contestant.build(self.model, job.task.criterion, job.choice)
+        self.order = Order(len(examples.train_x), int(job.choice["batch"]), job.seed)
+        self.steps, self.seconds, self.evaluated, self.finite = 0, 0.0, -1, True
+
+    @property
+    def finished(self) -> bool:
+        out_of_steps = self.budget.steps is not None and self.steps >= self.budget.steps
+        return not self.finite or out_of_steps or self.seconds >= self.budget.seconds
+
+    def __iter__(self) -> Iterator[Row]:
+        if self.evaluated < 0:
+            yield self._evaluated({"step": 0, "seconds": 0.0})
+        while not self.finished:
+            yield self.advance()
+
+    def advance(self) -> Row:
+        """One step of training and, where one is due, an evaluation."""
+        before = self._probe() if self.evaluated == self.steps else None
+        start = self.seconds
+        loss = self._step()
+        row = {"step": self.steps, "seconds": self.seconds, "loss": loss, **report(self.optimizer)}
+        if before is not None:
+            row["kl_measured"] = self.job.task.divergence(before, self._probe()).item()
+        return self._evaluated(row) if self._due(start) else row
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, as tensors and plain values."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "counters": [self.steps, self.seconds, self.evaluated, self.finite],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        self.steps, self.seconds, self.evaluated, self.finite = state["counters"]
+
+    def _step(self) -> float:
+        synchronise(self.device)
+        start = time.perf_counter()
+        loss = self._backward(self.order.batch(self.steps, self.device))
+        self.finite = math.isfinite(loss)
+        if self.finite:
+            self.optimizer.step()
+        synchronise(self.device)
+        self.seconds += time.perf_counter() - start
+        self.steps += 1
+        return loss
+
+    def _backward(self, batch: Tensor | slice) -> float:
+        """The gradient of scale * criterion, but of the criterion itself for natgrad, which knows the loss's units."""
+        task, inputs, targets = self.job.task, self.examples.train_x[batch], self.examples.train_y[batch]
+        self.optimizer.zero_grad()
+        outputs = self.model(inputs)
+        if isinstance(self.optimizer, ng.NaturalGradient):
+            loss, rest = self.optimizer.loss(outputs, targets), task.scale
+        else:
+            loss, rest = task.scale * task.criterion(outputs, targets), 1.0
+        loss.backward()
+        return rest * loss.item()
+
+    def _due(self, start: float) -> bool:
+        mark = self.budget.seconds / self.budget.evaluations
+        passed = self.seconds // mark > start // mark
+        return self.finished or passed or self.steps >= max(1, self.evaluated * 1.4)
+
+    def _evaluated(self, row: Row) -> Row:
+        self.evaluated = self.steps
+        task, examples, many = self.job.task, self.examples, self.budget.looked_at
+        for part in ("train", "test"):
+            inputs, targets = getattr(examples, f"{part}_x")[:many], getattr(examples, f"{part}_y")[:many]
+            outputs = self._outputs(inputs)
+            row[f"{part}_loss"] = task.scale * task.criterion(outputs, targets).item()
+            if task.error is not None:
+                row[f"{part}_error"] = task.error(outputs, targets).item()
+        return row
+
+    def _probe(self) -> Tensor:
+        return self._outputs(self.examples.train_x[: min(PROBE, self.budget.looked_at)])
+
+    @torch.no_grad()
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        training = self.model.training
+        self.model.eval()
+        try:
+            return self.model(inputs)
+        finally:
+            self.model.train(training)
+
+
+class Order:
+    """Which examples a step sees: each epoch a new permutation, drawn from the seed and the epoch's number.
+
+    size: examples per batch, 0 for all of them; what does not fill a batch is left to another epoch's permutation.
+    """
+
+    def __init__(self, n: int, size: int, seed: int) -> None:
+        self.n, self.size, self.seed = n, min(size, n) or n, seed
+        self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def batch(self, step: int, device: str) -> Tensor | slice:
+        """Indices (b,) of the examples for step number `step`, counted from 0."""
+        if self.size == self.n:
+            return slice(None)
+        epoch, place = divmod(step, self.n // self.size)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self.epoch, self.permutation = epoch, torch.randperm(self.n, generator=generator).to(device)
+        return self.permutation[place * self.size : (place + 1) * self.size]
+
+
+REPORTED = ("kl", "damping", "ratio", "solver_steps", "residual", "rate", "status", "failures")
+
+
+def report(optimizer: torch.optim.Optimizer) -> Row:
+    """What a natgrad optimiser tells of its last step; nothing for others."""
+    if not isinstance(optimizer, ng.NaturalGradient):
+        return {}
+    told = optimizer.state_report()
+    return {name: getattr(told, name) for name in REPORTED}
+
+
+def synchronise(device: str) -> None:
+    """Wait for an accelerator, so that the clock counts its work."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def warm_up(job: Job, budget: Budget, examples: Examples, device: str) -> None:
+    """Two steps that are thrown away: the first calls of a process are slow, whoever makes them."""
+    training = Training(job, budget, examples, device)
+    for _ in range(2):
+        training.advance()
+
+
+def count(model: nn.Module) -> int:
+    """Number of trainable parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,56 @@
+"""What the optimizer checks at its door."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.metrics import Metric
+from natgrad.rules import Rule
+from natgrad.solvers import Solver
+from natgrad.spaces import check_parameters, trainable
+from natgrad.structures import Structure
+
+
+def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names of all trainable parameters. ValueError for none, TypeError for anything but a module or a dict."""
+    if isinstance(model, nn.Module):
+        params = trainable(model)
+        check_parameters(params)
+        return dict(params)
+    check_parameters(model)
+    frozen = [name for name, p in model.items() if not (p.requires_grad and p.is_leaf)]
+    if frozen:
+        raise ValueError(f"params {frozen} are not leaves that require a gradient; call .requires_grad_() on them")
+    return dict(model)
+
+
+def dense_gradient(name: str, p: Tensor) -> Tensor:
+    """p.grad, dense. ValueError if it is not finite."""
+    assert p.grad is not None
+    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    if not bool(torch.isfinite(gradient).all()):
+        raise ValueError(
+            f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
+            "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"
+        )
+    return gradient
+
+
+def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
+    """TypeError unless every choice is of its kind."""
+    kinds = {"metric": (metric, Metric), "structure": (structure, Structure), "solver": (solver, Solver)}
+    for name, (choice, kind) in {**kinds, "rule": (rule, Rule)}.items():
+        if not isinstance(choice, kind) and (choice is not None or name == "metric"):
+            hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
+            raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+
+
+def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:
+    """ValueError unless 0 <= value <= most."""
+    if not 0 <= value <= most:
+        raise ValueError(f"{name} is {value}, expected a number >= 0" + (f" and <= {most}" if most == 1 else ""))

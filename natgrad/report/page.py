@@ -1,0 +1,113 @@
+"""The report page: one HTML file that needs nothing else, in light and dark, from phone to desk."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from natgrad.report.plots import PALETTE
+from natgrad.report.summary import Result, Summary, lead, plural, short
+from natgrad.report.table import chosen, rows
+
+DARK = ("#fb923c", "#7aa2ff", "#4fd1b5", "#b79cff", "#e0b84a", "#f28ab8")  # PALETTE on a dark ground
+DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plot as an <svg> element."""
+
+    title: str
+    svg: str
+
+
+def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], defaults: dict[str, Any]) -> str:
+    """The page as text. drawn: task -> its plots. order: contestants as coloured. defaults: of the settings."""
+    environment = Environment(
+        loader=PackageLoader("natgrad.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("html.j2").render(
+        summary=summary,
+        title=f"{summary.experiment.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}",
+        lead=lead(summary.results),
+        method=method(summary),
+        order=order,
+        light=PALETTE,
+        dark=DARK,
+        dashes=DASHES,
+        parts=[_part(result, drawn[result.name]) for result in summary.results],
+        command=command(summary, defaults),
+        facts=facts(summary),
+    )
+
+
+def method(summary: Summary) -> str:
+    """How the numbers came about, in a few sentences."""
+    steps = summary.settings["steps"]
+    choices = len(summary.results[0].entries[0].grid)
+    bound = f"{steps} steps" if steps else "the same seconds"
+    seeds = plural(len(summary.seeds), "seed")
+    return (
+        f"Every contestant was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed that "
+        f"the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does not "
+        "count as training."
+    )
+
+
+def command(summary: Summary, defaults: dict[str, Any]) -> str:
+    """The command that gives this report again. defaults: settings that need not be said."""
+    words = ["natgrad", "run", summary.experiment, "--seeds", str(len(summary.seeds))]
+    for key, value in summary.settings.items():
+        if key not in defaults or defaults[key] != value:
+            words += ["--set", f"{key}={'none' if value is None else value}"]
+    return shlex.join(words)
+
+
+def facts(summary: Summary) -> list[tuple[str, str]]:
+    """Settings, versions, threads, device, seeds: names and values to print."""
+    versions = [", ".join(f"{name} {version}" for name, version in each.items()) for each in summary.versions]
+    return [
+        ("versions", "; ".join(versions)),
+        ("threads", ", ".join(map(str, summary.threads))),
+        ("device", ", ".join(summary.devices)),
+        ("seeds", ", ".join(map(str, summary.seeds))),
+        *(
+            (name, "none" if value is None else str(value))
+            for name, value in summary.settings.items()
+            if name != "device"
+        ),
+    ]
+
+
+def _part(result: Result, plots: list[Drawn]) -> dict[str, Any]:
+    heads, body = rows(result)
+    return {
+        "result": result,
+        "heads": heads,
+        "rows": body,
+        "plots": plots,
+        "grid": [
+            {"name": e.name, "choice": chosen(t.choice), "loss": short(t.loss), "steps": t.steps, "chosen": t.chosen}
+            for e in result.entries
+            for t in e.grid
+        ],
+        "note": note(result),
+    }
+
+
+def note(result: Result) -> str:
+    """What the table's numbers are."""
+    seeds = len(result.entries[0].records)
+    over = "Medians over seeds, the lowest and the highest in small type. " if seeds > 1 else ""
+    return (
+        f"{over}Losses are in {result.unit}, at the end of training. {short(result.target)} is the training loss that "
+        "the second-best contestant ended with; a dash means that it was not reached. In the plots lines are medians "
+        "and bands reach from the lowest to the highest seed."
+    )

@@ -1,0 +1,172 @@
+"""Plots of one task: medians over seeds as lines, their range as a band.
+
+Every figure is drawn once and saved three times: PNG and SVG files on white, and an SVG for the report page whose
+colours are CSS variables, so that it follows the page into the dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from natgrad.report.summary import Entry, Result, curve, short
+
+INK, GRID = "#1b1f24", "#dfe3e8"
+PALETTE = ("#c2410c", "#1d4ed8", "#0f766e", "#7c3aed", "#a16207", "#be185d")  # in the order of the plan
+DASHES = ("-", (0, (6, 1.5)), (0, (2, 1.2)), "-.", ":", (0, (1, 1)))
+SIZE = (4.5, 3.3)  # inches
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "path.simplify": True,
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What is drawn against what: x and y name numbers of a row."""
+
+    name: str
+    title: str
+    x: str
+    y: str
+    x_label: str
+    y_label: str
+    log_x: bool = False
+    log_y: bool = True
+
+
+def plots(result: Result) -> list[Plot]:
+    """The plots of a task, those for which its records have numbers."""
+    wanted = [
+        Plot(
+            "loss-seconds", "Training loss against seconds", "seconds", "train_loss", "seconds of training", result.unit
+        ),
+        Plot("loss-steps", "Training loss against steps", "step", "train_loss", "steps", result.unit, log_x=True),
+        Plot("test-seconds", "Test loss against seconds", "seconds", "test_loss", "seconds of training", result.unit),
+        Plot(
+            "kl-steps", "KL moved by a step, measured", "step", "kl_measured", "steps", "nats per example", log_x=True
+        ),
+        Plot("damping-steps", "Damping", "step", "damping", "steps", "damping"),
+        Plot("solver-steps", "Products with the metric", "step", "solver_steps", "steps", "per step", log_y=False),
+    ]
+    return [plot for plot in wanted if any(len(curve(r, plot.x, plot.y)[0]) for e in result.entries for r in e.records)]
+
+
+def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> Figure:
+    """One figure. order: the contestants' names as in the plan, which gives each its colour in every figure."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
+        _scales(axes, plot)
+        axes.set_xlabel(plot.x_label)
+        axes.set_title(plot.y_label, loc="left", fontsize=11)
+        axes.grid(visible=True, axis="y")
+        axes.set_axisbelow(True)
+        if sum(drawn) > 1:
+            axes.legend(fontsize=10, handlelength=2.2)
+        return figure
+
+
+def _line(axes: Axes, plot: Plot, entry: Entry, index: int) -> bool:
+    x, low, middle, high = band([curve(run, plot.x, plot.y) for run in entry.records], plot)
+    if not len(x):
+        return False
+    colour = PALETTE[index % len(PALETTE)]
+    axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
+    dash = DASHES[index % len(DASHES)]
+    axes.plot(x, middle, color=colour, linestyle=dash, linewidth=2.0, label=entry.name)
+    return True
+
+
+def band(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]], plot: Plot
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(x, lowest, median, highest) over curves, interpolated onto common points where all of them are known."""
+    kept = [_positive(x, y, plot) for x, y in curves]
+    kept = [(x, y) for x, y in kept if len(x)]
+    if not kept:
+        return np.empty(0), np.empty(0), np.empty(0), np.empty(0)
+    first, last = max(x[0] for x, _ in kept), min(x[-1] for x, _ in kept)
+    points = np.unique(np.concatenate([x for x, _ in kept]))
+    points = points[(points >= first) & (points <= last)]
+    values = np.stack([np.interp(points, x, np.log(y) if plot.log_y else y) for x, y in kept])
+    low, middle, high = values.min(0), np.median(values, 0), values.max(0)
+    back = np.exp if plot.log_y else np.asarray
+    return points, back(low), back(middle), back(high)
+
+
+def _positive(x: np.ndarray, y: np.ndarray, plot: Plot) -> tuple[np.ndarray, np.ndarray]:
+    keep = np.isfinite(y) & ((y > 0) | (not plot.log_y)) & ((x > 0) | (not plot.log_x))
+    return x[keep], y[keep]
+
+
+def _scales(axes: Axes, plot: Plot) -> None:
+    plain = FuncFormatter(lambda value, _: short(value))
+    if plot.log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+    if not plot.log_y:
+        axes.set_ylim(bottom=0)
+        return
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    subs = (1.0, 2.0, 3.0, 5.0) if decades < 1.5 else (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12 if decades < 6 else 6))
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def save(figure: Figure, stem: Path) -> None:
+    """stem.png and stem.svg."""
+    with mpl.rc_context(STYLE):
+        figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
+    stem.with_suffix(".svg").write_text(_svg(figure, stem.name, transparent=False))
+
+
+def inline(figure: Figure, name: str, title: str) -> str:
+    """The figure as an <svg> element in the page's colours. name: unique in the page, it prefixes every id."""
+    text = _svg(figure, name, transparent=True)
+    text = text[text.index("<svg") :]
+    for colour, variable in ((INK, "--ink"), (GRID, "--rule"), *((c, f"--c{i}") for i, c in enumerate(PALETTE))):
+        text = text.replace(colour, f"var({variable})")
+    text = re.sub(r"'?DejaVu Sans'?(, [^;\"]*sans-serif)?", "inherit", text)
+    text = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    head = f'<svg role="img" aria-label="{title}" viewBox="0 0 {SIZE[0] * 72:g} {SIZE[1] * 72:g}"'
+    return re.sub(r"<svg [^>]*>", head + ' xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
+
+
+def _svg(figure: Figure, salt: str, transparent: bool) -> str:
+    buffer = io.StringIO()
+    with mpl.rc_context({**STYLE, "svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
