@@ -1,0 +1,129 @@
+"""What the optimizer's tests share: one iteration, flat parameters, snapshots, and the step written out densely."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from models import Case, assert_close, draw, mlp, reference_metric, seeded
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.families import Likelihood
+
+X = draw(8, 3)
+Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+CE = nn.CrossEntropyLoss()
+
+
+def net() -> nn.Module:
+    """(b, 3) -> three logits, 31 parameters."""
+    return mlp(3, 4, 3)
+
+
+def flat(model: nn.Module | Mapping[str, Tensor]) -> Tensor:
+    """All parameters, (n,), a copy."""
+    params = list(model.parameters()) if isinstance(model, nn.Module) else list(model.values())
+    return torch.cat([p.detach().reshape(-1) for p in params])
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    """All gradients, (n,)."""
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def iterate(opt: ng.NaturalGradient, model: nn.Module, x: Any, y: Any) -> None:
+    """The ordinary loop's body."""
+    opt.zero_grad()
+    opt.loss(model(x), y).backward()
+    opt.step()
+
+
+def fisher_step(model: nn.Module, x: Tensor, family: Likelihood, gradient: Tensor, damping: float) -> Tensor:
+    """(F + damping I)^-1 g with F by definition."""
+    matrix = reference_metric(Case(net, x, family), model, ng.trainable(model))
+    return torch.linalg.solve(matrix + damping * torch.eye(len(matrix)).to(matrix), gradient)
+
+
+def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, criterion: nn.Module = CE) -> Tensor:
+    """The mean loss's gradient on a copy of the model."""
+    twin = copy.deepcopy(model)
+    criterion(twin(x), y).backward()
+    return flat_gradient(twin)
+
+
+def deep(value: Any) -> Any:
+    """A copy that later changes cannot reach."""
+    return copy.deepcopy(value)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Bitwise equality of nested dicts, lists and tensors."""
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
+    return bool(first == second)
+
+
+def snapshot(opt: ng.NaturalGradient) -> Any:
+    """Parameters, buffers and the optimizer's state, copied."""
+    model = opt.model
+    tensors = model.state_dict() if isinstance(model, nn.Module) else model
+    return deep({name: t.detach() for name, t in tensors.items()}), deep(opt.state_dict())
+
+
+def assert_step(model: nn.Module, before: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
+    """The parameters moved by `expected`."""
+    assert_close(flat(model) - before, expected, rtol)
+
+
+def global_random_state_is_untouched(action: Callable[[], Any]) -> bool:
+    """Whether `action` leaves the CPU's global generator as it was."""
+    before = torch.get_rng_state()
+    action()
+    return torch.equal(before, torch.get_rng_state())
+
+
+def build(model: nn.Module, criterion: Any = CE, **choices: Any) -> ng.NaturalGradient:
+    """A small optimizer with an exact solve."""
+    return ng.NaturalGradient(model, ng.fisher(model, criterion), **{"lr": 0.5, "damping": 0.1, **choices})
+
+
+def moved(model: nn.Module, criterion: Any, x: Any, y: Any, **choices: Any) -> Tensor:
+    """Parameters after one step from a copy of the model."""
+    twin = copy.deepcopy(model)
+    iterate(build(twin, criterion, **choices), twin, x, y)
+    return flat(twin)
+
+
+def dropout_net() -> nn.Module:
+    """Random masks after each of two layers."""
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 6), nn.Dropout(0.3), nn.Linear(6, 3)
+        )
+    )
+
+
+class Closure:
+    """Clears, computes, goes backward, counts."""
+
+    def __init__(self, opt: ng.NaturalGradient, compute: Callable[[], Tensor]) -> None:
+        self.opt, self.compute, self.values = opt, compute, []
+
+    def __call__(self) -> Tensor:
+        self.opt.zero_grad()
+        value = self.compute()
+        value.backward()
+        self.values.append(float(value.detach()))
+        return value
+
+
+def kind(choice: Any) -> str:
+    """A test's name for a choice: its type, where the arguments do not matter."""
+    return type(choice).__name__

@@ -1,0 +1,249 @@
+"""A loss from torch.nn as a likelihood: its metric is the Hessian of the loss, in the units of its mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import F64, assert_close, draw, mlp, reference_jacobian
+from torch import Tensor, nn
+
+from natgrad.families import Bernoulli, Categorical, Gaussian, as_criterion
+from natgrad.metrics import fisher, gauss_newton
+from natgrad.spaces import trainable
+
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=F64)
+CLASSES = torch.tensor([0, 3, 1, 1, 2])
+SOFT = draw(5, 4, seed=7).softmax(1)
+POSITIONS = torch.tensor([[0, 3, 1], [2, 2, -100], [1, 0, 3]])
+BITS = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [0.0, 0, 0, 1], [1, 0, 1, 1], [0, 0, 0.3, 0.9]], dtype=F64)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A criterion whose Hessian in the outputs is its metric, whatever the targets."""
+
+    criterion: nn.Module
+    outputs: Tensor
+    targets: Tensor
+
+
+CANONICAL = {
+    "CE": Loss(nn.CrossEntropyLoss(), draw(5, 4), CLASSES),
+    "CE, sum": Loss(nn.CrossEntropyLoss(reduction="sum"), draw(5, 4), CLASSES),
+    "CE, weight": Loss(nn.CrossEntropyLoss(weight=WEIGHT), draw(5, 4), CLASSES),
+    "CE, weight, sum": Loss(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), draw(5, 4), CLASSES),
+    "CE, ignored": Loss(nn.CrossEntropyLoss(ignore_index=1), draw(5, 4), CLASSES),
+    "CE, ignored, weight, sum": Loss(
+        nn.CrossEntropyLoss(ignore_index=-1, weight=WEIGHT, reduction="sum"),
+        draw(5, 4),
+        torch.tensor([0, -1, 3, -1, 2]),
+    ),
+    "CE, smoothing": Loss(nn.CrossEntropyLoss(label_smoothing=0.2), draw(5, 4), CLASSES),
+    "CE, smoothing, weight, ignored": Loss(
+        nn.CrossEntropyLoss(label_smoothing=0.2, weight=WEIGHT, ignore_index=3), draw(5, 4), CLASSES
+    ),
+    "CE, soft": Loss(nn.CrossEntropyLoss(), draw(5, 4), SOFT),
+    "CE, soft, weight, smoothing": Loss(nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), draw(5, 4), SOFT),
+    "CE, soft, sum": Loss(nn.CrossEntropyLoss(reduction="sum", weight=WEIGHT), draw(5, 4), SOFT),
+    "CE, positions": Loss(nn.CrossEntropyLoss(), draw(3, 4, 3), POSITIONS),
+    "CE, positions, weight, sum": Loss(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), draw(3, 4, 3), POSITIONS),
+    "CE, positions, soft": Loss(nn.CrossEntropyLoss(weight=WEIGHT), draw(3, 4, 3), draw(3, 4, 3, seed=1).softmax(1)),
+    "CE, images": Loss(nn.CrossEntropyLoss(), draw(2, 4, 2, 2), torch.tensor([[[0, 1], [2, 3]], [[3, 3], [0, -100]]])),
+    "BCE": Loss(nn.BCEWithLogitsLoss(), draw(5, 4), BITS),
+    "BCE, sum": Loss(nn.BCEWithLogitsLoss(reduction="sum"), draw(5, 4), BITS),
+    "BCE, one output": Loss(nn.BCEWithLogitsLoss(), draw(5), BITS[:, 0]),
+    "BCE, weight": Loss(nn.BCEWithLogitsLoss(weight=WEIGHT), draw(5, 4), BITS),
+    "BCE, weight per example": Loss(nn.BCEWithLogitsLoss(weight=draw(5, 1).abs()), draw(5, 4), BITS),
+    "BCE, pos_weight": Loss(nn.BCEWithLogitsLoss(pos_weight=WEIGHT), draw(5, 4), BITS),
+    "BCE, all, sum": Loss(nn.BCEWithLogitsLoss(WEIGHT, pos_weight=WEIGHT, reduction="sum"), draw(5, 4), BITS),
+    "BCE, images": Loss(nn.BCEWithLogitsLoss(), draw(2, 3, 2), (draw(2, 3, 2, seed=1) > 0).double()),
+    "MSE": Loss(nn.MSELoss(), draw(5, 4), draw(5, 4, seed=1)),
+    "MSE, sum": Loss(nn.MSELoss(reduction="sum"), draw(5, 4), draw(5, 4, seed=1)),
+    "MSE, images": Loss(nn.MSELoss(), draw(2, 3, 2), draw(2, 3, 2, seed=1)),
+    "Poisson": Loss(nn.PoissonNLLLoss(), draw(5, 4), draw(5, 4, seed=1).exp().round()),
+    "Poisson, full, sum": Loss(
+        nn.PoissonNLLLoss(full=True, reduction="sum"), draw(5, 4), draw(5, 4, seed=1).exp().round()
+    ),
+}
+
+
+def metric_in_outputs(criterion: Any, outputs: Any, targets: Any) -> Tensor:
+    """sum_i w_i M_i of the criterion over rows of outputs, as a matrix on the model's outputs in their own order."""
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    params = {f"part{i}": part for i, part in enumerate(parts)}
+
+    def identity(params: Any, _: Tensor) -> Any:
+        return tuple(params.values()) if len(params) > 1 else params["part0"]
+
+    return gauss_newton(identity, criterion).at(params, (torch.ones(len(parts[0])), targets)).dense()
+
+
+@pytest.mark.parametrize("name", CANONICAL)
+def test_the_metric_is_the_hessian_of_the_mean_loss(name):
+    case = CANONICAL[name]
+    understood = as_criterion(case.criterion)
+    hessian = torch.autograd.functional.hessian(lambda r: case.criterion(r, case.targets), case.outputs)
+    hessian = hessian.reshape(case.outputs.numel(), -1) / understood.scale(case.outputs, case.targets)
+    assert_close(metric_in_outputs(case.criterion, case.outputs, case.targets), hessian, 1e-13)
+
+
+@pytest.mark.parametrize("name", CANONICAL)
+def test_the_value_is_the_users_loss(name):
+    case = CANONICAL[name]
+    understood = as_criterion(case.criterion)
+    assert torch.equal(understood.value(case.outputs, case.targets), case.criterion(case.outputs, case.targets))
+
+
+@pytest.mark.parametrize("name", [name for name in CANONICAL if "sum" in name])
+def test_a_summed_loss_is_its_scale_times_the_mean_one(name):
+    case = CANONICAL[name]
+    mean = type(case.criterion)(**options(case.criterion, reduction="mean"))
+    assert_close(
+        metric_in_outputs(case.criterion, case.outputs, case.targets),
+        metric_in_outputs(mean, case.outputs, case.targets),
+        1e-14,
+    )
+    scale = as_criterion(case.criterion).scale(case.outputs, case.targets)
+    assert_close(case.criterion(case.outputs, case.targets), mean(case.outputs, case.targets) * scale, 1e-14)
+
+
+def options(criterion: Any, **changes: Any) -> dict[str, Any]:
+    """What the criterion was built with."""
+    names = ("weight", "ignore_index", "label_smoothing", "pos_weight", "full", "log_input", "eps")
+    return {name: getattr(criterion, name) for name in names if hasattr(criterion, name)} | changes
+
+
+@pytest.mark.parametrize("repeats", [2, 5])
+@pytest.mark.parametrize("name", [name for name in CANONICAL if "per example" not in name])
+def test_the_metric_does_not_depend_on_the_size_of_the_batch(name, repeats):
+    """Two parameters that move all outputs: their metric is a mean over examples."""
+    case = CANONICAL[name]
+
+    def shifted(params: Any, outputs: Tensor) -> Tensor:
+        return outputs * params["scale"] + params["shift"]
+
+    params = {"scale": torch.ones((), dtype=F64), "shift": torch.zeros((), dtype=F64)}
+    metric = gauss_newton(shifted, case.criterion)
+    many = [torch.cat([t] * repeats) for t in (case.outputs, case.targets)]
+    assert_close(metric.at(params, tuple(many)).dense(), metric.at(params, (case.outputs, case.targets)).dense(), 1e-13)
+
+
+def test_nll_of_log_softmax_is_cross_entropy():
+    logits = mlp(3, 4, 4)
+    x = draw(5, 3, seed=2)
+    for options_ in ({}, {"weight": WEIGHT}, {"ignore_index": 1}, {"weight": WEIGHT, "reduction": "sum"}):
+        model = nn.Sequential(logits, nn.LogSoftmax(dim=1))
+        found = gauss_newton(model, nn.NLLLoss(**options_)).at(dict(trainable(model)), (x, CLASSES)).dense()
+        expected = (
+            gauss_newton(logits, nn.CrossEntropyLoss(**options_)).at(dict(trainable(logits)), (x, CLASSES)).dense()
+        )
+        assert_close(found, expected, 1e-13)
+
+
+def test_gaussian_nll_is_the_expected_hessian():
+    """Over targets from the model: by Gauss-Hermite quadrature, exact for the polynomials that occur."""
+    mean, variance = draw(2, 3), draw(2, 3, seed=1).exp()
+    criterion = nn.GaussianNLLLoss()
+    nodes, weights = hermite(5)
+    expected = torch.zeros(12, 12, dtype=F64)
+    for node, weight in zip(nodes, weights, strict=True):
+        target = mean + variance.sqrt() * node  # one draw for all entries: the Hessian has no terms between entries
+
+        def value(flat: Tensor, target: Tensor = target) -> Tensor:
+            return criterion(flat[:6].view(2, 3), target, flat[6:].view(2, 3))
+
+        expected += weight * torch.autograd.functional.hessian(
+            value, torch.cat([mean.reshape(-1), variance.reshape(-1)])
+        )
+    found = metric_in_outputs(criterion, (mean, variance), draw(2, 3, seed=2))
+    assert_close(found, expected, 1e-12)
+
+
+def test_poisson_rates_have_the_expected_hessian():
+    rates = draw(2, 2).exp()
+    found = metric_in_outputs(nn.PoissonNLLLoss(log_input=False, eps=1e-12), rates, rates.round())
+    assert_close(found, torch.diag(1 / rates.reshape(-1)) / 4, 1e-10)  # E[t] / rate^2 over the mean of 4 entries
+
+
+def hermite(order: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of E[f(z)], z standard normal, exact for polynomials of degree 2 order - 1 (Golub & Welsch)."""
+    off = torch.arange(1, order, dtype=F64).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return nodes, vectors[0].square()
+
+
+def test_a_squared_loss_is_a_gaussian_of_variance_one_half():
+    """The trap: the mean over m outputs of (r - t)^2 has the metric of N(r, 1/2), over m."""
+    model, x = mlp(3, 4, 2), draw(5, 3, seed=2)
+    params = dict(trainable(model))
+    found = fisher(model, nn.MSELoss()).at(params, x).dense()
+    jacobian = reference_jacobian(model, params, x, lambda r: r)
+    assert_close(found, 2 * torch.einsum("ima,imb->ab", jacobian, jacobian) / 10, 1e-13)
+    assert_close(found, fisher(model, Gaussian(0.5**0.5)).at(params, x).dense() / 2, 1e-13)
+
+
+UNIFORM = {
+    "CrossEntropyLoss": (nn.CrossEntropyLoss(), Categorical(), 1.0),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), Bernoulli(), 0.25),
+    "MSELoss": (nn.MSELoss(), Gaussian(0.5**0.5), 0.25),
+}
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_the_fisher_of_a_criterion_is_that_of_its_likelihood(name):
+    """In the units of the mean loss: entrywise means divide by the outputs of one example."""
+    criterion, family, factor = UNIFORM[name]
+    model, x = mlp(3, 3, 4), draw(5, 3, seed=2)
+    params = dict(trainable(model))
+    found = fisher(model, criterion).at(params, x).dense()
+    assert_close(found, factor * fisher(model, family).at(params, x).dense(), 1e-13)
+    assert as_criterion(criterion).nats(model(x)) == 1 / factor
+
+
+REJECTED = {
+    "L1Loss": nn.L1Loss(),
+    "HuberLoss": nn.HuberLoss(),
+    "BCELoss": nn.BCELoss(),
+    "KLDivLoss": nn.KLDivLoss(),
+    "HingeEmbeddingLoss": nn.HingeEmbeddingLoss(),
+    "a class instead of an instance": nn.CrossEntropyLoss,
+    "a module": nn.Linear(2, 2),
+    "a name": "cross_entropy",
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_is_no_likelihood_is_rejected_by_name(name):
+    with pytest.raises(TypeError) as caught:
+        as_criterion(REJECTED[name])
+    message = str(caught.value)
+    assert message.startswith("criterion is ")
+    assert "CrossEntropyLoss" in message
+    assert "expected" in message
+    if name == "BCELoss":
+        assert "BCEWithLogitsLoss" in message
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.NLLLoss])
+def test_an_unreduced_loss_is_rejected(kind):
+    with pytest.raises(ValueError, match="reduction='none', expected 'mean' or 'sum'"):
+        as_criterion(kind(reduction="none"))
+
+
+def test_any_convex_loss_has_its_own_hessian():
+    model, x, y = mlp(3, 3, 2), draw(5, 3, seed=2), draw(5, 2, seed=3)
+    params = dict(trainable(model))
+
+    def cosh(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).cosh().log().sum(1).mean()
+
+    jacobian = reference_jacobian(model, params, x, lambda r: r)
+    curvature = (model(x).detach() - y).cosh().square().reciprocal()
+    expected = torch.einsum("ima,im,imb->ab", jacobian, curvature, jacobian) / 5
+    assert_close(gauss_newton(model, cosh).at(params, (x, y)).dense(), expected, 1e-13)
+    linear = gauss_newton(model, lambda r, t: (r * t).mean()).at(params, (x, y))
+    assert not linear.dense().any()

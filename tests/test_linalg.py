@@ -1,0 +1,134 @@
+"""Positive semi-definite linear algebra, where it is well and where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+
+from natgrad.linalg import (
+    KroneckerEigen,
+    cholesky,
+    psd_root,
+    pseudo_solve,
+    shifted,
+    solve_psd,
+    symmetrise,
+    woodbury_solve,
+)
+
+
+def spd(n: int, seed: int = 0) -> torch.Tensor:
+    factor = draw(n, n, seed=seed)
+    return factor @ factor.mT + torch.eye(n, dtype=F64)
+
+
+def deficient(n: int = 8, rank: int = 3, seed: int = 1) -> torch.Tensor:
+    factor = draw(n, rank, seed=seed)
+    return factor @ factor.mT
+
+
+def hilbert(n: int) -> torch.Tensor:
+    """Entries 1 / (i + j + 1): condition number about 10^(1.5 n)."""
+    index = torch.arange(n, dtype=F64)
+    return 1 / (index.unsqueeze(0) + index.unsqueeze(1) + 1)
+
+
+def test_symmetrise_is_the_symmetric_part():
+    matrix = draw(2, 3, 3)
+    assert torch.equal(symmetrise(matrix), (matrix + matrix.transpose(1, 2)) / 2)
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_cholesky_of_a_definite_matrix_takes_no_jitter(n):
+    matrix = spd(n)
+    factor = cholesky(matrix)
+    assert (factor.rung, factor.jitter, factor.failed) == (0, 0.0, False)
+    assert_close(factor.lower @ factor.lower.mT, matrix)
+    for rhs in (draw(n), draw(n, 3)):
+        assert_close(matrix @ factor.solve(rhs), rhs, 1e-11)
+
+
+def test_the_ladder_factors_what_it_says():
+    matrix = deficient()
+    matrix = matrix - 1e-12 * matrix.trace() * torch.eye(8, dtype=F64)  # slightly indefinite, as round-off makes it
+    factor = cholesky(matrix)
+    assert not factor.failed
+    assert factor.rung > 0
+    assert_close(factor.lower @ factor.lower.mT, shifted(matrix, factor.jitter))
+
+
+def test_float32_climbs_by_jitter_and_answers_in_float32():
+    matrix = hilbert(12).float()
+    factor = cholesky(matrix)
+    assert not factor.failed
+    assert factor.rung > 0
+    assert factor.solve(torch.ones(12)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_non_finite_matrix_fails_without_raising(bad):
+    matrix = spd(3)
+    matrix[1, 1] = bad
+    assert cholesky(matrix).failed
+    assert not torch.isfinite(solve_psd(matrix, draw(3))).any()
+
+
+def test_an_indefinite_matrix_fails_without_raising():
+    assert cholesky(-torch.eye(3, dtype=F64)).failed
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 2)])
+def test_pseudo_solve_is_the_pseudo_inverse(shape):
+    rhs = draw(*shape, seed=5)
+    assert_close(
+        pseudo_solve(deficient(), rhs), torch.linalg.pinv(deficient(), hermitian=True, rtol=1e-12) @ rhs, 1e-10
+    )
+
+
+def test_pseudo_solve_of_zero_is_zero():
+    assert not pseudo_solve(torch.zeros(3, 3, dtype=F64), draw(3)).any()
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-6, 0.5])
+def test_solve_psd_solves(damping):
+    matrix, rhs = spd(7), draw(7, 2)
+    assert_close(shifted(matrix, damping) @ solve_psd(matrix, rhs, damping), rhs, 1e-11)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_solve_psd_of_a_singular_matrix_has_minimum_norm(seed):
+    matrix = deficient(seed=seed)
+    rhs = matrix @ draw(8, seed=seed + 100)
+    # the pseudo-inverse loses as many digits as the smallest kept eigenvalue is small
+    expected = torch.linalg.pinv(matrix, hermitian=True, rtol=1e-12) @ rhs
+    assert_close(solve_psd(matrix, rhs), expected, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "matrix", [spd(5), deficient(), torch.zeros(2, 2, dtype=F64), torch.stack([spd(3), spd(3, 1)])]
+)
+def test_the_root_multiplies_back(matrix):
+    root = psd_root(matrix)
+    assert_close(root @ root.mT, matrix, 1e-13)
+
+
+@pytest.mark.parametrize("shape", [(9, 3), (3, 9), (5, 5)])
+@pytest.mark.parametrize("damping", [1e-8, 1e-3, 1.0, 1e4])
+def test_woodbury_is_the_damped_solve(shape, damping):
+    root, rhs = draw(*shape), draw(shape[0], 2, seed=1)
+    vectors, values, _ = torch.linalg.svd(root, full_matrices=True)
+    spectrum = torch.zeros(shape[0], 1, dtype=F64)
+    spectrum[: len(values), 0] = values.square()
+    expected = vectors @ ((vectors.mT @ rhs) / (spectrum + damping))
+    assert_close(woodbury_solve(root, rhs, damping), expected, 1e-13)
+
+
+def test_the_kronecker_eigenbasis_applies_functions_of_the_product():
+    left, right, block = spd(3), spd(4, 1), draw(3, 4)
+    eigen = KroneckerEigen.of(left, right)
+    assert_close(eigen.apply(eigen.values(), block), left @ block @ right)
+    dense = torch.kron(left, right)
+    assert_close(
+        eigen.apply(1 / eigen.values(), block).reshape(-1), torch.linalg.solve(dense, block.reshape(-1)), 1e-11
+    )

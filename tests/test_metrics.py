@@ -1,0 +1,426 @@
+"""Metrics against their definitions: enumeration of labels, quadrature, divergences, per-example gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    CASES,
+    F64,
+    X3,
+    Tied,
+    affine,
+    assert_close,
+    draw,
+    mlp,
+    reference_jacobian,
+    reference_metric,
+    seeded,
+)
+from torch import Tensor, nn
+
+from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
+from natgrad.metrics import divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
+from natgrad.operators import Dense
+from natgrad.pure import Call
+from natgrad.solvers import Direct
+from natgrad.spaces import Space, trainable
+from natgrad.testing import check_metric
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_has_a_sound_fisher(name):
+    case = CASES[name]
+    model, params = case.make()
+    expected = reference_metric(case, model, params)
+    draws = name == "dropout"  # masks differ between the copies of a batch taken twice
+    check_metric(fisher(model, case.family), params, case.inputs, reference=expected, draws=draws)
+
+
+def label_expectation(
+    model: Any, params: dict[str, Tensor], x: Tensor, family: Likelihood, labels: list[Tensor]
+) -> Tensor:
+    """mean over x of sum_t p(t|x) g g^T, g the gradient of log p(t|x), one example and one label at a time."""
+    size = Space(params).size
+    total = torch.zeros(size, size, dtype=F64)
+    for example, label in itertools.product(x.split(1), labels):
+        nll = family.nll(model(example), label).squeeze()
+        g = Space(params).flatten(dict(zip(params, torch.autograd.grad(nll, list(params.values())), strict=True)))
+        total += (-nll.detach()).exp() * torch.outer(g, g) / len(x)
+    return total
+
+
+LABELS: dict[str, tuple[Likelihood, list[Tensor]]] = {
+    "Categorical": (Categorical(), [torch.tensor([c]) for c in range(3)]),
+    "Bernoulli": (Bernoulli(), [torch.tensor([bits], dtype=F64) for bits in itertools.product((0, 1), repeat=3)]),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_fisher_is_expected_outer_product_of_scores(name):
+    family, labels = LABELS[name]
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+    expected = label_expectation(model, params, X3, family, labels)
+    assert_close(fisher(model, family).at(params, X3).dense(), expected, 1e-13)
+
+
+def test_gaussian_fisher_is_that_of_quadrature():
+    """Gauss-Hermite with 3 nodes per output: exact, the scores are linear in the target."""
+    beta, model = 0.7, mlp(3, 2, 2)
+    params = dict(trainable(model))
+    nodes = torch.tensor([-(3**0.5), 0.0, 3**0.5], dtype=F64)
+    weights = (1 / 6, 2 / 3, 1 / 6)
+    expected = torch.zeros(14, 14, dtype=F64)
+    for x in X3.split(1):
+        for (a, wa), (b, wb) in itertools.product(zip(nodes, weights, strict=True), repeat=2):
+            outputs = model(x)
+            nll = Gaussian(beta).nll(outputs, outputs.detach() + beta * torch.stack([a, b])).squeeze()
+            g = Space(params).flatten(dict(zip(params, torch.autograd.grad(nll, list(params.values())), strict=True)))
+            expected += wa * wb * torch.outer(g, g) / len(X3)
+    assert_close(fisher(model, Gaussian(beta)).at(params, X3).dense(), expected, 1e-13)
+
+
+CANONICAL = {
+    "Categorical": (Categorical(), lambda r, t: nn.functional.cross_entropy(r, t), torch.tensor([0, 2, 1, 2])),
+    "Bernoulli": (
+        Bernoulli(),
+        lambda r, t: nn.functional.binary_cross_entropy_with_logits(r, t, reduction="none").sum(1).mean(),
+        torch.tensor([[0, 1, 1], [1, 1, 0], [0.0, 0, 0], [1, 0, 1]], dtype=F64),
+    ),
+    "Poisson": (Poisson(), lambda r, t: (r.exp() - r * t).sum(1).mean(), draw(4, 3, seed=1).exp().round()),
+    "Gaussian": (Gaussian(0.5), lambda r, t: ((r - t) / 0.5).square().sum(1).mean() / 2, draw(4, 3, seed=1)),
+}
+
+
+@pytest.mark.parametrize("name", CANONICAL)
+def test_fisher_is_gauss_newton_for_canonical_links(name):
+    family, loss, targets = CANONICAL[name]
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+    exact = fisher(model, family).at(params, X3).dense()
+    assert_close(gauss_newton(model, loss).at(params, (X3, targets)).dense(), exact, 1e-12)
+    assert_close(gauss_newton(model, family).at(params, (X3, targets)).dense(), exact, 1e-15)
+    assert_close(gauss_newton(model, family).at(params, (X3, None)).dense(), exact, 1e-15)
+
+
+SMOOTH = {
+    "Categorical": (lambda: mlp(3, 3, 3), Categorical()),
+    "Bernoulli": (lambda: mlp(3, 3, 2), Bernoulli()),
+    "Gaussian": (lambda: mlp(3, 3, 2), Gaussian(0.6)),
+    "Poisson": (lambda: mlp(3, 3, 2), Poisson()),
+    "Gaussian, log variance": (lambda: mlp(3, 3, 4), HeteroscedasticGaussian()),
+    "tied": (lambda: seeded(Tied), Categorical()),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_kl_is_half_the_quadratic_form_with_an_error_of_slope_three(name):
+    build, family = SMOOTH[name]
+    model = build()
+    params = {n: p.detach() for n, p in trainable(model).items()}
+    space, operator = Space(params), fisher(model, family).at(params, X3)
+    theta, d = space.flatten(params), draw(space.size, seed=3)
+    half = float(d @ (operator @ d)) / 2
+
+    def error(s: float) -> float:
+        moved = space.unflatten(theta + s * d)
+        return abs(float(kl(model, family)(params, moved, X3)) - s**2 * half)
+
+    steps = [1e-2, 5e-3, 2.5e-3]
+    slopes = [math.log2(error(a) / error(b)) for a, b in itertools.pairwise(steps)]
+    assert all(abs(slope - 3) < 0.1 for slope in slopes), slopes  # 3 in the limit; s is finite here
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_the_second_derivative_of_kl_is_the_fisher(name):
+    build, family = SMOOTH[name]
+    model = build()
+    params = dict(trainable(model))
+    check_metric(divergence(kl(model, family)), params, X3, reference=fisher(model, family))
+
+
+def test_any_divergence_gives_its_metric():
+    """Of 1/2 |f(theta) - f(phi)|^2, averaged: E[J^T J]. A factor on the divergence is one on the metric."""
+
+    def squared(params, other, x):
+        return 3 * (affine(params, x) - affine(other, x)).square().sum(1).mean() / 2
+
+    params = {"w": draw(3, 2), "b": draw(2, seed=1)}
+    check_metric(divergence(squared), params, X3, reference=3 * fisher(affine, Gaussian()).at(params, X3))
+
+
+def test_sampled_fisher_is_unbiased_within_its_standard_error():
+    model = mlp(2, 2, 3)
+    params, x = dict(trainable(model)), draw(3, 2)
+    exact = fisher(model, Categorical()).at(params, x).dense()
+    metric = sampled_fisher(model, Categorical(), samples=2, generator=torch.Generator().manual_seed(0))
+    draws = torch.stack([metric.at(params, x).dense() for _ in range(400)])
+    error = (draws.mean(0) - exact).abs() / (draws.std(0) / 400**0.5 + 1e-15)
+    assert error.max() <= 4.5  # 225 entries, normal in the limit
+
+
+@pytest.mark.parametrize("family", [Categorical(), Bernoulli(), Gaussian(0.3), Poisson()])
+def test_many_samples_come_close_to_the_exact_fisher(family):
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+    exact = fisher(model, family).at(params, X3).dense()
+    k = 1000
+    sampled = sampled_fisher(model, family, samples=k).at(params, X3).dense()
+    assert_close(sampled, exact, 20 / k**0.5)  # relative to the largest entry; kurtosis of the scores up to about 10
+
+
+def test_sampled_fisher_draws_from_its_own_generator():
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+
+    def metric(seed: int):
+        return sampled_fisher(model, Categorical(), generator=torch.Generator().manual_seed(seed))
+
+    state, first = torch.get_rng_state(), metric(1)
+    a, b = first.at(params, X3), first.at(params, X3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(a.dense(), metric(1).at(params, X3).dense())
+    assert not torch.equal(a.dense(), b.dense())
+    assert torch.equal(a.dense(), a.dense())  # a fixed matrix once drawn
+    check_metric(first, params, X3, draws=True)
+
+
+def test_sampled_fisher_has_the_rank_of_its_draws():
+    model = mlp(3, 3, 4)
+    operator = sampled_fisher(model, Gaussian(), samples=2).at(trainable(model), X3)
+    assert torch.linalg.matrix_rank(operator.dense(), hermitian=True, rtol=1e-10) == 8
+    assert operator.root().shape == (operator.size, 8)
+
+
+EMPIRICAL = {
+    "Categorical": (Categorical(), torch.tensor([0, 2, 1, 2])),
+    "Bernoulli": (Bernoulli(), (draw(4, 3, seed=1) > 0).double()),
+    "Gaussian": (Gaussian(0.4), draw(4, 3, seed=1)),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss(), torch.tensor([0, 2, 1, 2])),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), (draw(4, 3, seed=1) > 0).double()),
+    "MSELoss": (nn.MSELoss(), draw(4, 3, seed=1)),
+    "PoissonNLLLoss": (nn.PoissonNLLLoss(), draw(4, 3, seed=1).exp().round()),
+}
+
+
+@pytest.mark.parametrize("name", EMPIRICAL)
+def test_empirical_fisher_is_the_mean_outer_product_of_example_gradients(name):
+    loss, targets = EMPIRICAL[name]
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+    value = (lambda r, t: loss.nll(r, t).mean()) if isinstance(loss, Likelihood) else loss
+    gradients = []
+    for x, t in zip(X3.split(1), targets.split(1), strict=True):
+        found = torch.autograd.grad(value(model(x), t), list(params.values()))
+        gradients.append(torch.cat([g.reshape(-1) for g in found]))
+    expected = sum(torch.outer(g, g) for g in gradients) / len(X3)
+    check_metric(empirical_fisher(model, loss), params, (X3, targets), reference=expected)
+
+
+def test_empirical_fisher_passes_over_ignored_targets():
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+    for ignored in (-1, 1):
+        loss = nn.CrossEntropyLoss(ignore_index=ignored)
+        targets = torch.tensor([0, ignored, 2, ignored])
+        kept = empirical_fisher(model, nn.CrossEntropyLoss()).at(params, (X3[::2], targets[::2])).dense()
+        found = empirical_fisher(model, loss).at(params, (X3, targets)).dense()
+        # parallel to that of the examples that count, whichever number the mean divides by
+        assert_close(found / found.trace(), kept / kept.trace(), 1e-12)
+
+
+def test_empirical_fisher_is_not_the_fisher():
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+    exact = fisher(model, Categorical()).at(params, X3).dense()
+    found = empirical_fisher(model, Categorical()).at(params, (X3, torch.tensor([0, 2, 1, 2]))).dense()
+    assert (found - exact).norm() > 0.1 * exact.norm()
+
+
+RANKS = {"Gaussian": (Gaussian(), 9), "Bernoulli": (Bernoulli(), 9), "Categorical": (Categorical(), 6)}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_rank_is_examples_times_free_outputs(name):
+    """n o, and n (o - 1) for classes: one direction in the logits moves nothing."""
+    family, rank = RANKS[name]
+    model = mlp(3, 6, 3)
+    operator = fisher(model, family).at(trainable(model), X3[:3])
+    assert torch.linalg.matrix_rank(operator.dense(), hermitian=True, rtol=1e-10) == rank
+
+
+def reparametrised(matrix: Tensor, space: Space):
+    """The model as a function of xi with theta = A xi."""
+    model = mlp(2, 2, 2)
+
+    def function(params, x):
+        theta = space.unflatten(matrix @ params["xi"])
+        return torch.func.functional_call(model, theta, (x,))
+
+    return model, function
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_undamped_step_is_invariant_under_linear_reparametrisation(seed):
+    """Where G is invertible, A d_xi = d_theta for every invertible A."""
+    model = mlp(2, 2, 2)
+    params = {n: p.detach().requires_grad_() for n, p in trainable(model).items()}
+    space, x, targets = Space(params), draw(40, 2, seed=5), draw(40, 2, seed=6)
+    matrix = draw(space.size, space.size, seed=seed)
+    _, function = reparametrised(matrix, space)
+    theta = space.flatten(params).detach()
+    xi = {"xi": torch.linalg.solve(matrix, theta).requires_grad_()}
+
+    def step(f, parameters, here: Space) -> Tensor:
+        loss = Gaussian().nll(f(parameters, x), targets).mean()
+        g = torch.autograd.grad(loss, list(parameters.values()))
+        operator = fisher(f, Gaussian()).at(parameters, x)
+        return Direct().solve(operator, here.flatten(dict(zip(parameters, g, strict=True)))).value
+
+    d_theta = step(lambda p, x: torch.func.functional_call(model, p, (x,)), params, space)
+    d_xi = step(function, xi, Space(xi))
+    condition = float(torch.linalg.cond(matrix)) ** 2
+    assert_close(matrix @ d_xi, d_theta, 1e-12 * condition * 10)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("name", ["mlp", "sequence", "conv2d", "in-place rectifier", "plain function"])
+def test_chunks_of_the_batch_give_the_same_metric(name, size):
+    case = CASES[name]
+    model, params = case.make()
+    whole = fisher(model, case.family).at(params, case.inputs)
+    parts = fisher(model, case.family, chunk_size=size).at(params, case.inputs)
+    vector = draw(whole.size)
+    assert_close(parts @ vector, whole @ vector, 1e-13)
+    assert_close(parts.diagonal(), whole.diagonal(), 1e-13)
+    assert_close(parts.dense(), whole.dense(), 1e-13)
+
+
+def test_a_sampled_metric_in_chunks_is_one_fixed_matrix():
+    model = mlp(3, 2, 3)
+    operator = sampled_fisher(model, Categorical(), chunk_size=2).at(trainable(model), X3)
+    vector = draw(operator.size)
+    assert torch.equal(operator @ vector, operator @ vector)
+    assert_close(operator.dense() @ vector, operator @ vector, 1e-13)
+
+
+class Two(nn.Module):
+    """Two inputs, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, y: Tensor, flip: bool = False) -> tuple[Tensor, Tensor]:
+        """(b, 3), (b, 2) -> (b, 2), (b, 2)."""
+        a, b = self.left(x), torch.tanh(self.right(y)) + self.left(x)
+        return (b, a) if flip else (a, b)
+
+
+def test_inputs_may_be_tuples_dicts_and_calls():
+    model, x, y = seeded(Two), X3, draw(4, 2, seed=1)
+    params = dict(trainable(model))
+    family = Heads((Categorical(), 2), (Gaussian(0.5), 2))
+    expected = fisher(model, family).at(params, (x, y)).dense()
+    check_metric(fisher(model, family), params, (x, y), reference=expected)
+    check_metric(fisher(model, family), params, {"x": x, "y": y}, reference=expected)
+    check_metric(fisher(model, family), params, Call((x,), {"y": y}), reference=expected)
+    flipped = Heads((Gaussian(0.5), 2), (Categorical(), 2))
+    check_metric(fisher(model, flipped), params, Call((x, y), {"flip": True}), reference=expected)
+    chunked = fisher(model, family, chunk_size=3).at(params, {"x": x, "y": y})
+    assert_close(chunked.dense(), expected, 1e-13)
+
+
+def test_outputs_may_be_a_tuple_or_a_dict():
+    params = {"w": draw(3, 2), "b": draw(2)}
+    expected = fisher(affine, Gaussian()).at(params, X3).dense()
+
+    def as_dict(params, x):
+        y = affine(params, x)
+        return {"first": y[:, :1], "second": y[:, 1:]}
+
+    family = Heads((Gaussian(), 1), (Gaussian(), 1))
+    assert_close(fisher(as_dict, family).at(params, X3).dense(), expected, 1e-14)
+    assert_close(fisher(lambda p, x: tuple(as_dict(p, x).values()), family).at(params, X3).dense(), expected, 1e-14)
+
+
+def test_a_module_and_its_function_have_one_metric():
+    model = mlp(3, 4, 2)
+    params = dict(trainable(model))
+
+    def function(params, x):
+        return torch.tanh(x @ params["0.weight"].mT + params["0.bias"]) @ params["2.weight"].mT + params["2.bias"]
+
+    check_metric(fisher(function, Bernoulli()), params, X3, reference=fisher(model, Bernoulli()))
+
+
+def test_a_frozen_parameter_is_left_out_of_the_metric():
+    model = mlp(3, 2, 2)
+    whole = fisher(model, Bernoulli()).at(trainable(model), X3).dense()
+    indices = Space(trainable(model)).indices(["0.weight", "2.bias"])
+    model[0].bias.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    assert_close(fisher(model, Bernoulli()).at(trainable(model), X3).dense(), whole[indices][:, indices], 1e-14)
+
+
+def test_a_parameter_that_is_not_reached_has_zero_rows():
+    model, params = CASES["not reached"].make()
+    operator = fisher(model, Gaussian()).at(params, X3)
+    indices = Space(params).indices(["unused.weight", "unused.bias"])
+    assert not operator.dense()[indices].any()
+    assert not operator.diagonal()[indices].any()
+    assert not (operator @ torch.ones(operator.size, dtype=F64))[indices].any()
+
+
+def test_a_tied_parameter_gets_both_uses():
+    """G of the tied weight is P^T G P of the two untied ones, P the matrix that copies."""
+    tied, params = CASES["tied"].make()
+    untied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    untied.load_state_dict(
+        {
+            f"{i}.{kind}": getattr(layer, kind)
+            for i, layer in ((0, tied.encode), (2, tied.decode))
+            for kind in ("weight", "bias")
+        }
+    )
+    copy = torch.zeros(24, 15, dtype=F64)
+    eye = torch.eye(15, dtype=F64)
+    copy[:12], copy[12:21], copy[21:] = eye[:12], eye[:9], eye[12:]
+    expected = copy.mT @ fisher(untied, Categorical()).at(dict(trainable(untied)), X3).dense() @ copy
+    assert_close(fisher(tied, Categorical()).at(params, X3).dense(), expected, 1e-13)
+
+
+def test_the_metric_is_at_the_point_it_was_asked_for():
+    """Later changes of the parameters do not reach an operator that exists."""
+    model = mlp(3, 2, 2)
+    params = dict(trainable(model))
+    kept = {name: p.detach().clone() for name, p in params.items()}
+    expected = fisher(model, Bernoulli()).at(kept, X3).dense()
+    assert_close(fisher(model, Bernoulli()).at(params, X3).dense(), expected, 1e-15)
+    moved = {name: p + 1 for name, p in kept.items()}
+    assert not torch.allclose(fisher(model, Bernoulli()).at(moved, X3).dense(), expected)
+    assert all(torch.equal(p, kept[name]) for name, p in params.items())
+
+
+def test_other_data_for_the_metric_than_for_the_gradient():
+    model = mlp(3, 2, 2)
+    params = dict(trainable(model))
+    union = fisher(model, Bernoulli()).at(params, torch.cat([X3, -X3])).dense()
+    halves = [fisher(model, Bernoulli()).at(params, x).dense() for x in (X3, -X3)]
+    assert_close(union, (halves[0] + halves[1]) / 2, 1e-14)
+
+
+@pytest.mark.parametrize("family", [Gaussian(0.7), Bernoulli(), Poisson(), Categorical()])
+def test_the_fisher_agrees_with_an_independent_jacobian(family):
+    model = mlp(3, 2, 3)
+    params = dict(trainable(model))
+    jacobian = reference_jacobian(model, params, X3, lambda r: r)
+    form = family.fisher(model(X3).detach())
+    expected = torch.einsum("ima,imn,inb->ab", jacobian, form, jacobian) / 4
+    assert isinstance(Dense(expected), Dense)  # symmetric
+    check_metric(fisher(model, family), params, X3, reference=expected)

@@ -1,0 +1,219 @@
+"""Operators: every product, closed form and combination agrees with the matrix it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import F64, X3, assert_close, draw, mlp
+
+from natgrad.families import Categorical
+from natgrad.metrics import fisher
+from natgrad.operators import Block, Chunked, Dense, Diagonal, Kronecker, LowRank, Operator, Pullback, Scaled, Sum
+from natgrad.spaces import trainable
+from natgrad.testing import check_operator
+
+
+def spd(n: int, seed: int = 0) -> torch.Tensor:
+    factor = draw(n, n, seed=seed)
+    return factor @ factor.mT + 0.1 * torch.eye(n, dtype=F64)
+
+
+def psd(n: int, rank: int) -> torch.Tensor:
+    factor = draw(n, rank)
+    return factor @ factor.mT
+
+
+def pullback(chunk_size: int | None = None) -> Operator:
+    model = mlp(3, 2, 2)
+    return fisher(model, Categorical(), chunk_size=chunk_size).at(trainable(model), X3)
+
+
+class Products(Operator):
+    """An operator that gives `mv` alone: everything else comes from the base class."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self.matrix, self.size, self.dtype, self.device = matrix, len(matrix), matrix.dtype, matrix.device
+
+    def mv(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.matrix @ vector
+
+
+ALL = {
+    "products only": lambda: Products(spd(5)),
+    "dense": lambda: Dense(spd(5)),
+    "dense, rank deficient": lambda: Dense(psd(6, 2)),
+    "dense, zero": lambda: Dense(torch.zeros(3, 3, dtype=F64)),
+    "diagonal": lambda: Diagonal(draw(5).square()),
+    "diagonal with zeros": lambda: Diagonal(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
+    "low rank": lambda: LowRank(draw(7, 2)),
+    "low rank, wide": lambda: LowRank(draw(3, 8)),
+    "low rank, of no column": lambda: LowRank(draw(3, 0)),
+    "kronecker": lambda: Kronecker(spd(2), spd(3, 1)),
+    "kronecker, rank deficient": lambda: Kronecker(psd(3, 1), psd(4, 2)),
+    "block": lambda: Block([Dense(spd(2)), Diagonal(draw(3).square()), LowRank(draw(4, 1)), Kronecker(spd(2), spd(2))]),
+    "block without inverse": lambda: Block([Dense(spd(2)), Products(spd(3))]),
+    "sum": lambda: Dense(spd(4)) + LowRank(draw(4, 2)),
+    "scaled": lambda: 0.3 * LowRank(draw(5, 2)),
+    "scaled by zero": lambda: Dense(spd(3)) * 0.0,
+    "shifted": lambda: LowRank(draw(5, 2)).shift(0.2),
+    "shifted, scaled sum": lambda: (0.5 * (Dense(spd(4)) + Diagonal(draw(4).square()))).shift(0.1),
+    "inverse of low rank": lambda: LowRank(draw(5, 2)).inverse(0.3),
+    "pseudo-inverse of low rank": lambda: LowRank(draw(5, 2)).inverse(0.0),
+    "inverse of kronecker": lambda: Kronecker(spd(2), spd(3)).inverse(0.3),
+    "pullback": pullback,
+    "chunked": lambda: pullback(3),
+    "float32": lambda: Dense(spd(4).float()),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_operator_is_sound(name):
+    check_operator(ALL[name]())
+
+
+DENSE = {
+    "sum": (lambda: Dense(spd(3)) + Diagonal(torch.ones(3, dtype=F64)), lambda: spd(3) + torch.eye(3, dtype=F64)),
+    "scaled": (lambda: 2 * Dense(spd(3)), lambda: 2 * spd(3)),
+    "shifted": (lambda: Dense(spd(3)).shift(0.5), lambda: spd(3) + 0.5 * torch.eye(3, dtype=F64)),
+    "kronecker": (lambda: Kronecker(spd(2), spd(3, 1)), lambda: torch.kron(spd(2), spd(3, 1))),
+    "block": (lambda: Block([Dense(spd(2)), Dense(spd(3, 1))]), lambda: torch.block_diag(spd(2), spd(3, 1))),
+    "low rank": (lambda: LowRank(draw(4, 2)), lambda: psd(4, 2)),
+    "diagonal": (lambda: Diagonal(draw(4).abs()), lambda: torch.diag(draw(4).abs())),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_combinations_are_those_of_the_matrices(name):
+    operator, matrix = (build() for build in DENSE[name])
+    assert_close(operator.dense(), matrix, 1e-14)
+
+
+def test_kronecker_acts_on_matrices_flattened_row_major():
+    a, b, x = spd(2), spd(3, 1), draw(2, 3)
+    assert_close(Kronecker(a, b) @ x.reshape(-1), (a @ x @ b).reshape(-1), 1e-14)
+
+
+SINGULAR = {
+    "dense": lambda: Dense(psd(6, 2)),
+    "diagonal": lambda: Diagonal(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
+    "low rank": lambda: LowRank(draw(7, 2)),
+    "kronecker": lambda: Kronecker(psd(3, 1), psd(4, 2)),
+    "block": lambda: Block([Diagonal(torch.tensor([0.0, 2.0], dtype=F64)), LowRank(draw(4, 1))]),
+    "scaled": lambda: 0.3 * LowRank(draw(5, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SINGULAR)
+def test_the_inverse_without_damping_is_the_pseudo_inverse(name):
+    operator = SINGULAR[name]()
+    inverse = operator.inverse(0.0)
+    assert_close(inverse.dense(), torch.linalg.pinv(operator.dense(), hermitian=True, rtol=1e-12), 1e-10)
+
+
+@pytest.mark.parametrize("damping", [1e-6, 1e-2, 10.0])
+@pytest.mark.parametrize("name", SINGULAR)
+def test_the_damped_inverse_inverts(name, damping):
+    operator = SINGULAR[name]()
+    unit = torch.eye(operator.size, dtype=F64)
+    product = operator.shift(damping).dense() @ operator.inverse(damping).dense()
+    assert_close(product, unit, 1e-14 * float(1 + operator.trace() / damping))
+
+
+def test_a_sum_without_a_root_of_every_term_has_none():
+    assert (Dense(spd(3)) + Products(spd(3))).root() is None
+    assert Products(spd(3)).root() is None
+    assert Products(spd(3)).inverse(0.1) is None
+
+
+def test_the_estimated_mean_eigenvalue_is_unbiased():
+    operator = pullback()
+    assert isinstance(operator, Pullback)
+    exact = operator.mean_eigenvalue()
+    assert_close(exact, operator.trace() / operator.size, 1e-14)
+    operator.EXACT_TRACE_COLUMNS = 0  # the way of wide outputs
+    operator.PROBES = 1000
+    # sd of one probe is at most sqrt(2) |G|_F / n, so 1000 of them are within 6 sd / sqrt(1000)
+    spread = 2**0.5 * operator.dense().norm() / operator.size
+    assert abs(operator.mean_eigenvalue() - exact) <= 6 * spread / 1000**0.5
+
+
+def test_a_chunked_operator_is_the_whole():
+    whole, parts = pullback(), pullback(3)
+    assert isinstance(parts, Chunked)
+    for found, expected in ((parts.dense(), whole.dense()), (parts.diagonal(), whole.diagonal())):
+        assert_close(found, expected, 1e-14)
+    assert_close(parts.root() @ parts.root().mT, whole.dense(), 1e-14)
+    assert_close(parts.mean_eigenvalue(), whole.mean_eigenvalue(), 1e-14)
+
+
+BAD = {
+    "not square": (lambda: Dense(draw(2, 3)), "matrix has shape (2, 3), expected (n, n)"),
+    "a vector": (lambda: Dense(draw(3)), "matrix has shape (3,)"),
+    "not symmetric": (lambda: Dense(draw(3, 3)), "matrix is not symmetric"),
+    "integers": (lambda: Dense(torch.eye(2, dtype=torch.long)), "matrix has dtype torch.int64"),
+    "negative diagonal": (lambda: Diagonal(-torch.ones(2)), "values has negative entries"),
+    "a matrix as diagonal": (lambda: Diagonal(torch.eye(2)), "values has shape (2, 2)"),
+    "a vector as factor": (lambda: LowRank(draw(3)), "factor has shape (3,)"),
+    "a wide Kronecker factor": (lambda: Kronecker(spd(2), draw(2, 3)), "right has shape (2, 3)"),
+    "no block": (lambda: Block([]), "blocks is empty"),
+    "blocks of two dtypes": (lambda: Block([Dense(spd(2)), Dense(spd(2).float())]), "expected one dtype"),
+    "sum of two sizes": (lambda: Dense(spd(2)) + Dense(spd(3)), "terms have sizes [2, 3]"),
+    "negative factor": (lambda: -1.0 * Dense(spd(2)), "factor is -1.0"),
+    "factor that is no number": (lambda: Scaled(Dense(spd(2)), float("nan")), "factor is nan"),
+    "negative shift": (lambda: Dense(spd(2)).shift(-0.1), "damping is -0.1"),
+    "a vector too long": (lambda: Dense(spd(2)) @ draw(3), "the right-hand side of @ has shape (3,), expected (2,)"),
+    "three dimensions": (lambda: Dense(spd(2)) @ draw(2, 2, 2), "has shape (2, 2, 2)"),
+    "no term": (lambda: Sum(()), "terms"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_metric_is_refused(case):
+    build, words = BAD[case]
+    with pytest.raises(ValueError) as caught:
+        build()
+    assert words in str(caught.value)
+
+
+def test_a_list_is_no_vector():
+    with pytest.raises(TypeError, match="is list, expected a tensor"):
+        _ = Dense(spd(2)) @ [1.0, 2.0]  # type: ignore[operator]
+
+
+class Broken(Products):
+    """A product that lies in one way."""
+
+    def __init__(self, matrix: torch.Tensor, **lies) -> None:
+        super().__init__(matrix)
+        for name, lie in lies.items():
+            setattr(self, name, lie)
+
+
+def scaled_in_place(block: torch.Tensor) -> torch.Tensor:
+    result = spd(3) @ block
+    block.mul_(1 + 1e-15)
+    return result
+
+
+LIES = {
+    "unsymmetric": (lambda: Products(draw(3, 3)), "not symmetric"),
+    "negative": (lambda: Products(-spd(3)), "not positive semi-definite"),
+    "diagonal": (lambda: Broken(spd(3), diagonal=lambda: torch.ones(3, dtype=F64)), "operator.diagonal() is off by"),
+    "trace": (lambda: Broken(spd(3), trace=lambda: torch.tensor(1.0, dtype=F64)), "operator.trace() is off by"),
+    "root": (lambda: Broken(spd(3), root=lambda: spd(3)), "root root^T of operator.root() is off by"),
+    "root of another shape": (lambda: Broken(spd(3), root=lambda: draw(2, 3)), "operator.root() has shape (2, 3)"),
+    "inverse": (lambda: Broken(spd(3), inverse=lambda damping: Dense(spd(3))), "operator.inverse"),
+    "mm": (lambda: Broken(spd(3), mm=lambda block: spd(3).mT @ block * 2), "operator.mm(block) is off by"),
+    "mm of another shape": (lambda: Broken(spd(3), mm=lambda block: block[1:]), "operator.mm(block) has shape"),
+    "dtype": (lambda: Broken(spd(3), mv=lambda vector: (spd(3) @ vector).float()), "operator.mv returned"),
+    "NaN": (lambda: Products(spd(3) * torch.nan), "non-finite"),
+    "in place": (lambda: Broken(spd(3), mm=scaled_in_place), "changed its argument in place"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_check_operator_finds_each_lie(case):
+    build, words = LIES[case]
+    with pytest.raises(AssertionError) as caught:
+        check_operator(build())
+    assert words in str(caught.value)

@@ -1,0 +1,318 @@
+"""Products with J and J^T from a graph that is built once: right for every layer, and without a trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import CASES, F64, X3, Attention, assert_close, draw, mlp, reference_jacobian, seeded
+from torch import Tensor, nn
+
+from natgrad.families import Bernoulli, Categorical, Gaussian
+from natgrad.metrics import fisher
+from natgrad.operators import Linearization, OutputMap
+from natgrad.operators.linearization import PlainAttention
+from natgrad.pure import Call, PureModel
+from natgrad.solvers import CG, Direct, SampleSpace
+from natgrad.spaces import Space, trainable
+
+
+def linearization(model, params, inputs, rows=lambda r: r.flatten(1), after: int | None = None) -> Linearization:
+    call = inputs if isinstance(inputs, Call) else Call((inputs,))
+    return Linearization(OutputMap(PureModel(model, call), rows), params, after)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_those_of_the_jacobian(name):
+    case = CASES[name]
+    model, params = case.make()
+    jacobian = reference_jacobian(model, params, case.inputs, case.family.rows)
+    found = linearization(model, params, case.inputs, case.family.rows)
+    vector, cotangent = draw(jacobian.shape[2], seed=1), draw(*jacobian.shape[:2], seed=2)
+    for _ in range(2):  # the graph serves again
+        assert_close(found.jvp(vector), jacobian @ vector, 1e-12)
+        assert_close(found.vjp(cotangent), torch.einsum("ima,im->a", jacobian, cotangent), 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_mode_agrees_with_double_backward(name):
+    """The universal fallback, asked for directly."""
+    case = CASES[name]
+    model, params = case.make()
+    found = linearization(model, params, case.inputs, case.family.rows)
+    vector = draw(found.space.size, seed=1)
+    function = PlainAttention(found.function)
+    point = {name: p.detach() for name, p in params.items()}
+    _, image = torch.func.jvp(function, (point,), (Space(params).unflatten(vector),))
+    assert_close(found.jvp(vector), image, 1e-12)
+
+
+def test_the_forward_graph_is_built_once():
+    calls = []
+
+    def function(params, x):
+        calls.append(1)
+        return torch.tanh(x @ params["w"])
+
+    found = linearization(function, {"w": draw(3, 2)}, X3)
+    for seed in range(5):
+        found.vjp(found.jvp(draw(6, seed=seed)))
+    assert len(calls) == 1
+
+
+def convolutional(middle: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
+    def build() -> nn.Module:
+        first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 2, padding=1)
+        return nn.Sequential(first, middle(), second, nn.Tanh(), nn.Flatten(), nn.Linear(50, 2))
+
+    return seeded(build)
+
+
+IMAGES = draw(3, 2, 4, 4, seed=5)
+
+
+def test_a_convolutional_net_takes_its_linearised_form_and_stays_right():
+    model = convolutional()
+    params = dict(trainable(model))
+    jacobian = reference_jacobian(model, params, IMAGES, lambda r: r)
+    found = linearization(model, params, IMAGES, after=3)
+    for seed in range(6):
+        vector = draw(found.space.size, seed=seed)
+        assert_close(found.jvp(vector), jacobian @ vector, 1e-12)
+    calls = []
+    handle = model[0].register_forward_hook(lambda *_: calls.append(1))
+    found.jvp(draw(found.space.size))
+    handle.remove()
+    assert not calls  # neither a fresh forward pass, nor one for the form
+    assert found.linearise_after is None
+
+
+def circular() -> nn.Module:
+    def build() -> nn.Module:
+        padded = nn.Conv2d(4, 2, 2, padding_mode="circular", padding=1)
+        return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), padded, nn.Flatten(), nn.Linear(50, 2))
+
+    return seeded(build)
+
+
+DOUBTFUL = {
+    "dropout": lambda: convolutional(lambda: nn.Dropout(0.5)),
+    "channel dropout": lambda: convolutional(lambda: nn.Dropout2d(0.5)),
+    "circular padding": circular,
+    "in-place rectifier": lambda: convolutional(lambda: nn.ReLU(inplace=True)),
+    "batch norm, training": lambda: convolutional(lambda: nn.BatchNorm2d(4)),
+    "batch norm, evaluation": lambda: convolutional(lambda: nn.BatchNorm2d(4)).eval(),
+    "random noise": lambda: convolutional(lambda: Noise()),
+}
+
+
+class Noise(nn.Module):
+    """Multiplies by fresh random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return x * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_linearised_form_is_refused_where_it_is_wrong(name):
+    """Every product is right, whichever form is taken, and the global random state stays where it is."""
+    model = DOUBTFUL[name]()
+    params = dict(trainable(model))
+    jacobian = reference_jacobian(model, params, IMAGES, lambda r: r)
+    state = torch.get_rng_state()
+    found = linearization(model, params, IMAGES, after=3)
+    for i in (*range(8), *range(8)):
+        unit = torch.zeros(found.space.size, dtype=F64)
+        unit[i * 7] = 1.0
+        vector = unit if i < 4 else draw(found.space.size, seed=i)
+        assert_close(found.jvp(vector), jacobian @ vector, 1e-12)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_fused_attention_falls_back_to_plain_attention():
+    model, x = seeded(Attention), draw(3, 4, 4)
+    params = dict(trainable(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said once per process, by the first test that comes here
+        found = linearization(model, params, x)
+        vector = draw(found.space.size)
+        image = found.jvp(vector)
+    assert_close(image, reference_jacobian(model, params, x, lambda r: r) @ vector, 1e-12)
+
+
+class Cube(torch.autograd.Function):
+    """x^3 with a derivative in either direction and no second derivative."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * tangent
+
+
+def cubed(params, x: Tensor) -> Tensor:
+    return Cube.apply(x @ params["w"])
+
+
+def test_forward_mode_serves_where_there_is_no_double_backward():
+    params = {"w": draw(3, 2).requires_grad_()}
+    jacobian = reference_jacobian(cubed, params, X3, lambda r: r)
+    found = linearization(cubed, params, X3)
+    with pytest.warns(UserWarning, match="no double backward"):
+        image = found.jvp(draw(6))
+    assert_close(image, jacobian @ draw(6), 1e-13)
+    assert_close(found.jvp(draw(6, seed=1)), jacobian @ draw(6, seed=1), 1e-13)
+    assert_close(found.vjp(draw(4, 2)), torch.einsum("ima,im->a", jacobian, draw(4, 2)), 1e-13)
+
+
+class OneWay(torch.autograd.Function):
+    """Backward only, once."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.filterwarnings("ignore:natgrad")
+def test_a_model_without_any_second_way_is_refused_with_both_reasons():
+    found = linearization(lambda params, x: OneWay.apply(x @ params["w"]), {"w": draw(3, 2)}, X3)
+    with pytest.raises(RuntimeError, match=r"neither double backward .* nor forward-mode"):
+        found.jvp(draw(6))
+
+
+def test_a_wrong_shape_is_not_taken_for_a_missing_derivative():
+    model = mlp(3, 2)
+    operator = fisher(model, Categorical()).at(trainable(model), X3)
+    graph = operator.linearization.graph
+    with pytest.raises(ValueError, match=r"expected \(8,\)"):
+        operator.mv(draw(5))
+    assert operator.linearization.graph is graph
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", "batch norm, training", "in-place rectifier", "conv2d", "tied", "attention"]
+)
+def test_nothing_of_the_users_is_touched(name):
+    case = CASES[name]
+    model, params = case.make()
+    loss = model(case.inputs).square().mean()
+    loss.backward()
+    before = copy.deepcopy(model.state_dict())
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
+    modes = [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    operator = fisher(model, case.family).at(params, case.inputs)
+    vector = draw(operator.size)
+    for solver in (CG(), Direct(), SampleSpace()):
+        solver.solve(operator, vector, damping=0.1)
+    operator.diagonal()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None if gradients[n] is None else torch.equal(p.grad, gradients[n]) for n, p in params.items())
+    assert [m.training for m in model.modules()] == modes
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert all(p.requires_grad and p.is_leaf for p in params.values())
+
+
+def test_gradient_and_metric_see_the_same_mask():
+    """J of the user's own pass and of the metric agree if the metric is taken at the state before that pass."""
+    case = CASES["dropout"]
+    model, params = case.make()
+    operator = fisher(model, Gaussian()).at(params, case.inputs)
+    assert torch.equal(operator.outputs, model(case.inputs).detach())
+
+
+def test_the_metric_works_where_gradients_are_switched_off():
+    model = mlp(3, 4, 2)
+    expected = fisher(model, Bernoulli()).at(trainable(model), X3).dense()
+    with torch.no_grad():
+        assert torch.equal(fisher(model, Bernoulli()).at(trainable(model), X3).dense(), expected)
+    with torch.inference_mode(False), torch.no_grad():
+        assert not fisher(model, Bernoulli()).at(trainable(model), X3).dense().requires_grad
+
+
+USES = {
+    "no use": lambda operator: None,
+    "a product": lambda operator: operator.mv(draw(operator.size)),
+    "a diagonal": lambda operator: operator.diagonal(),
+    "a matrix": lambda operator: operator.dense(),
+    "cg": lambda operator: CG().solve(operator, draw(operator.size), damping=0.1),
+    "sample space": lambda operator: SampleSpace().solve(operator, draw(operator.size), damping=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv2d", "sequence, tied", "batch norm, training", "attention"])
+@pytest.mark.parametrize("use", USES)
+def test_no_graph_outlives_its_operator(name, use):
+    case = CASES[name]
+    model, params = case.make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        operator = fisher(model, case.family).at(params, case.inputs)
+        result = USES[use](operator)
+        graph, outputs = weakref.ref(operator.linearization.graph), weakref.ref(operator)
+        del operator
+    gc.collect()
+    assert graph() is None
+    assert outputs() is None
+    if isinstance(result, Tensor):
+        assert result.grad_fn is None
+
+
+def test_no_result_carries_a_graph():
+    model = mlp(3, 4, 2)
+    operator = fisher(model, Categorical()).at(trainable(model), X3)
+    vector = draw(operator.size).requires_grad_()
+    for found in (operator @ vector, operator.dense(), operator.diagonal(), operator.root(), operator.trace()):
+        assert not found.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_have_the_dtype_of_the_parameters(dtype):
+    model = mlp(3, 4, 2).to(dtype)
+    operator = fisher(model, Bernoulli()).at(trainable(model), X3.to(dtype))
+    vector = torch.ones(operator.size, dtype=dtype)
+    assert operator.dtype == (operator @ vector).dtype == operator.diagonal().dtype == dtype
+    exact = fisher(mlp(3, 4, 2), Bernoulli()).at(trainable(mlp(3, 4, 2)), X3) @ vector.double()
+    assert_close((operator @ vector).double(), exact, 30 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_autocast_does_not_reach_the_metric():
+    """Passes of one operator run at different times: all of them in the parameters' own dtype."""
+    model, x = mlp(3, 4, 2).float(), X3.float()
+    params = dict(trainable(model))
+    expected = fisher(model, Bernoulli()).at(params, x).dense()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        operator = fisher(model, Bernoulli()).at(params, x)
+    found = torch.stack([operator.mv(unit) for unit in torch.eye(operator.size)])
+    assert_close(found, expected, 1e-5)
+    assert_close(operator.dense(), expected, 1e-5)
+    outside = fisher(model, Bernoulli()).at(params, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_close(outside.diagonal(), expected.diagonal(), 1e-5)

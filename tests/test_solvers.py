@@ -1,0 +1,405 @@
+"""Solvers of (G + damping I) x = b: every one against every operator, and what each promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import CASES, F64, X3, assert_close, draw, mlp
+from torch import Tensor, nn
+
+from natgrad.families import Categorical, Gaussian
+from natgrad.metrics import fisher, gauss_newton
+from natgrad.operators import Block, Dense, Diagonal, Kronecker, LowRank, Operator
+from natgrad.solvers import CG, Auto, Direct, SampleSpace, Status
+from natgrad.spaces import trainable
+from natgrad.testing import check_solver
+
+SOLVERS = {
+    "Direct": Direct(),
+    "CG": CG(rtol=1e-11, max_steps=300),
+    "SampleSpace": SampleSpace(),
+    "Auto": Auto(iterative=CG(rtol=1e-11, max_steps=300)),
+}
+
+
+def spd(n: int, seed: int = 0) -> Tensor:
+    factor = draw(n, n, seed=seed)
+    return factor @ factor.mT + 0.1 * torch.eye(n, dtype=F64)
+
+
+def psd(n: int, rank: int) -> Tensor:
+    factor = draw(n, rank)
+    return factor @ factor.mT
+
+
+def metric_of(name: str, chunk_size: int | None = None) -> Operator:
+    case = CASES[name]
+    model, params = case.make()
+    return fisher(model, case.family, chunk_size=chunk_size).at(params, case.inputs)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_solver_is_sound_on_the_standard_table(name):
+    check_solver(SOLVERS[name], rtol=1e-9, minimum_norm=True)
+
+
+OPERATORS = {
+    "dense": lambda: Dense(spd(6)),
+    "dense, rank deficient": lambda: Dense(psd(7, 3)),
+    "dense, zero": lambda: Dense(torch.zeros(3, 3, dtype=F64)),
+    "diagonal with zeros": lambda: Diagonal(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
+    "low rank": lambda: LowRank(draw(8, 2)),
+    "low rank, wide": lambda: LowRank(draw(3, 8)),
+    "kronecker": lambda: Kronecker(spd(2), psd(3, 2)),
+    "block": lambda: Block([Dense(spd(2)), LowRank(draw(4, 1))]),
+    "sum": lambda: Dense(spd(4)) + LowRank(draw(4, 2)),
+    "scaled": lambda: 3.0 * LowRank(draw(5, 2)),
+    "pullback, fewer rows than parameters": lambda: metric_of("mlp"),
+    "pullback, conv": lambda: metric_of("conv2d"),
+    "pullback, tied": lambda: metric_of("sequence, tied"),
+    "chunked": lambda: metric_of("mlp", 3),
+}
+
+
+@pytest.mark.parametrize("damping", [1e-3, 10.0])
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_solves_every_operator(solver, operator, damping):
+    built = OPERATORS[operator]()
+    matrix, rhs = built.dense(), draw(built.size, seed=4)
+    solution = SOLVERS[solver].solve(built, rhs, damping=damping)
+    expected = torch.linalg.solve(matrix + damping * torch.eye(built.size, dtype=F64), rhs)
+    condition = float(matrix.norm()) / damping + 1
+    assert solution.status is Status.CONVERGED
+    assert_close(solution.value, expected, 1e-11 * condition if "CG" in solver else 1e-14 * condition + 1e-13)
+    assert_close(solution.residual, (rhs - matrix @ solution.value - damping * solution.value).norm(), 1e-8, rhs.norm())
+
+
+SINGULAR = {
+    "dense": lambda: Dense(psd(7, 3)),
+    "low rank": lambda: LowRank(draw(8, 2)),
+    "kronecker": lambda: Kronecker(psd(3, 1), psd(4, 2)),
+    "block": lambda: Block([Diagonal(torch.tensor([0.0, 2.0], dtype=F64)), LowRank(draw(4, 1))]),
+    "zero": lambda: Dense(torch.zeros(3, 3, dtype=F64)),
+    "fisher of fewer examples than parameters": lambda: metric_of("mlp"),
+    "fisher, classes": lambda: metric_of("tied"),
+}
+
+
+@pytest.mark.parametrize("operator", SINGULAR)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_rank_deficient_metric_gives_the_minimum_norm_step(solver, operator):
+    built = SINGULAR[operator]()
+    matrix = built.dense()
+    pseudo = torch.linalg.pinv(matrix, hermitian=True, rtol=1e-11)
+    rhs = matrix @ draw(built.size, seed=4)
+    solution = SOLVERS[solver].solve(built, rhs)
+    # the Gram matrix squares the condition number of U, and CG stops at 1e-11 |b|
+    assert_close(solution.value, pseudo @ rhs, 1e-6)
+    assert_close(solution.value.norm(), (pseudo @ rhs).norm(), 1e-8)
+
+
+@pytest.mark.parametrize("solver", ["Direct", "SampleSpace", "Auto"])
+def test_an_inconsistent_system_gets_the_least_squares_solution_and_says_so(solver):
+    """The residual is the part of b outside the range of G."""
+    matrix, rhs = psd(7, 3), draw(7, seed=4)
+    solution = SOLVERS[solver].solve(Dense(matrix), rhs)
+    pseudo = torch.linalg.pinv(matrix, hermitian=True, rtol=1e-12)
+    assert_close(solution.value, pseudo @ rhs, 1e-10)
+    assert_close(solution.residual, (rhs - matrix @ (pseudo @ rhs)).norm(), 1e-10)
+    assert solution.status is Status.INACCURATE
+
+
+def test_vanishing_damping_tends_to_the_minimum_norm_step():
+    operator = metric_of("mlp")
+    rhs = operator @ draw(operator.size, seed=4)
+    least = Direct().solve(operator, rhs).value
+    errors = [float((SampleSpace().solve(operator, rhs, damping=d).value - least).norm()) for d in (1e-6, 1e-7, 1e-8)]
+    assert errors[0] > 5 * errors[1] > 25 * errors[2]  # proportional to the damping
+
+
+FITS = {"fewer rows than parameters": (8, 40, 10), "more rows than parameters": (2, 3, 60)}
+
+
+@pytest.mark.parametrize("damping", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("shape", FITS)
+def test_sample_space_and_parameter_space_agree(shape, damping):
+    """(J^T J + l I)^-1 J^T = J^T (J J^T + l I)^-1."""
+    inputs, hidden, examples = FITS[shape]
+    model, x = mlp(inputs, hidden, 1), draw(examples, inputs)
+    params = dict(trainable(model))
+    operator = fisher(model, Gaussian()).at(params, x)
+    loss = Gaussian().nll(model(x), draw(examples, 1, seed=1)).mean()
+    g = torch.cat([p.reshape(-1) for p in torch.autograd.grad(loss, list(params.values()))])
+    assert (operator.rows.rank < operator.size) == (shape == "fewer rows than parameters")
+    sample = SampleSpace().solve(operator, g, damping=damping)
+    direct = Direct().solve(operator, g, damping=damping)
+    assert_close(sample.value, direct.value, 1e-8)
+    assert sample.status is direct.status is Status.CONVERGED
+
+
+@pytest.mark.parametrize("damping", [1e-10, 1e-8])
+def test_refinement_brings_back_the_digits_that_small_damping_cancels(damping):
+    factor, rhs = draw(40, 5), draw(40, seed=2)
+    solution = SampleSpace().solve(LowRank(factor), rhs, damping=damping)
+    u, s, _ = torch.linalg.svd(factor, full_matrices=True)
+    spectrum = torch.zeros(40, dtype=F64)
+    spectrum[:5] = s.square()
+    assert_close(solution.value, u @ ((u.mT @ rhs) / (spectrum + damping)), 1e-12)
+
+
+def test_sample_space_needs_a_root():
+    with pytest.raises(ValueError, match="no root U with G = U U\\^T"):
+        SampleSpace().solve(Dense(spd(3)).shift(0.1), draw(3))
+
+
+# Conjugate gradients.
+
+
+def test_cg_ends_after_as_many_steps_as_there_are_eigenvalues():
+    values = torch.tensor([1.0, 1, 1, 2, 2, 5, 5, 5, 9], dtype=F64)
+    q, _ = torch.linalg.qr(draw(9, 9))
+    matrix = q @ torch.diag(values) @ q.mT
+    solution = CG(rtol=1e-12).solve(Dense((matrix + matrix.mT) / 2), draw(9, seed=1))
+    assert solution.status is Status.CONVERGED
+    assert len(steps_of(CG(rtol=1e-12), Dense((matrix + matrix.mT) / 2), draw(9, seed=1))) == 4
+
+
+def steps_of(choices: CG, operator: Operator, rhs: Tensor, damping: float = 0.0) -> list[tuple[int, Tensor, float]]:
+    """What the callback saw."""
+    seen: list[tuple[int, Tensor, float]] = []
+    options = {name: getattr(choices, name) for name in ("rtol", "max_steps", "progress", "preconditioner", "refresh")}
+    CG(**options, callback=lambda step, x, residual: seen.append((step, x.clone(), residual))).solve(
+        operator, rhs, damping=damping
+    )
+    return seen
+
+
+def test_the_callback_sees_every_iterate_with_its_residual():
+    operator, rhs = Dense(spd(8)), draw(8, seed=1)
+    seen = steps_of(CG(rtol=1e-8), operator, rhs)
+    assert [step for step, _, _ in seen] == list(range(1, len(seen) + 1))
+    for _, x, residual in seen:
+        assert_close(torch.tensor(residual, dtype=F64), (rhs - operator @ x).norm(), 1e-9, rhs.norm())
+    solution = CG(rtol=1e-8).solve(operator, rhs)
+    assert_close(solution.value, seen[-1][1], 1e-9)
+
+
+def test_the_quadratic_model_falls_with_every_step():
+    operator, rhs = Dense(spd(12)), draw(12, seed=1)
+    models = [float(x @ (operator @ x) / 2 - rhs @ x) for _, x, _ in steps_of(CG(rtol=1e-10), operator, rhs)]
+    assert all(b <= a + 1e-12 for a, b in zip([0.0, *models], models, strict=False))
+
+
+def test_the_budget_is_kept():
+    solution = CG(rtol=0.0, max_steps=3).solve(Dense(spd(8)), draw(8, seed=1))
+    assert solution.status is Status.MAX_STEPS
+    assert solution.steps >= 3
+    assert len(steps_of(CG(rtol=0.0, max_steps=3), Dense(spd(8)), draw(8, seed=1))) == 3
+
+
+def test_martens_stop_ends_where_the_model_falls_no_more():
+    """Checked over the last max(10, step / 10) steps: relative progress below k times the setting."""
+    operator, rhs = Dense(hilbert(30)), draw(30, seed=1)
+    choices = CG(rtol=0.0, max_steps=500, progress=5e-4)
+    assert choices.solve(operator, rhs, damping=1e-4).status is Status.STALLED
+    models = [0.0] + [
+        float(x @ (operator @ x + 1e-4 * x) / 2 - rhs @ x) for _, x, _ in steps_of(choices, operator, rhs, 1e-4)
+    ]
+    k = len(models) - 1
+
+    def progress(step: int) -> float:
+        window = max(10, step // 10)
+        return (models[step] - models[step - window]) / models[step] / window
+
+    assert progress(k) < 5e-4
+    assert all(progress(step) >= 5e-4 for step in range(11, k))
+
+
+def hilbert(n: int, dtype: torch.dtype = F64) -> Tensor:
+    """Entries 1 / (i + j + 1)."""
+    index = torch.arange(n, dtype=F64)
+    return (1 / (index.unsqueeze(0) + index.unsqueeze(1) + 1)).to(dtype)
+
+
+def test_the_inverse_as_preconditioner_needs_one_step():
+    operator, rhs = Dense(spd(9)), draw(9, seed=1)
+    assert len(steps_of(CG(rtol=1e-9, preconditioner=operator.inverse(0.3)), operator, rhs, 0.3)) == 1
+
+
+def test_a_diagonal_preconditioner_helps_a_badly_scaled_metric():
+    scales = torch.logspace(-3, 3, 20, dtype=F64)
+    matrix = scales.unsqueeze(1) * (torch.eye(20, dtype=F64) + 0.02 * spd(20)) * scales
+    operator, rhs = Dense(matrix), draw(20, seed=1)
+    plain = CG(rtol=1e-8, max_steps=1000).solve(operator, rhs)
+    jacobi = CG(rtol=1e-8, max_steps=1000, preconditioner=Diagonal(operator.diagonal()).inverse()).solve(operator, rhs)
+    assert jacobi.status is Status.CONVERGED
+    assert jacobi.steps < plain.steps / 2
+
+
+def test_a_guess_is_a_start():
+    operator, rhs = Dense(spd(9)), draw(9, seed=1)
+    exact = Direct().solve(operator, rhs, damping=0.1).value
+    guess = exact.clone()
+    started = CG(rtol=1e-8).solve(operator, rhs, damping=0.1, guess=guess)
+    assert started.status is Status.CONVERGED
+    assert started.steps <= 1  # the product that tells so
+    assert torch.equal(guess, exact)
+    far = CG(rtol=1e-10).solve(operator, rhs, damping=0.1, guess=draw(9, seed=2))
+    assert_close(far.value, exact, 1e-8)
+
+
+def test_negative_curvature_ends_the_run_with_a_vector_that_is_no_worse_than_zero():
+    q, _ = torch.linalg.qr(draw(6, 6))
+    matrix = q @ torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, -0.4], dtype=F64)) @ q.mT
+    operator, rhs = Dense((matrix + matrix.mT) / 2), draw(6, seed=1)
+    solution = CG(rtol=1e-10).solve(operator, rhs)
+    assert solution.status is Status.NEGATIVE_CURVATURE
+    assert solution.residual <= rhs.norm()
+    assert_close(solution.residual, (rhs - operator @ solution.value).norm(), 1e-10)
+    assert CG(rtol=1e-10).solve(operator, rhs, damping=0.5).status is Status.CONVERGED
+
+
+def test_after_a_breakdown_the_iterate_of_smallest_residual_is_kept():
+    operator, rhs = Diagonal(torch.tensor([1e-3, 1.0, 0.0], dtype=F64)), torch.tensor([1e-2, 1.0, 1.0], dtype=F64)
+    seen = steps_of(CG(rtol=1e-12), operator, rhs)
+    solution = CG(rtol=1e-12).solve(operator, rhs)
+    assert solution.status is Status.NEGATIVE_CURVATURE  # b lies partly outside the range
+    assert solution.residual <= min([residual for _, _, residual in seen] + [float(rhs.norm())]) + 1e-12
+
+
+class Overflowing(Operator):
+    """Right for the first products, then infinite."""
+
+    def __init__(self, matrix: Tensor, good: int) -> None:
+        self.matrix, self.left = matrix, good
+        self.size, self.dtype, self.device = len(matrix), matrix.dtype, matrix.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        self.left -= 1
+        return self.matrix @ vector if self.left >= 0 else torch.full_like(vector, torch.inf)
+
+
+@pytest.mark.parametrize("good", [0, 1, 3])
+def test_an_overflow_ends_the_run_with_the_last_finite_vector(good):
+    rhs = draw(9, seed=1)
+    solution = CG(rtol=1e-12).solve(Overflowing(spd(9), good), rhs)
+    assert solution.status is Status.NON_FINITE
+    assert torch.isfinite(solution.value).all()
+    assert_close(solution.residual, (rhs - spd(9) @ solution.value).norm(), 1e-10)
+    assert (good > 0) == bool(solution.value.any())
+
+
+NON_FINITE = {
+    "dense": lambda: Dense(torch.full((3, 3), torch.nan, dtype=F64)),
+    "diagonal": lambda: Diagonal(torch.tensor([1.0, torch.inf, torch.nan], dtype=F64)),
+    "low rank": lambda: LowRank(torch.full((3, 1), torch.nan, dtype=F64)),
+    "low rank, infinite": lambda: LowRank(torch.full((3, 2), torch.inf, dtype=F64)),
+    "kronecker": lambda: Kronecker(torch.full((1, 1), torch.nan, dtype=F64), spd(3)),
+}
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+@pytest.mark.parametrize("operator", NON_FINITE)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_metric_that_is_not_finite_never_raises(solver, operator, damping):
+    solution = SOLVERS[solver].solve(NON_FINITE[operator](), torch.ones(3, dtype=F64), damping=damping)
+    assert solution.status is not Status.CONVERGED
+    assert torch.isfinite(solution.value).all()
+
+
+def test_cg_residual_is_what_it_says_in_float32():
+    """The recurred residual drifts from b - A x; what is reported must not."""
+    matrix, rhs = hilbert(12, torch.float32), torch.ones(12)
+    solution = CG(rtol=1e-5, max_steps=49).solve(Dense(matrix), rhs, damping=1e-6)
+    exact = (rhs.double() - matrix.double() @ solution.value.double() - 1e-6 * solution.value.double()).norm()
+    # one product in float32 is off by up to n eps |A| |x|
+    allowed = 12 * torch.finfo(torch.float32).eps * float(matrix.norm() * solution.value.norm())
+    assert abs(float(solution.residual) - float(exact)) <= allowed / 10
+    if solution.status is Status.CONVERGED:
+        assert exact <= 1.5e-5 * rhs.norm()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_results_keep_the_dtype(solver, dtype):
+    solution = SOLVERS[solver].solve(Dense(spd(4).to(dtype)), torch.ones(4, dtype=dtype), damping=0.1)
+    assert solution.value.dtype == solution.image.dtype == solution.residual.dtype == dtype
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_solution_scales_with_the_right_hand_side(solver, scale):
+    """Also where the squares of float32 numbers under- or overflow."""
+    operator, rhs = Dense(spd(6).float()), draw(6, seed=1).float()
+    unit = SOLVERS[solver].solve(operator, rhs, damping=0.1)
+    found = SOLVERS[solver].solve(operator, scale * rhs, damping=0.1)
+    assert_close(found.value / scale, unit.value, 1e-3)  # float32
+    assert found.residual <= 1e-3 * scale
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_choices_are_values(solver):
+    chosen = SOLVERS[solver]
+    assert chosen == type(chosen)(**{name: getattr(chosen, name) for name in chosen.__dataclass_fields__})
+    assert repr(chosen).startswith(type(chosen).__name__ + "(")
+    with pytest.raises(AttributeError):
+        chosen.rtol = 3  # type: ignore[misc]
+
+
+# The automatic choice.
+
+CHOICES = {
+    "a closed form": (lambda: LowRank(draw(8, 2)), Direct),
+    "a small matrix": (lambda: Dense(spd(5)), Direct),
+    "fewer rows than parameters": (lambda: metric_of("mlp"), SampleSpace),
+    "more rows than parameters": (lambda: gaussian_fit(60), Direct),
+    "no closed form, small": (lambda: Dense(spd(4)) + LowRank(draw(4, 2)), Direct),
+    "chunked, small": (lambda: metric_of("mlp", 2), Direct),
+    "no root": (lambda: plain_loss(), Direct),
+}
+
+
+def gaussian_fit(examples: int) -> Operator:
+    model = mlp(2, 3, 1)
+    return fisher(model, Gaussian()).at(trainable(model), draw(examples, 2))
+
+
+def plain_loss() -> Operator:
+    model = mlp(3, 2, 2)
+    return gauss_newton(model, lambda r, t: (r - t).cosh().mean()).at(trainable(model), (X3, draw(4, 2)))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto_chooses_by_shape(name):
+    build, kind = CHOICES[name]
+    assert isinstance(Auto().choose(build()), kind)
+
+
+def test_auto_iterates_where_every_matrix_is_too_large():
+    assert Auto(dense=3).choose(gaussian_fit(60)) == CG()
+    assert isinstance(Auto(gram=3).choose(metric_of("mlp")), Direct)
+    own = CG(rtol=1e-3)
+    assert Auto(dense=3, gram=3, iterative=own).choose(metric_of("mlp")) is own
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto_finds_what_a_direct_solve_finds(name):
+    operator = CHOICES[name][0]()
+    rhs = draw(operator.size, seed=3)
+    expected = torch.linalg.solve(operator.dense() + 0.1 * torch.eye(operator.size, dtype=F64), rhs)
+    assert_close(Auto().solve(operator, rhs, damping=0.1).value, expected, 1e-11)
+
+
+def test_the_direction_does_not_change_with_the_size_of_the_batch():
+    """A mean gradient and a mean metric: the batch taken three times over gives the same step."""
+    model = mlp(3, 3, 3)
+    params, targets = dict(trainable(model)), torch.tensor([0, 2, 1, 2])
+
+    def step(times: int) -> Tensor:
+        x, t = X3.repeat(times, 1), targets.repeat(times)
+        loss = nn.functional.cross_entropy(model(x), t)
+        g = torch.cat([p.reshape(-1) for p in torch.autograd.grad(loss, list(params.values()))])
+        return Auto().solve(fisher(model, Categorical()).at(params, x), g, damping=1e-2).value
+
+    assert_close(step(3), step(1), 1e-11)
