@@ -50,6 +50,19 @@ class Call:
             )
         return sizes[0]
 
+    def window(self, start: int, size: int) -> Call:
+        """The call on `size` of its examples from number `start` on, round the end; as it is if it has no more."""
+        batch = self.batch()
+        if size >= batch:
+            return self
+
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != batch:
+                return tensor
+            return tensor[(torch.arange(size, device=tensor.device) + start) % batch]
+
+        return self.map(cut)
+
     def chunks(self, size: int) -> Iterator[Call]:
         """The call over `size` examples at a time: tensors of the batch's leading size are cut, others passed whole."""
         batch = self.batch()
@@ -173,6 +186,8 @@ def leaves(tree: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and dicts, depth first."""
     if isinstance(tree, Tensor):
         yield tree
+    elif isinstance(tree, Call):
+        yield from leaves((tree.args, tree.kwargs))
     elif isinstance(tree, Mapping):
         for branch in tree.values():
             yield from leaves(branch)
@@ -185,6 +200,8 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nesting of tuples, lists and dicts with every tensor changed; anything else is kept."""
     if isinstance(tree, Tensor):
         return change(tree)
+    if isinstance(tree, Call):
+        return tree.map(change)
     if isinstance(tree, Mapping):
         return {key: map_tensors(branch, change) for key, branch in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -35,7 +35,7 @@ def contestants():
     return (
         sgd(grid(batch=(8,), lr=(0.1, 0.3))),
         adam(grid(batch=(8,), lr=(0.01, 0.1))),
-        natural_gradient(grid(batch=(0,), damping=(1.0, 0.1), products=(10,))),
+        natural_gradient(grid(batch=(0,), metric=(100,), damping=(1.0, 0.1), products=(10,))),
     )
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import F64, assert_close, draw, mlp
 from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.testing import check_metric, check_operator
-from models import F64, assert_close, draw, mlp
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "mlp.json").read_text(encoding="utf-8"))
 FAMILIES = {"gaussian": ng.Gaussian(0.7), "bernoulli": ng.Bernoulli(), "categorical": ng.Categorical()}

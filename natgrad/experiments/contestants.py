@@ -14,14 +14,15 @@ from natgrad.experiments.frame import Choice, Contestant
 def natural_gradient(grid: Iterable[Choice]) -> Contestant:
     """Truncated Newton on the exact Fisher: `ng.hessian_free`.
 
-    Choices: batch; damping, where Levenberg-Marquardt starts (its floor is a thousandth of that: damping has the
-    units of the loss); products, with the metric per step at most.
+    Choices: batch; metric, how many of the batch's examples the metric is taken on; damping, where Levenberg-Marquardt
+    starts (its floor is a thousandth of that: damping has the units of the loss); products with the metric per step,
+    at most.
     """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         solver = ng.CG(rtol=1e-6, max_steps=int(choice["products"]), progress=5e-4)
         damping = ng.LevenbergMarquardt(start=choice["damping"], floor=choice["damping"] / 1000)
-        return ng.hessian_free(model, criterion, solver=solver, damping=damping)
+        return ng.hessian_free(model, criterion, solver=solver, damping=damping, metric_batch=int(choice["metric"]))
 
     return Contestant("natural gradient", tuple(grid), build)
 

@@ -48,7 +48,9 @@ def classifier() -> Task:
         divergence=categorical_divergence,
         error=mistakes,
         contestants=(
-            contestants.natural_gradient(contestants.grid(batch=(1000,), damping=(0.1, 0.03), products=(20, 50))),
+            contestants.natural_gradient(
+                contestants.grid(batch=(4000,), metric=(250,), damping=(0.3, 0.1), products=(10, 20))
+            ),
             contestants.adam(contestants.grid(batch=(128, 512), lr=(1e-3, 3e-3))),
             contestants.sgd(contestants.grid(batch=(128, 512), lr=(0.1, 0.3))),
         ),
@@ -67,7 +69,9 @@ def autoencoder() -> Task:
         unit="nats per image",
         divergence=bernoulli_divergence,
         contestants=(
-            contestants.natural_gradient(contestants.grid(batch=(500,), damping=(1e-3, 1e-4), products=(20, 50))),
+            contestants.natural_gradient(
+                contestants.grid(batch=(1000,), metric=(125,), damping=(3e-3, 1e-3), products=(15, 30))
+            ),
             contestants.adam(contestants.grid(batch=(128, 512), lr=(1e-3, 3e-3))),
             contestants.sgd(contestants.grid(batch=(128, 512), lr=(1e-3, 3e-3))),
         ),

@@ -21,7 +21,7 @@ from natgrad.optim.door import check_choices, check_number, dense_gradient, name
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
-from natgrad.pure import RandomState, map_tensors
+from natgrad.pure import Call, RandomState, map_tensors
 from natgrad.rules import Quadratic, Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
@@ -48,7 +48,9 @@ class NaturalGradient(Optimizer):
     `Exact()`.   solver: default `Auto()`, by shape and cost.   damping: a number or a strategy.   rule: how the
     step is bounded, default `Rate()`.   weight_decay: decoupled, theta <- (1 - lr * weight_decay) theta.   warm_start:
     the fraction of the last solution that an iterative solver starts from.   params: parameter groups as in
-    torch.optim (keys lr, weight_decay); default all trainable parameters.
+    torch.optim (keys lr, weight_decay); default all trainable parameters.   metric_batch: take the metric on this many
+    of the pass's examples, the next ones at every step; default all. Products then cost that much less, while the
+    gradient keeps every example; dropout masks and batch statistics are those of the smaller batch.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step,
     with the same dropout masks; or on `observe(inputs)`. A parameter whose gradient is None is left alone. Use
@@ -71,15 +73,19 @@ class NaturalGradient(Optimizer):
         rule: Rule | None = None,
         weight_decay: float = 0.0,
         warm_start: float = 0.0,
+        metric_batch: int | None = None,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> None:
         check_choices(metric, structure, solver, rule)
         check_number("lr", lr)
         check_number("weight_decay", weight_decay)
         check_number("warm_start", warm_start, 1.0)
+        if metric_batch is not None and metric_batch < 1:
+            raise ValueError(f"metric_batch is {metric_batch}, expected an integer >= 1, or None for all examples")
         self.model, self.metric = model, metric
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
+        self.metric_batch = metric_batch
         self._named = named_parameters(model)
         super().__init__(
             list(self._named.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
@@ -288,7 +294,11 @@ class NaturalGradient(Optimizer):
                 "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
                 "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs)"
             )
-        return last.call, self._recall.targets, last.random
+        if self.metric_batch is None:
+            return last.call, self._recall.targets, last.random
+        # one window on inputs and targets together, moving on by its own length at every step
+        both = Call((last.call, self._recall.targets)).window(self._last.step * self.metric_batch, self.metric_batch)
+        return *both.args, last.random
 
     def _objective(
         self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState

@@ -22,13 +22,15 @@ def hessian_free(
     rule: Rule | None = None,
     weight_decay: float = 0.0,
     warm_start: float = 0.95,
+    metric_batch: int | None = None,
 ) -> NaturalGradient:
     """Truncated Newton on the exact Fisher (the Gauss-Newton matrix): products, CG, Levenberg-Marquardt, line search.
 
     model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   lr: length of the first trial
     step.   solver: default CG(max_steps=50, progress=5e-4).   damping: default LevenbergMarquardt(start=1.0).
     rule: default LineSearch(): backtracking on the step's own batch.   warm_start: the last solution,
-    decayed, starts the next solve.
+    decayed, starts the next solve.   metric_batch: examples for the metric, fewer than the gradient's; a quarter or
+    less of a large batch trained fastest in seconds (docs/benchmarks.md).
 
     Martens 2010; Pascanu & Bengio 2013 show that it is natural gradient descent. Loop: `loss = opt.loss(model(x), y);
     loss.backward(); opt.step()`, or the same in a closure. Large batches, some thousand examples, suit it best.
@@ -43,6 +45,7 @@ def hessian_free(
         rule=rule or LineSearch(),
         weight_decay=weight_decay,
         warm_start=warm_start,
+        metric_batch=metric_batch,
     )
 
 

@@ -167,7 +167,7 @@ class _Run:
         return (self.models[-1] - self.models[-1 - window]) / self.models[-1] < window * self.choices.progress
 
     def solution(self) -> Solution:
-        """In the units of b: the last iterate, which has the lowest phi; after a breakdown the one of smallest residual."""
+        """In the units of b: the last iterate, of lowest phi; after a breakdown the one of smallest residual."""
         broken = self.status in (Status.NEGATIVE_CURVATURE, Status.NON_FINITE)
         _, x, r = self.best if broken else (self.norm, self.x, self.r)
         assert self.status is not None
