@@ -50,18 +50,17 @@ class Call:
             )
         return sizes[0]
 
-    def window(self, start: int, size: int) -> Call:
-        """The call on `size` of its examples from number `start` on, round the end; as it is if it has no more."""
+    def sample(self, size: int, seed: int) -> Call:
+        """The call on `size` of its examples, drawn without replacement; as it is if it has no more."""
         batch = self.batch()
         if size >= batch:
             return self
+        drawn = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))[:size]
 
-        def cut(tensor: Tensor) -> Tensor:
-            if tensor.dim() == 0 or tensor.shape[0] != batch:
-                return tensor
-            return tensor[(torch.arange(size, device=tensor.device) + start) % batch]
+        def pick(tensor: Tensor) -> Tensor:
+            return tensor[drawn.to(tensor.device)] if tensor.dim() > 0 and tensor.shape[0] == batch else tensor
 
-        return self.map(cut)
+        return self.map(pick)
 
     def chunks(self, size: int) -> Iterator[Call]:
         """The call over `size` examples at a time: tensors of the batch's leading size are cut, others passed whole."""

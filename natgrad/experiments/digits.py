@@ -54,7 +54,7 @@ def classifier() -> Task:
         share=0.6,
         contestants=(
             contestants.natural_gradient(
-                contestants.grid(batch=(0,), metric=(256,), damping=(0.1, 0.01), products=(15, 30))
+                contestants.grid(batch=(0,), metric=(512,), damping=(0.1, 0.01), products=(15, 30))
             ),
             contestants.adam(contestants.grid(batch=(64, 256), lr=(0.01, 0.03))),
             contestants.sgd(contestants.grid(batch=(64, 256), lr=(0.1, 0.3))),
@@ -77,8 +77,8 @@ def autoencoder() -> Task:
             contestants.natural_gradient(
                 contestants.grid(batch=(0,), metric=(256,), damping=(0.03, 0.01), products=(30, 50))
             ),
-            contestants.adam(contestants.grid(batch=(64, 256), lr=(0.003, 0.01))),
-            contestants.sgd(contestants.grid(batch=(64, 256), lr=(0.01, 0.03))),
+            contestants.adam(contestants.grid(batch=(256, 512), lr=(0.003, 0.01))),
+            contestants.sgd(contestants.grid(batch=(128, 256), lr=(0.03, 0.05))),
         ),
     )
 

@@ -49,8 +49,8 @@ class NaturalGradient(Optimizer):
     step is bounded, default `Rate()`.   weight_decay: decoupled, theta <- (1 - lr * weight_decay) theta.   warm_start:
     the fraction of the last solution that an iterative solver starts from.   params: parameter groups as in
     torch.optim (keys lr, weight_decay); default all trainable parameters.   metric_batch: take the metric on this many
-    of the pass's examples, the next ones at every step; default all. Products then cost that much less, while the
-    gradient keeps every example; dropout masks and batch statistics are those of the smaller batch.
+    of the pass's examples, drawn anew at every step (from the step's number); default all. Products then cost that much
+    less, while the gradient keeps every example; dropout masks and batch statistics are those of the smaller batch.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step,
     with the same dropout masks; or on `observe(inputs)`. A parameter whose gradient is None is left alone. Use
@@ -296,8 +296,8 @@ class NaturalGradient(Optimizer):
             )
         if self.metric_batch is None:
             return last.call, self._recall.targets, last.random
-        # one window on inputs and targets together, moving on by its own length at every step
-        both = Call((last.call, self._recall.targets)).window(self._last.step * self.metric_batch, self.metric_batch)
+        # inputs and targets together; drawn, since consecutive examples were seen to be alike and trained worse
+        both = Call((last.call, self._recall.targets)).sample(self.metric_batch, self._last.step)
         return *both.args, last.random
 
     def _objective(
