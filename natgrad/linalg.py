@@ -114,6 +114,10 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
+    if matrix.dtype != at_least_single(
+        matrix.dtype
+    ):  # judged by bfloat16's eps, a quarter of the spectrum is round-off
+        return solve_psd(matrix.float(), rhs.float(), damping).to(rhs.dtype)
     damped = shifted(matrix, damping)
     factor = cholesky(damped)
     if factor.failed:

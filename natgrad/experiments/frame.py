@@ -32,6 +32,7 @@ class Contestant:
 
     @property
     def slug(self) -> str:
+        """The name, fit for a file."""
         return slug(self.name)
 
 
@@ -67,6 +68,7 @@ class Examples:
     test_y: Tensor
 
     def to(self, device: str) -> Examples:
+        """The same examples on another device."""
         return Examples(*(x.to(device) for x in (self.train_x, self.train_y, self.test_x, self.test_y)))
 
 
@@ -115,6 +117,7 @@ class Job:
 
     @property
     def choice(self) -> Choice:
+        """The point of the grid that this run tries."""
         return self.contestant.grid[self.index]
 
     @property

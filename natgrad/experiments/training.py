@@ -40,6 +40,7 @@ class Training:
 
     @property
     def finished(self) -> bool:
+        """Whether the budget is spent, or the loss no longer finite."""
         out_of_steps = self.budget.steps is not None and self.steps >= self.budget.steps
         return not self.finite or out_of_steps or self.seconds >= self.budget.seconds
 
@@ -69,6 +70,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])

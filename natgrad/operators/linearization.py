@@ -16,6 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from natgrad.pure import PureModel, map_tensors
 from natgrad.spaces import Params, Space
 
+UNREACHED = (
+    "the model's outputs do not depend on params: a metric needs outputs that move with them; look for a detach(), or "
+    "for checkpoint(..., use_reentrant=True), whose graph hides the parameters (use_reentrant=False works)"
+)
+
 
 class OutputMap:
     """params -> outputs as rows (R, m): a pure model followed by a family's layout of its outputs.
@@ -66,6 +71,8 @@ class Linearization:
         gradients = torch.autograd.grad(
             self.graph, list(self.leaves.values()), cotangent.to(self.graph.dtype), retain_graph=True, allow_unused=True
         )
+        if all(gradient is None for gradient in gradients):
+            raise ValueError(UNREACHED)
         return self.space.flatten(dict(zip(self.leaves, gradients, strict=True)))
 
     def jvp(self, vector: Tensor) -> Tensor:
@@ -197,6 +204,6 @@ def check_outputs(outputs: Tensor) -> None:
     if outputs.numel() == 0:
         raise ValueError(f"outputs have shape {tuple(outputs.shape)}: the batch is empty; give at least one example")
     if not outputs.requires_grad:
-        raise ValueError("the model's outputs do not depend on params: a metric needs outputs that move with them")
+        raise ValueError(UNREACHED)
     if not torch.isfinite(outputs).all():
         raise ValueError("the model's outputs are not finite: look for a NaN in the inputs, or lower the learning rate")

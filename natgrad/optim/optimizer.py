@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -215,6 +215,15 @@ class NaturalGradient(Optimizer):
         self._last = StateReport(step=extra["steps"], failures=extra["failures"])
         if generator is not None:
             generator.set_state(extra["generator"].cpu())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a NaturalGradient belongs to its model and is not copied: build a new one on the copied model and load "
+            "optimizer.state_dict() into it"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a NaturalGradient is not pickled: save optimizer.state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters (unfrozen, created later). ValueError for parameters of another model or a negative rate."""
