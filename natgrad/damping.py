@@ -73,6 +73,8 @@ class LevenbergMarquardt(Damping):
 
     ratio < low: lambda * raise_by; ratio > high: lambda * lower_by; never below `floor` (without one it was seen to
     run down to 7e-18) nor above `ceiling`. A rejected step (NaN) raises.
+    per_example: count damping in nats per example, lambda = damping / operator.nats, instead of in units of the mean
+    loss: a mean over the 784 pixels of an image makes the metric 784 times smaller, and 1.0 would drown it.
     linear_model: predict the decrease by g . d alone, as eq. 30 of Pascanu & Bengio does. With an exact solve on
     a quadratic that ratio is 1 - lr / 2 and not 1, and with these thresholds and lr >= 1/2 lambda is never lowered;
     kept for replication. Martens 2010, section 4.1.
@@ -86,6 +88,7 @@ class LevenbergMarquardt(Damping):
     floor: float = 1e-4
     ceiling: float = 1e8
     linear_model: bool = False
+    per_example: bool = False
 
     def __post_init__(self) -> None:
         require("start", self.start)
@@ -99,6 +102,9 @@ class LevenbergMarquardt(Damping):
 
     def initial(self) -> float:
         return self.start
+
+    def amount(self, damping: float, operator: Operator) -> float:
+        return damping / operator.nats if self.per_example else damping
 
     @property
     def needs_ratio(self) -> bool:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from models import CASES, assert_close, draw
+from models import CASES, assert_close, draw, mlp
 from torch import nn
 
 import natgrad as ng
@@ -136,3 +136,14 @@ def test_damping_is_a_finite_number_that_is_not_negative(name: str, build, wrong
 def test_levenberg_marquardt_needs_thresholds_in_order(choice: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
         LM(**choice)
+
+
+def test_damping_per_example_does_not_depend_on_the_number_of_outputs_in_a_mean():
+    """The mean over m entries has 1/m of the metric of their sum per example, and must get 1/m of the damping."""
+    model = mlp(3, 4, 2)
+    x = draw(6, 3)
+    per_entry = ng.gauss_newton(model, nn.MSELoss()).at(ng.trainable(model), (x, None))
+    damping = ng.LevenbergMarquardt(start=0.3, per_example=True)
+    assert per_entry.nats == 2
+    assert damping.amount(damping.initial(), per_entry) == 0.15
+    assert ng.LevenbergMarquardt(start=0.3).amount(0.3, per_entry) == 0.3

@@ -27,10 +27,10 @@ def hessian_free(
     """Truncated Newton on the exact Fisher (the Gauss-Newton matrix): products, CG, Levenberg-Marquardt, line search.
 
     model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   lr: length of the first trial
-    step.   solver: default CG(max_steps=50, progress=5e-4).   damping: default LevenbergMarquardt(start=1.0).
-    rule: default LineSearch(): backtracking on the step's own batch.   warm_start: the last solution,
-    decayed, starts the next solve.   metric_batch: examples for the metric, fewer than the gradient's; a quarter or
-    less of a large batch trained fastest in seconds (docs/benchmarks.md).
+    step.   solver: default CG(max_steps=50, progress=5e-4).   damping: default
+    LevenbergMarquardt(start=1.0, per_example=True).   rule: default LineSearch(): backtracking on the step's own batch.
+    warm_start: the last solution, decayed, starts the next solve.   metric_batch: examples for the metric, fewer than
+    the gradient's; a quarter or less of a large batch trained fastest in seconds.
 
     Martens 2010; Pascanu & Bengio 2013 show that it is natural gradient descent. Loop: `loss = opt.loss(model(x), y);
     loss.backward(); opt.step()`, or the same in a closure. Large batches, some thousand examples, suit it best.
@@ -41,7 +41,7 @@ def hessian_free(
         gauss_newton(model, as_criterion(criterion)),
         lr,
         solver=solver or CG(rtol=1e-6, max_steps=50, progress=5e-4),
-        damping=LevenbergMarquardt(start=1.0) if damping is None else damping,
+        damping=LevenbergMarquardt(start=1.0, per_example=True) if damping is None else damping,
         rule=rule or LineSearch(),
         weight_decay=weight_decay,
         warm_start=warm_start,
