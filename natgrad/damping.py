@@ -129,5 +129,11 @@ def require(name: str, value: float) -> None:
 
 
 def as_damping(damping: float | Damping) -> Damping:
-    """A number as `Constant`."""
-    return damping if isinstance(damping, Damping) else Constant(float(damping))
+    """A number as `Constant`. TypeError for anything else, ValueError for a number below 0."""
+    if isinstance(damping, Damping):
+        return damping
+    if not isinstance(damping, (int, float)):
+        hint = "; did you forget the parentheses?" if isinstance(damping, type) else ""
+        raise TypeError(f"damping is {damping!r}, expected a number >= 0 or a strategy such as ng.Relative(1e-3){hint}")
+    require("damping", damping)
+    return Constant(float(damping))

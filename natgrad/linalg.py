@@ -106,6 +106,13 @@ def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:
     return vectors @ (inverse.unsqueeze(-1) * coordinates if rhs.dim() == 2 else inverse * coordinates)
 
 
+def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A^+2 of PSD A (n, n) as its eigenvectors V (n, n) and 1 / lambda^2 (n,), 0 where lambda <= n eps lambda_max."""
+    values, vectors = eigh(matrix)
+    keep = values > safe_cutoff(len(values), values.dtype) * values[-1].abs() if len(values) else values > 0
+    return vectors, torch.where(keep, 1 / torch.where(keep, values, 1).square(), 0)
+
+
 def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Tensor:
     """(A + damping I)^-1 rhs for PSD A (n, n); where A + damping I is numerically singular, the minimum-norm solution.
 

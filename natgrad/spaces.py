@@ -74,7 +74,7 @@ class Space:
         }
 
     def subset(self, names: Iterable[str]) -> Space:
-        """The space of some of the parameters, in this space's order. KeyError-free: unknown names raise ValueError."""
+        """The space of some of the parameters, in this space's order. ValueError for unknown names."""
         wanted = set(names)
         unknown = wanted - set(self.blocks)
         if unknown:

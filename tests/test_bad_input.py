@@ -196,7 +196,11 @@ TARGETS = {
     "class of an ng likelihood": (Categorical(), torch.tensor([0, 1, 2, 7]), ("targets range from 0 to 7",)),
     "too few classes": (nn.CrossEntropyLoss(), CLASSES[:3], ("targets has shape (3,)", "expected (4,)")),
     "classes as a column": (nn.CrossEntropyLoss(), CLASSES.unsqueeze(1), ("targets has shape (4, 1)",)),
-    "classes as numbers with a point": (nn.CrossEntropyLoss(), CLASSES.double(), ("targets has shape (4,)", "(4, 3)")),
+    "classes as numbers with a point": (
+        nn.CrossEntropyLoss(),
+        CLASSES.double(),
+        ("targets are torch.float64 of shape (4,)", "targets.long()"),
+    ),
     "probabilities above one": (
         nn.CrossEntropyLoss(),
         2 * BITS,

@@ -60,8 +60,8 @@ DOORS = {
         "lr is -1.0, expected",
     ),
     "negative weight decay": Door(optimizer(weight_decay=-1.0), ValueError, "weight_decay is -1.0, expected"),
-    "negative damping": Door(optimizer(damping=-1e-3), ValueError, r"value is -0.001, expected .* damping"),
-    "infinite damping": Door(optimizer(damping=math.inf), ValueError, r"value is inf, expected .* damping"),
+    "negative damping": Door(optimizer(damping=-1e-3), ValueError, r"damping is -0.001, expected .* damping"),
+    "infinite damping": Door(optimizer(damping=math.inf), ValueError, r"damping is inf, expected .* damping"),
     "warm start above one": Door(optimizer(warm_start=1.5), ValueError, "warm_start is 1.5, expected"),
     "negative warm start": Door(optimizer(warm_start=-0.5), ValueError, "warm_start is -0.5, expected"),
     "metric class": Door(

@@ -121,5 +121,6 @@ def check_range(targets: Tensor, low: float, high: float, meaning: str) -> None:
     """ValueError unless every target lies in [low, high]."""
     if targets.numel() and not bool(((targets >= low) & (targets <= high)).all()):
         raise ValueError(
-            f"targets range from {float(targets.min()):.4g} to {float(targets.max()):.4g}, expected {meaning}"
+            f"targets range from {float(targets.min()):.4g} to {float(targets.max()):.4g}, expected {meaning}; look at "
+            "how the targets are coded, or take another likelihood"
         )

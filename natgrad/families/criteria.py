@@ -75,13 +75,14 @@ class Criterion:
     of the mean loss is sum_i w_i J_i^T M_i J_i. The value that the user sees is `scale` times the mean form.
 
     weigh: (outputs, targets) -> unnormalised row weights (R,) and the normaliser of the mean, a scalar tensor;
-    None for uniform weights.   summed: True under reduction='sum'.
+    None for uniform weights.   summed: True under reduction='sum'.   entrywise: the mean runs over single entries.
     """
 
     family: Likelihood
     loss: Callable[[Any, Any], Tensor]
     weigh: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
     summed: bool = False
+    entrywise: bool = False
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
         """The loss as the user wrote it, a scalar tensor. ValueError for targets that the likelihood cannot produce."""
@@ -117,8 +118,12 @@ class Criterion:
         return self.weigh(outputs, targets)[1]
 
     def nats(self, outputs: Any) -> float:
-        """Nats per example in one unit of the mean loss: the entries of one example for entrywise means, else 1."""
-        if not isinstance(self.family, Entrywise):
+        """Nats per example in one unit of the mean loss.
+
+        The entries of one example for losses that average over entries. 1 for classes, whose event is a position (a
+        token), and for `ng` likelihoods, whose mean is over rows.
+        """
+        if not (isinstance(self.family, Entrywise) or self.entrywise):
             return 1.0
         return len(self.family.rows(outputs)) / max(len(next(leaves(outputs))), 1)
 
@@ -129,8 +134,13 @@ def as_criterion(criterion: Any) -> Criterion:
     CrossEntropyLoss and NLLLoss -> Categorical, BCEWithLogitsLoss -> Bernoulli, MSELoss -> Gaussian(sqrt(1/2)),
     GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss -> Poisson; with weight,
     pos_weight, ignore_index, label_smoothing, reduction 'mean' or 'sum', and sequence dimensions.
-    TypeError for a loss that is not a likelihood, ValueError for reduction='none'.
+    TypeError for a loss that is not a likelihood, and for a subclass of one, which may compute anything; ValueError
+    for reduction='none'.
     """
+    if isinstance(criterion, type):
+        raise TypeError(
+            f"criterion is the class {criterion.__name__}, expected a loss or a likelihood; add the parentheses"
+        )
     if isinstance(criterion, Criterion):
         return criterion
     if isinstance(criterion, Likelihood):
@@ -140,8 +150,8 @@ def as_criterion(criterion: Any) -> Criterion:
         names = ", ".join(kind.__name__ for kind in KNOWN)
         hint = "; use BCEWithLogitsLoss on the logits" if isinstance(criterion, nn.BCELoss) else ""
         raise TypeError(
-            f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad{hint}; expected one of "
-            f"{names}, or an ng likelihood (ng.Categorical(), ..., or your own with nll and sample)"
+            f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad{hint}; "
+            f"expected one of {names}, or an ng likelihood (ng.Categorical(), ..., or your own with nll and sample)"
         )
     if criterion.reduction not in ("mean", "sum"):
         raise ValueError(
@@ -237,7 +247,8 @@ def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:
         mean, variance = outputs
         return criterion(mean, targets, variance)
 
-    return Criterion(HeteroscedasticGaussian(log_variance=False), loss, None, criterion.reduction == "sum")
+    family = HeteroscedasticGaussian(log_variance=False)
+    return Criterion(family, loss, None, criterion.reduction == "sum", entrywise=True)
 
 
 def poisson_nll(criterion: nn.PoissonNLLLoss) -> Criterion:

@@ -104,11 +104,19 @@ class Categorical(Likelihood):
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         if targets.is_floating_point():
+            if targets.dim() < outputs.dim():
+                raise ValueError(
+                    f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected class numbers as integers; "
+                    "convert them with targets.long()"
+                )
             check_same_shape(outputs, targets)
             check_range(targets, 0, 1, "class numbers (integers), or class probabilities in [0, 1]")
             return
         classes = outputs.shape[self.dim]
         positions = outputs.movedim(self.dim, -1).shape[:-1]
         if targets.shape != positions:
-            raise ValueError(f"targets has shape {tuple(targets.shape)}, expected {tuple(positions)}, one class each")
+            raise ValueError(
+                f"targets has shape {tuple(targets.shape)}, expected {tuple(positions)}, one class each; "
+                "reshape them, or say with Categorical(dim=...) where the classes are"
+            )
         check_range(targets, 0, classes - 1, f"class numbers from 0 to {classes - 1}")

@@ -19,7 +19,8 @@ def fisher(model: Model, family: Likelihood | nn.Module | Criterion, *, chunk_si
     """F = E_x E_{y ~ p(y|x)} [grad log p(y|x) grad log p(y|x)^T] = E_x[J^T M J], the labels' expectation exact.
 
     model: a module, or a function f(params, x).   family: an `ng` likelihood, or a `torch.nn` loss that stands for one.
-    `.at(params, inputs)` gives the operator, a mean over rows of outputs (examples; tokens for sequences).
+    `.at(params, inputs)` gives the operator, a mean over rows of outputs (examples; tokens for sequences). It sees no
+    targets: where some are ignored or weighted, `gauss_newton` is the metric of that loss.
     Amari 1998; Pascanu & Bengio 2013, eq. 8-11. NotImplementedError for a likelihood without `fisher`.
     """
     criterion = as_criterion(family)
@@ -40,15 +41,16 @@ def sampled_fisher(
     generator: private source of the draws; default a new one, seeded 0. Every `.at` draws anew and then keeps its
     draws, so that the operator is one fixed matrix.
     """
-    if samples < 1:
+    if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples is {samples}, expected an integer >= 1")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     return SampledFisher(model, as_criterion(family), chunk_size, samples, generator)
 
 
 def empirical_fisher(model: Model, family: Likelihood | nn.Module | Criterion) -> EmpiricalFisher:
-    """U = E_{(x, t)} [g g^T], g the gradient of one example's loss, over the data's own targets. Not the Fisher.
+    """U = E_{(x, t)} [g g^T], g the gradient of one row's loss, over the data's own targets. Not the Fisher.
 
+    A row is an example; a token for classes over a sequence, an entry where the variance is predicted too.
     `.at(params, (inputs, targets))`. Class weights and label smoothing enter g; ignored targets do not count.
     Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
     """
@@ -90,7 +92,7 @@ class EmpiricalFisher(PullbackMetric):
     def layout(self, outputs: Any) -> Tensor:
         family = self.criterion.family
         check_has_outputs(outputs)
-        # one gradient per example, not one per entry
+        # entrywise means: one gradient per example, not one per entry
         return (family.family if isinstance(family, Entrywise) else family).rows(outputs)
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:

@@ -20,11 +20,12 @@ Loss = Callable[[Any, Any], Tensor]
 def gauss_newton(model: Model, loss: Likelihood | nn.Module | Criterion | Loss) -> GaussNewton | LossGaussNewton:
     """G_N = E[J^T H J], H the Hessian of the loss in the outputs (Schraudolph 2002; Pascanu & Bengio eq. 14).
 
-    loss: a `torch.nn` loss or `ng` likelihood, whose H is its Fisher form (canonical links: G_N is the Fisher), in the
-    units of the mean loss with class weights, ignored and weighted targets; or any function
+    loss: a `torch.nn` loss or `ng` likelihood, for which H is the Fisher form. In natural parameters that is the
+    Hessian; for predicted variances and PoissonNLLLoss(log_input=False) it is not, pass a plain function there. It
+    comes in the units of the mean loss with class weights, ignored and weighted targets; or any function
     loss(outputs, targets) -> scalar that is convex in the outputs. `.at(params, (inputs, targets))`.
     """
-    if isinstance(loss, (Likelihood, Criterion)):
+    if isinstance(loss, (Likelihood, Criterion, type)):
         return GaussNewton(model, as_criterion(loss))
     try:
         return GaussNewton(model, as_criterion(loss))

@@ -81,6 +81,8 @@ class Operator(ABC):
         return self.mv(other) if other.dim() == 1 else self.mm(other)
 
     def __add__(self, other: Operator) -> Sum:
+        if not isinstance(other, Operator):
+            return NotImplemented
         return Sum((self, other))
 
     def __mul__(self, factor: float) -> Scaled:
@@ -97,14 +99,17 @@ class Operator(ABC):
 
 
 class Sum(Operator):
-    """G_1 + G_2 + ...: operators of one size. ValueError if the sizes differ."""
+    """G_1 + G_2 + ...: operators of one size, dtype, device and unit (`nats`); ValueError otherwise."""
 
     def __init__(self, terms: tuple[Operator, ...]) -> None:
         sizes = {term.size for term in terms}
         if len(sizes) != 1:
             raise ValueError(f"terms have sizes {sorted(sizes)}, expected operators of one size")
+        kinds = {(term.size, term.dtype, term.device, term.nats) for term in terms}
+        if len(kinds) != 1:
+            raise ValueError(f"terms are {terms}, expected operators of one dtype, device and unit (nats); convert one")
         self.terms = terms
-        self.size, self.dtype, self.device = terms[0].size, terms[0].dtype, terms[0].device
+        self.size, self.dtype, self.device, self.nats = next(iter(kinds))
 
     def mv(self, vector: Tensor) -> Tensor:
         return torch.stack([term.mv(vector) for term in self.terms]).sum(0)
@@ -181,6 +186,7 @@ class Shifted(Operator):
             raise ValueError(f"damping is {damping}, expected a number >= 0")
         self.operator, self.damping = operator, damping
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
+        self.nats = operator.nats
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.operator.mv(vector) + self.damping * vector

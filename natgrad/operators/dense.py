@@ -13,6 +13,8 @@ class Dense(Operator):
     """G given as a matrix (n, n), symmetric positive semi-definite. ValueError if not square or not symmetric."""
 
     def __init__(self, matrix: Tensor) -> None:
+        if not isinstance(matrix, Tensor):
+            raise TypeError(f"matrix is {type(matrix).__name__}, expected a tensor (n, n); use torch.tensor(...)")
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix has shape {tuple(matrix.shape)}, expected (n, n)")
         if not matrix.is_floating_point():
@@ -71,7 +73,7 @@ class Diagonal(Operator):
 
     def inverse(self, damping: float = 0.0) -> Diagonal:
         damped = self.values + damping
-        return Diagonal(torch.where(damped > 0, 1 / torch.where(damped > 0, damped, 1), 0))
+        return Diagonal(torch.where(damped == 0, 0, 1 / torch.where(damped == 0, 1, damped)))  # a NaN stays one
 
     def diagonal(self) -> Tensor:
         return self.values.clone()

@@ -13,13 +13,17 @@ class Kronecker(Operator):
     """A (p, p) (x) B (q, q), both symmetric PSD, acting on a (p, q) matrix flattened row-major: n = p q.
 
     For a linear layer y = W x, A is the output factor E[d d^T] and B the input factor E[x x^T].
-    ValueError if a factor is not square.
+    ValueError if a factor is not square, or if the factors differ in dtype or device.
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         for name, factor in (("left", left), ("right", right)):
             if factor.dim() != 2 or factor.shape[0] != factor.shape[1]:
                 raise ValueError(f"{name} has shape {tuple(factor.shape)}, expected a square matrix")
+        if (left.dtype, left.device) != (right.dtype, right.device):
+            raise ValueError(
+                f"left is {left.dtype} on {left.device}, right {right.dtype} on {right.device}; convert one with .to()"
+            )
         self.left, self.right = left, right
         self.size, self.dtype, self.device = len(left) * len(right), left.dtype, left.device
 

@@ -44,10 +44,10 @@ class Linearization:
     """f(theta) ~ f(theta_0) + J (theta - theta_0), f: dict -> (R, m), J never formed.
 
     J^T w is a backward pass of the one forward graph. J v is the derivative of u -> J^T u, a backward pass of
-    the backward graph: both graphs are built once, which makes J^T M J cost 1.1 to 1.2 gradients instead of
-    2.0 to 2.3. Convolutions pay more for double backward; for them, after `linearise_after` products,
-    `torch.func.linearize` takes over (it costs 4 to 6 gradients to prepare). A network without double backward
-    falls back to forward-mode products with a fresh graph each.
+    the backward graph: both graphs are built once, which makes J^T M J cost 1.25 gradients instead of 2.1 to 2.4.
+    For convolutions a linear form is cheaper still, .8: after `linearise_after` products `torch.func.linearize`
+    takes over (it costs 12 gradients to prepare, the check included). A network without double backward falls back
+    to forward-mode products with a fresh graph each.
 
     ValueError if the outputs are not finite, are empty or do not depend on the parameters.
     """
@@ -58,7 +58,8 @@ class Linearization:
         self.space = Space(params)
         self.function = function
         self.linearise_after = linearise_after
-        self.leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        # copies: the operator stays that of this point when the parameters move on
+        self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         self.graph = self._build(function)
         check_outputs(self.graph)
         self.outputs = self.graph.detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from natgrad.linalg import pseudo_solve, woodbury_solve
+from natgrad.linalg import pseudo_square, woodbury_solve
 from natgrad.operators.base import Operator
 
 
@@ -50,8 +50,14 @@ class LowRankInverse(Operator):
     def mv(self, vector: Tensor) -> Tensor:
         if self.damping > 0:
             return woodbury_solve(self.factor, vector, self.damping)
-        gram = self.factor.mT @ self.factor
-        return self.factor @ pseudo_solve(gram, pseudo_solve(gram, self.factor.mT @ vector))
+        vectors, weights = pseudo_square(self.factor.mT @ self.factor)
+
+        def once(right: Tensor) -> Tensor:
+            coordinates = vectors.mT @ (self.factor.mT @ right)
+            return self.factor @ (vectors @ (weights.view(-1, *[1] * (right.dim() - 1)) * coordinates))
+
+        value = once(vector)
+        return value + once(vector - self.factor @ (self.factor.mT @ value))  # squared eigenvalues cost half the digits
 
     def mm(self, block: Tensor) -> Tensor:
         return self.mv(block)

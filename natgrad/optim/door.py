@@ -51,6 +51,8 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
 
 
 def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:
-    """ValueError unless 0 <= value <= most."""
+    """ValueError unless 0 <= value <= most, TypeError for anything but a number."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, expected a number >= 0")
     if not 0 <= value <= most:
         raise ValueError(f"{name} is {value}, expected a number >= 0" + (f" and <= {most}" if most == 1 else ""))

@@ -19,6 +19,15 @@ def natural_gradient(
     strategy, whose first value counts; at 0 a singular G gives the minimum-norm solution with direct and sample-space
     solvers. Amari 1998. ValueError for wrong shapes, a non-finite gradient or metric, negative damping.
     """
+    if not isinstance(operator, Operator):
+        raise TypeError(
+            f"operator is {type(operator).__name__}, expected a natgrad Operator: wrap a matrix with "
+            "ng.operators.Dense(matrix), or take a metric at a point with metric.at(params, inputs)"
+        )
+    if solver is not None and not isinstance(solver, Solver):
+        hint = "; did you forget the parentheses?" if isinstance(solver, type) else ""
+        raise TypeError(f"solver is {solver!r}, expected a natgrad Solver such as ng.CG(){hint}")
+    operator.check(gradient, "gradient")
     amount = damping.amount(damping.initial(), operator) if isinstance(damping, Damping) else damping
     solution = (solver or Auto()).solve(operator, gradient, damping=amount)
     if solution.status is Status.NON_FINITE and not bool(solution.value.any()):

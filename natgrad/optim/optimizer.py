@@ -251,6 +251,11 @@ class NaturalGradient(Optimizer):
         operator, memory = self._operator(point)
         amount = self.damping.amount(self._level, operator)
         solution = self.solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
+        if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
+            raise ValueError(
+                "the metric is not finite: its products overflow or are NaN; nothing was changed. Look for infinite "
+                "derivatives (a square root at 0) or an overflow in the model"
+            )
         proposal = self._proposal(point, operator, solution, amount)
         before = math.nan if objective is None else objective.before
         model = Quadratic(point.gradient, operator, amount, proposal, operator.nats, before)
@@ -261,7 +266,7 @@ class NaturalGradient(Optimizer):
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
-        self._commit(point, step, memory, velocities, solution)
+        self._commit(point, step, memory, velocities, solution, decay=not (failed or refused))
         self._last = self._told(model, step, solution, ratio, failed)
         if ratio is not None:
             self._level = self.damping.update(self._level, ratio)
@@ -344,17 +349,24 @@ class NaturalGradient(Optimizer):
         return math.nan, not change <= 0
 
     def _commit(
-        self, point: Point, step: Step, memory: dict[str, Any], velocities: dict[str, Tensor], solution: Solution
+        self,
+        point: Point,
+        step: Step,
+        memory: dict[str, Any],
+        velocities: dict[str, Tensor],
+        solution: Solution,
+        decay: bool,
     ) -> None:
         """The only place where parameters and state change."""
         rates, decays = self._rates("lr"), self._rates("weight_decay")
+        taken = decay and bool(step.vector.any())  # no step, no decay either
         kept = dict(velocities)
         if self.warm_start:
             kept["solution"] = solution.value
         views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
         for name, part in point.space.unflatten(step.vector).items():
             p = point.params[name]
-            p.mul_(1 - rates[name] * decays[name]).add_(part)
+            p.mul_(1 - rates[name] * decays[name] * taken).add_(part)
             self.state[p].update({key: view[name].clone() for key, view in views.items()})
         self._memory = memory
 

@@ -88,10 +88,10 @@ def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor 
 
 def measured(product: Product, rhs: Tensor, damping: float, value: Tensor, steps: int) -> Solution:
     """The solution of a direct method with its residual measured by one product v -> G v."""
-    if not bool(torch.isfinite(value).all()):
+    image = product(value) + damping * value
+    if not bool(torch.isfinite(value).all() and torch.isfinite(image).all()):
         zero = torch.zeros_like(rhs)
         return Solution(zero, rhs.norm(), steps, Status.NON_FINITE, zero)
-    image = product(value) + damping * value
     residual = (rhs - image).norm()
     tolerance = torch.finfo(rhs.dtype).eps ** 0.5 * rhs.norm()
     status = Status.CONVERGED if bool(residual <= tolerance) else Status.INACCURATE

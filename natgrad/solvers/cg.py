@@ -41,7 +41,7 @@ class CG(Solver):
     refresh: int = 50
 
     def __post_init__(self) -> None:
-        if self.rtol < 0:
+        if not self.rtol >= 0:
             raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")
         for name in ("max_steps", "refresh"):
             if getattr(self, name) < 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import cholesky, pseudo_solve
+from natgrad.linalg import cholesky, pseudo_solve, pseudo_square
 from natgrad.operators import Centred, Operator, Pullback
 from natgrad.solvers.base import Product, Solution, Solver, check_system, measured
 
@@ -18,7 +18,9 @@ class SampleSpace(Solver):
 
     For a pulled-back metric the Gram matrix is summed layer by layer and the Jacobian is never formed; for any
     other operator its `root()` is used. At damping 0 it gives the minimum-norm solution U (U^T U)^+2 U^T b.
-    One step of iterative refinement is taken where the subtraction above cancelled more than three digits.
+    One step of iterative refinement is taken where the subtraction above cancelled more than three digits. Where
+    damping is below the round-off of U^T U that cannot help; then the part of b outside the range of G, which would be
+    divided by it, is left out, and the status says INACCURATE if it was not round-off itself.
     ValueError for an operator without a root.
     """
 
@@ -30,8 +32,7 @@ class SampleSpace(Solver):
             return up(down(vector))
 
         if damping == 0:
-            value = up(pseudo_solve(gram, pseudo_solve(gram, down(rhs))))
-            return measured(product, rhs, damping, value, 1)
+            return minimum_norm(gram, up, down, rhs)
         gram.diagonal().add_(damping)
         factor = cholesky(gram)
 
@@ -42,7 +43,24 @@ class SampleSpace(Solver):
         if bool(solution.residual <= 1e3 * torch.finfo(rhs.dtype).eps * rhs.norm()):
             return solution
         refined = solution.value + once(rhs - solution.image)
-        return measured(product, rhs, damping, refined, solution.steps + 1)
+        solution = measured(product, rhs, damping, refined, solution.steps + 1)
+        if bool(solution.residual <= rhs.norm()):
+            return solution
+        gram.diagonal().sub_(damping)
+        in_range = up(factor.solve(pseudo_solve(gram, down(rhs))))  # for b = U w it is U (K + l I)^-1 w
+        return measured(product, rhs, damping, in_range, solution.steps + 1)
+
+
+def minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solution:
+    """U (U^T U)^+2 U^T b, refined once: squaring the spectrum costs half the digits at first."""
+    vectors, weights = pseudo_square(gram)
+
+    def once(right: Tensor) -> Tensor:
+        return up(vectors @ (weights * (vectors.mT @ down(right))))
+
+    first = measured(lambda v: up(down(v)), rhs, 0.0, once(rhs), 1)
+    refined = measured(lambda v: up(down(v)), rhs, 0.0, first.value + once(rhs - first.image), first.steps + 1)
+    return refined if bool(refined.residual <= first.residual) else first
 
 
 def factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:

@@ -1,0 +1,86 @@
+"""Operators belong to the point at which they were taken; steps that are refused change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import assert_close, draw, mlp
+from torch import nn
+
+import natgrad as ng
+
+X, Y = draw(8, 3), torch.tensor([0, 1, 0, 1, 1, 0, 1, 0])
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+@pytest.mark.parametrize("first", ["product", "diagonal", "root"])
+def test_an_operator_outlives_a_step_of_the_parameters(first):
+    model = mlp(3, 4, 2)
+    params = ng.trainable(model)
+    operator = ng.fisher(model, ng.Categorical()).at(params, X)
+    expected = ng.fisher(model, ng.Categorical()).at(params, X).dense()
+    if first == "product":
+        operator.mv(draw(operator.size))
+    with torch.no_grad():
+        for p in params.values():
+            p.add_(0.5)
+    if first == "diagonal":
+        assert_close(operator.diagonal(), expected.diagonal())
+    if first == "root":
+        assert_close(operator.root() @ operator.root().mT, expected)
+    assert_close(operator.mm(torch.eye(operator.size).double()), expected)
+
+
+def test_a_metric_that_is_not_finite_is_refused_and_nothing_changes():
+    params = {"w": torch.ones(2, dtype=torch.float64, requires_grad=True)}
+    metric = ng.fisher(lambda p, x: (x @ p["w"]).sqrt().unsqueeze(1), ng.Gaussian())
+    opt = ng.NaturalGradient(params, metric)
+    params["w"].grad = torch.ones(2, dtype=torch.float64)
+    opt.observe(torch.zeros(1, 2, dtype=torch.float64))  # sqrt has an infinite slope at 0, and a finite value
+    with pytest.raises(ValueError, match="metric is not finite"):
+        opt.step()
+    assert torch.equal(params["w"].detach(), torch.ones(2, dtype=torch.float64))
+    assert opt.state_report().step == 0
+
+
+def test_a_refused_step_does_not_decay_the_weights():
+    model = mlp(3, 4, 2)
+    metric = ng.fisher(model, nn.CrossEntropyLoss())
+    rule = ng.LineSearch(backtracks=1, sufficient=1e9)  # no step can be that good
+    opt = ng.NaturalGradient(model, metric, damping=1e-2, weight_decay=0.1, rule=rule)
+    before = flat(model)
+    opt.loss(model(X), Y).backward()
+    opt.step()
+    assert opt.state_report().rate == 0
+    assert torch.equal(flat(model), before)
+
+
+def test_sums_and_shifts_keep_the_unit_of_their_terms():
+    operator = ng.gauss_newton(mlp(3, 2), nn.MSELoss()).at(ng.trainable(mlp(3, 2)), (X, None))
+    assert operator.nats == 2
+    assert (operator + operator).nats == (2 * operator).nats == operator.shift(0.1).nats == 2
+    with pytest.raises(ValueError, match="unit"):
+        operator + ng.operators.Dense(operator.dense())
+
+
+def test_a_predicted_variance_counts_its_nats_per_example():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.spread = mlp(3, 5), mlp(3, 5)
+
+        def forward(self, x):
+            return self.mean(x), self.spread(x).exp()
+
+    model = Both()
+    opt = ng.NaturalGradient(model, ng.fisher(model, nn.GaussianNLLLoss()), rule=ng.TrustRegion(0.01), damping=1e-3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    opt.loss(model(X), draw(8, 5, seed=4)).backward()
+    opt.step()
+    family = ng.HeteroscedasticGaussian(log_variance=False)
+    old = family.rows(torch.func.functional_call(model, before, (X,)))
+    moved = family.kl(old, family.rows(model(X))).sum() / 8
+    assert abs(float(moved.detach()) - 0.01) < 0.002  # the radius, to second order
