@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Sequence
 
 import torch
 
-from benchmarks import products, solves
+from benchmarks import iterative, products, solves
+
+COSTS = ("time / gradient", "memory / gradient")
 
 
-def table(title: str, rows: list[tuple[str, str, str]]) -> None:
+def table(title: str, rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
     print(f"\n{title}")
-    width = max(len(row[0]) for row in rows)
-    print(f"  {'':<{width}}  {'time / gradient':<18}  memory / gradient")
-    for name, seconds, memory in rows:
-        print(f"  {name:<{width}}  {seconds:<18}  {memory}")
+    widths = [max(len(row[i]) for row in [("", *heads), *rows]) for i in range(len(heads) + 1)]
+    for row in [("", *heads), *rows]:
+        print("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def main() -> None:
@@ -30,8 +32,9 @@ def main() -> None:
         f"{choices.repeats} interleaved repeats (quartiles of the paired ratios)"
     )
     for work in (products.mlp(), products.cnn()):
-        table(f"{work.name}, batch {len(work.inputs)}", products.report(work, choices.repeats))
-    table("Residual net 2-64-64-1, 1000 rows: one damped solve", solves.report(choices.repeats))
+        table(f"{work.name}, batch {len(work.inputs)}", products.report(work, choices.repeats), COSTS)
+    table("Residual net 2-64-64-1, 1000 rows: one damped solve", solves.report(choices.repeats), COSTS)
+    table("Products to |r| <= 1e-8 |b|, n = 400, float64", iterative.report(), ("MinresQLP", "SciPy minres", "CG"))
 
 
 if __name__ == "__main__":
