@@ -72,6 +72,14 @@ class Call:
         return (self.map(cut(start)) for start in range(0, batch, size))
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """Inputs with the targets that a loss had on them: a metric that needs none may weigh its rows as the loss does."""
+
+    inputs: Any
+    targets: Any
+
+
 def as_call(inputs: Any) -> Call:
     """What users pass as `inputs`: a tensor (one argument), a tuple (several), a dict (keywords), or a `Call`."""
     if isinstance(inputs, Call):

@@ -58,6 +58,19 @@ def test_a_refused_step_does_not_decay_the_weights():
     assert torch.equal(flat(model), before)
 
 
+def test_the_fisher_in_an_optimizer_weighs_rows_as_the_loss_does():
+    weight = torch.tensor([1.0, 4.0], dtype=torch.float64)
+    targets = torch.tensor([0, 1, -100, 1, -100, 0, -100, 0])
+    moved = []
+    for metric in (ng.fisher, ng.gauss_newton):
+        model = mlp(3, 4, 2)
+        opt = ng.NaturalGradient(model, metric(model, nn.CrossEntropyLoss(weight=weight)), damping=1e-2)
+        opt.loss(model(X), targets).backward()
+        opt.step()
+        moved.append(flat(model))
+    assert torch.equal(*moved)
+
+
 def test_sums_and_shifts_keep_the_unit_of_their_terms():
     operator = ng.gauss_newton(mlp(3, 2), nn.MSELoss()).at(ng.trainable(mlp(3, 2)), (X, None))
     assert operator.nats == 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.operators import Chunked, Form, Linearization, Operator, OutputMap, Pullback, Scaled
-from natgrad.pure import Model, PureModel, RandomState, as_call, check_call, leaves, mixes_examples
+from natgrad.pure import Labelled, Model, PureModel, RandomState, as_call, check_call, leaves, mixes_examples
 from natgrad.spaces import Params, check_parameters
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -41,7 +41,8 @@ class PullbackMetric(Metric):
     """A form on the model's outputs, pulled back. Subclasses say which form.
 
     model: a module, or a function f(params, x).   criterion: what the outputs mean.
-    chunk_size: examples per graph, to bound memory (each product then pays for fresh graphs); None: all at once.
+    chunk_size: examples per graph, to bound memory (each product then pays for fresh graphs, and all rows weigh the
+    same); None: all at once.
     """
 
     model: Model
@@ -70,11 +71,16 @@ class PullbackMetric(Metric):
         return [0] * count
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        data, targets = split_targets(inputs) if self.needs_targets else (inputs, None)
+        data, targets = self._split(inputs)
         pure = checked_model(self.model, params, data, random)
         if self.chunk_size is None:
             return self._term(params, pure, targets, self.seeds(1)[0])
-        return self._chunked(params, pure, targets, self.chunk_size)
+        return self._chunked(params, pure, self.chunk_size)
+
+    def _split(self, inputs: Any) -> tuple[Any, Any]:
+        if self.needs_targets:
+            return split_targets(inputs)
+        return (inputs.inputs, inputs.targets) if isinstance(inputs, Labelled) else (inputs, None)
 
     def _term(self, params: Params, pure: PureModel, targets: Any, seed: int) -> Pullback:
         outputs = OutputMap(pure, self.layout)
@@ -84,13 +90,13 @@ class PullbackMetric(Metric):
         pullback.nats = self.criterion.nats(outputs.first)
         return pullback
 
-    def _chunked(self, params: Params, pure: PureModel, targets: Any, size: int) -> Operator:
+    def _chunked(self, params: Params, pure: PureModel, size: int) -> Operator:
         if mixes_examples(self.model):
             raise ValueError(
                 f"chunk_size={size} would change the statistics of a batch norm in training mode; use chunk_size=None, "
                 "or model.eval()"
             )
-        if targets is not None:
+        if self.needs_targets:
             raise ValueError(f"chunk_size={size} is for metrics without targets; use chunk_size=None with targets")
         calls = list(pure.call.chunks(size))
         builders = []

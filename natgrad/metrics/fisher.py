@@ -20,7 +20,8 @@ def fisher(model: Model, family: Likelihood | nn.Module | Criterion, *, chunk_si
 
     model: a module, or a function f(params, x).   family: an `ng` likelihood, or a `torch.nn` loss that stands for one.
     `.at(params, inputs)` gives the operator, a mean over rows of outputs (examples; tokens for sequences). It sees no
-    targets: where some are ignored or weighted, `gauss_newton` is the metric of that loss.
+    targets: where some are ignored or weighted, `gauss_newton` is the metric of that loss; `NaturalGradient` passes the
+    targets of `opt.loss` on, and then the rows weigh what they weigh in the loss.
     Amari 1998; Pascanu & Bengio 2013, eq. 8-11. NotImplementedError for a likelihood without `fisher`.
     """
     criterion = as_criterion(family)
@@ -62,7 +63,7 @@ class Fisher(PullbackMetric):
     """Exact over labels; see `fisher`."""
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
-        return self.criterion.family, None
+        return self.criterion.family, row_weights(self.criterion, outputs, targets)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class SampledFisher(PullbackMetric):
         family = self.criterion.family
         generator = torch.Generator(linearization.outputs.device).manual_seed(seed)
         drawn = [family.score(outputs, family.sample(outputs, generator)) for _ in range(self.samples)]
-        return Scores(torch.stack(drawn, dim=2) / self.samples**0.5), None
+        scores = Scores(torch.stack(drawn, dim=2) / self.samples**0.5)
+        return scores, row_weights(self.criterion, outputs, targets)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class EmpiricalFisher(PullbackMetric):
         if not isinstance(self.criterion.family, Entrywise):
             counted = (self.criterion.weights(outputs, targets) > 0).to(slopes.dtype)
         return Scores(slopes.unsqueeze(2) * counted.sum().sqrt(), counted), torch.ones_like(counted)
+
+
+def row_weights(criterion: Criterion, outputs: Any, targets: Any) -> Tensor | None:
+    """Each row's weight in the mean loss where its targets are known (ignored, class weights), None for uniform."""
+    return None if targets is None else criterion.weights(outputs, targets)
 
 
 def require_fisher(family: Likelihood) -> None:

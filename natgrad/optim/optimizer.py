@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
-from natgrad.metrics import Metric
+from natgrad.metrics import Metric, PullbackMetric
 from natgrad.operators import Operator
 from natgrad.optim.door import check_choices, check_number, dense_gradient, named_parameters
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
-from natgrad.pure import Call, RandomState, map_tensors
+from natgrad.pure import Call, Labelled, RandomState, map_tensors
 from natgrad.rules import Quadratic, Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
@@ -297,6 +297,8 @@ class NaturalGradient(Optimizer):
     def _operator(self, point: Point) -> tuple[Operator, dict[str, Any]]:
         inputs, targets, random = self._data()
         data = (inputs, targets) if self.metric.needs_targets else inputs
+        if isinstance(self.metric, PullbackMetric) and not self.metric.needs_targets and targets is not None:
+            data = Labelled(inputs, targets)
         return self.structure.update(self._memory, self.metric, point.params, data, random=random)
 
     def _data(self) -> tuple[Any, Any, Any]:
