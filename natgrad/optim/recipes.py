@@ -30,7 +30,7 @@ def hessian_free(
     step.   solver: default CG(max_steps=50, progress=5e-4).   damping: default
     LevenbergMarquardt(start=1.0, per_example=True).   rule: default LineSearch(): backtracking on the step's own batch.
     warm_start: the last solution, decayed, starts the next solve.   metric_batch: examples for the metric, fewer than
-    the gradient's; a quarter or less of a large batch trained fastest in seconds.
+    the gradient's (docs/choose.md says what it gained).
 
     Martens 2010; Pascanu & Bengio 2013 show that it is natural gradient descent. Loop: `loss = opt.loss(model(x), y);
     loss.backward(); opt.step()`, or the same in a closure. Large batches, some thousand examples, suit it best.
