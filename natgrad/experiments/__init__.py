@@ -35,7 +35,13 @@ __all__ = [
     "run",
 ]
 
-RACES = {"digits": "natgrad.experiments.digits", "fashion": "natgrad.experiments.fashion"}
+RACES = {
+    "digits": "natgrad.experiments.digits",
+    "fashion": "natgrad.experiments.fashion",
+    "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces",
+    "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist",
+    "pascanu_2013_restricted_mnist": "natgrad.experiments.pascanu_2013_restricted_mnist",
+}
 
 
 def find(name: str) -> Race:
