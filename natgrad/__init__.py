@@ -7,7 +7,17 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 from natgrad import families, metrics, operators, optim, solvers, structures
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
-from natgrad.metrics import Metric, covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
+from natgrad.metrics import (
+    Metric,
+    covariance,
+    divergence,
+    empirical_fisher,
+    fisher,
+    gauss_newton,
+    hessian,
+    kl,
+    sampled_fisher,
+)
 from natgrad.operators import Operator
 from natgrad.optim import NaturalGradient, hessian_free, natgrad_cg, natural_gradient, tonga
 from natgrad.rules import LineSearch, Momentum, Rate, Rule, TrustRegion
@@ -55,6 +65,7 @@ __all__ = [
     "families",
     "fisher",
     "gauss_newton",
+    "hessian",
     "hessian_free",
     "kl",
     "metrics",

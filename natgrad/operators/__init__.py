@@ -3,6 +3,7 @@
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
 from natgrad.operators.block import Block
 from natgrad.operators.centred import Centred
+from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
 from natgrad.operators.kronecker import Kronecker
 from natgrad.operators.linearization import Linearization, OutputMap
@@ -14,6 +15,7 @@ __all__ = [
     "Block",
     "Centred",
     "Chunked",
+    "Curvature",
     "Dense",
     "Diagonal",
     "Form",
