@@ -19,11 +19,11 @@ from natgrad.metrics import (
     sampled_fisher,
 )
 from natgrad.operators import Operator
-from natgrad.optim import NaturalGradient, hessian_free, natgrad_cg, natural_gradient, tonga
-from natgrad.rules import LineSearch, Momentum, Rate, Rule, TrustRegion
-from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solution, Solver, Status
+from natgrad.optim import NaturalGradient, hessian_free, krylov_subspace, natgrad_cg, natural_gradient, tonga
+from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
+from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
-from natgrad.structures import Dense, Exact, Structure
+from natgrad.structures import Dense, DiagonalPreconditioner, EmpiricalPreconditioner, Exact, Preconditioner, Structure
 
 __version__ = "0.1.0"
 
@@ -35,11 +35,14 @@ __all__ = [
     "Constant",
     "Damping",
     "Dense",
+    "DiagonalPreconditioner",
     "Direct",
+    "EmpiricalPreconditioner",
     "Exact",
     "Gaussian",
     "Heads",
     "HeteroscedasticGaussian",
+    "KrylovSubspace",
     "LevenbergMarquardt",
     "Likelihood",
     "LineSearch",
@@ -49,6 +52,7 @@ __all__ = [
     "NaturalGradient",
     "Operator",
     "Poisson",
+    "Preconditioner",
     "Rate",
     "Relative",
     "Rule",
@@ -58,6 +62,7 @@ __all__ = [
     "Space",
     "Status",
     "Structure",
+    "SubspaceSearch",
     "TrustRegion",
     "covariance",
     "divergence",
@@ -68,6 +73,7 @@ __all__ = [
     "hessian",
     "hessian_free",
     "kl",
+    "krylov_subspace",
     "metrics",
     "natgrad_cg",
     "natural_gradient",
