@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, PullbackMetric
 from natgrad.optim.recall import Data
 from natgrad.pure import Labelled
@@ -35,7 +35,7 @@ def dense_gradient(name: str, p: Tensor) -> Tensor:
     """p.grad, dense. ValueError if it is not finite."""
     assert p.grad is not None
     gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-    if not bool(torch.isfinite(gradient).all()):
+    if not all_finite(gradient):
         raise ValueError(
             f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
             "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"

@@ -101,4 +101,4 @@ def told(
 
 def finite(step: Step) -> bool:
     """Whether a step can be taken."""
-    return bool(torch.isfinite(step.vector).all())
+    return all_finite(step.vector)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import eigh, safe_cutoff
+from natgrad.linalg import all_finite, eigh, safe_cutoff
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_system
 
@@ -122,7 +122,7 @@ class _Basis:
         unit = unit / left
         image = self.operator.mv(unit)
         self.products += 1
-        self.broken = not bool(torch.isfinite(image).all())
+        self.broken = not all_finite(image)
         if self.broken:
             return False
         self.vectors[self.count], self.images[self.count] = unit, image
