@@ -132,13 +132,14 @@ class Race:
     """An experiment in which contestants minimise the same losses on equal seconds.
 
     settings: a frozen dataclass with the fields seconds, steps, evaluations, looked_at, tuning_seed, threads, device,
-    and what else tasks(settings) reads.
+    and what else tasks(settings) reads. seeds: how many, where the command does not say.
     """
 
     name: str
     summary: str
     settings: type
     tasks: Callable[[Any], tuple[Task, ...]]
+    seeds: int = 3
 
     def budget(self, settings: Any, task: Task) -> Budget:
         """Of every run on that task."""

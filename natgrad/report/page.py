@@ -1,4 +1,4 @@
-"""The report page: one HTML file that needs nothing else, in light and dark, from phone to desk."""
+"""The report page of a race."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from natgrad.report.plots import PALETTE
 from natgrad.report.summary import Result, Summary, lead, plural, short
 from natgrad.report.table import chosen, rows
+from natgrad.report.template import Provenance, fill
 
-DARK = ("#fb923c", "#7aa2ff", "#4fd1b5", "#b79cff", "#e0b84a", "#f28ab8")  # PALETTE on a dark ground
 DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2")
 
 
@@ -22,25 +19,18 @@ class Drawn:
 
     title: str
     svg: str
+    wide: bool = False
 
 
 def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], defaults: dict[str, Any]) -> str:
     """The page as text. drawn: task -> its plots. order: contestants as coloured. defaults: of the settings."""
-    environment = Environment(
-        loader=PackageLoader("natgrad.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("html.j2").render(
+    return fill(
+        "html.j2",
         summary=summary,
         title=f"{summary.experiment.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}",
         lead=lead(summary.results),
         method=method(summary),
         order=order,
-        light=PALETTE,
-        dark=DARK,
         dashes=DASHES,
         parts=[_part(result, drawn[result.name]) for result in summary.results],
         command=command(summary, defaults),
@@ -61,7 +51,7 @@ def method(summary: Summary) -> str:
     )
 
 
-def command(summary: Summary, defaults: dict[str, Any]) -> str:
+def command(summary: Provenance, defaults: dict[str, Any]) -> str:
     """The command that gives this report again. defaults: settings that need not be said."""
     words = ["natgrad", "run", summary.experiment, "--seeds", str(len(summary.seeds))]
     for key, value in summary.settings.items():
@@ -70,7 +60,7 @@ def command(summary: Summary, defaults: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def facts(summary: Summary) -> list[tuple[str, str]]:
+def facts(summary: Provenance) -> list[tuple[str, str]]:
     """Settings, versions, threads, device, seeds: names and values to print."""
     versions = [", ".join(f"{name} {version}" for name, version in each.items()) for each in summary.versions]
     return [
