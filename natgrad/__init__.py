@@ -13,7 +13,17 @@ from natgrad.optim import NaturalGradient, hessian_free, natgrad_cg, natural_gra
 from natgrad.rules import LineSearch, Momentum, Rate, Rule, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
-from natgrad.structures import Dense, Exact, Structure
+from natgrad.structures import (
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Exact,
+    ExactLabels,
+    Kronecker,
+    Sampled,
+    Structure,
+    UnitWise,
+)
 
 __version__ = "0.1.0"
 
@@ -25,11 +35,15 @@ __all__ = [
     "Constant",
     "Damping",
     "Dense",
+    "Diagonal",
     "Direct",
+    "EigenKronecker",
     "Exact",
+    "ExactLabels",
     "Gaussian",
     "Heads",
     "HeteroscedasticGaussian",
+    "Kronecker",
     "LevenbergMarquardt",
     "Likelihood",
     "LineSearch",
@@ -43,12 +57,14 @@ __all__ = [
     "Relative",
     "Rule",
     "SampleSpace",
+    "Sampled",
     "Solution",
     "Solver",
     "Space",
     "Status",
     "Structure",
     "TrustRegion",
+    "UnitWise",
     "covariance",
     "divergence",
     "empirical_fisher",
