@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from natgrad.damping import Damping
@@ -97,8 +96,3 @@ def told(
         gradient=norm,
         failures=last.failures + failed,
     )
-
-
-def finite(step: Step) -> bool:
-    """Whether a step can be taken."""
-    return all_finite(step.vector)
