@@ -249,6 +249,27 @@ def test_a_guess_is_a_start():
     assert_close(far.value, exact, 1e-8)
 
 
+class Passing(Operator):
+    """The identity, whose product is its argument and no copy."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.dtype, self.device = size, F64, torch.device("cpu")
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return vector
+
+
+def test_cg_writes_over_its_own_vectors_only():
+    """Not over the right-hand side, the guess, or a product that the operator still holds."""
+    rhs, guess = draw(9, seed=1), draw(9, seed=2)
+    kept = rhs.clone(), guess.clone()
+    for operator in (Passing(9), Dense(spd(9))):
+        solution = CG(rtol=1e-12).solve(operator, rhs, damping=0.5, guess=guess)
+        assert_close(solution.value, Direct().solve(operator, rhs, damping=0.5).value, 1e-9)
+        assert torch.equal(rhs, kept[0])
+        assert torch.equal(guess, kept[1])
+
+
 def test_negative_curvature_ends_the_run_with_a_vector_that_is_no_worse_than_zero():
     q, _ = torch.linalg.qr(draw(6, 6))
     matrix = q @ torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, -0.4], dtype=F64)) @ q.mT

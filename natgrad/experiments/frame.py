@@ -118,8 +118,8 @@ class Budget:
     """When a run ends, and how often it is evaluated.
 
     seconds: of training, evaluation and record keeping excluded; infinite where steps alone end a run. steps: an
-    earlier end, or None. evaluations: at equal distances of time; more come at steps 1, 2, 3, 4, 6, 9 ... so that curves
-    over steps have points too. Where no time ends the run: at equal distances of steps, and at 1, 2, 4, 8 ...
+    earlier end, or None. evaluations: at equal distances of time; more come at steps 1, 2, 3, 4, 6, 9 ... so that
+    curves over steps have points too. Where no time ends the run: at equal distances of steps, and at 1, 2, 4, 8 ...
     looked_at: how many examples of each part an evaluation uses at most.
     """
 

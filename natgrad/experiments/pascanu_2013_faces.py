@@ -92,9 +92,9 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
 
 
 NOTE = (
-    "The paper's numbers are of the Toronto Face Dataset: 300 filters 12 x 12, 2048 and 1024 hidden units, batches of 960, "
-    "480 unlabelled faces. Its second row of Table 1 stands in the column of the different batch; section 8.7 says that "
-    "gradient and metric had the same batch there. It has neither MSGD nor a different batch on this set."
+    "The paper's numbers are of the Toronto Face Dataset: 300 filters 12 x 12, 2048 and 1024 hidden units, batches of "
+    "960, 480 unlabelled faces. Its second row of Table 1 stands in the column of the different batch; section 8.7 "
+    "says that gradient and metric had the same batch there. It has neither MSGD nor a different batch on this set."
 )
 
 
@@ -113,7 +113,7 @@ def standardised(images: Tensor) -> Tensor:
 
 
 def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
-    """Four choices each; the Fisher metrics share theirs, so that only their data differ. The paper's comes first."""
+    """Four choices each; the Fisher metrics share theirs, so that only their data differ. The paper's is the first."""
     schedule = Falling(settings.hold or 1, settings.fall)
     points = [*adapted(batch, (1.0, 8.0), (1.0, 1.0), (0.3, 1.0)), *constant(batch, (1.0, 1.0))]
     given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}

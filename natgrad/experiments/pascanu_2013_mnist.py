@@ -87,8 +87,8 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
 
 
 NOTE = (
-    "The paper: 32 and 64 filters, 750 hidden units, batches of 10,000 for gradient and metric, 2000 updates. It does not "
-    "name pooling, non-linearity or validation part, and has no MSGD on this set."
+    "The paper: 32 and 64 filters, 750 hidden units, batches of 10,000 for gradient and metric, 2000 updates. It does "
+    "not name pooling, non-linearity or validation part, and has no MSGD on this set."
 )
 
 

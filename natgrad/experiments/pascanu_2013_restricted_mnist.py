@@ -90,7 +90,7 @@ NOTE = (
 
 
 def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
-    """Six choices each; the three Fisher metrics share theirs, so that only their data differ. The paper's come first."""
+    """Six choices each; the Fisher metrics share theirs, so that only their data differ. The paper's are among them."""
     points = [
         *constant(batch, (0.1, 0.01), (0.3, 0.1), (1.0, 1.0)),
         *adapted(batch, (5.0, 2.0), (1.0, 2.0), (1.0, 0.2)),

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from natgrad.metrics import Metric
+from natgrad.linalg import all_finite
+from natgrad.metrics import Metric, PullbackMetric
+from natgrad.optim.recall import Data
+from natgrad.pure import Labelled
 from natgrad.rules import Rule
 from natgrad.solvers import Solver
 from natgrad.spaces import check_parameters, trainable
@@ -33,7 +35,7 @@ def dense_gradient(name: str, p: Tensor) -> Tensor:
     """p.grad, dense. ValueError if it is not finite."""
     assert p.grad is not None
     gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-    if not bool(torch.isfinite(gradient).all()):
+    if not all_finite(gradient):
         raise ValueError(
             f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
             "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"
@@ -48,6 +50,20 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
             hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+
+
+def inputs_of(metric: Metric, data: Data) -> Any:
+    """Data in the form in which the metric takes it."""
+    if metric.needs_targets:
+        return data.inputs, data.targets
+    known = isinstance(metric, PullbackMetric) and data.targets is not None
+    return Labelled(data.inputs, data.targets) if known else data.inputs
+
+
+def check_batch(name: str, value: int | None) -> None:
+    """ValueError unless None or an integer >= 1."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}, expected an integer >= 1, or None for all examples")
 
 
 def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:
