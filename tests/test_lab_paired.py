@@ -46,7 +46,7 @@ def runs(errors, losses=None, end="steps"):
     return [
         Record(
             {"seed": seed, "budget": None},
-            ({"step": 3, "seconds": 1.0, "test_error": error, "train_loss": loss},),
+            ({"step": 3, "seconds": 1.0, "test_error": error, "train_loss": loss, "test_loss": loss},),
             {"end": end},
         )
         for seed, (error, loss) in enumerate(zip(errors, losses or errors, strict=True))
