@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from natgrad.damping import Damping
+from natgrad.linalg import all_finite
 from natgrad.operators import Operator
 from natgrad.optim.objective import Objective
 from natgrad.optim.reports import StateReport
