@@ -7,19 +7,32 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 from natgrad import families, metrics, operators, optim, solvers, structures
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
-from natgrad.metrics import Metric, covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
+from natgrad.metrics import (
+    Metric,
+    covariance,
+    divergence,
+    empirical_fisher,
+    fisher,
+    gauss_newton,
+    hessian,
+    kl,
+    sampled_fisher,
+)
 from natgrad.operators import Operator
-from natgrad.optim import NaturalGradient, hessian_free, natgrad_cg, natural_gradient, tonga
-from natgrad.rules import LineSearch, Momentum, Rate, Rule, TrustRegion
-from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solution, Solver, Status
+from natgrad.optim import NaturalGradient, hessian_free, krylov_subspace, natgrad_cg, natural_gradient, tonga
+from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
+from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
     Dense,
     Diagonal,
+    DiagonalPreconditioner,
     EigenKronecker,
+    EmpiricalPreconditioner,
     Exact,
     ExactLabels,
     Kronecker,
+    Preconditioner,
     Sampled,
     Structure,
     UnitWise,
@@ -36,14 +49,17 @@ __all__ = [
     "Damping",
     "Dense",
     "Diagonal",
+    "DiagonalPreconditioner",
     "Direct",
     "EigenKronecker",
+    "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
     "Gaussian",
     "Heads",
     "HeteroscedasticGaussian",
     "Kronecker",
+    "KrylovSubspace",
     "LevenbergMarquardt",
     "Likelihood",
     "LineSearch",
@@ -53,6 +69,7 @@ __all__ = [
     "NaturalGradient",
     "Operator",
     "Poisson",
+    "Preconditioner",
     "Rate",
     "Relative",
     "Rule",
@@ -63,6 +80,7 @@ __all__ = [
     "Space",
     "Status",
     "Structure",
+    "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
     "covariance",
@@ -71,8 +89,10 @@ __all__ = [
     "families",
     "fisher",
     "gauss_newton",
+    "hessian",
     "hessian_free",
     "kl",
+    "krylov_subspace",
     "metrics",
     "natgrad_cg",
     "natural_gradient",

@@ -106,6 +106,25 @@ def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:
     return vectors @ (inverse.unsqueeze(-1) * coordinates if rhs.dim() == 2 else inverse * coordinates)
 
 
+def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor:
+    """(A + damping I)^+ rhs for symmetric A (n, n) with eigenvalues of both signs, rhs (n,), by eigendecomposition.
+
+    Sums lambda + damping below n * eps of the largest count as zero.
+    """
+    if not len(matrix):
+        return torch.zeros_like(rhs)
+    values, vectors = eigh(matrix)
+    values = values + damping
+    keep = values.abs() > safe_cutoff(len(values), values.dtype) * values.abs().max()
+    return vectors @ torch.where(keep, vectors.mT @ rhs / torch.where(keep, values, 1), 0)
+
+
+def absolute(matrix: Tensor) -> Tensor:
+    """|A| for symmetric A (n, n): the same eigenvectors, absolute eigenvalues."""
+    values, vectors = eigh(matrix)
+    return symmetrise((vectors * values.abs()) @ vectors.mT)
+
+
 def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A^+2 of PSD A (n, n) as its eigenvectors V (n, n) and 1 / lambda^2 (n,), 0 where lambda <= n eps lambda_max."""
     values, vectors = eigh(matrix)

@@ -50,12 +50,16 @@ class Call:
             )
         return sizes[0]
 
-    def sample(self, size: int, seed: int) -> Call:
-        """The call on `size` of its examples, drawn without replacement; as it is if it has no more."""
+    def sample(self, size: int, seed: int, last: bool = False) -> Call:
+        """The call on `size` of its examples, drawn without replacement; as it is if it has no more.
+
+        last: the other end of the drawn order, so that two draws from one seed share no example while there are enough.
+        """
         batch = self.batch()
         if size >= batch:
             return self
-        drawn = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))[:size]
+        order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
+        drawn = order[-size:] if last else order[:size]
 
         def pick(tensor: Tensor) -> Tensor:
             return tensor[drawn.to(tensor.device)] if tensor.dim() > 0 and tensor.shape[0] == batch else tensor

@@ -12,6 +12,7 @@ from natgrad.metrics.fisher import (
     sampled_fisher,
 )
 from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
+from natgrad.metrics.hessian import Hessian, hessian
 
 __all__ = [
     "Covariance",
@@ -19,6 +20,7 @@ __all__ = [
     "EmpiricalFisher",
     "Fisher",
     "GaussNewton",
+    "Hessian",
     "LossGaussNewton",
     "Metric",
     "PullbackMetric",
@@ -28,6 +30,7 @@ __all__ = [
     "empirical_fisher",
     "fisher",
     "gauss_newton",
+    "hessian",
     "kl",
     "sampled_fisher",
 ]

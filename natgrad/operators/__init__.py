@@ -4,6 +4,7 @@ from natgrad.operators.arranged import Arranged, Layout
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
 from natgrad.operators.block import Block
 from natgrad.operators.centred import Centred
+from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
 from natgrad.operators.kronecker import Kronecker, Spectral
 from natgrad.operators.linearization import Linearization, OutputMap
@@ -17,6 +18,7 @@ __all__ = [
     "Block",
     "Centred",
     "Chunked",
+    "Curvature",
     "Dense",
     "Diagonal",
     "Form",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Operator(ABC):
-    """Symmetric positive semi-definite G of shape (n, n), known by its products.
+    """Symmetric positive semi-definite G of shape (n, n), known by its products; a Hessian may be `indefinite`.
 
     A subclass sets `size`, `dtype` and `device` and gives `mv`; everything else has a default, and is
     overridden where a closed form is cheaper. `check_operator` in `natgrad.testing` checks one against the other.
@@ -20,6 +20,8 @@ class Operator(ABC):
     device: torch.device
     nats: float = 1.0
     """Nats per example in one unit of d^T G d / 2, where the metric's loss is a mean over an example's entries."""
+    indefinite: bool = False
+    """Whether G may have negative eigenvalues after all: a Hessian's products."""
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:
@@ -110,6 +112,7 @@ class Sum(Operator):
             raise ValueError(f"terms are {terms}, expected operators of one dtype, device and unit (nats); convert one")
         self.terms = terms
         self.size, self.dtype, self.device, self.nats = next(iter(kinds))
+        self.indefinite = any(term.indefinite for term in terms)
 
     def mv(self, vector: Tensor) -> Tensor:
         return torch.stack([term.mv(vector) for term in self.terms]).sum(0)
@@ -143,7 +146,7 @@ class Scaled(Operator):
             raise ValueError(f"factor is {factor}, expected a number >= 0: a metric stays positive semi-definite")
         self.operator, self.factor = operator, factor
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
-        self.nats = operator.nats
+        self.nats, self.indefinite = operator.nats, operator.indefinite
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.factor * self.operator.mv(vector)
@@ -186,7 +189,7 @@ class Shifted(Operator):
             raise ValueError(f"damping is {damping}, expected a number >= 0")
         self.operator, self.damping = operator, damping
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
-        self.nats = operator.nats
+        self.nats, self.indefinite = operator.nats, operator.indefinite
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.operator.mv(vector) + self.damping * vector

@@ -2,7 +2,17 @@
 
 from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.recipes import hessian_free, natgrad_cg, tonga
+from natgrad.optim.recipes import hessian_free, krylov_subspace, natgrad_cg, tonga
 from natgrad.optim.reports import Report, Row, StateReport
 
-__all__ = ["NaturalGradient", "Report", "Row", "StateReport", "hessian_free", "natgrad_cg", "natural_gradient", "tonga"]
+__all__ = [
+    "NaturalGradient",
+    "Report",
+    "Row",
+    "StateReport",
+    "hessian_free",
+    "krylov_subspace",
+    "natgrad_cg",
+    "natural_gradient",
+    "tonga",
+]

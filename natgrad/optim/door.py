@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.metrics import Metric
+from natgrad.metrics import Metric, PullbackMetric
+from natgrad.optim.recall import Data
+from natgrad.pure import Labelled
 from natgrad.rules import Rule
 from natgrad.solvers import Solver
 from natgrad.spaces import check_parameters, trainable
@@ -48,6 +50,20 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
             hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+
+
+def inputs_of(metric: Metric, data: Data) -> Any:
+    """Data in the form in which the metric takes it."""
+    if metric.needs_targets:
+        return data.inputs, data.targets
+    known = isinstance(metric, PullbackMetric) and data.targets is not None
+    return Labelled(data.inputs, data.targets) if known else data.inputs
+
+
+def check_batch(name: str, value: int | None) -> None:
+    """ValueError unless None or an integer >= 1."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}, expected an integer >= 1, or None for all examples")
 
 
 def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:

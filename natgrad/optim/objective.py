@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.optim.recall import Recall
-from natgrad.pure import PureModel, RandomState
+from natgrad.optim.recall import Data, Recall
+from natgrad.pure import PureModel, RandomState, as_call
 from natgrad.spaces import Space
 
 Closure = Callable[[], Tensor]
@@ -31,32 +31,64 @@ class Objective(ABC):
 
     def __call__(self, vector: Tensor) -> float:
         if self._last is None or self._last[0] is not vector:
-            value = self._evaluate(self.space.unflatten(vector))
-            self._last = vector, value if math.isfinite(value) else math.nan
+            self._keep(vector, self._evaluate(self.space.unflatten(vector)))
+        assert self._last is not None
         return self._last[1]
+
+    def gradient(self, vector: Tensor) -> tuple[float, Tensor]:
+        """The loss at theta + d, and its gradient (n,) there."""
+        value, parts = self._differentiate(self.space.unflatten(vector))
+        self._keep(vector, value)
+        return self(vector), self.space.flatten(parts)
+
+    def _keep(self, vector: Tensor, value: float) -> None:
+        self._last = vector, value if math.isfinite(value) else math.nan
 
     @abstractmethod
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         """The loss at theta + step."""
 
+    @abstractmethod
+    def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """The loss at theta + step and its gradient."""
+
 
 class Replay(Objective):
-    """The remembered pass again, as a pure function: nothing of the user's moves."""
+    """A pass again, as a pure function: nothing of the user's moves.
+
+    passed: the data, and the random state before it.   before: the loss at d = 0 where it is known, else None.
+    """
 
     def __init__(
-        self, model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], space: Space
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        passed: Data,
+        before: float | None,
+        params: dict[str, Tensor],
+        space: Space,
     ) -> None:
-        last = recall.passed()
-        assert last is not None
-        assert recall.loss is not None
-        super().__init__(params, space, float(recall.loss))
-        self.pure = PureModel(model, last.call, last.random)
-        self.criterion, self.targets, self.scale = criterion, recall.targets, recall.last_scale
+        self.pure = PureModel(model, as_call(passed.inputs), passed.random)
+        self.criterion, self.targets = criterion, passed.targets
+        super().__init__(params, space, math.nan)
+        zero = {name: torch.zeros_like(p) for name, p in params.items()}
+        self.before = self._evaluate(zero) if before is None else before
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         with torch.no_grad():
-            outputs = self.pure({name: p + step[name] for name, p in self.params.items()})
-            return float(self.criterion.value(outputs, self.targets)) / self.scale
+            return float(self._loss({name: p + step[name] for name, p in self.params.items()}))
+
+    def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        with torch.enable_grad():
+            points = {name: (p.detach() + step[name]).requires_grad_() for name, p in self.params.items()}
+            value = self._loss(points)
+            gradients = torch.autograd.grad(value, list(points.values()), materialize_grads=True)
+        return float(value.detach()), dict(zip(points, gradients, strict=True))
+
+    def _loss(self, params: dict[str, Tensor]) -> Tensor:
+        """In units of its mean."""
+        outputs = self.pure(params)
+        return self.criterion.value(outputs, self.targets) / self.criterion.scale(outputs, self.targets)
 
 
 class Reclose(Objective):
@@ -77,10 +109,21 @@ class Reclose(Objective):
         self.model, self.closure, self.recall, self.random = model, closure, recall, random
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
+        with self._moved(step):
+            return number(self.closure()) / self.scale
+
+    def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        with self._moved(step):
+            value = number(self.closure()) / self.scale
+            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.params.items()}
+            return value, {name: gradient.to_dense() / self.scale for name, gradient in gradients.items()}
+
+    @contextmanager
+    def _moved(self, step: dict[str, Tensor]) -> Iterator[None]:
         with self.random.replayed(), self._restored(), torch.enable_grad():
             for name, p in self.params.items():
                 p.data.add_(step[name])
-            return number(self.closure()) / self.scale
+            yield
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -108,10 +151,13 @@ def objective_of(
     closure: Closure | None,
     value: Tensor | None,
     random: RandomState,
+    searched: Data | None = None,
 ) -> Objective | None:
     """The cheapest way to re-evaluate the loss: a replay after `opt.loss`, else the closure, else None."""
+    if searched is not None and isinstance(model, nn.Module):
+        return Replay(model, criterion(), searched, None, params, space)
     if recall.loss is not None and recall.passed() is not None and isinstance(model, nn.Module):
-        return Replay(model, criterion(), recall, params, space)
+        return Replay(model, criterion(), recall.whole(), float(recall.loss), params, space)
     if closure is not None and value is not None:
         return Reclose(model, closure, recall, params, space, value, random)
     return None

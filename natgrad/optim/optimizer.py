@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -15,29 +15,21 @@ from torch.optim import Optimizer
 
 from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
-from natgrad.metrics import Metric, PullbackMetric
+from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.door import check_choices, check_number, dense_gradient, named_parameters
+from natgrad.optim.door import check_batch, check_choices, check_number, dense_gradient, inputs_of, named_parameters
 from natgrad.optim.objective import Objective, objective_of
-from natgrad.optim.recall import Recall, listen
+from natgrad.optim.recall import Data, Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
-from natgrad.pure import Call, Labelled, RandomState, map_tensors
-from natgrad.rules import Quadratic, Rate, Rule, Step, require_loss
+from natgrad.optim.step import Point, check_solution, finite, judge, quadratic, told
+from natgrad.pure import RandomState, map_tensors
+from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
-from natgrad.structures import Dense, Exact, Structure
+from natgrad.structures import Dense, Exact, Preconditioner, Structure, as_preconditioner
 
 Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where a step starts: the active parameters and the gradient of the mean loss (n,)."""
-
-    params: dict[str, Tensor]
-    space: Space
-    gradient: Tensor
 
 
 class NaturalGradient(Optimizer):
@@ -51,6 +43,9 @@ class NaturalGradient(Optimizer):
     torch.optim (keys lr, weight_decay); default all trainable parameters.   metric_batch: take the metric on this many
     of the pass's examples, drawn anew at every step (from the step's number); default all. Products then cost that much
     less, while the gradient keeps every example; dropout masks and batch statistics are those of the smaller batch.
+    search_batch: evaluate trial points on this many of the pass's examples, others than the metric's while there are
+    enough; default all.   preconditioner: for CG, MinresQLP and KrylovSubspace, `ng.DiagonalPreconditioner()` and
+    others, or a structure with a closed-form inverse.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step,
     with the same dropout masks; or on `observe(inputs)`. A parameter whose gradient is None is left alone. Use
@@ -74,24 +69,28 @@ class NaturalGradient(Optimizer):
         weight_decay: float = 0.0,
         warm_start: float = 0.0,
         metric_batch: int | None = None,
+        search_batch: int | None = None,
+        preconditioner: Preconditioner | Structure | None = None,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> None:
         check_choices(metric, structure, solver, rule)
         check_number("lr", lr)
         check_number("weight_decay", weight_decay)
         check_number("warm_start", warm_start, 1.0)
-        if metric_batch is not None and metric_batch < 1:
-            raise ValueError(f"metric_batch is {metric_batch}, expected an integer >= 1, or None for all examples")
+        check_batch("metric_batch", metric_batch)
+        check_batch("search_batch", search_batch)
         self.model, self.metric = model, metric
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
-        self.metric_batch = metric_batch
+        self.metric_batch, self.search_batch = metric_batch, search_batch
+        self.preconditioner = as_preconditioner(preconditioner, self.solver)
         self._named = named_parameters(model)
         super().__init__(
             list(self._named.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
         )
         self._level = self.damping.initial()
         self._memory: dict[str, Any] | None = None
+        self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
         self._recall = Recall()
         self._finalizer: weakref.finalize | None = None
@@ -126,7 +125,18 @@ class NaturalGradient(Optimizer):
         On other data than the gradient's, part of the gradient lies outside the metric's range and the step grows like
         1 / damping (Pascanu & Bengio, section 4): keep a damping floor there. targets: for metrics that use them.
         """
-        self._recall.observed = (inputs, targets)
+        self._recall.observed = Data(inputs, targets, None)
+
+    def search_on(self, inputs: Any, targets: Any) -> None:
+        """Evaluate the next step's trial points on these examples instead of the gradient's: for rules and dampings
+        that re-evaluate the loss, so that a step is not fitted to one batch (Vinyals & Povey 2012).
+
+        TypeError if the metric has no criterion, or the model is not a module.
+        """
+        if not isinstance(self.model, nn.Module):
+            raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")
+        self.criterion  # noqa: B018 - its error comes here rather than at the step
+        self._recall.searched = Data(inputs, targets, None)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
@@ -145,7 +155,7 @@ class NaturalGradient(Optimizer):
                     raise ValueError("closure returned None, expected the loss; end it with `return loss`")
             point = self._point()
             if point is not None:
-                self._data()  # what is missing there comes before what is missing for the loss
+                self._metric_data()  # what is missing there comes before what is missing for the loss
                 with self._replaying():
                     self._step(point, self._objective(point, closure, value, random))
         finally:
@@ -191,6 +201,7 @@ class NaturalGradient(Optimizer):
         extra = {
             "damping": self._level,
             "memory": self._memory,
+            "preconditioner": self._prepared,
             "steps": self._last.step,
             "failures": self._last.failures,
             "generator": None if generator is None else generator.get_state(),
@@ -211,7 +222,10 @@ class NaturalGradient(Optimizer):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != EXTRA})
         device = next(iter(self._named.values())).device
         self._level = extra["damping"]
-        self._memory = extra["memory"] and map_tensors(extra["memory"], lambda t: t.to(device).clone())
+        self._memory, self._prepared = (
+            kept and map_tensors(kept, lambda t: t.to(device).clone())
+            for kept in (extra["memory"], extra.get("preconditioner"))
+        )
         self._last = StateReport(step=extra["steps"], failures=extra["failures"])
         if generator is not None:
             generator.set_state(extra["generator"].cpu())
@@ -250,24 +264,20 @@ class NaturalGradient(Optimizer):
         require_loss(self.rule, objective)
         operator, memory = self._operator(point)
         amount = self.damping.amount(self._level, operator)
-        solution = self.solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
-        if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
-            raise ValueError(
-                "the metric is not finite: its products overflow or are NaN; nothing was changed. Look for infinite "
-                "derivatives (a square root at 0) or an overflow in the model"
-            )
-        proposal = self._proposal(point, operator, solution, amount)
-        before = math.nan if objective is None else objective.before
-        model = Quadratic(point.gradient, operator, amount, proposal, operator.nats, before)
+        solver, prepared = self._solver(point, operator, amount)
+        solution = solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
+        check_solution(solution)
+        model = quadratic(point, operator, solution, amount, math.nan if objective is None else objective.before)
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
-        ratio, refused = self._judge(model, step, objective)
-        failed = not bool(torch.isfinite(step.vector).all())
+        ratio, refused = judge(self.damping, model, step, objective)
+        failed = not finite(step)
         if failed or refused:
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
-        self._commit(point, step, memory, velocities, solution, decay=not (failed or refused))
-        self._last = self._told(model, step, solution, ratio, failed)
+        self._commit(point, step, velocities, solution, decay=not (failed or refused))
+        self._memory, self._prepared = memory, prepared
+        self._last = told(self._last, model, step, solution, ratio, failed)
         if ratio is not None:
             self._level = self.damping.update(self._level, ratio)
 
@@ -292,102 +302,67 @@ class NaturalGradient(Optimizer):
             return None
         gradients = {name: dense_gradient(name, p) for name, p in params.items()}
         space = Space(params)
-        return Point(params, space, space.flatten(gradients) / (self._recall.scale or 1.0))
+        return Point(params, space, space.flatten(gradients) / (self._recall.scale or 1.0), self._rates("lr"))
 
     def _operator(self, point: Point) -> tuple[Operator, dict[str, Any]]:
-        inputs, targets, random = self._data()
-        data = (inputs, targets) if self.metric.needs_targets else inputs
-        if isinstance(self.metric, PullbackMetric) and not self.metric.needs_targets and targets is not None:
-            data = Labelled(inputs, targets)
-        return self.structure.update(self._memory, self.metric, point.params, data, random=random)
+        data = self._metric_data()
+        return self.structure.update(
+            self._memory, self.metric, point.params, inputs_of(self.metric, data), random=data.random
+        )
 
-    def _data(self) -> tuple[Any, Any, Any]:
-        if self._recall.observed is not None:
-            return *self._recall.observed, None
-        last = self._recall.passed()
-        if last is None:
-            raise ValueError(
-                "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
-                "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs)"
-            )
-        if self.metric_batch is None:
-            return last.call, self._recall.targets, last.random
-        # inputs and targets together; drawn, since consecutive examples were seen to be alike and trained worse
-        both = Call((last.call, self._recall.targets)).sample(self.metric_batch, self._last.step)
-        return *both.args, last.random
+    def _metric_data(self) -> Data:
+        return self._recall.metric_data(self.metric_batch, self._last.step)
+
+    def _solver(self, point: Point, operator: Operator, damping: float) -> tuple[Solver, dict[str, Any] | None]:
+        """The solver, with this step's preconditioner if there is one, and that one's memory."""
+        if self.preconditioner is None:
+            return self.solver, None
+        data = self._metric_data()
+        inverse, memory = self.preconditioner.update(
+            self._prepared, self.metric, point.params, inputs_of(self.metric, data), damping, operator, data.random
+        )
+        return replace(self.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
 
     def _objective(
         self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState
     ) -> Objective | None:
+        searched = self._recall.search_data(self.search_batch, self._last.step)
         return objective_of(
-            self.model, lambda: self.criterion, self._recall, point.params, point.space, closure, value, random
+            self.model,
+            lambda: self.criterion,
+            self._recall,
+            point.params,
+            point.space,
+            closure,
+            value,
+            random,
+            searched,
         )
 
     def _guess(self, point: Point) -> Tensor | None:
         last = self._flat_state(point, "solution").get("solution")
         return None if last is None or self.warm_start == 0 else self.warm_start * last
 
-    def _proposal(self, point: Point, operator: Operator, solution: Solution, amount: float) -> Step:
-        rates = self._rates("lr")
-        image = solution.image - amount * solution.value  # G x, since the image is (G + damping I) x
-        if len({rates[name] for name in point.params}) == 1:
-            return Step(solution.value, image).scaled(-rates[next(iter(point.params))])
-        parts = {name: -rates[name] * part for name, part in point.space.unflatten(solution.value).items()}
-        vector = point.space.flatten(parts)
-        return Step(vector, operator.mv(vector))
-
-    def _judge(self, model: Quadratic, step: Step, objective: Objective | None) -> tuple[float | None, bool]:
-        """True over predicted change, and whether the step is refused: a loss that is not finite, or that rose.
-
-        The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
-        runs uphill. Such a step is taken all the same if the loss fell.
-        """
-        if not self.damping.needs_ratio or objective is None:
-            return None, False
-        predicted = self.damping.predicted(model.change(step), model.slope(step))
-        change = objective(step.vector) - objective.before
-        if predicted < 0:
-            return change / predicted, math.isnan(change)
-        return math.nan, not change <= 0
-
     def _commit(
         self,
         point: Point,
         step: Step,
-        memory: dict[str, Any],
         velocities: dict[str, Tensor],
         solution: Solution,
         decay: bool,
     ) -> None:
         """The only place where parameters and state change."""
-        rates, decays = self._rates("lr"), self._rates("weight_decay")
+        rates, decays = point.rates, self._rates("weight_decay")
         taken = decay and bool(step.vector.any())  # no step, no decay either
         kept = dict(velocities)
         if self.warm_start:
-            kept["solution"] = solution.value
+            # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
+            kept["solution"] = -step.vector if taken and solution.basis is not None else solution.value
         views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
         for name, part in point.space.unflatten(step.vector).items():
             p = point.params[name]
             p.mul_(1 - rates[name] * decays[name] * taken).add_(part)
             self.state[p].update({key: view[name].clone() for key, view in views.items()})
-        self._memory = memory
-
-    def _told(self, model: Quadratic, step: Step, solution: Solution, ratio: float | None, failed: bool) -> StateReport:
-        size, proposed = float(step.vector.norm()), float(model.proposal.vector.norm())
-        norm = float(model.gradient.norm())
-        return StateReport(
-            step=self._last.step + 1,
-            loss=model.loss,
-            kl=model.kl(step),
-            damping=model.damping,
-            ratio=ratio,
-            solver_steps=solution.steps,
-            residual=float(solution.residual) / norm if norm else 0.0,
-            status=str(solution.status),
-            rate=size / proposed if proposed else 0.0,
-            gradient=norm,
-            failures=self._last.failures + failed,
-        )
 
     def _flat_state(self, point: Point, key: str) -> dict[str, Tensor]:
         parts = {name: self.state[p][key] for name, p in point.params.items() if key in self.state.get(p, {})}

@@ -16,6 +16,15 @@ from natgrad.pure import Call, RandomState, is_evaluating, map_tensors
 
 
 @dataclass(frozen=True)
+class Data:
+    """Inputs and targets for a metric or for trial points, and the random state to replay on them."""
+
+    inputs: Any
+    targets: Any
+    random: RandomState | None
+
+
+@dataclass(frozen=True)
 class Pass:
     """One training-mode forward pass: its inputs, and the random state that it started from."""
 
@@ -48,7 +57,8 @@ class Recall:
 
     paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
     divided by.   scale: the same under reduction='sum', added up over the losses that `backward` went through since the
-    gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.
+    gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.   observed: for the
+    metric, searched: for trial points, in place of the pass's own data.
     """
 
     def __init__(self) -> None:
@@ -63,7 +73,8 @@ class Recall:
         self.loss: Tensor | None = None
         self.last_scale = 1.0
         self.scale = 0.0
-        self.observed: tuple[Any, Any] | None = None
+        self.observed: Data | None = None
+        self.searched: Data | None = None
 
     def passed(self) -> Pass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
@@ -73,6 +84,37 @@ class Recall:
         if self.target_versions != versions_of(Call((self.targets,))):
             raise ValueError("the targets of the last loss were changed in place before step(); copy them")
         return chosen
+
+    def whole(self) -> Data:
+        """All of the pass that the gradient belongs to. ValueError if there was none."""
+        last = self.passed()
+        if last is None:
+            raise ValueError(
+                "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
+                "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs)"
+            )
+        return Data(last.call, self.targets, last.random)
+
+    def metric_data(self, size: int | None, seed: int) -> Data:
+        """What was observed, else the pass, or `size` examples of it, drawn from the seed."""
+        if self.observed is not None:
+            return self.observed
+        # drawn: consecutive examples were seen to be alike and trained worse
+        return self.whole() if size is None else part(self.whole(), size, seed)
+
+    def search_data(self, size: int | None, seed: int) -> Data | None:
+        """For trial points: what was given, else `size` examples of the pass; None for all of it.
+
+        The same seed draws examples that `metric_data` does not, as far as there are enough.
+        """
+        if self.searched is not None or size is None:
+            return self.searched
+        if self.loss is None:
+            raise ValueError(
+                "search_batch draws from the batch of optimizer.loss(outputs, targets): compute the loss with it, or "
+                "give the data with optimizer.search_on(inputs, targets)"
+            )
+        return part(self.whole(), size, seed, last=True)
 
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
@@ -90,6 +132,12 @@ class Recall:
         self.loss = value.detach() / self.last_scale
         if criterion.summed and value.requires_grad:
             value.register_hook(Counter(self, self.last_scale))
+
+
+def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
+    """`size` of the examples, inputs and targets together: the first of a drawn order, or its last."""
+    inputs, targets = Call((data.inputs, data.targets)).sample(size, seed, last).args
+    return Data(inputs, targets, data.random)
 
 
 class Counter:

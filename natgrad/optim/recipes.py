@@ -8,8 +8,9 @@ from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.families import Likelihood, as_criterion
 from natgrad.metrics import covariance, gauss_newton
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.rules import LineSearch, Rule
-from natgrad.solvers import CG, SampleSpace, Solver
+from natgrad.rules import LineSearch, Rule, SubspaceSearch
+from natgrad.solvers import CG, KrylovSubspace, SampleSpace, Solver
+from natgrad.structures import Preconditioner, Structure
 
 
 def hessian_free(
@@ -23,6 +24,8 @@ def hessian_free(
     weight_decay: float = 0.0,
     warm_start: float = 0.95,
     metric_batch: int | None = None,
+    search_batch: int | None = None,
+    preconditioner: Preconditioner | Structure | None = None,
 ) -> NaturalGradient:
     """Truncated Newton on the exact Fisher (the Gauss-Newton matrix): products, CG, Levenberg-Marquardt, line search.
 
@@ -30,8 +33,11 @@ def hessian_free(
     step.   solver: default CG(max_steps=50, progress=5e-4).   damping: default
     LevenbergMarquardt(start=1.0, per_example=True).   rule: default LineSearch(): backtracking on the step's own batch.
     warm_start: the last solution, decayed, starts the next solve.   metric_batch: examples for the metric, fewer than
-    the gradient's (docs/choose.md says what it gained).
+    the gradient's (docs/choose.md says what it gained).   search_batch: examples for the line search and the damping.
+    preconditioner: for CG, default none: `ng.DiagonalPreconditioner()` and others.
 
+    Martens' backtracking over CG's iterates: solver=ng.CG(max_steps=50, progress=5e-4, keep=1.3) with
+    rule=ng.LineSearch(iterates=True).
     Martens 2010; Pascanu & Bengio 2013 show that it is natural gradient descent. Loop: `loss = opt.loss(model(x), y);
     loss.backward(); opt.step()`, or the same in a closure. Large batches, some thousand examples, suit it best.
     TypeError for a criterion that is not a likelihood.
@@ -46,6 +52,45 @@ def hessian_free(
         weight_decay=weight_decay,
         warm_start=warm_start,
         metric_batch=metric_batch,
+        search_batch=search_batch,
+        preconditioner=preconditioner,
+    )
+
+
+def krylov_subspace(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    dimension: int = 20,
+    steps: int = 10,
+    damping: float | Damping = 1e-3,
+    weight_decay: float = 0.0,
+    metric_batch: int | None = None,
+    search_batch: int | None = None,
+    preconditioner: Preconditioner | Structure | None = None,
+) -> NaturalGradient:
+    """Krylov subspace descent (Vinyals & Povey 2012): BFGS on the loss itself, within a Krylov space of the Fisher.
+
+    dimension: of the space, one product each; the last step joins it.   steps: of BFGS, a gradient each at least.
+    lr: scales the point that BFGS starts from, -lr times the damped solution in the space.   damping: of that solution
+    and of BFGS's first matrix; the step itself is not bounded by it.   metric_batch, search_batch: the space from some
+    of the batch's examples, the search on others, the gradient on all: the few dimensions are fitted to what they are
+    searched on. Or `opt.observe(...)` and `opt.search_on(inputs, targets)`.
+    Loop as for `hessian_free`. TypeError for a criterion that is not a likelihood.
+    """
+    return NaturalGradient(
+        model,
+        gauss_newton(model, as_criterion(criterion)),
+        lr,
+        solver=KrylovSubspace(dimension=dimension),
+        damping=damping,
+        rule=SubspaceSearch(steps=steps),
+        weight_decay=weight_decay,
+        warm_start=1.0,
+        metric_batch=metric_batch,
+        search_batch=search_batch,
+        preconditioner=preconditioner,
     )
 
 

@@ -1,10 +1,23 @@
 """Floor 2: solvers of (G + damping I) x = b behind one face."""
 
 from natgrad.solvers.auto import Auto
-from natgrad.solvers.base import Solution, Solver, Status
+from natgrad.solvers.base import Iterate, Solution, Solver, Status, Subspace
 from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
 from natgrad.solvers.minres_qlp import MinresQLP
 from natgrad.solvers.sample_space import SampleSpace
+from natgrad.solvers.subspace import KrylovSubspace
 
-__all__ = ["CG", "Auto", "Direct", "MinresQLP", "SampleSpace", "Solution", "Solver", "Status"]
+__all__ = [
+    "CG",
+    "Auto",
+    "Direct",
+    "Iterate",
+    "KrylovSubspace",
+    "MinresQLP",
+    "SampleSpace",
+    "Solution",
+    "Solver",
+    "Status",
+    "Subspace",
+]

@@ -10,6 +10,7 @@ from natgrad.operators import Centred, Operator, Pullback
 from natgrad.solvers.base import Solution, Solver, check_system
 from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
+from natgrad.solvers.minres_qlp import MinresQLP
 from natgrad.solvers.sample_space import SampleSpace
 
 
@@ -21,6 +22,8 @@ class Auto(Solver):
     2. Fewer columns r of the root than parameters, and r <= `gram`: `SampleSpace` (the r x r Gram matrix).
     3. n <= `dense`: `Direct` (the n x n matrix, one Cholesky).
     4. Otherwise `CG`.
+
+    For a Hessian, which may be indefinite, `Direct` up to `dense` and `MinresQLP` beyond.
 
     gram, dense: the largest matrix that is still factorised, by its side. The defaults are about a second
     of Cholesky on two cores in float64.
@@ -36,6 +39,8 @@ class Auto(Solver):
 
     def choose(self, operator: Operator) -> Solver:
         """The solver that `solve` takes for this operator."""
+        if operator.indefinite:
+            return Direct() if operator.size <= self.dense else MinresQLP()
         if isinstance(operator, (Pullback, Centred)):
             rank = operator.rank
             if rank is not None and rank < operator.size and rank <= self.gram:

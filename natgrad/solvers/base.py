@@ -10,6 +10,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from natgrad.linalg import symmetrise
 from natgrad.operators import Operator
 
 Product = Callable[[Tensor], Tensor]
@@ -32,12 +33,44 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
+class Subspace:
+    """An orthonormal basis with its images under G.
+
+    vectors: V (k, n), rows v_i with v_i . v_j = delta_ij.   images: (k, n), rows G v_i.
+    """
+
+    vectors: Tensor
+    images: Tensor
+
+    def at(self, weights: Tensor) -> Tensor:
+        """sum_i w_i v_i: (k,) -> (n,)."""
+        return self.vectors.mT @ weights
+
+    def image_at(self, weights: Tensor) -> Tensor:
+        """G applied to that, without a product: (k,) -> (n,)."""
+        return self.images.mT @ weights
+
+    def projected(self) -> Tensor:
+        """T (k, k), T_ij = v_i . G v_j, symmetrised."""
+        return symmetrise(self.vectors @ self.images.mT)
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """A vector that a solver passed on its way: x (n,) and (G + damping I) x (n,)."""
+
+    value: Tensor
+    image: Tensor
+
+
+@dataclass(frozen=True)
 class Solution:
     """What a solver found. `value` is its best vector, whatever the status.
 
     value: x, shape (n,).   residual: |b - (G + damping I) x|, a scalar tensor.   steps: products with G.
     status: why it stopped.   image: (G + damping I) x = b - r, shape (n,), so that nobody computes it again.
-    extra: estimates that a particular solver makes, by name.
+    extra: estimates that a particular solver makes, by name.   basis: the space that was searched, where it was kept.
+    iterates: earlier vectors, oldest first, where they were kept.
     """
 
     value: Tensor
@@ -46,6 +79,8 @@ class Solution:
     status: Status
     image: Tensor
     extra: dict[str, float] = field(default_factory=dict)
+    basis: Subspace | None = None
+    iterates: tuple[Iterate, ...] = ()
 
 
 class Solver(ABC):

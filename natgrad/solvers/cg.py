@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, Status, check_system
+from natgrad.solvers.base import Iterate, Solution, Solver, Status, check_system
 
 Callback = Callable[[int, Tensor, float], None]
 
@@ -24,6 +24,8 @@ class CG(Solver):
     phi(x) = x^T A x / 2 - b^T x fell by less than k * progress * |phi|; None switches it off (Martens: 5e-4).
     preconditioner: an operator P ~ (G + damping I)^-1, applied once per step.
     callback: called as callback(step, x, residual) after every step.
+    keep: store iterates at steps that grow by this factor (Martens: 1.3), as `Solution.iterates`, for rules that go
+    back over them (`ng.LineSearch(iterates=True)`); None stores none. Memory: 2 vectors each.
     refresh: every so many steps r = b - A x is computed afresh: in float32 the recurrence drifts from it. It is
     computed once more at the end where round-off may have moved it by a tenth, so that the residual is what it says.
 
@@ -39,10 +41,15 @@ class CG(Solver):
     preconditioner: Operator | None = None
     callback: Callback | None = None
     refresh: int = 50
+    keep: float | None = None
 
     def __post_init__(self) -> None:
         if not self.rtol >= 0:
             raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")
+        if self.keep is not None and not self.keep > 1:
+            raise ValueError(
+                f"keep is {self.keep}, expected a factor > 1 between steps whose iterates are stored, or None"
+            )
         for name in ("max_steps", "refresh"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected an integer >= 1")
@@ -74,6 +81,7 @@ class _Run:
         self.curvature = 0.0  # largest d^T A d / d^T d so far, a lower bound on the largest eigenvalue
         self.measured = math.inf  # the residual that the last restart began with
         self.models = [self.model()]
+        self.kept: list[tuple[int, Tensor, Tensor]] = []  # (step, x, r)
         z = self.precondition(self.r)
         self.d, self.rz = z.clone(), float(self.r @ z)
         if self.norm <= self.tolerance:
@@ -130,6 +138,8 @@ class _Run:
         if self.norm <= self.best[0]:
             self.best = (self.norm, self.x, self.r)
         self.models.append(self.model())
+        if self.choices.keep is not None and (not self.kept or self.step >= self.choices.keep * self.kept[-1][0]):
+            self.kept.append((self.step, self.x, self.r))
         if self.norm <= self.tolerance:
             self.status = Status.CONVERGED
         elif self._stalled():
@@ -172,4 +182,9 @@ class _Run:
         _, x, r = self.best if broken else (self.norm, self.x, self.r)
         assert self.status is not None
         image = self.scale * (self.rhs - r)
-        return Solution(self.scale * x, self.scale * r.norm(), self.products, self.status, image)
+        kept = tuple(
+            Iterate(self.scale * x, self.scale * (self.rhs - r)) for step, x, r in self.kept if step < self.step
+        )
+        return Solution(
+            self.scale * x, self.scale * r.norm(), self.products, self.status, image, iterates=() if broken else kept
+        )

@@ -1,4 +1,4 @@
-"""Closed forms and Cholesky."""
+"""Closed forms, Cholesky and, for Hessians, eigenvalues."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from natgrad.linalg import solve_psd
+from natgrad.linalg import absolute, solve_psd, solve_symmetric
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, check_system, measured
 
@@ -18,10 +18,20 @@ class Direct(Solver):
     A numerically singular system gets its minimum-norm solution, by eigenvalues. Forms the (n, n) matrix unless there
     is a closed form: O(n^2) memory, O(n^3) time. Status INACCURATE means that the right-hand side lies outside the
     range (then the residual is the part outside) or that the system is too ill-conditioned for its dtype.
+
+    absolute: solve (|G| + damping I) x = b with the absolute values of G's eigenvalues, which keeps a Newton step from
+    being drawn to a saddle (Dauphin et al. 2014); then residual and image refer to that system.
     """
+
+    absolute: bool = False
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
+        if self.absolute:
+            matrix = absolute(operator.dense())
+            return measured(lambda v: matrix @ v, rhs, damping, solve_psd(matrix, rhs, damping), 0)
         inverse = operator.inverse(damping) if operator.closed_form else None
-        value = inverse.mv(rhs) if inverse is not None else solve_psd(operator.dense(), rhs, damping)
-        return measured(operator.mv, rhs, damping, value, 0)
+        if inverse is not None:
+            return measured(operator.mv, rhs, damping, inverse.mv(rhs), 0)
+        solve = solve_symmetric if operator.indefinite else solve_psd
+        return measured(operator.mv, rhs, damping, solve(operator.dense(), rhs, damping), 0)

@@ -1,4 +1,4 @@
-"""Floor 4: how a metric is remembered."""
+"""Floor 4: how a metric is remembered, and what makes solving with it faster."""
 
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.diagonal import Diagonal, UnitWise
@@ -6,18 +6,30 @@ from natgrad.structures.estimates import Estimate, ExactLabels, Sampled
 from natgrad.structures.exact import Dense, Exact
 from natgrad.structures.kronecker import EigenKronecker, Kronecker
 from natgrad.structures.layerwise import Layerwise
+from natgrad.structures.preconditioners import (
+    DiagonalPreconditioner,
+    EmpiricalPreconditioner,
+    Preconditioner,
+    StructurePreconditioner,
+    as_preconditioner,
+)
 
 __all__ = [
     "Dense",
     "Diagonal",
+    "DiagonalPreconditioner",
     "EigenKronecker",
+    "EmpiricalPreconditioner",
     "Estimate",
     "Exact",
     "ExactLabels",
     "Kronecker",
     "Layerwise",
     "Memory",
+    "Preconditioner",
     "Sampled",
     "Structure",
+    "StructurePreconditioner",
     "UnitWise",
+    "as_preconditioner",
 ]

@@ -46,5 +46,5 @@ class Dense(Structure):
             total = self.decay * memory["total"] + total
             weight = self.decay * memory["weight"] + weight
         average = DenseOperator(total / weight)
-        average.nats = operator.nats
+        average.nats, average.indefinite = operator.nats, operator.indefinite
         return average, {"total": total, "weight": weight, "names": names} if self.decay else {}

@@ -1,0 +1,64 @@
+"""The Hessian of the loss, for Newton's method: not a metric in the strict sense, since it may be indefinite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.metrics.base import Metric, checked_model, split_targets
+from natgrad.metrics.gauss_newton import PlainOutputs
+from natgrad.operators.curvature import Curvature
+from natgrad.pure import Model, RandomState
+from natgrad.spaces import Params
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss) -> Hessian:
+    """H = d^2 L / d theta^2 of the mean loss: Newton's method in place of the natural gradient.
+
+    loss: a `torch.nn` criterion, an `ng` likelihood, or any twice differentiable function loss(outputs, targets) ->
+    scalar. `.at(params, (inputs, targets))`. H = G_N + sum_i (dL/dr_i) d^2 r_i / d theta^2, with the extended
+    Gauss-Newton matrix G_N (`gauss_newton`); the second part makes it indefinite away from a minimum.
+
+    Solve with `ng.MinresQLP()`, which takes indefinite systems, or saddle-safe with the absolute values of the
+    eigenvalues (Dauphin et al. 2014): `ng.Direct(absolute=True)` for small models, `ng.KrylovSubspace(absolute=True)`
+    for any. Plain Newton steps go uphill along negative curvature. Pascanu & Bengio 2013, section 3 and Fig. 1.
+    """
+    try:
+        return Hessian(model, as_criterion(loss))  # type: ignore[arg-type]
+    except TypeError:
+        if not callable(loss) or isinstance(loss, type):
+            raise
+        return Hessian(model, Criterion(PlainOutputs(), loss))
+
+
+@dataclass(frozen=True)
+class Hessian(Metric):
+    """See `hessian`."""
+
+    model: Model
+    criterion: Criterion
+    needs_targets = True
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Curvature:
+        data, targets = split_targets(inputs)
+        if targets is None:
+            raise ValueError(
+                "targets is None: the Hessian of the loss needs them; pass (inputs, targets), compute the loss with "
+                "optimizer.loss(outputs, targets), or use ng.fisher, which needs none"
+            )
+        pure, nats = checked_model(self.model, params, data, random), []
+
+        def value(point: Params) -> Tensor:
+            outputs = pure(point)
+            nats.append(self.criterion.nats(outputs))
+            return self.criterion.value(outputs, targets) / self.criterion.scale(outputs, targets)
+
+        operator = Curvature(value, params)
+        operator.nats = nats[0]
+        return operator

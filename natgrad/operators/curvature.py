@@ -1,0 +1,62 @@
+"""The second derivative of a scalar function of the parameters: products from one gradient graph that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from natgrad.operators.base import Operator
+from natgrad.spaces import Params, Space
+
+
+class Curvature(Operator):
+    """H = d^2 f / d theta^2 at a point, symmetric and as a rule indefinite; H v by double backward (Pearlmutter 1994).
+
+    function: params -> scalar tensor.   params: the point; copied, so that H stays that of this point.
+    Zeros where f is linear. ValueError for a value that is not a finite scalar, or does not depend on params.
+    """
+
+    indefinite = True
+
+    def __init__(self, function: Callable[[Params], Tensor], params: Params) -> None:
+        self.space = Space(params)
+        self.size, self.dtype, self.device = self.space.size, self.space.dtype, self.space.device
+        self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+        # fused attention and cuDNN's recurrent layers have no second derivative
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+            value = function(self.leaves)
+            check_value(value)
+            points = list(self.leaves.values())
+            gradients = torch.autograd.grad(value, points, create_graph=True, materialize_grads=True)
+        self.value = value.detach()
+        # a parameter in which f is linear has a gradient without a graph
+        self.curved = {name: g for name, g in zip(self.leaves, gradients, strict=True) if g.requires_grad}
+        self.gradient = self.space.flatten({n: g.detach() for n, g in zip(self.leaves, gradients, strict=True)})
+
+    def mv(self, vector: Tensor) -> Tensor:
+        self.space.check(vector)
+        tangents = self.space.unflatten(vector)
+        if not self.curved:
+            return torch.zeros_like(vector)
+        images = torch.autograd.grad(
+            list(self.curved.values()),
+            list(self.leaves.values()),
+            [tangents[name] for name in self.curved],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        return self.space.flatten(dict(zip(self.leaves, images, strict=True)))
+
+
+def check_value(value: object) -> None:
+    """ValueError unless f gave a finite scalar tensor that depends on the parameters."""
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the loss has {came}, expected a scalar tensor, the mean over the batch")
+    if not value.requires_grad:
+        raise ValueError("the loss does not depend on params: look for a detach() in the model or the loss")
+    if not bool(torch.isfinite(value)):
+        raise ValueError(f"the loss is {float(value.detach())} at params: look for a NaN in the inputs, or an overflow")

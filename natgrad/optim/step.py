@@ -1,0 +1,104 @@
+"""The parts of one step: the proposal, its judgement, what is told of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from natgrad.damping import Damping
+from natgrad.operators import Operator
+from natgrad.optim.objective import Objective
+from natgrad.optim.reports import StateReport
+from natgrad.rules import Quadratic, Step
+from natgrad.solvers import Solution, Status
+from natgrad.spaces import Space
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a step starts: the active parameters, the gradient of the mean loss (n,), the parameters' rates."""
+
+    params: dict[str, Tensor]
+    space: Space
+    gradient: Tensor
+    rates: Mapping[str, float]
+
+
+def quadratic(point: Point, operator: Operator, solution: Solution, damping: float, loss: float) -> Quadratic:
+    """The model of the loss around the point, with the solver's result at the learning rates as its proposal."""
+    proposed = partial(proposal, point, operator, damping)
+    return Quadratic(
+        gradient=point.gradient,
+        operator=operator,
+        damping=damping,
+        proposal=proposed(solution.value, solution.image),
+        nats=operator.nats,
+        loss=loss,
+        basis=solution.basis,
+        earlier=[partial(proposed, iterate.value, iterate.image) for iterate in solution.iterates],
+    )
+
+
+def proposal(point: Point, operator: Operator, damping: float, value: Tensor, image: Tensor) -> Step:
+    """-rate * x, from x (n,) and its image (G + damping I) x; one more product where rates differ."""
+    rates = {point.rates[name] for name in point.params}
+    if len(rates) == 1:
+        return Step(value, image - damping * value).scaled(-rates.pop())
+    parts = {name: -point.rates[name] * part for name, part in point.space.unflatten(value).items()}
+    vector = point.space.flatten(parts)
+    return Step(vector, operator.mv(vector))
+
+
+def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective | None) -> tuple[float | None, bool]:
+    """True over predicted change, and whether the step is refused: a loss that is not finite, or that rose.
+
+    The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
+    runs uphill. Such a step is taken all the same if the loss fell.
+    """
+    if not damping.needs_ratio or objective is None:
+        return None, False
+    predicted = damping.predicted(model.change(step), model.slope(step))
+    change = objective(step.vector) - objective.before
+    if predicted < 0:
+        return change / predicted, math.isnan(change)
+    return math.nan, not change <= 0
+
+
+def check_solution(solution: Solution) -> None:
+    """ValueError where the metric's very first product overflowed."""
+    if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
+        raise ValueError(
+            "the metric is not finite: its products overflow or are NaN; nothing was changed. Look for infinite "
+            "derivatives (a square root at 0) or an overflow in the model"
+        )
+
+
+def told(
+    last: StateReport, model: Quadratic, step: Step, solution: Solution, ratio: float | None, failed: bool
+) -> StateReport:
+    """The report of a step after `last`."""
+    size, proposed = float(step.vector.norm()), float(model.proposal.vector.norm())
+    norm = float(model.gradient.norm())
+    return StateReport(
+        step=last.step + 1,
+        loss=model.loss,
+        kl=model.kl(step),
+        damping=model.damping,
+        ratio=ratio,
+        solver_steps=solution.steps,
+        residual=float(solution.residual) / norm if norm else 0.0,
+        status=str(solution.status),
+        rate=size / proposed if proposed else 0.0,
+        gradient=norm,
+        failures=last.failures + failed,
+    )
+
+
+def finite(step: Step) -> bool:
+    """Whether a step can be taken."""
+    return bool(torch.isfinite(step.vector).all())

@@ -1,0 +1,140 @@
+"""The Krylov subspace itself: an orthonormal basis, its images, and the solution within it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import eigh, safe_cutoff
+from natgrad.operators import Operator
+from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_system
+
+
+@dataclass(frozen=True)
+class KrylovSubspace(Solver):
+    """The solution within span{b, G b, ..., G^(K-1) b}, from an orthonormal basis that comes with it.
+
+    dimension: K, one product with G each. The result is CG's K-th iterate; `Solution.basis` holds the basis and its
+    images for rules that search in it (`ng.SubspaceSearch`).   rtol: what counts as converged, |r| <= rtol |b|; the
+    space is filled whatever the residual.   guess: joins the basis (one more product), as the last step does in
+    Vinyals & Povey; then no vector of the space, the guess included, has a smaller phi(x) = x^T A x / 2 - b^T x.
+    preconditioner: P ~ (G + damping I)^-1, the space is then that of P (G + damping I) and P b.
+    absolute: |T| for T = V^T G V, the step of Dauphin et al. (2014) that saddles do not attract; residual and image
+    stay those of G + damping I.
+
+    Memory: 2 K vectors. Lanczos with every vector orthogonalised twice against all others: without that they lose
+    their independence within some ten steps in float32. Where G + damping I is singular on the space, the solution of
+    minimum length; where it has a negative eigenvalue there, that direction is left out and the status says so.
+    Vinyals & Povey 2012; Saad 2003, section 6.
+    """
+
+    dimension: int = 20
+    rtol: float = 1e-5
+    preconditioner: Operator | None = None
+    absolute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dimension < 1:
+            raise ValueError(f"dimension is {self.dimension}, expected an integer >= 1")
+        if not self.rtol >= 0:
+            raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")
+
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        check_system(operator, rhs, damping, guess)
+        basis = _Basis(self, operator, damping)
+        basis.fill(rhs, guess)
+        return self._within(basis, rhs, damping)
+
+    def _within(self, basis: _Basis, rhs: Tensor, damping: float) -> Solution:
+        """Galerkin: x = V y with V^T (b - A x) = 0."""
+        space = basis.subspace()
+        if not len(space.vectors):
+            zero = torch.zeros_like(rhs)
+            status = Status.NON_FINITE if basis.broken else Status.CONVERGED
+            return Solution(zero, rhs.norm(), basis.products, status, zero, basis=space)
+        weights, curved_down = small_solve(space.projected(), space.vectors @ rhs, damping, self.absolute)
+        value = space.at(weights)
+        image = torch.add(space.image_at(weights), value, alpha=damping)
+        residual = (rhs - image).norm()
+        status = self._status(bool(residual <= self.rtol * rhs.norm()), basis, curved_down)
+        return Solution(value, residual, basis.products, status, image, basis=space)
+
+    def _status(self, small: bool, basis: _Basis, curved_down: bool) -> Status:
+        if basis.broken:
+            return Status.NON_FINITE
+        if curved_down:
+            return Status.NEGATIVE_CURVATURE
+        if small:
+            return Status.CONVERGED
+        return Status.LEAST_SQUARES if basis.complete and not self.absolute else Status.MAX_STEPS
+
+
+class _Basis:
+    """Orthonormal rows V (k, n) and G V, grown one product at a time."""
+
+    def __init__(self, choices: KrylovSubspace, operator: Operator, damping: float) -> None:
+        self.choices, self.operator, self.damping = choices, operator, damping
+        most = min(choices.dimension, operator.size) + 1
+        self.vectors = torch.empty(most, operator.size, dtype=operator.dtype, device=operator.device)
+        self.images = torch.empty_like(self.vectors)
+        self.count = self.products = 0
+        self.complete = self.broken = False
+
+    def fill(self, rhs: Tensor, guess: Tensor | None) -> None:
+        """The Krylov vectors, then the guess."""
+        candidate = self._preconditioned(rhs)
+        while self.count < self.choices.dimension and self._add(candidate):
+            candidate = self._preconditioned(self._shifted_image())
+        if guess is not None and not self.broken:
+            self._add(guess)
+
+    def subspace(self) -> Subspace:
+        """What was found, without the unused rows."""
+        return Subspace(self.vectors[: self.count], self.images[: self.count])
+
+    def _shifted_image(self) -> Tensor:
+        """The last vector's image under G; under G + damping I where a preconditioner makes that another space."""
+        image = self.images[self.count - 1]
+        if self.choices.preconditioner is None:
+            return image
+        return torch.add(image, self.vectors[self.count - 1], alpha=self.damping)
+
+    def _preconditioned(self, vector: Tensor) -> Tensor:
+        return vector if self.choices.preconditioner is None else self.choices.preconditioner.mv(vector)
+
+    def _add(self, candidate: Tensor) -> bool:
+        """Orthonormalise and multiply; False where nothing new is left of the candidate, or the product overflows."""
+        scale = candidate.norm()
+        self.broken = not bool(torch.isfinite(scale))
+        if self.broken or not bool(scale > 0) or self.count == self.operator.size:
+            self.complete = not self.broken
+            return False
+        unit = candidate / scale
+        known = self.vectors[: self.count]
+        for _ in range(2):  # twice is enough (Kahan, Parlett)
+            unit = unit - known.mT @ (known @ unit)
+        left = unit.norm()
+        if not bool(left > 10 * safe_cutoff(max(self.count, 1), unit.dtype)):
+            self.complete = True  # the space is invariant
+            return False
+        unit = unit / left
+        image = self.operator.mv(unit)
+        self.products += 1
+        self.broken = not bool(torch.isfinite(image).all())
+        if self.broken:
+            return False
+        self.vectors[self.count], self.images[self.count] = unit, image
+        self.count += 1
+        return True
+
+
+def small_solve(matrix: Tensor, rhs: Tensor, damping: float, absolute: bool) -> tuple[Tensor, bool]:
+    """(T + damping I)^+ c within the space, and whether a direction of negative curvature was left out."""
+    values, vectors = eigh(matrix)
+    values = (values.abs() if absolute else values) + damping
+    cutoff = safe_cutoff(len(values), values.dtype) * values.abs().max()
+    keep = values > cutoff
+    weights = vectors @ torch.where(keep, vectors.mT @ rhs / torch.where(keep, values, 1), 0)
+    return weights, bool((values < -10 * cutoff).any())

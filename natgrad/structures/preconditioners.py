@@ -1,0 +1,214 @@
+"""P ~ (G + damping I)^-1 for iterative solvers: fewer products with G for one cheap product with P each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import cholesky
+from natgrad.metrics import Metric, PullbackMetric, empirical_fisher
+from natgrad.operators import Diagonal, Operator, Pullback, Rows
+from natgrad.pure import Call, Labelled, RandomState
+from natgrad.solvers import Solver
+from natgrad.spaces import Params
+from natgrad.structures.base import Memory, Structure
+
+
+class Preconditioner(ABC):
+    """Makes P for one step's system. What P is made of never changes what is solved, only how fast."""
+
+    @abstractmethod
+    def update(
+        self,
+        memory: Memory | None,
+        metric: Metric,
+        params: Params,
+        inputs: Any,
+        damping: float,
+        operator: Operator,
+        random: RandomState | None = None,
+    ) -> tuple[Operator, Memory]:
+        """P as an operator, and the memory for the next step.
+
+        memory, metric, params, inputs, random: as for `Structure.update`.   operator: G.   damping: of the system.
+        """
+
+
+@dataclass(frozen=True)
+class DiagonalPreconditioner(Preconditioner):
+    """P = (diag(D) + damping I)^-power, D the diagonal of G or of the data's own gradients.
+
+    power: .75 in Martens 2010, section 4.7; 1 is Jacobi's.   probes: D = diag(G) is estimated from this many random
+    combinations of G's root per row (Chapelle & Erhan 2011), unbiased, some two gradients each; None: exact, which
+    costs a backward pass per output.   empirical: D = mean of the examples' squared gradients instead, Martens'
+    choice; it needs targets.   The estimate's random signs are the same at every step.
+    ValueError unless 0 < power <= 1 and probes >= 1.
+    """
+
+    power: float = 0.75
+    probes: int | None = 1
+    empirical: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.power <= 1:
+            raise ValueError(f"power is {self.power}, expected a number in (0, 1]")
+        if self.probes is not None and self.probes < 1:
+            raise ValueError(f"probes is {self.probes}, expected an integer >= 1, or None for the exact diagonal")
+
+    def update(
+        self,
+        memory: Memory | None,
+        metric: Metric,
+        params: Params,
+        inputs: Any,
+        damping: float,
+        operator: Operator,
+        random: RandomState | None = None,
+    ) -> tuple[Operator, Memory]:
+        if self.empirical:
+            diagonal = empirical(metric, params, inputs, None, random).diagonal()
+        elif self.probes is None:
+            diagonal = operator.diagonal()
+        else:
+            diagonal = estimated_diagonal(operator, self.probes)
+        return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), {}
+
+
+@dataclass(frozen=True)
+class EmpiricalPreconditioner(Preconditioner):
+    """P = (U + damping I)^-1, U the empirical Fisher of some of the batch's examples, inverted in sample space.
+
+    examples: how many, drawn with a fixed seed. One product with P costs about two thirds of a gradient on them. It
+    catches the directions in which the data's gradients are large, which are those of large G only near a good fit.
+    Needs targets, and a damping above zero. ValueError for examples < 1.
+    """
+
+    examples: int = 100
+
+    def __post_init__(self) -> None:
+        if self.examples < 1:
+            raise ValueError(f"examples is {self.examples}, expected an integer >= 1")
+
+    def update(
+        self,
+        memory: Memory | None,
+        metric: Metric,
+        params: Params,
+        inputs: Any,
+        damping: float,
+        operator: Operator,
+        random: RandomState | None = None,
+    ) -> tuple[Operator, Memory]:
+        if not damping > 0:
+            raise ValueError(f"damping is {damping}, expected a number > 0: (U + 0 I) has no inverse")
+        moment = empirical(metric, params, inputs, self.examples, random)
+        assert moment.rows is not None
+        return SampleSpaceInverse(moment.rows, damping), {}
+
+
+@dataclass(frozen=True)
+class StructurePreconditioner(Preconditioner):
+    """P = (S + damping I)^-1 for a structure whose operator S has a closed-form inverse, such as Kronecker factors.
+
+    TypeError at the first step for a structure without one.
+    """
+
+    structure: Structure
+
+    def update(
+        self,
+        memory: Memory | None,
+        metric: Metric,
+        params: Params,
+        inputs: Any,
+        damping: float,
+        operator: Operator,
+        random: RandomState | None = None,
+    ) -> tuple[Operator, Memory]:
+        held, memory = self.structure.update(memory, metric, params, inputs, random=random)
+        inverse = held.inverse(damping)
+        if inverse is None:
+            raise TypeError(
+                f"preconditioner is {self.structure}, whose operator {held!r} has no closed-form inverse; use "
+                "ng.DiagonalPreconditioner(), or a structure that has one"
+            )
+        return inverse, memory
+
+
+def as_preconditioner(choice: Any, solver: Solver) -> Preconditioner | None:
+    """A preconditioner or a structure, for a solver that takes one. TypeError for anything else."""
+    if choice is None:
+        return None
+    if not isinstance(choice, (Preconditioner, Structure)):
+        hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
+        raise TypeError(f"preconditioner is {choice!r}, expected a natgrad Preconditioner or Structure{hint}")
+    if not is_dataclass(solver) or "preconditioner" not in {field.name for field in fields(solver)}:
+        raise TypeError(
+            f"solver {solver!r} takes no preconditioner; use ng.CG(), ng.MinresQLP() or ng.KrylovSubspace()"
+        )
+    return choice if isinstance(choice, Preconditioner) else StructurePreconditioner(choice)
+
+
+class SampleSpaceInverse(Operator):
+    """(U U^T + damping I)^-1 = (I - U (U^T U + damping I)^-1 U^T) / damping for U given by its rows."""
+
+    def __init__(self, rows: Rows, damping: float) -> None:
+        self.rows, self.damping = rows, damping
+        gram = rows.lower_gram()
+        self.size, self.dtype, self.device = rows.space.size, rows.space.dtype, gram.device
+        gram.diagonal().add_(damping)
+        self.factor = cholesky(gram)
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return (vector - self.rows.mv(self.factor.solve(self.rows.rmv(vector)))) / self.damping
+
+
+def empirical(
+    metric: Metric, params: Params, inputs: Any, examples: int | None, random: RandomState | None
+) -> Pullback:
+    """The empirical Fisher of a metric's model at this step's data. ValueError without targets."""
+    if isinstance(inputs, Labelled):
+        inputs = inputs.inputs, inputs.targets
+    labelled = metric.needs_targets or isinstance(inputs, tuple)
+    if not isinstance(metric, PullbackMetric) or not labelled or inputs[1] is None:
+        raise ValueError(
+            "an empirical preconditioner needs the data's targets: compute the loss with optimizer.loss(outputs, "
+            "targets), give them to observe(inputs, targets), or use ng.DiagonalPreconditioner()"
+        )
+    if examples is not None:
+        inputs = Call(inputs).sample(examples, seed=0).args
+    return empirical_fisher(metric.model, metric.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
+
+
+def estimated_diagonal(operator: Operator, probes: int) -> Tensor:
+    """An unbiased estimate of diag(G), shape (n,).
+
+    For a pullback with a root, per row s = F z with random signs z, E[s s^T] = F F^T: non-negative, and far less noisy
+    than the estimate z o G z, which serves for others.
+    """
+    generator = torch.Generator(operator.device).manual_seed(0)
+    if isinstance(operator, Pullback) and operator.rank is not None:
+        root = operator.output_root()
+        assert root is not None
+        signs = random_signs((root.shape[0], root.shape[2], probes), root, generator)
+        return Rows(operator.linearization, root @ signs / probes**0.5).squares()
+    if not isinstance(operator, Pullback) and operator.closed_form:
+        return operator.diagonal()
+    found = [random_signs((operator.size,), torch.empty((), dtype=operator.dtype), generator) for _ in range(probes)]
+    return torch.stack([signs * operator.mv(signs) for signs in found]).mean(0)
+
+
+def random_signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Signs +1 and -1, in the dtype of `like`."""
+    return (2 * torch.randint(0, 2, shape, generator=generator, device=generator.device) - 1).to(like.dtype)
+
+
+def safe_power(values: Tensor, power: float) -> Tensor:
+    """values^power for negative powers, with zeros taken as the smallest positive entry (1 if there is none)."""
+    positive = values > 0
+    smallest = values[positive].min() if bool(positive.any()) else torch.ones_like(values[:1]).sum()
+    return torch.where(positive, values, smallest) ** power

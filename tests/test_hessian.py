@@ -1,0 +1,146 @@
+"""Newton's matrix: products, units, indefinite systems and the saddle-safe step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+from torch import Tensor, nn
+from torch.func import functional_call, hessian
+
+import natgrad as ng
+from natgrad.operators import Dense
+
+X, T, Y = draw(6, 3), draw(6, 2, seed=1), torch.tensor([0, 1, 2, 1, 0, 2])
+
+
+def reference(model: nn.Module, loss, x: Tensor, t: Tensor) -> Tensor:
+    """The Hessian by torch.func, as a matrix in the order of ng.trainable."""
+    params = {name: p.detach() for name, p in ng.trainable(model).items()}
+    space = ng.Space(params)
+    return hessian(lambda v: loss(functional_call(model, space.unflatten(v), (x,)), t))(space.flatten(params))
+
+
+LOSSES = {
+    "MSE": (nn.MSELoss(), 2, T),
+    "MSE, sum": (nn.MSELoss(reduction="sum"), 2, T),
+    "cross-entropy": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=F64)), 3, Y),
+    "a function": (lambda r, t: (r - t).pow(4).mean(), 2, T),
+    "a module that is no likelihood": (nn.HuberLoss(delta=0.3), 2, T),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_is_the_second_derivative_of_the_mean_loss(name):
+    loss, outputs, t = LOSSES[name]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    H = ng.hessian(model, loss).at(ng.trainable(model), (X, t))
+    expected = reference(model, loss, X, t)
+    expected = expected / (t.numel() if name == "MSE, sum" else 1)
+    assert_close(H.dense(), expected, 1e-12)
+    assert H.indefinite
+    assert float(torch.linalg.eigvalsh(expected)[0]) < 0  # the case is one where it matters
+
+
+def test_it_is_the_gauss_newton_matrix_for_a_linear_model():
+    model = nn.Linear(3, 3).double()
+    H = ng.hessian(model, nn.CrossEntropyLoss()).at(ng.trainable(model), (X, Y))
+    G = ng.gauss_newton(model, nn.CrossEntropyLoss()).at(ng.trainable(model), (X, Y))
+    assert_close(H.dense(), G.dense(), 1e-13)
+
+
+def test_it_stays_at_its_point_and_is_zero_where_the_loss_is_linear():
+    model = nn.Linear(3, 1).double()
+    H = ng.hessian(model, lambda r, t: r.mean()).at(ng.trainable(model), (X, T))
+    assert not H.mv(draw(4)).any()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    H = ng.hessian(model, nn.CrossEntropyLoss()).at(ng.trainable(model), (X, Y))
+    before = H.dense()
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    assert torch.equal(H.dense(), before)
+
+
+def test_recurrent_and_attention_layers_have_one():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.out = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(nn.functional.scaled_dot_product_attention(self.q(x), x, x)).mean(1)
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0][:, -1]
+
+    x = draw(4, 5, 3)
+    for model in (Attention().double(), Last().double()):
+        H = ng.hessian(model, nn.MSELoss()).at(ng.trainable(model), (x, T[:4]))
+        v, step = draw(H.size), 1e-5
+        space = ng.Space(ng.trainable(model))
+        theta = space.flatten(ng.trainable(model)).detach()
+
+        def gradient(point: Tensor, model=model, space=space) -> Tensor:
+            params = {n: p.clone().requires_grad_() for n, p in space.unflatten(point).items()}
+            value = nn.functional.mse_loss(functional_call(model, params, (x,)), T[:4])
+            return space.flatten(dict(zip(params, torch.autograd.grad(value, list(params.values())), strict=True)))
+
+        expected = (gradient(theta + step * v) - gradient(theta - step * v)) / (2 * step)
+        assert_close(H.mv(v), expected, 1e-6)
+
+
+def test_a_saddle_repels_the_absolute_step_and_attracts_newton():
+    saddle = Dense(torch.diag(torch.tensor([2.0, -1.0], dtype=F64)))
+    saddle.indefinite = True
+    gradient = torch.tensor([1.0, -0.5], dtype=F64)
+    newton = ng.Direct().solve(saddle, gradient, damping=0.1)
+    assert_close(newton.value, gradient / torch.tensor([2.1, -0.9], dtype=F64), 1e-14)
+    safe = ng.Direct(absolute=True).solve(saddle, gradient, damping=0.1)
+    assert_close(safe.value, gradient / torch.tensor([2.1, 1.1], dtype=F64), 1e-14)
+    assert safe.status is ng.Status.CONVERGED
+    assert float(safe.residual) < 1e-14
+    assert float(gradient @ safe.value) > 0  # downhill
+
+
+def test_auto_takes_solvers_that_stand_negative_eigenvalues():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    H = ng.hessian(model, nn.MSELoss()).at(ng.trainable(model), (X, T))
+    b, expected = draw(H.size, seed=3), torch.linalg.pinv(H.dense(), rtol=1e-12)
+    assert_close(ng.Auto().solve(H, b).value, expected @ b, 1e-6)
+    assert isinstance(ng.Auto(dense=3).choose(H), ng.MinresQLP)
+    assert isinstance(ng.Auto(dense=3).choose(2.0 * H.shift(0.1) + H), ng.MinresQLP)
+
+
+def test_newton_trains_a_least_squares_problem_in_one_step():
+    model = nn.Linear(3, 2).double()
+    opt = ng.NaturalGradient(model, ng.hessian(model, nn.MSELoss()), damping=0.0)
+    for _ in range(2):
+        opt.zero_grad()
+        loss = opt.loss(model(X), T)
+        loss.backward()
+        opt.step()
+    design = torch.cat([X, torch.ones(6, 1, dtype=F64)], 1)
+    best = (design @ torch.linalg.lstsq(design, T).solution - T).square().mean()
+    assert loss.item() == pytest.approx(float(best), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda m: ng.hessian(m, nn.MSELoss).at(ng.trainable(m), (X, T)), TypeError, "class MSELoss"),
+        (lambda m: ng.hessian(m, 3).at(ng.trainable(m), (X, T)), TypeError, "criterion is int"),  # type: ignore[arg-type]
+        (lambda m: ng.hessian(m, nn.MSELoss()).at(ng.trainable(m), (X, None)), ValueError, "targets is None"),
+        (lambda m: ng.hessian(m, nn.MSELoss()).at(ng.trainable(m), X), ValueError, "expected a tuple"),
+        (lambda m: ng.hessian(m, lambda r, t: r - t).at(ng.trainable(m), (X, T)), ValueError, "scalar"),
+        (lambda m: ng.hessian(m, lambda r, t: t.mean()).at(ng.trainable(m), (X, T)), ValueError, "does not depend"),
+        (lambda m: ng.hessian(m, nn.MSELoss()).at(ng.trainable(m), (X / 0, T)), ValueError, "loss is nan"),
+    ],
+)
+def test_bad_input_is_named(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call(nn.Linear(3, 2).double())

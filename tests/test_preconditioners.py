@@ -1,0 +1,188 @@
+"""Preconditioners: what they are, that they change the cost and not the answer, and their doors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import CASES, F64, assert_close, draw, mlp
+from optim_models import CE, X, Y, flat, iterate, net
+from torch import nn
+
+import natgrad as ng
+from natgrad.operators import Dense
+from natgrad.structures import StructurePreconditioner
+from natgrad.structures.preconditioners import estimated_diagonal, safe_power
+
+LAMBDA = 0.05
+
+
+def made(choice, metric=None, inputs=(X, Y), damping: float = LAMBDA):
+    """(P, G) at a small network."""
+    model = net()
+    params = ng.trainable(model)
+    metric = (metric or ng.gauss_newton)(model, CE)
+    operator = metric.at(params, inputs)
+    inverse, memory = choice.update(None, metric, params, inputs, damping, operator)
+    assert memory == {}
+    return inverse, operator, (model, params)
+
+
+@pytest.mark.parametrize("power", [0.75, 1.0])
+def test_the_exact_diagonal(power):
+    P, G, _ = made(ng.DiagonalPreconditioner(power=power, probes=None))
+    assert_close(P.dense(), torch.diag((G.dense().diagonal() + LAMBDA) ** -power), 1e-12)
+
+
+def test_martens_diagonal_is_that_of_the_squared_gradients():
+    P, _, (model, params) = made(ng.DiagonalPreconditioner(empirical=True))
+    U = ng.empirical_fisher(model, CE).at(params, (X, Y))
+    assert_close(P.diagonal(), (U.dense().diagonal() + LAMBDA) ** -0.75, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv2d", "sequence, tied"])
+def test_the_estimated_diagonal_is_unbiased_and_not_negative(name):
+    case = CASES[name]
+    model, params = case.make()
+    G = ng.fisher(model, case.family).at(params, case.inputs)
+    exact, many = G.diagonal(), estimated_diagonal(G, 2000)
+    assert float((many - exact).norm() / exact.norm()) < 0.05
+    assert float(estimated_diagonal(G, 1).min()) >= 0
+
+
+def test_operators_without_a_root_are_probed_by_products():
+    matrix = torch.diag(torch.tensor([3.0, 1.0, 2.0], dtype=F64))
+    assert_close(estimated_diagonal(Dense(matrix) + Dense(matrix), 1), 2 * matrix.diagonal(), 1e-14)
+    model = mlp(3, 4, 2)
+    G = ng.gauss_newton(model, lambda r, t: (r - t).pow(4).mean()).at(ng.trainable(model), (X, draw(8, 2)))
+    many = estimated_diagonal(G, 3000)
+    assert float((many - G.dense().diagonal()).norm() / G.dense().diagonal().norm()) < 0.1
+
+
+@pytest.mark.parametrize("examples", [3, 100])
+def test_the_empirical_preconditioner_is_a_woodbury_inverse(examples):
+    P, _, (model, params) = made(ng.EmpiricalPreconditioner(examples))
+    drawn = torch.randperm(8, generator=torch.Generator().manual_seed(0))[:examples]
+    data = (X, Y) if examples >= 8 else (X[drawn], Y[drawn])
+    U = ng.empirical_fisher(model, CE).at(params, data).dense()
+    assert_close(P.dense(), torch.linalg.inv(U + LAMBDA * torch.eye(len(U)).to(U)), 1e-9)
+
+
+def test_a_structure_with_a_closed_form_is_one():
+    P, G, _ = made(StructurePreconditioner(ng.Dense()))
+    assert_close(P.dense(), torch.linalg.inv(G.dense() + LAMBDA * torch.eye(G.size).to(G.dense())), 1e-9)
+
+
+CHOICES = {
+    "diagonal": ng.DiagonalPreconditioner(),
+    "Jacobi, exact": ng.DiagonalPreconditioner(power=1.0, probes=None),
+    "Martens": ng.DiagonalPreconditioner(empirical=True),
+    "empirical": ng.EmpiricalPreconditioner(4),
+    "structure": ng.Dense(),
+}
+SOLVERS = {
+    "CG": ng.CG(rtol=1e-12, max_steps=500),
+    "MINRES-QLP": ng.MinresQLP(rtol=1e-12, max_steps=500),
+    "Krylov": ng.KrylovSubspace(dimension=31),
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_step_is_the_same_with_and_without(choice, solver):
+    plain, helped = net(), net()
+    for model, preconditioner in ((plain, None), (helped, CHOICES[choice])):
+        opt = ng.NaturalGradient(
+            model,
+            ng.gauss_newton(model, CE),
+            lr=0.5,
+            damping=0.1,
+            solver=SOLVERS[solver],
+            preconditioner=preconditioner,
+        )
+        for _ in range(2):
+            iterate(opt, model, X, Y)
+    assert_close(flat(helped), flat(plain), 1e-7)
+
+
+def test_it_saves_products_where_the_diagonal_is_what_is_ill_conditioned():
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 6, dtype=F64) * torch.logspace(-2, 2, 6, dtype=F64), torch.randint(3, (64,))
+    steps = {}
+    for name, preconditioner in {"none": None, "Jacobi": ng.DiagonalPreconditioner(power=1.0, probes=None)}.items():
+        model = nn.Linear(6, 3).double()
+        nn.init.zeros_(model.weight)
+        opt = ng.NaturalGradient(
+            model,
+            ng.gauss_newton(model, CE),
+            damping=1e-6,
+            solver=ng.CG(rtol=1e-8, max_steps=500),
+            preconditioner=preconditioner,
+        )
+        iterate(opt, model, x, y)
+        steps[name] = opt.state_report().solver_steps
+    assert steps["Jacobi"] < 0.7 * steps["none"]
+
+
+def test_unlabelled_data_serve_the_diagonal_and_are_refused_by_the_empirical_one():
+    model = net()
+    opt = ng.natgrad_cg(model, CE, damping=0.1)
+    opt.preconditioner = ng.DiagonalPreconditioner()
+    opt.observe(draw(20, 3, seed=9))
+    iterate(opt, model, X, Y)
+    opt.preconditioner = ng.EmpiricalPreconditioner()
+    before = flat(model)
+    opt.observe(draw(20, 3, seed=9))
+    with pytest.raises(ValueError, match="needs the data's targets"):
+        iterate(opt, model, X, Y)
+    assert torch.equal(flat(model), before)
+
+
+def test_memory_of_a_structure_is_kept_and_saved():
+    straight, stopped = net(), net()
+
+    def build(model: nn.Module) -> ng.NaturalGradient:
+        return ng.hessian_free(model, CE, preconditioner=ng.Dense(decay=0.9), solver=ng.CG(max_steps=3))
+
+    opt, first = build(straight), build(stopped)
+    for _ in range(3):
+        iterate(opt, straight, X, Y)
+    for _ in range(2):
+        iterate(first, stopped, X, Y)
+    second = build(stopped)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    iterate(second, stopped, X, Y)
+    assert torch.equal(flat(straight), flat(stopped))
+
+
+def test_zeros_on_the_diagonal_do_not_become_infinite():
+    assert torch.isfinite(safe_power(torch.tensor([0.0, 2.0]), -1.0)).all()
+    assert torch.isfinite(safe_power(torch.zeros(2), -1.0)).all()
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "words"),
+    [
+        (lambda m: ng.DiagonalPreconditioner(power=0), ValueError, "power is 0"),
+        (lambda m: ng.DiagonalPreconditioner(probes=0), ValueError, "probes is 0"),
+        (lambda m: ng.EmpiricalPreconditioner(0), ValueError, "examples is 0"),
+        (lambda m: ng.hessian_free(m, CE, preconditioner=ng.DiagonalPreconditioner), TypeError, "parentheses"),
+        (lambda m: ng.hessian_free(m, CE, preconditioner=3), TypeError, "expected a natgrad Preconditioner"),
+        (
+            lambda m: ng.hessian_free(m, CE, solver=ng.Direct(), preconditioner=ng.DiagonalPreconditioner()),
+            TypeError,
+            "takes no preconditioner",
+        ),
+    ],
+)
+def test_bad_choices_are_named(build, kind, words):
+    with pytest.raises(kind, match=words):
+        build(net())
+
+
+def test_a_structure_without_a_closed_form_is_named():
+    model = net()
+    opt = ng.hessian_free(model, CE, preconditioner=ng.Exact())
+    with pytest.raises(TypeError, match="no closed-form inverse"):
+        iterate(opt, model, X, Y)

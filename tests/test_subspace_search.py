@@ -1,0 +1,274 @@
+"""Krylov subspace descent, going back over CG's iterates, and trial points on other data."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from models import F64, assert_close, draw, mlp
+from optim_models import CE, Closure, X, Y, dropout_net, flat, iterate, mean_gradient, net
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.operators import Dense
+from natgrad.rules import Quadratic, Step
+
+G = torch.diag(torch.tensor([4.0, 1.0, 0.25, 0.1], dtype=F64))
+g = torch.tensor([1.0, -2.0, 0.5, 1.0], dtype=F64)
+
+
+class Known:
+    """A loss with its gradient, that counts what it was asked."""
+
+    def __init__(self, loss) -> None:
+        self.loss, self.values, self.gradients = loss, 0, 0
+
+    def __call__(self, vector: Tensor) -> float:
+        self.values += 1
+        return float(self.loss(vector))
+
+    def gradient(self, vector: Tensor) -> tuple[float, Tensor]:
+        self.gradients += 1
+        point = vector.clone().requires_grad_()
+        value = self.loss(point)
+        return float(value.detach()), torch.autograd.grad(value, point)[0]
+
+
+def model(loss: float = 0.0, dimension: int = 3, damping: float = 0.05, rate: float = 1.0) -> Quadratic:
+    """The quadratic model with the Krylov solution as its proposal."""
+    solution = ng.KrylovSubspace(dimension).solve(Dense(G), g, damping=damping)
+    proposal = Step(-rate * solution.value, -rate * (solution.image - damping * solution.value))
+    return Quadratic(g, Dense(G), damping, proposal, 1.0, loss, basis=solution.basis)
+
+
+def bent(d: Tensor) -> Tensor:
+    """Not quadratic: the model is wrong away from 0."""
+    return g @ d + 0.5 * d @ G @ d + 0.3 * d.pow(4).sum() + 0.2 * torch.sin(3 * d).sum() - 0.6 * d.sum()
+
+
+def test_the_search_finds_the_lowest_loss_of_the_subspace():
+    m = model(0.0)
+    step, _ = ng.SubspaceSearch(steps=100, progress=0.0).step(m, Known(bent), {})
+    assert m.basis is not None
+    found = m.basis.vectors @ step.vector
+    assert_close(m.basis.at(found), step.vector, 1e-12)  # it stays inside
+    assert_close(step.image, G @ step.vector, 1e-12)
+
+    def outside(a):
+        return float(bent(m.basis.at(torch.from_numpy(a))))
+
+    peer = minimize(outside, found.numpy(), method="BFGS", options={"gtol": 1e-9})
+    assert float(bent(step.vector)) == pytest.approx(peer.fun, abs=1e-8)
+
+
+def test_on_an_exact_quadratic_the_proposal_is_the_answer_at_once():
+    def quadratic(d: Tensor) -> Tensor:
+        return g @ d + 0.5 * d @ G @ d
+
+    loss, m = Known(quadratic), model(damping=0.0)
+    step, _ = ng.SubspaceSearch().step(m, loss, {})
+    assert_close(step.vector, m.proposal.vector, 1e-9)
+    assert loss.gradients <= 2
+
+
+@pytest.mark.parametrize("rate", [1.0, 50.0])
+def test_a_bad_start_and_losses_that_are_not_finite_are_rejections(rate):
+    def walled(d: Tensor) -> Tensor:
+        return bent(d) if float(d.detach().norm()) < 0.3 else torch.full((), math.nan, dtype=F64) * d.sum()
+
+    step, _ = ng.SubspaceSearch(steps=30).step(model(rate=rate), Known(walled), {})
+    assert 0 < float(step.vector.norm()) < 0.3
+    assert float(bent(step.vector)) < 0
+    nowhere, _ = ng.SubspaceSearch().step(model(), Known(lambda d: d.sum() * math.nan), {})
+    assert not nowhere.vector.any()
+
+
+def test_what_the_search_needs_is_named():
+    rule = ng.SubspaceSearch()
+    with pytest.raises(ValueError, match="KrylovSubspace"):
+        rule.step(Quadratic(g, Dense(G), 0.1, model().proposal), Known(bent), {})
+    with pytest.raises(ValueError, match="gradient of the loss"):
+        rule.step(model(), lambda d: 0.0, {})
+    with pytest.raises(ValueError, match="re-evaluates the loss"):
+        rule.step(model(), None, {})
+    with pytest.raises(ValueError, match="steps is 0"):
+        ng.SubspaceSearch(steps=0)
+
+
+# going back over iterates
+
+
+def cg_model(loss_at, keep: float | None = 1.01, rate: float = 1.0) -> tuple[Quadratic, list[Tensor]]:
+    matrix = torch.diag(torch.logspace(0, 3, 12, dtype=F64))
+    b = draw(12, seed=3)
+    solution = ng.CG(rtol=0, max_steps=9, keep=keep).solve(Dense(matrix), b, damping=0.1)
+    steps = [Step(-rate * i.value, -rate * (i.image - 0.1 * i.value)) for i in (*solution.iterates, solution)]
+    earlier = [lambda s=s: s for s in steps[:-1]]
+    made = Quadratic(b, Dense(matrix), 0.1, steps[-1], 1.0, loss_at(torch.zeros(12, dtype=F64)), None, earlier)
+    return made, [s.vector for s in steps]
+
+
+def test_cg_keeps_the_iterates_it_passed_with_their_images():
+    matrix, b = torch.diag(torch.logspace(0, 3, 12, dtype=F64)), 1e3 * draw(12, seed=3)
+    passed = []
+    solver = ng.CG(rtol=0, max_steps=11, keep=1.3, callback=lambda i, x, r: passed.append(x.clone()))
+    solution = solver.solve(Dense(matrix), b, damping=0.1)
+    assert [any(torch.equal(i.value, x) for x in passed) for i in solution.iterates] == [True] * len(solution.iterates)
+    expected = [1, 2, 3, 4, 6, 8]  # each at least 1.3 times the last; 11 is the solution itself
+    assert [i for i, x in enumerate(passed, 1) if any(torch.equal(x, k.value) for k in solution.iterates)] == expected
+    for iterate_ in solution.iterates:
+        assert_close(iterate_.image, matrix @ iterate_.value + 0.1 * iterate_.value, 1e-9)
+    assert ng.CG(max_steps=5).solve(Dense(matrix), b).iterates == ()
+    with pytest.raises(ValueError, match="keep is 1"):
+        ng.CG(keep=1.0)
+
+
+def test_the_line_search_goes_back_while_the_loss_falls():
+    target = cg_model(lambda d: 0.0)[1][4]  # the fifth iterate is where the true loss is lowest
+
+    def loss(d: Tensor) -> float:
+        return float((d - target).square().sum())
+
+    m, steps = cg_model(loss)
+    step, _ = ng.LineSearch(iterates=True, sufficient=0.0).step(m, loss, {})
+    assert torch.equal(step.vector, steps[4])
+    plain, _ = ng.LineSearch(sufficient=0.0).step(m, loss, {})
+    assert not torch.equal(plain.vector, steps[4])
+
+
+def test_it_goes_back_over_iterates_whose_loss_is_not_finite():
+    limit = float(cg_model(lambda d: 0.0)[1][2].norm()) * 1.0001
+
+    def loss(d: Tensor) -> float:
+        return -float(d.norm()) if float(d.norm()) <= limit else math.nan
+
+    m, steps = cg_model(loss)
+    step, _ = ng.LineSearch(iterates=True, sufficient=0.0).step(m, loss, {})
+    assert torch.equal(step.vector, steps[2])
+
+
+# in the optimizer
+
+
+def test_krylov_subspace_descent_trains_and_its_loss_is_never_higher():
+    net_ = mlp(3, 6, 3)
+    opt = ng.krylov_subspace(net_, CE, dimension=5, steps=4)
+    losses = []
+    for _ in range(30):
+        iterate(opt, net_, X, Y)
+        losses.append(opt.state_report().loss)
+    assert all(after <= before for before, after in pairwise(losses))
+    assert losses[-1] < 0.01 * losses[0]
+
+
+def test_the_step_is_the_lowest_point_of_the_space_on_the_batch_of_the_search():
+    net_, (a, b) = net(), (draw(9, 3, seed=8), torch.tensor([0, 1, 2] * 3))
+    twin = copy.deepcopy(net_)
+    opt = ng.krylov_subspace(net_, CE, dimension=4, steps=200, damping=0.1)
+    opt.rule = ng.SubspaceSearch(steps=200, progress=0.0)
+    opt.search_on(a, b)
+    iterate(opt, net_, X, Y)
+    moved = flat(net_) - flat(twin)
+    metric = ng.fisher(twin, CE).at(ng.trainable(twin), X)
+    basis = ng.KrylovSubspace(4).solve(metric, mean_gradient(twin, X, Y), damping=0.1).basis
+    assert basis is not None
+    assert_close(basis.at(basis.vectors @ moved), moved, 1e-9)
+    # stationary there, on the search's data and not on the gradient's
+    assert float((basis.vectors @ mean_gradient(net_, a, b)).norm()) < 1e-5
+    assert float((basis.vectors @ mean_gradient(net_, X, Y)).norm()) > 1e-2
+
+
+def test_the_last_step_joins_the_next_space():
+    net_ = net()
+    opt = ng.krylov_subspace(net_, CE, dimension=3, damping=0.1)
+    before = flat(net_)
+    iterate(opt, net_, X, Y)
+    step = flat(net_) - before
+    assert_close(opt._guess(_point(opt, net_)), -step, 1e-12)
+    iterate(opt, net_, X, Y)
+    assert opt.state_report().solver_steps == 4  # three, and the last step's
+
+
+def _point(opt, net_):
+    opt.zero_grad()
+    opt.loss(net_(X), Y).backward()
+    return opt._point()
+
+
+@pytest.mark.parametrize("rule", [ng.LineSearch(), ng.SubspaceSearch(steps=3)], ids=["line search", "subspace search"])
+def test_trial_points_are_drawn_apart_from_the_metric_and_resume(rule):
+    def build(model: nn.Module) -> ng.NaturalGradient:
+        return ng.NaturalGradient(
+            model, ng.gauss_newton(model, CE), solver=ng.KrylovSubspace(4), rule=rule, metric_batch=3, search_batch=4
+        )
+
+    straight, stopped = net(), net()
+    opt, first = build(straight), build(stopped)
+    iterate(opt, straight, X, Y)
+    iterate(opt, straight, X, Y)
+    iterate(first, stopped, X, Y)
+    second = build(stopped)
+    second.load_state_dict(first.state_dict())
+    iterate(second, stopped, X, Y)
+    assert torch.equal(flat(straight), flat(stopped))
+    # the loss told is that of the search's examples: the last four of the order whose first three the metric has
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    fresh = net()
+    third = build(fresh)
+    expected = float(CE(fresh(X[order[-4:]]), Y[order[-4:]]).detach())
+    iterate(third, fresh, X, Y)
+    assert third.state_report().loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_masks_are_the_same_at_every_trial_point_and_closures_work_too():
+    model_ = dropout_net()
+    opt = ng.krylov_subspace(model_, CE, dimension=4, steps=3)
+    for _ in range(5):
+        iterate(opt, model_, X, Y)
+    assert opt.state_report().failures == 0
+    by_loss, by_closure = net(), net()
+    first = ng.krylov_subspace(by_loss, CE, dimension=4, steps=3)
+    second = ng.krylov_subspace(by_closure, CE, dimension=4, steps=3)
+    for _ in range(2):
+        iterate(first, by_loss, X, Y)
+        second.step(Closure(second, lambda: nn.functional.cross_entropy(by_closure(X), Y)))
+    assert_close(flat(by_closure), flat(by_loss), 1e-8)
+
+
+def test_summed_losses_give_the_same_step():
+    means, sums = net(), net()
+    first = ng.krylov_subspace(means, CE, dimension=4, steps=3)
+    second = ng.krylov_subspace(sums, nn.CrossEntropyLoss(reduction="sum"), dimension=4, steps=3)
+    for _ in range(2):
+        iterate(first, means, X, Y)
+        iterate(second, sums, X, Y)
+    assert_close(flat(sums), flat(means), 1e-8)
+
+
+def test_backtracking_over_iterates_is_two_words_in_hessian_free():
+    net_ = net()
+    opt = ng.hessian_free(
+        net_, CE, solver=ng.CG(max_steps=50, progress=5e-4, keep=1.3), rule=ng.LineSearch(iterates=True)
+    )
+    losses = []
+    for _ in range(15):
+        iterate(opt, net_, X, Y)
+        losses.append(opt.state_report().loss)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_bad_requests_are_named():
+    net_ = net()
+    with pytest.raises(ValueError, match="search_batch is 0"):
+        ng.krylov_subspace(net_, CE, search_batch=0)
+    opt = ng.krylov_subspace(net_, CE, search_batch=4)
+    with pytest.raises(ValueError, match=r"optimizer\.loss"):
+        opt.step(Closure(opt, lambda: CE(net_(X), Y)))
+    params = {"w": torch.zeros(3, 3, dtype=F64, requires_grad=True)}
+    plain = ng.NaturalGradient(params, ng.fisher(lambda p, x: x @ p["w"], CE))
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        plain.search_on(X, Y)
