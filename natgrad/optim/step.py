@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor
 
 from natgrad.damping import Damping
-from natgrad.linalg import all_finite
 from natgrad.operators import Operator
 from natgrad.optim.objective import Objective
 from natgrad.optim.reports import StateReport
