@@ -56,6 +56,7 @@ __all__ = [
 EXPERIMENTS = {
     "digits": "natgrad.experiments.digits:RACE",
     "fashion": "natgrad.experiments.fashion:RACE",
+    "autoencoder": "natgrad.experiments.autoencoder:RACE",
 }
 
 
