@@ -23,7 +23,20 @@ from natgrad.optim import NaturalGradient, hessian_free, krylov_subspace, natgra
 from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
-from natgrad.structures import Dense, DiagonalPreconditioner, EmpiricalPreconditioner, Exact, Preconditioner, Structure
+from natgrad.structures import (
+    Dense,
+    Diagonal,
+    DiagonalPreconditioner,
+    EigenKronecker,
+    EmpiricalPreconditioner,
+    Exact,
+    ExactLabels,
+    Kronecker,
+    Preconditioner,
+    Sampled,
+    Structure,
+    UnitWise,
+)
 
 __version__ = "0.1.0"
 
@@ -35,13 +48,17 @@ __all__ = [
     "Constant",
     "Damping",
     "Dense",
+    "Diagonal",
     "DiagonalPreconditioner",
     "Direct",
+    "EigenKronecker",
     "EmpiricalPreconditioner",
     "Exact",
+    "ExactLabels",
     "Gaussian",
     "Heads",
     "HeteroscedasticGaussian",
+    "Kronecker",
     "KrylovSubspace",
     "LevenbergMarquardt",
     "Likelihood",
@@ -57,6 +74,7 @@ __all__ = [
     "Relative",
     "Rule",
     "SampleSpace",
+    "Sampled",
     "Solution",
     "Solver",
     "Space",
@@ -64,6 +82,7 @@ __all__ = [
     "Structure",
     "SubspaceSearch",
     "TrustRegion",
+    "UnitWise",
     "covariance",
     "divergence",
     "empirical_fisher",

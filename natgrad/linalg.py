@@ -188,25 +188,74 @@ def woodbury_solve(root: Tensor, rhs: Tensor, damping: float | Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class KroneckerEigen:
-    """Eigenbasis of left (p, p) (x) right (q, q): left = V diag(a) V^T, right = W diag(b) W^T."""
+    """Eigenbasis of left (..., p, p) (x) right (..., q, q): left = V diag(a) V^T, right = W diag(b) W^T.
+
+    The vectors of a factor that is diagonal already are None.
+    """
 
     left_values: Tensor
-    left_vectors: Tensor
+    left_vectors: Tensor | None
     right_values: Tensor
-    right_vectors: Tensor
+    right_vectors: Tensor | None
 
     @staticmethod
     def of(left: Tensor, right: Tensor) -> KroneckerEigen:
-        """Both eigendecompositions, eigenvalues clamped at zero."""
-        a, v = eigh(left)
-        b, w = eigh(right)
+        """Both eigendecompositions, eigenvalues clamped at zero. A factor (p,) stands for its diagonal matrix."""
+        (a, v), (b, w) = ((factor, None) if factor.dim() == 1 else eigh(factor) for factor in (left, right))
         return KroneckerEigen(a.clamp(min=0), v, b.clamp(min=0), w)
 
     def values(self) -> Tensor:
-        """Eigenvalues a_i b_j of the product, shape (p, q)."""
-        return torch.outer(self.left_values, self.right_values)
+        """Eigenvalues a_i b_j of the product, shape (..., p, q)."""
+        return self.left_values.unsqueeze(-1) * self.right_values.unsqueeze(-2)
+
+    def rotate(self, block: Tensor) -> Tensor:
+        """V^T X W: X (..., p, q) in the eigenbasis."""
+        turned = block if self.left_vectors is None else self.left_vectors.mT @ block
+        return turned if self.right_vectors is None else turned @ self.right_vectors
+
+    def unrotate(self, coordinates: Tensor) -> Tensor:
+        """V C W^T, back from the eigenbasis."""
+        turned = coordinates if self.left_vectors is None else self.left_vectors @ coordinates
+        return turned if self.right_vectors is None else turned @ self.right_vectors.mT
 
     def apply(self, spectrum: Tensor, block: Tensor) -> Tensor:
         """sum_ij spectrum_ij <X, v_i w_j^T> v_i w_j^T for X (..., p, q)."""
-        coordinates = self.left_vectors.mT @ block @ self.right_vectors
-        return self.left_vectors @ (spectrum * coordinates) @ self.right_vectors.mT
+        return self.unrotate(spectrum * self.rotate(block))
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """V and W as matrices, identities written out."""
+        pairs = ((self.left_values, self.left_vectors), (self.right_values, self.right_vectors))
+        left, right = (
+            torch.eye(len(values), dtype=values.dtype, device=values.device) if vectors is None else vectors
+            for values, vectors in pairs
+        )
+        return left, right
+
+
+def pseudo_inverse(matrix: Tensor) -> Tensor:
+    """A^+ for PSD A (..., n, n), by eigendecomposition; eigenvalues below 10 n eps lambda_max count as zero."""
+    values, vectors = eigh(matrix)
+    drop = values <= 10 * safe_cutoff(matrix.shape[-1], values.dtype) * values[..., -1:].abs()
+    return vectors @ (torch.where(drop, 0, 1 / torch.where(drop, 1, values)).unsqueeze(-1) * vectors.mT)
+
+
+def inverse_psd(matrix: Tensor, damping: float | Tensor = 0.0) -> Tensor:
+    """(A + damping I)^-1 for PSD A (..., n, n), symmetric; where A + damping I is singular, about its pseudo-inverse.
+
+    damping: a positive number, or one per matrix (...,). One batched Cholesky where it succeeds; matrices whose pivots
+    show a lost rank climb the ladder of `solve_psd` one by one. Does not raise: not finite for a matrix that is not.
+    """
+    n = matrix.shape[-1]
+    damped = matrix.to(at_least_single(matrix.dtype), copy=True)
+    damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(damping, dtype=damped.dtype).to(damped.device).unsqueeze(-1))
+    lower, info = torch.linalg.cholesky_ex(damped)
+    pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+    sound = (info == 0) & (pivots.amin(-1) > 100 * safe_cutoff(n, damped.dtype) * pivots.amax(-1))
+    if bool(sound.all()):
+        return symmetrise(torch.cholesky_inverse(lower)).to(matrix.dtype)
+    eye = torch.eye(n, dtype=damped.dtype, device=damped.device)
+    each = [
+        torch.cholesky_inverse(low) if bool(fine) else solve_psd(block, eye)
+        for low, block, fine in zip(lower.reshape(-1, n, n), damped.reshape(-1, n, n), sound.reshape(-1), strict=True)
+    ]
+    return symmetrise(torch.stack(each).view(matrix.shape)).to(matrix.dtype)

@@ -1,17 +1,20 @@
 """Floor 1: the metric as something you multiply with."""
 
+from natgrad.operators.arranged import Arranged, Layout
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
 from natgrad.operators.block import Block
 from natgrad.operators.centred import Centred
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
-from natgrad.operators.kronecker import Kronecker
+from natgrad.operators.kronecker import Kronecker, Spectral
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
+from natgrad.operators.units import QuasiDiagonal, Units
 
 __all__ = [
+    "Arranged",
     "Block",
     "Centred",
     "Chunked",
@@ -20,13 +23,17 @@ __all__ = [
     "Diagonal",
     "Form",
     "Kronecker",
+    "Layout",
     "Linearization",
     "LowRank",
     "Operator",
     "OutputMap",
     "Pullback",
+    "QuasiDiagonal",
     "Rows",
     "Scaled",
     "Shifted",
+    "Spectral",
     "Sum",
+    "Units",
 ]

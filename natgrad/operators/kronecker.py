@@ -5,66 +5,135 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.linalg import KroneckerEigen, psd_root, safe_cutoff
+from natgrad.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
 from natgrad.operators.base import Operator
 
 
 class Kronecker(Operator):
     """A (p, p) (x) B (q, q), both symmetric PSD, acting on a (p, q) matrix flattened row-major: n = p q.
 
-    For a linear layer y = W x, A is the output factor E[d d^T] and B the input factor E[x x^T].
-    ValueError if a factor is not square, or if the factors differ in dtype or device.
+    For a linear layer y = W x, A is the output factor E[d d^T] and B the input factor E[x x^T]. A leading dimension
+    stands for independent blocks (the groups of a convolution): A (k, p, p), B (k, q, q), n = k p q. A factor (p,)
+    stands for its diagonal matrix (the token frequencies of an embedding).
+    factored: `inverse` is K-FAC's (A + pi sqrt(damping) I)^-1 (x) (B + sqrt(damping) / pi I)^-1, cheaper than the exact
+    inverse, whose eigendecompositions it does without, and different from it.
+    ValueError if a factor is not square, or if the factors differ in dtype, device or number of blocks.
     """
 
-    def __init__(self, left: Tensor, right: Tensor) -> None:
+    def __init__(self, left: Tensor, right: Tensor, *, factored: bool = False) -> None:
         for name, factor in (("left", left), ("right", right)):
-            if factor.dim() != 2 or factor.shape[0] != factor.shape[1]:
+            if factor.dim() == 0 or (factor.dim() > 1 and factor.shape[-1] != factor.shape[-2]):
                 raise ValueError(f"{name} has shape {tuple(factor.shape)}, expected a square matrix")
         if (left.dtype, left.device) != (right.dtype, right.device):
             raise ValueError(
                 f"left is {left.dtype} on {left.device}, right {right.dtype} on {right.device}; convert one with .to()"
             )
-        self.left, self.right = left, right
-        self.size, self.dtype, self.device = len(left) * len(right), left.dtype, left.device
+        if left.shape[:-2] != right.shape[:-2]:
+            raise ValueError(
+                f"left has shape {tuple(left.shape)}, right {tuple(right.shape)}, expected as many blocks of one as of "
+                "the other"
+            )
+        self.left, self.right, self.factored = left, right, factored
+        self.matrix_shape = (*right.shape[:-2], left.shape[-1], right.shape[-1])
+        self.size = torch.Size(self.matrix_shape).numel()
+        self.dtype, self.device = left.dtype, left.device
 
     def mv(self, vector: Tensor) -> Tensor:
-        return (self.left @ vector.view(len(self.left), len(self.right)) @ self.right).reshape(-1)
+        block = vector.reshape(self.matrix_shape)
+        block = self.left.unsqueeze(-1) * block if self.left.dim() == 1 else self.left @ block
+        return (block * self.right if self.right.dim() == 1 else block @ self.right).reshape(-1)
 
     def root(self) -> Tensor:
-        return torch.kron(psd_root(self.left), psd_root(self.right))
+        left, right = (torch.diag(f.sqrt()) if f.dim() == 1 else psd_root(f) for f in (self.left, self.right))
+        return block_kron(left, right)
 
     @property
     def closed_form(self) -> bool:
         return True
 
-    def inverse(self, damping: float = 0.0) -> KroneckerSpectral:
-        """Exact damping in the joint eigenbasis, not the factored approximation of K-FAC."""
-        eigen = KroneckerEigen.of(self.left, self.right)
-        values = eigen.values()
-        cutoff = safe_cutoff(max(values.shape), self.dtype) * values.max() if damping == 0 else 0.0
-        damped = values + damping
-        keep = damped > cutoff
-        return KroneckerSpectral(eigen, torch.where(keep, 1 / torch.where(keep, damped, 1), 0))
+    def inverse(self, damping: float = 0.0) -> Operator:
+        """Exact damping in the joint eigenbasis, unless `factored`."""
+        if self.factored:
+            return self.factored_inverse(damping)
+        return Spectral(KroneckerEigen.of(self.left, self.right)).inverse(damping)
+
+    def factored_inverse(self, damping: float) -> Kronecker:
+        """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 = (tr A / p) / (tr B / q); Martens & Grosse eq. 6.3.
+
+        pi makes the two cross terms equally large; it is 1 where a factor is zero, which then stays harmless.
+        """
+        left, right = mean_diagonal(self.left), mean_diagonal(self.right)
+        pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
+        shift = damping**0.5
+        return Kronecker(inverse_factor(self.left, shift * pi), inverse_factor(self.right, shift / pi))
 
     def diagonal(self) -> Tensor:
-        return torch.outer(self.left.diagonal(), self.right.diagonal()).reshape(-1)
+        left, right = diagonal_of(self.left), diagonal_of(self.right)
+        return (left.unsqueeze(-1) * right.unsqueeze(-2)).reshape(-1)
 
     def trace(self) -> Tensor:
-        return self.left.trace() * self.right.trace()
+        return (diagonal_of(self.left).sum(-1) * diagonal_of(self.right).sum(-1)).sum()
 
     def dense(self) -> Tensor:
-        return torch.kron(self.left, self.right)
+        left, right = (torch.diag(f) if f.dim() == 1 else f for f in (self.left, self.right))
+        return block_kron(left, right)
 
 
-class KroneckerSpectral(Operator):
-    """V diag(spectrum) V^T in the eigenbasis V of a Kronecker product, spectrum (p, q) >= 0."""
+class Spectral(Operator):
+    """V diag(spectrum) V^T in the eigenbasis V of a Kronecker product, spectrum (..., p, q) >= 0.
 
-    def __init__(self, eigen: KroneckerEigen, spectrum: Tensor) -> None:
-        self.eigen, self.spectrum = eigen, spectrum
-        self.size, self.dtype, self.device = spectrum.numel(), spectrum.dtype, spectrum.device
+    spectrum: default the product's own eigenvalues; any other corrects them (EKFAC, George et al. 2018).
+    """
+
+    def __init__(self, eigen: KroneckerEigen, spectrum: Tensor | None = None) -> None:
+        self.eigen, self.spectrum = eigen, eigen.values() if spectrum is None else spectrum
+        self.size, self.dtype, self.device = self.spectrum.numel(), self.spectrum.dtype, self.spectrum.device
 
     def mv(self, vector: Tensor) -> Tensor:
-        return self.eigen.apply(self.spectrum, vector.view(self.spectrum.shape)).reshape(-1)
+        return self.eigen.apply(self.spectrum, vector.reshape(self.spectrum.shape)).reshape(-1)
+
+    def root(self) -> Tensor:
+        return block_kron(*self.eigen.vectors()) * self.spectrum.sqrt().reshape(-1)
+
+    @property
+    def closed_form(self) -> bool:
+        return True
+
+    def inverse(self, damping: float = 0.0) -> Spectral:
+        # products of two factors' round-off eigenvalues were seen just above n eps
+        cutoff = 10 * safe_cutoff(max(self.spectrum.shape), self.dtype) * self.spectrum.max() if damping == 0 else 0.0
+        return Spectral(self.eigen, positive_inverse(self.spectrum + damping, cutoff))
+
+    def diagonal(self) -> Tensor:
+        left, right = self.eigen.vectors()
+        return (left.square() @ self.spectrum @ right.square().mT).reshape(-1)
 
     def trace(self) -> Tensor:
         return self.spectrum.sum()
+
+
+def positive_inverse(values: Tensor, cutoff: float | Tensor) -> Tensor:
+    """1 / values where they exceed the cutoff, else 0; a NaN stays one."""
+    drop = values <= cutoff
+    return torch.where(drop, 0, 1 / torch.where(drop, 1, values))
+
+
+def diagonal_of(factor: Tensor) -> Tensor:
+    """(..., n): the diagonals of (..., n, n), or the (n,) that stands for one."""
+    return factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1)
+
+
+def mean_diagonal(factor: Tensor) -> Tensor:
+    """Mean eigenvalue of every matrix (..., n, n), or of diag(factor) for (n,)."""
+    return diagonal_of(factor).mean(-1)
+
+
+def inverse_factor(factor: Tensor, shift: Tensor) -> Tensor:
+    """(factor + shift I)^-1, one shift per block."""
+    return positive_inverse(factor + shift, 0.0) if factor.dim() == 1 else inverse_psd(factor, shift)
+
+
+def block_kron(left: Tensor, right: Tensor) -> Tensor:
+    """diag(A_1 (x) B_1, ..., A_k (x) B_k) for A (..., p, r), B (..., q, s)."""
+    pairs = zip(left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:]), strict=True)
+    return torch.block_diag(*(torch.kron(a.contiguous(), b.contiguous()) for a, b in pairs))

@@ -110,7 +110,7 @@ class Rows:
         outputs, taps = record_taps(pure.model, self.space, lambda: self.linearization.function(point))
         if not taps or any(len(tap.dummy) != self.batch for tap in taps):
             return None
-        deltas = zip(*(backward_to_taps(outputs, taps, c) for c in self._cotangents()), strict=True)
+        deltas = zip(*(backward_to_taps(outputs, taps, c) for c in self.cotangents()), strict=True)
         parts = [tap.part(delta, self.space.dtype) for tap, delta in zip(taps, deltas, strict=True)]
         known = {name for tap in taps for name in (tap.weight, tap.bias)}
         rest = [name for name in self.space if name not in known]
@@ -119,7 +119,7 @@ class Rows:
         extra = self._per_example(rest)
         return None if extra is None else parts + extra
 
-    def _cotangents(self) -> list[Tensor]:
+    def cotangents(self) -> list[Tensor]:
         """One (R, m) cotangent per position p of an example and column j of the factor, all examples at once."""
         count, m, q = self.factor.shape
         factor = self.factor.view(self.batch, count // self.batch, m, q)

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
+from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.door import check_batch, check_choices, check_number, dense_gradient, inputs_of, named_parameters
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Data, Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
-from natgrad.optim.step import Point, check_solution, finite, judge, quadratic, told
+from natgrad.optim.step import Point, check_solution, judge, quadratic, told
 from natgrad.pure import RandomState, map_tensors
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
@@ -270,7 +271,7 @@ class NaturalGradient(Optimizer):
         model = quadratic(point, operator, solution, amount, math.nan if objective is None else objective.before)
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
         ratio, refused = judge(self.damping, model, step, objective)
-        failed = not finite(step)
+        failed = not all_finite(step.vector)
         if failed or refused:
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start

@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor
 
 from natgrad.damping import Damping
-from natgrad.linalg import all_finite
 from natgrad.operators import Operator
 from natgrad.optim.objective import Objective
 from natgrad.optim.reports import StateReport
@@ -97,8 +96,3 @@ def told(
         gradient=norm,
         failures=last.failures + failed,
     )
-
-
-def finite(step: Step) -> bool:
-    """Whether a step can be taken."""
-    return all_finite(step.vector)

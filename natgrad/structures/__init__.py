@@ -1,7 +1,11 @@
 """Floor 4: how a metric is remembered, and what makes solving with it faster."""
 
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.diagonal import Diagonal, UnitWise
+from natgrad.structures.estimates import Estimate, ExactLabels, Sampled
 from natgrad.structures.exact import Dense, Exact
+from natgrad.structures.kronecker import EigenKronecker, Kronecker
+from natgrad.structures.layerwise import Layerwise
 from natgrad.structures.preconditioners import (
     DiagonalPreconditioner,
     EmpiricalPreconditioner,
@@ -12,12 +16,20 @@ from natgrad.structures.preconditioners import (
 
 __all__ = [
     "Dense",
+    "Diagonal",
     "DiagonalPreconditioner",
+    "EigenKronecker",
     "EmpiricalPreconditioner",
+    "Estimate",
     "Exact",
+    "ExactLabels",
+    "Kronecker",
+    "Layerwise",
     "Memory",
     "Preconditioner",
+    "Sampled",
     "Structure",
     "StructurePreconditioner",
+    "UnitWise",
     "as_preconditioner",
 ]

@@ -1,0 +1,73 @@
+"""The metric's diagonal, and its blocks per unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from natgrad.operators import Diagonal as DiagonalOperator
+from natgrad.operators import Operator, QuasiDiagonal, Units
+from natgrad.structures.layers import Layer
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.statistics import Seen, bias_rows, squares, token_blocks, token_squares, unit_blocks
+
+
+@dataclass(frozen=True)
+class Diagonal(Layerwise):
+    """The metric's diagonal: the second moments of the examples' gradients. Memory: one number per parameter."""
+
+    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
+        return accumulated(before, {"squares": layer_squares(seen)}, self.decay)
+
+    def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
+        return DiagonalOperator(totals["squares"].reshape(-1) / weight)
+
+
+@dataclass(frozen=True)
+class UnitWise(Layerwise):
+    """One block per unit: an output's weights and its bias (Le Roux et al. 2008; Ollivier 2015).
+
+    largest: units with at most this many parameters get their whole block, larger ones a quasi-diagonal block: the
+    diagonal and the bias's row, at the cost of a diagonal; without a bias that is the diagonal. Memory per unit of d
+    parameters: d^2 numbers, or 2 d. For an embedding a unit is a token.
+    """
+
+    largest: int = 64
+
+    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
+        return accumulated(before, self._fresh(seen), self.decay)
+
+    def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
+        if "blocks" in totals:
+            return Units(totals["blocks"] / weight)
+        if "rows" not in totals:
+            return DiagonalOperator(totals["squares"].reshape(-1) / weight)
+        square, row = (totals[key].flatten(0, 1) / weight for key in ("squares", "rows"))
+        return QuasiDiagonal(square, row[:, :-1])
+
+    def _fresh(self, seen: Seen) -> Statistics:
+        _, outputs, columns = seen.layer.layout.matrix_shape
+        if columns <= self.largest:
+            return {"blocks": torch.stack(layer_blocks(seen, outputs)).sum(0)}
+        fresh = {"squares": layer_squares(seen)}
+        if seen.layer.layout.bias is None:
+            return fresh
+        return fresh | {"rows": torch.stack([bias_rows(seen.activations, deltas) for deltas in seen.deltas]).sum(0)}
+
+
+def layer_squares(seen: Seen) -> torch.Tensor:
+    """The diagonal of a layer's metric, (groups, outputs, columns)."""
+    if seen.by_token:
+        size = seen.layer.layout.outputs
+        found = [token_squares(seen.activations, deltas, size, seen.padding).unsqueeze(0) for deltas in seen.deltas]
+    else:
+        found = [squares(seen.activations, deltas) for deltas in seen.deltas]
+    return torch.stack(found).sum(0)
+
+
+def layer_blocks(seen: Seen, outputs: int) -> list[torch.Tensor]:
+    """Per cotangent, the blocks of a layer's units, (groups * outputs, columns, columns)."""
+    if seen.by_token:
+        return [token_blocks(seen.activations, deltas, outputs, seen.padding) for deltas in seen.deltas]
+    return [unit_blocks(seen.activations, deltas) for deltas in seen.deltas]

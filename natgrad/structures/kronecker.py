@@ -1,0 +1,127 @@
+"""Kronecker factors per layer: K-FAC, and its eigenvalue correction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import KroneckerEigen
+from natgrad.operators import Kronecker as KroneckerOperator
+from natgrad.operators import Operator, Spectral, Units
+from natgrad.structures.layers import Layer
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.statistics import (
+    Seen,
+    input_moment,
+    output_moment,
+    reduced,
+    rotated_squares,
+    token_moment,
+    token_squares,
+    unit_blocks,
+)
+
+
+@dataclass(frozen=True)
+class Kronecker(Layerwise):
+    """S (x) A per layer (K-FAC): S = E[delta delta^T] of the output derivatives, A = E[a a^T] of the inputs.
+
+    reduce: take the positions of a sequence or image together (means of inputs, sums of derivatives), for losses that
+    see their mean, instead of one by one.   factored: K-FAC's own damped inverse, with pi, instead of the exact one.
+    largest: a factor with more rows keeps its diagonal alone. An embedding's A is diagonal: token frequencies. Norms
+    and depthwise convolutions, with one output per group, get their exact blocks.
+    Exact for one example, and where inputs and derivatives are independent. Memory: the factors.
+    Martens & Grosse 2015; convolutions as in Grosse & Martens 2016; Eschenhagen et al. 2023 for shared weights.
+    """
+
+    reduce: bool = False
+    factored: bool = False
+    largest: int = 8192
+
+    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
+        return accumulated(before, factors(seen, self.reduce, self.largest), self.decay)
+
+    def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
+        if "blocks" in totals:
+            return Units(totals["blocks"] / weight)
+        return KroneckerOperator(totals["left"] / weight, totals["right"] / weight, factored=self.factored)
+
+
+@dataclass(frozen=True)
+class EigenKronecker(Layerwise):
+    """K-FAC's eigenbasis with the metric's own diagonal in it (EKFAC): closer to the metric in Frobenius norm, always.
+
+    The diagonal is that of the examples' own gradients, exact for shared weights too. With a running average, earlier
+    diagonals move to the new basis as the diagonal of what they were.
+    reduce, largest: as in `Kronecker`. Memory: the factors, their eigenvectors and one number per parameter.
+    George et al. 2018.
+    """
+
+    reduce: bool = False
+    largest: int = 8192
+
+    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
+        if seen.single:
+            return accumulated(before, factors(seen, self.reduce, self.largest), self.decay)
+        moments = None if before is None else {side: before[side] for side in ("left", "right")}
+        totals = accumulated(moments, factors(seen, self.reduce, self.largest), self.decay)
+        eigen = KroneckerEigen.of(totals["left"], totals["right"])
+        spectrum = corrected(seen, eigen)
+        if before is not None:
+            spectrum = spectrum + self.decay * moved(before["spectrum"], basis_of(before), eigen)
+        vectors = {"left_vectors": eigen.left_vectors, "right_vectors": eigen.right_vectors}
+        return totals | {"spectrum": spectrum} | {key: v for key, v in vectors.items() if v is not None}
+
+    def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
+        if "blocks" in totals:
+            return Units(totals["blocks"] / weight)
+        return Spectral(basis_of(totals), totals["spectrum"] / weight)
+
+
+def factors(seen: Seen, reduce: bool, largest: int) -> Statistics:
+    """left S and right A of one pass: (G, n, n), or for one group (n, n) or its diagonal (n,); or exact blocks."""
+    if seen.single:
+        return {"blocks": torch.stack([unit_blocks(seen.activations, deltas) for deltas in seen.deltas]).sum(0)}
+    if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
+        moment = torch.stack([output_moment(deltas.unsqueeze(2)) for deltas in seen.deltas]).sum(0)
+        counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
+        return {"left": counts, "right": trimmed(moment, largest)}
+    pairs = [reduced(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
+    left = torch.stack([output_moment(deltas) for _, deltas in pairs]).sum(0)
+    return {"left": trimmed(left, largest), "right": trimmed(input_moment(pairs[0][0]), largest)}
+
+
+def trimmed(factor: Tensor, largest: int) -> Tensor:
+    """(1, n, n) -> (n, n), or (n,) where that is too large; groups as they are."""
+    if len(factor) > 1:
+        return factor
+    return factor[0] if factor.shape[-1] <= largest else factor[0].diagonal().clone()
+
+
+def corrected(seen: Seen, eigen: KroneckerEigen) -> Tensor:
+    """The pass's diagonal in a Kronecker eigenbasis, in the shape of the eigenvalues."""
+    shape = eigen.values().shape
+    if seen.by_token:
+        turned = [deltas if eigen.right_vectors is None else deltas @ eigen.right_vectors for deltas in seen.deltas]
+        found = [token_squares(seen.activations, deltas, shape[0], seen.padding) for deltas in turned]
+    else:
+        found = [rotated_squares(seen.activations, deltas, eigen) for deltas in seen.deltas]
+    return torch.stack(found).sum(0).reshape(shape)
+
+
+def moved(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) -> Tensor:
+    """The diagonal, in the new basis, of the operator with this spectrum in the old one."""
+    (old_left, old_right), (left, right) = old.vectors(), new.vectors()
+    return (left.mT @ old_left).square() @ spectrum @ (old_right.mT @ right).square()
+
+
+def basis_of(totals: Statistics) -> KroneckerEigen:
+    """The eigenbasis in an EKFAC layer's totals; the factors' diagonals stand for their eigenvalues' shape."""
+    sides = []
+    for side in ("left", "right"):
+        factor = totals[side]
+        values = factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1)
+        sides += [values, totals.get(f"{side}_vectors")]
+    return KroneckerEigen(*sides)

@@ -1,0 +1,103 @@
+"""Metrics in one block per layer: the part that all such structures share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.metrics import Metric
+from natgrad.operators import Arranged, Diagonal, Layout, Operator
+from natgrad.pure import RandomState
+from natgrad.spaces import Params, Space
+from natgrad.structures.base import Memory, Structure
+from natgrad.structures.collect import collect
+from natgrad.structures.estimates import Estimate, Sampled
+from natgrad.structures.layers import Layer
+from natgrad.structures.statistics import Seen
+
+Statistics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layerwise(Structure):
+    """One operator per layer, from running averages of its statistics; the diagonal metric for everything else.
+
+    A subclass says which statistics a pass gives, and which operator they make.
+    decay: weight of the past in the running averages, in [0, 1); the first batch counts as itself.   estimate: how the
+    expectation over labels is taken, default one draw.   seed: of the draws. ValueError for a decay outside [0, 1),
+    TypeError for another estimate.
+    """
+
+    decay: float = 0.0
+    estimate: Estimate = Sampled()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+        if not isinstance(self.estimate, Estimate):
+            raise TypeError(f"estimate is {self.estimate!r}, expected an estimate such as ng.Sampled(1)")
+
+    @abstractmethod
+    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
+        """Running totals after one more pass of a layer: decay * before + what the pass gives."""
+
+    @abstractmethod
+    def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
+        """The layer's block, on its matrix flattened row-major, from running totals and their weight."""
+
+    def update(
+        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
+    ) -> tuple[Operator, Memory]:
+        draws = 0 if memory is None else memory["draws"]
+        if memory is not None and memory["names"] != list(params):
+            memory = None  # parameters came or went: the averages start anew
+        generator = torch.Generator(next(iter(params.values())).device).manual_seed(self.seed + 104729 * draws)
+        layers_before = None if memory is None else set(memory["held"])
+        found = collect(metric, params, inputs, self.estimate, generator, random=random, trusted=layers_before)
+        totals, weight = self.averaged(found.layers, found.squares, memory)
+        parts = [(one.layer.layout, self.operator(one.layer, totals[one.key], weight)) for one in found.layers]
+        space = Space(params)
+        parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in found.squares]
+        arranged = Arranged(space, parts)
+        arranged.nats = found.metric.nats
+        held = [name for one in found.layers for name in one.layer.layout.names]
+        kept = totals if self.decay else {}
+        return arranged, {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
+
+    def averaged(
+        self, layers: Iterable[Seen], squares: Mapping[str, Tensor], memory: Memory | None
+    ) -> tuple[dict[str, Statistics], float]:
+        """Totals by layer (and by name for parameters without one) after one more pass, and their weight.
+
+        A pass that is not finite leaves the totals as they were: one bad batch does not poison the average.
+        """
+        before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
+        totals = {one.key: self.statistics(one, before.get(one.key)) for one in layers}
+        for name, square in squares.items():
+            totals[name] = accumulated(before.get(name), {"squares": square}, self.decay)
+        if not before or memory is None:
+            return totals, 1.0
+        if before.keys() >= totals.keys() and not all(
+            bool(torch.isfinite(t).all()) for total in totals.values() for t in total.values()
+        ):
+            return before, memory["weight"]
+        return totals, self.decay * memory["weight"] + 1.0
+
+
+def accumulated(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
+    """decay * before + fresh, entry by entry; fresh alone where what was kept is of another kind."""
+    if before is None or before.keys() != fresh.keys():
+        return fresh
+    return {key: decay * before[key] + value for key, value in fresh.items()}
+
+
+def diagonal_part(space: Space, name: str, squares: Tensor) -> tuple[Layout, Operator]:
+    """A parameter without a layer: its diagonal."""
+    layout = Layout(name, None, 1, 1, squares.numel(), tuple(space.blocks[name].shape))
+    return layout, Diagonal(squares.reshape(-1).to(space.dtype))

@@ -1,0 +1,188 @@
+"""Operators of layers: Kronecker products and their damped inverses, blocks per unit, and parts put in their places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+
+from natgrad.linalg import KroneckerEigen, inverse_psd, pseudo_inverse
+from natgrad.operators import Arranged, Dense, Diagonal, Kronecker, Layout, Operator, QuasiDiagonal, Spectral, Units
+from natgrad.spaces import Space
+from natgrad.testing import check_operator
+
+
+def spd(*shape: int, seed: int = 0) -> torch.Tensor:
+    """PSD matrices (..., n, n) with eigenvalues of at least 1/2."""
+    factor = draw(*shape, shape[-1], seed=seed)
+    return factor @ factor.mT + 0.5 * torch.eye(shape[-1], dtype=F64)
+
+
+def units(d: int = 4, k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores' second moments per unit: blocks (k, d + 1, d + 1) and what a quasi-diagonal keeps of them."""
+    a, weights = torch.cat([draw(9, d), torch.ones(9, 1, dtype=F64)], dim=1), draw(9, k, seed=1).square()
+    blocks = torch.einsum("bk,bd,be->kde", weights, a, a)
+    return blocks, QuasiDiagonal(blocks.diagonal(dim1=1, dim2=2), blocks[:, :-1, -1]).dense()
+
+
+def quasi() -> QuasiDiagonal:
+    blocks, _ = units()
+    return QuasiDiagonal(blocks.diagonal(dim1=1, dim2=2), blocks[:, :-1, -1])
+
+
+def arranged() -> Arranged:
+    """Two layers whose parameters lie interleaved, one stored transposed, and a bare parameter."""
+    shapes = {"bare": (2,), "a.bias": (2,), "t.weight": (4, 3, 2), "a.weight": (2, 3), "t.bias": (3,)}
+    space = Space({name: torch.zeros(shape, dtype=F64) for name, shape in shapes.items()})
+    first = Layout("a.weight", "a.bias", 1, 2, 3, (2, 3)), Kronecker(spd(2), spd(4))
+    turned = Layout("t.weight", "t.bias", 1, 3, 8, (4, 3, 2), transposed=True), Kronecker(spd(3), spd(9))
+    bare = Layout("bare", None, 1, 1, 2, (2,)), Diagonal(torch.tensor([1.0, 2.0], dtype=F64))
+    return Arranged(space, [turned, bare, first])
+
+
+ALL = {
+    "kronecker, blocks": lambda: Kronecker(spd(2, 3), spd(2, 4, seed=1)),
+    "kronecker, diagonal left": lambda: Kronecker(draw(3).square(), spd(4)),
+    "kronecker, diagonal right": lambda: Kronecker(spd(3), draw(4).square()),
+    "kronecker, both diagonal": lambda: Kronecker(draw(3).square(), draw(4).square()),
+    "kronecker, zero": lambda: Kronecker(torch.zeros(2, 2, dtype=F64), spd(3)),
+    "inverse of blocks": lambda: Kronecker(spd(2, 3), spd(2, 4)).inverse(0.1),
+    "corrected": lambda: Spectral(KroneckerEigen.of(spd(3), spd(4)), draw(3, 4).square()),
+    "corrected, diagonal left": lambda: Spectral(KroneckerEigen.of(draw(3).square(), spd(4)), draw(3, 4).square()),
+    "units": lambda: Units(spd(3, 4)),
+    "units, one of them zero": lambda: Units(torch.stack([spd(3), torch.zeros(3, 3, dtype=F64)])),
+    "inverse of units": lambda: Units(spd(3, 4)).inverse(0.1),
+    "quasi-diagonal": quasi,
+    "quasi-diagonal, a dead unit": lambda: QuasiDiagonal(torch.zeros(2, 4, dtype=F64), torch.zeros(2, 3, dtype=F64)),
+    "inverse of quasi-diagonal": lambda: quasi().inverse(0.1),
+    "arranged": arranged,
+    "inverse of arranged": lambda: arranged().inverse(0.1),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_operator_is_sound(name: str):
+    check_operator(ALL[name]())
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-3, 10.0])
+@pytest.mark.parametrize("name", [name for name in ALL if "zero" not in name and "dead" not in name])
+def test_the_damped_inverse_inverts(name: str, damping: float):
+    operator: Operator = ALL[name]()
+    inverse = operator.inverse(damping)
+    if inverse is not None:
+        assert operator.closed_form
+        unit = torch.eye(operator.size, dtype=F64)
+        assert_close(operator.shift(damping).dense() @ inverse.dense(), unit, 1e-9)
+
+
+def test_kronecker_blocks_and_diagonal_factors_are_kronecker_products():
+    a, b = spd(2, 3), spd(2, 4, seed=1)
+    expected = torch.block_diag(torch.kron(a[0], b[0]), torch.kron(a[1], b[1]))
+    assert_close(Kronecker(a, b).dense(), expected, 1e-14)
+    counts = draw(3).square()
+    assert_close(Kronecker(counts, b[0]).dense(), torch.kron(torch.diag(counts), b[0]), 1e-14)
+    assert_close(Kronecker(a[0], counts).dense(), torch.kron(a[0], torch.diag(counts)), 1e-14)
+
+
+@pytest.mark.parametrize("left", [spd(3), spd(1, 3), draw(3).square()], ids=["matrix", "blocks", "diagonal"])
+def test_the_factored_inverse_damps_both_factors(left: torch.Tensor):
+    right = spd(1, 4) if left.dim() == 3 else spd(4)
+    inverse = Kronecker(left, right, factored=True).inverse(0.04)
+    matrix = torch.diag(left) if left.dim() == 1 else left.reshape(3, 3)
+    pi = (matrix.trace() / 3 / (right.reshape(4, 4).trace() / 4)).sqrt()
+    first = torch.linalg.inv(matrix + 0.2 * pi * torch.eye(3, dtype=F64))
+    second = torch.linalg.inv(right.reshape(4, 4) + 0.2 / pi * torch.eye(4, dtype=F64))
+    assert_close(inverse.dense(), torch.kron(first, second), 1e-13)
+
+
+def test_a_zero_factor_leaves_the_factored_inverse_finite():
+    inverse = Kronecker(torch.zeros(2, 2, dtype=F64), spd(3), factored=True).inverse(0.01)
+    assert inverse.dense().isfinite().all()
+
+
+def test_the_quasi_diagonal_keeps_the_diagonal_and_the_bias_row():
+    blocks, dense = units()
+    for i, block in enumerate(blocks):
+        found = dense[5 * i : 5 * (i + 1), 5 * i : 5 * (i + 1)]
+        assert_close(found.diagonal(), block.diagonal(), 1e-14)
+        assert_close(found[-1], block[-1], 1e-14)
+
+
+def test_the_undamped_quasi_diagonal_inverse_is_ollivier_s():
+    blocks, _ = units()
+    gradient = draw(15, seed=3).view(3, 5)
+    found = quasi().inverse(0.0).mv(gradient.reshape(-1)).view(3, 5)
+    for block, g, step in zip(blocks, gradient, found, strict=True):
+        d, c, b = block.diagonal()[:-1], block[:-1, -1], block[-1, -1]
+        weights = (g[:-1] - g[-1] * c / b) / (d - c.square() / b)
+        assert_close(step[:-1], weights, 1e-12)
+        assert_close(step[-1], g[-1] / b - (c / b) @ weights, 1e-12)
+
+
+def test_a_layer_s_matrix_has_the_bias_as_last_column():
+    operator = arranged()
+    tensors = {name: draw(*b.shape, seed=i) for i, (name, b) in enumerate(operator.space.blocks.items())}
+    image = operator.space.unflatten(operator.mv(operator.space.flatten(tensors)))
+    matrix = torch.cat([tensors["a.weight"], tensors["a.bias"].unsqueeze(1)], dim=1)
+    expected = spd(2) @ matrix @ spd(4)
+    assert_close(image["a.weight"], expected[:, :3], 1e-13)
+    assert_close(image["a.bias"], expected[:, 3], 1e-13)
+    turned = torch.cat([tensors["t.weight"].transpose(0, 1).flatten(1), tensors["t.bias"].unsqueeze(1)], dim=1)
+    expected = spd(3) @ turned @ spd(9)
+    assert_close(image["t.weight"], expected[:, :8].view(3, 4, 2).transpose(0, 1), 1e-13)
+    assert_close(image["bare"], tensors["bare"] * torch.tensor([1.0, 2.0], dtype=F64), 1e-14)
+
+
+def test_an_arranged_operator_with_a_part_without_an_inverse_has_none():
+    class Products(Operator):
+        size, dtype, device = 2, F64, torch.device("cpu")
+
+        def mv(self, vector: torch.Tensor) -> torch.Tensor:
+            return vector
+
+    space = Space({"x": torch.zeros(2, dtype=F64)})
+    operator = Arranged(space, [(Layout("x", None, 1, 1, 2, (2,)), Products())])
+    assert not operator.closed_form
+    assert operator.inverse(0.1) is None
+    assert operator.root() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_matrices_among_others_climb_the_ladder_alone(dtype: torch.dtype):
+    thin = draw(4, 2)
+    matrices = torch.stack([spd(4), thin @ thin.mT, torch.zeros(4, 4, dtype=F64)]).to(dtype)
+    found = inverse_psd(matrices, torch.tensor([0.0, 1e-30, 0.5], dtype=dtype))
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-8
+    assert_close(found[0] @ matrices[0], torch.eye(4, dtype=dtype), tolerance)
+    assert_close(found[1], torch.linalg.pinv(matrices[1], hermitian=True, rtol=1e-5), tolerance)
+    assert_close(found[2], 2 * torch.eye(4, dtype=dtype), tolerance)
+    assert_close(pseudo_inverse(matrices)[1], torch.linalg.pinv(matrices[1], hermitian=True, rtol=1e-5), tolerance)
+
+
+def test_a_matrix_that_is_not_finite_gives_an_inverse_that_is_not_and_raises_nothing():
+    matrices = torch.stack([spd(3), torch.full((3, 3), torch.nan, dtype=F64)])
+    found = inverse_psd(matrices, 0.1)
+    assert found[0].isfinite().all()
+    assert not found[1].isfinite().any()
+
+
+BAD = {
+    "factors of two numbers of blocks": (lambda: Kronecker(spd(2, 3), spd(3, 3)), "expected as many blocks"),
+    "a number as factor": (lambda: Kronecker(torch.tensor(1.0), spd(3)), "left has shape ()"),
+    "units of one matrix": (lambda: Units(spd(3)), "matrices has shape (3, 3), expected (k, d, d)"),
+    "a quasi-diagonal without cross terms": (lambda: QuasiDiagonal(torch.ones(2, 3), torch.ones(2, 3)), "cross (2, 3)"),
+    "parts that leave a parameter out": (lambda: Arranged(arranged().space, arranged().parts[:2]), "parts cover"),
+    "an operator of another size": (
+        lambda: Arranged(Space({"x": torch.zeros(2)}), [(Layout("x", None, 1, 1, 2, (2,)), Dense(torch.eye(3)))]),
+        "expected size",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused(case: str):
+    build, words = BAD[case]
+    with pytest.raises(ValueError) as caught:
+        build()
+    assert words in str(caught.value)
