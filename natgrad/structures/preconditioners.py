@@ -16,6 +16,8 @@ from natgrad.pure import Call, Labelled, RandomState
 from natgrad.solvers import Solver
 from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.diagonal import Diagonal as DiagonalStructure
+from natgrad.structures.estimates import Sampled
 
 
 class Preconditioner(ABC):
@@ -42,22 +44,26 @@ class Preconditioner(ABC):
 class DiagonalPreconditioner(Preconditioner):
     """P = (diag(D) + damping I)^-power, D the diagonal of G or of the data's own gradients.
 
-    power: .75 in Martens 2010, section 4.7; 1 is Jacobi's.   probes: D = diag(G) is estimated from this many random
-    combinations of G's root per row (Chapelle & Erhan 2011), unbiased, some two gradients each; None: exact, which
-    costs a backward pass per output.   empirical: D = mean of the examples' squared gradients instead, Martens'
-    choice; it needs targets.   The estimate's random signs are the same at every step.
-    ValueError unless 0 < power <= 1 and probes >= 1.
+    power: .75 in Martens 2010, section 4.7; 1 is Jacobi's.   samples: draws of the labels from which D = diag(G) is
+    estimated, one more pass with a backward each (`ng.Diagonal`); None: exact, which costs a backward pass per output.
+    empirical: D = mean of the examples' squared gradients instead, Martens' choice; it needs targets.
+    decay: weight of the past in a running average of the estimate, in [0, 1).
+    A metric that is no likelihood's has no labels to draw: there D is the mean of `samples` of z o G z, z random signs.
+    ValueError unless 0 < power <= 1 and samples >= 1.
     """
 
     power: float = 0.75
-    probes: int | None = 1
+    samples: int | None = 1
     empirical: bool = False
+    decay: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.power <= 1:
             raise ValueError(f"power is {self.power}, expected a number in (0, 1]")
-        if self.probes is not None and self.probes < 1:
-            raise ValueError(f"probes is {self.probes}, expected an integer >= 1, or None for the exact diagonal")
+        if self.samples is not None and self.samples < 1:
+            raise ValueError(f"samples is {self.samples}, expected an integer >= 1, or None for the exact diagonal")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
 
     def update(
         self,
@@ -69,13 +75,18 @@ class DiagonalPreconditioner(Preconditioner):
         operator: Operator,
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
+        held: Memory = {}
         if self.empirical:
             diagonal = empirical(metric, params, inputs, None, random).diagonal()
-        elif self.probes is None:
+        elif self.samples is None or operator.closed_form:
             diagonal = operator.diagonal()
+        elif isinstance(operator, Pullback) and operator.rank is not None:
+            structure = DiagonalStructure(decay=self.decay, estimate=Sampled(self.samples))
+            estimated, held = structure.update(memory, metric, params, inputs, random=random)
+            diagonal = estimated.diagonal()
         else:
-            diagonal = estimated_diagonal(operator, self.probes)
-        return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), {}
+            diagonal = probed_diagonal(operator, self.samples)
+        return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), held
 
 
 @dataclass(frozen=True)
@@ -184,27 +195,12 @@ def empirical(
     return empirical_fisher(metric.model, metric.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
 
 
-def estimated_diagonal(operator: Operator, probes: int) -> Tensor:
-    """An unbiased estimate of diag(G), shape (n,).
-
-    For a pullback with a root, per row s = F z with random signs z, E[s s^T] = F F^T: non-negative, and far less noisy
-    than the estimate z o G z, which serves for others.
-    """
+def probed_diagonal(operator: Operator, samples: int) -> Tensor:
+    """The mean of z o G z over random signs z, (n,): unbiased for diag(G), and noisy (Bekas et al. 2007)."""
     generator = torch.Generator(operator.device).manual_seed(0)
-    if isinstance(operator, Pullback) and operator.rank is not None:
-        root = operator.output_root()
-        assert root is not None
-        signs = random_signs((root.shape[0], root.shape[2], probes), root, generator)
-        return Rows(operator.linearization, root @ signs / probes**0.5).squares()
-    if not isinstance(operator, Pullback) and operator.closed_form:
-        return operator.diagonal()
-    found = [random_signs((operator.size,), torch.empty((), dtype=operator.dtype), generator) for _ in range(probes)]
+    kind = {"generator": generator, "device": operator.device}
+    found = [(2 * torch.randint(0, 2, (operator.size,), **kind) - 1).to(operator.dtype) for _ in range(samples)]
     return torch.stack([signs * operator.mv(signs) for signs in found]).mean(0)
-
-
-def random_signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Signs +1 and -1, in the dtype of `like`."""
-    return (2 * torch.randint(0, 2, shape, generator=generator, device=generator.device) - 1).to(like.dtype)
 
 
 def safe_power(values: Tensor, power: float) -> Tensor:
