@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import iterative, products, solves, steps
+from benchmarks import iterative, preconditioners, products, solves, steps
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -37,7 +37,10 @@ def main() -> None:
     for setting in steps.settings():
         title = f"{setting.work.name}, batch {len(setting.work.inputs)}: one step with {steps.PRODUCTS} CG steps"
         table(title, steps.report(setting, choices.repeats), steps.HEADS)
-    table("Products to |r| <= 1e-8 |b|, n = 400, float64", iterative.report(), ("MinresQLP", "SciPy minres", "CG"))
+    heads = ("MinresQLP", "SciPy minres", "CG", "SciPy cg")
+    table("Products (and time) to |r| <= 1e-8 |b|, n = 1000, float64", iterative.report(), heads)
+    heads = tuple(f"after {moment} steps" for moment in preconditioners.MOMENTS)
+    table("CG's products to |r| <= .01 |g| on the digits autoencoder", preconditioners.report(), heads)
 
 
 if __name__ == "__main__":

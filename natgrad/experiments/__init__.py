@@ -57,6 +57,9 @@ EXPERIMENTS = {
     "digits": "natgrad.experiments.digits:RACE",
     "fashion": "natgrad.experiments.fashion:RACE",
     "autoencoder": "natgrad.experiments.autoencoder:RACE",
+    "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
+    "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
+    "pascanu_2013_restricted_mnist": "natgrad.experiments.pascanu_2013_restricted_mnist:RACE",
 }
 
 

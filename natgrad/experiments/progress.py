@@ -30,6 +30,7 @@ class Line:
     """What is shown of one contestant on the task under way."""
 
     phase: str = "waiting"
+    steps: int | None = None  # at the end, where steps alone end the run
     step: int = 0
     seconds: float = 0.0
     loss: float | None = None
@@ -85,7 +86,7 @@ class Progress:
         self.lines: dict[str, Line] = {}
         self.title, self.runs, self.done = "", 0, 0
         self.budgets: dict[str, Budget] = {}
-        self.ahead = self.behind = self.seconds = 0.0  # of training: to come, done just now, of the run under way
+        self.ahead = self.behind = self.seconds = 0.0  # weights: to come, done just now, of the run under way
         self.begun = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -99,14 +100,16 @@ class Progress:
 
     def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
         self.runs = sum(number for number, _ in runs.values())
-        self.ahead = sum(number * budget.seconds for number, budget in runs.values())
+        self.ahead = sum(number * weight(budget) for number, budget in runs.values())
         self.budgets = {task: budget for task, (_, budget) in runs.items()}
         self.begun = time.monotonic()
 
     def started(self, job: Job) -> None:
         self._turn_to(job)
         before = self.lines[job.contestant.name]
-        self.lines[job.contestant.name] = Line(_phase(job), best=before.best)
+        budget = job.within(self.budgets[job.task.name])
+        steps = None if budget.timed else budget.steps
+        self.lines[job.contestant.name] = Line(_phase(job), steps, best=before.best)
         self._draw(force=True)
 
     def moved(self, job: Job, row: Row) -> None:
@@ -129,7 +132,7 @@ class Progress:
 
     def _turn_to(self, job: Job) -> None:
         if self.title != job.task.title:
-            self.title, self.seconds = job.task.title, self.budgets[job.task.name].seconds
+            self.title, self.seconds = job.task.title, weight(self.budgets[job.task.name])
             self.lines = {contestant.name: Line() for contestant in job.task.contestants}
 
     def _draw(self, force: bool = False) -> None:
@@ -145,8 +148,10 @@ class Progress:
         for head in ("step", "seconds", "loss", "best"):
             table.add_column(head, justify="right", min_width=9)
         for name, line in self.lines.items():
-            seconds = f"{line.seconds:.1f}/{self.seconds:g}"
-            table.add_row(name, line.phase, str(line.step), seconds, _number(line.loss), _number(line.best))
+            step, seconds = f"{line.step}", f"{line.seconds:.1f}/{self.seconds:g}"
+            if line.steps is not None:
+                step, seconds = f"{line.step}/{line.steps}", f"{line.seconds:.1f}"
+            table.add_row(name, line.phase, step, seconds, _number(line.loss), _number(line.best))
         return table
 
     def _bar(self, now: float) -> Table:
@@ -159,6 +164,11 @@ class Progress:
         loss = _number(record.rows[-1].get("train_loss"))
         text = f"{self.done}/{self.runs} {job.task.name}, {job.contestant.name} ({choice}), {_phase(job)}: "
         self.screen.say(f"{text}training loss {loss} after {record.end['steps']} steps")
+
+
+def weight(budget: Budget) -> float:
+    """What a run counts for in the time to go: its seconds, or 1 where steps end it."""
+    return budget.seconds if budget.timed else 1.0
 
 
 class PieceProgress:

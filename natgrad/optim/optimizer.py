@@ -120,13 +120,16 @@ class NaturalGradient(Optimizer):
             return criterion
         raise TypeError(f"{type(self.metric).__name__} has no criterion; compute your loss yourself")
 
-    def observe(self, inputs: Any, targets: Any = None) -> None:
+    def observe(self, inputs: Any, targets: Any = None, *, floor: float = 0.0) -> None:
         """Take the next step's metric on these inputs instead of the gradient's (unlabelled data, another batch).
 
         On other data than the gradient's, part of the gradient lies outside the metric's range and the step grows like
-        1 / damping (Pascanu & Bengio, section 4): keep a damping floor there. targets: for metrics that use them.
+        1 / damping (Pascanu & Bengio, section 4). floor: damping for this step at least, in units of G, however far an
+        adaptive strategy has lowered it; `state_report().outside` tells how much of the gradient G did not explain.
+        targets: for metrics that use them. ValueError for a negative floor.
         """
-        self._recall.observed = Data(inputs, targets, None)
+        check_number("floor", floor)
+        self._recall.observed, self._recall.floor = Data(inputs, targets, None), floor
 
     def search_on(self, inputs: Any, targets: Any) -> None:
         """Evaluate the next step's trial points on these examples instead of the gradient's: for rules and dampings
@@ -264,7 +267,7 @@ class NaturalGradient(Optimizer):
             )
         require_loss(self.rule, objective)
         operator, memory = self._operator(point)
-        amount = self.damping.amount(self._level, operator)
+        amount = max(self.damping.amount(self._level, operator), self._recall.floor)
         solver, prepared = self._solver(point, operator, amount)
         solution = solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
         check_solution(solution)

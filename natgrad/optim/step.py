@@ -92,7 +92,13 @@ def told(
         solver_steps=solution.steps,
         residual=float(solution.residual) / norm if norm else 0.0,
         status=str(solution.status),
+        outside=left_over(model.gradient, solution, model.damping) / norm if norm else 0.0,
         rate=size / proposed if proposed else 0.0,
         gradient=norm,
         failures=last.failures + failed,
     )
+
+
+def left_over(gradient: Tensor, solution: Solution, damping: float) -> float:
+    """|g - G x|: G x is the image less damping * x."""
+    return float((gradient - solution.image).add_(solution.value, alpha=damping).norm())

@@ -6,8 +6,11 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.special import stdtr
+
+from natgrad.report.paired import DECIDED
 from natgrad.report.summary import Result, Summary, lead, plural, short
-from natgrad.report.table import chosen, rows
+from natgrad.report.table import differences, grid, rows
 from natgrad.report.template import Provenance, fill
 
 DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2")
@@ -27,7 +30,7 @@ def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], de
     return fill(
         "html.j2",
         summary=summary,
-        title=f"{summary.experiment.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}",
+        title=summary.title or titled(summary.experiment, order),
         lead=lead(summary.results),
         method=method(summary),
         order=order,
@@ -38,8 +41,27 @@ def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], de
     )
 
 
+def titled(experiment: str, order: list[str]) -> str:
+    """A title that lists the contestants."""
+    return f"{experiment.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}"
+
+
 def method(summary: Summary) -> str:
     """How the numbers came about, in a few sentences."""
+    return _paired_method(summary) if summary.results[0].pairs else _race_method(summary)
+
+
+def _paired_method(summary: Summary) -> str:
+    choices, seeds = len(summary.results[0].entries[0].grid), plural(len(summary.seeds), "seed")
+    by = {"valid_error": "validation error", "valid_loss": "validation loss"}[summary.results[0].tuned_on]
+    return (
+        f"Every contestant was tuned over {plural(choices, 'choice')}, each trained once, to the end of its updates, "
+        f"from a seed that is not used again; the choice with the lowest {by} then ran from {seeds}. A seed settles "
+        "which examples are for training and validation and where the network starts, the same for all contestants."
+    )
+
+
+def _race_method(summary: Summary) -> str:
     steps = summary.settings["steps"]
     choices = len(summary.results[0].entries[0].grid)
     bound = f"{steps} steps" if steps else "the same seconds"
@@ -83,21 +105,40 @@ def _part(result: Result, plots: list[Drawn]) -> dict[str, Any]:
         "heads": heads,
         "rows": body,
         "plots": plots,
-        "grid": [
-            {"name": e.name, "choice": chosen(t.choice), "loss": short(t.loss), "steps": t.steps, "chosen": t.chosen}
-            for e in result.entries
-            for t in e.grid
-        ],
+        "grid": grid(result),
         "note": note(result),
+        "differences": differences(result) if result.pairs else None,
+        "differences_note": differences_note(result),
     }
 
 
 def note(result: Result) -> str:
     """What the table's numbers are."""
     seeds = len(result.entries[0].records)
+    if result.pairs:
+        return (
+            f"Means over {plural(seeds, 'seed')} at the end of training, standard errors in small type; losses in "
+            f"{result.unit}. {result.note}"
+        )
     over = "Medians over seeds, the lowest and the highest in small type. " if seeds > 1 else ""
     return (
         f"{over}Losses are in {result.unit}, at the end of training. {short(result.target)} is the training loss that "
         "the second-best contestant ended with; a dash means that it was not reached. In the plots lines are medians "
         "and bands reach from the lowest to the highest seed."
     )
+
+
+def differences_note(result: Result) -> str:
+    """What the paired differences are."""
+    seeds = len(result.entries[0].records)
+    return (
+        f"First less second, seed by seed, over {plural(seeds, 'seed')}: the mean, and its standard error in small "
+        "type; test errors in percentage points. Two contestants count as told apart beyond two standard errors, which "
+        f"chance alone passes in about {100 * beyond(seeds):.0f} % of comparisons with as many seeds. In the plots "
+        "lines are medians and bands reach from the lowest to the highest seed."
+    )
+
+
+def beyond(seeds: int) -> float:
+    """P(|t| > 2) of Student's t with seeds - 1 degrees of freedom; 1 for one seed, which decides nothing."""
+    return float(2 * stdtr(seeds - 1, -DECIDED)) if seeds > 1 else 1.0

@@ -34,7 +34,27 @@ class Plot:
 
 def plots(result: Result) -> list[Plot]:
     """The plots of a task, those for which its records have numbers."""
-    wanted = [
+    wanted = _by_updates(result) if result.pairs else _by_seconds(result)
+    return [plot for plot in wanted if any(len(curve(r, plot.x, plot.y)[0]) for e in result.entries for r in e.records)]
+
+
+def _by_updates(result: Result) -> list[Plot]:
+    drawn = [
+        ("loss-steps", "Training loss", "train_loss", result.unit),
+        ("error-steps", "Test error", "test_error", "share of mistakes"),
+        ("test-steps", "Test loss", "test_loss", result.unit),
+        ("kl-steps", "KL moved by an update, measured", "kl_measured", "nats per example"),
+        ("damping-steps", "Damping", "damping", "damping"),
+    ]
+    plots = [Plot(name, title, "step", y, "updates", label, log_x=True) for name, title, y, label in drawn]
+    return [
+        *plots,
+        Plot("solver-steps", "Products with the metric", "step", "solver_steps", "updates", "per update", log_y=False),
+    ]
+
+
+def _by_seconds(result: Result) -> list[Plot]:
+    return [
         Plot(
             "loss-seconds", "Training loss against seconds", "seconds", "train_loss", "seconds of training", result.unit
         ),
@@ -46,7 +66,6 @@ def plots(result: Result) -> list[Plot]:
         Plot("damping-steps", "Damping", "step", "damping", "steps", "damping"),
         Plot("solver-steps", "Products with the metric", "step", "solver_steps", "steps", "per step", log_y=False),
     ]
-    return [plot for plot in wanted if any(len(curve(r, plot.x, plot.y)[0]) for e in result.entries for r in e.records)]
 
 
 def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> Figure:

@@ -93,7 +93,7 @@ class _Run:
             self.status = Status.CONVERGED
 
     def start_at(self, guess: Tensor) -> None:
-        """Start warm, unless zero is closer in the energy norm: a guess from another batch can be far worse than none."""
+        """Start warm, unless zero is nearer in the energy norm: a guess from another batch can be far worse than it."""
         residual = self.rhs - self.image(guess)
         if bool(guess @ (residual + self.rhs) > 0):  # phi(guess) < phi(0); its residual may be larger all the same
             self.x, self.r = guess.clone(), residual
