@@ -136,7 +136,7 @@ def test_the_race_as_it_is_registered():
     for one in tasks:
         assert len({len(contestant.grid) for contestant in one.contestants}) == 1
     budgets = [RACE.budget(Settings(), one).seconds for one in tasks]
-    assert budgets == [60.0, 24.0]
+    assert budgets == [60.0, 20.0]
     assert tasks[1].model()(torch.zeros(1, 784)).shape == (1, 784)
 
 

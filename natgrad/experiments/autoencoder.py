@@ -27,10 +27,10 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoi
 class Settings:
     """What `--set` can change."""
 
-    seconds: float = 60.0  # of training per run on MNIST, .4 of it on the curves: an hour in all
+    seconds: float = 60.0  # of training per run on MNIST, a third of it on the curves: an hour in all
     steps: int | None = None  # an earlier end of every run
-    evaluations: int = 10  # at equal distances of time
-    looked_at: int = 3000  # the first of the training and of the test images
+    evaluations: int = 8  # at equal distances of time
+    looked_at: int = 2000  # the first of the training and of the test images
     tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
     threads: int | None = 1
     device: str = "cpu"
@@ -45,7 +45,7 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
     check(settings)
     return (
         task("mnist", "MNIST", [784, 1000, 500, 250, 30], mnist, settings, mnist_contestants()),
-        task("curves", "Curves", [784, 400, 200, 100, 50, 25, 6], curves, settings, curves_contestants(), share=0.4),
+        task("curves", "Curves", [784, 400, 200, 100, 50, 25, 6], curves, settings, curves_contestants(), share=1 / 3),
     )
 
 
