@@ -84,11 +84,13 @@ class _Basis:
 
     def fill(self, rhs: Tensor, guess: Tensor | None) -> None:
         """The Krylov vectors, then the guess."""
-        candidate = self._preconditioned(rhs)
-        while self.count < self.choices.dimension and self._add(candidate):
-            candidate = self._preconditioned(self._shifted_image())
+        added = self._add(self._preconditioned(rhs))
+        while added and self.count < self.choices.dimension:
+            added = self._add(self._preconditioned(self._shifted_image()))
+        self.complete = not (added or self.broken)  # nothing new: the space is invariant
         if guess is not None and not self.broken:
             self._add(guess)
+        self.complete = self.complete or self.count == self.operator.size
 
     def subspace(self) -> Subspace:
         """What was found, without the unused rows."""
@@ -109,7 +111,6 @@ class _Basis:
         scale = candidate.norm()
         self.broken = not bool(torch.isfinite(scale))
         if self.broken or not bool(scale > 0) or self.count == self.operator.size:
-            self.complete = not self.broken
             return False
         unit = candidate / scale
         known = self.vectors[: self.count]
@@ -117,7 +118,6 @@ class _Basis:
             unit = unit - known.mT @ (known @ unit)
         left = unit.norm()
         if not bool(left > 10 * safe_cutoff(max(self.count, 1), unit.dtype)):
-            self.complete = True  # the space is invariant
             return False
         unit = unit / left
         image = self.operator.mv(unit)
