@@ -45,21 +45,22 @@ class KrylovSubspace(Solver):
         check_system(operator, rhs, damping, guess)
         basis = _Basis(self, operator, damping)
         basis.fill(rhs, guess)
-        return self._within(basis, rhs, damping)
+        scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
+        return self._within(basis, rhs / scale, damping, scale)
 
-    def _within(self, basis: _Basis, rhs: Tensor, damping: float) -> Solution:
-        """Galerkin: x = V y with V^T (b - A x) = 0."""
+    def _within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
+        """Galerkin: x = V y with V^T (b - A x) = 0, for b = scale * rhs."""
         space = basis.subspace()
         if not len(space.vectors):
             zero = torch.zeros_like(rhs)
             status = Status.NON_FINITE if basis.broken else Status.CONVERGED
-            return Solution(zero, rhs.norm(), basis.products, status, zero, basis=space)
+            return Solution(zero, scale * rhs.norm(), basis.products, status, zero, basis=space)
         weights, curved_down = small_solve(space.projected(), space.vectors @ rhs, damping, self.absolute)
         value = space.at(weights)
         image = torch.add(space.image_at(weights), value, alpha=damping)
         residual = (rhs - image).norm()
         status = self._status(bool(residual <= self.rtol * rhs.norm()), basis, curved_down)
-        return Solution(value, residual, basis.products, status, image, basis=space)
+        return Solution(scale * value, scale * residual, basis.products, status, scale * image, basis=space)
 
     def _status(self, small: bool, basis: _Basis, curved_down: bool) -> Status:
         if basis.broken:
@@ -108,11 +109,12 @@ class _Basis:
 
     def _add(self, candidate: Tensor) -> bool:
         """Orthonormalise and multiply; False where nothing new is left of the candidate, or the product overflows."""
-        scale = candidate.norm()
-        self.broken = not bool(torch.isfinite(scale))
-        if self.broken or not bool(scale > 0) or self.count == self.operator.size:
+        largest = candidate.abs().max()
+        self.broken = not bool(torch.isfinite(largest))
+        if self.broken or not bool(largest > 0) or self.count == self.operator.size:
             return False
-        unit = candidate / scale
+        unit = candidate / largest  # |v|^2 overflows float32 where an entry is beyond 1e19
+        unit = unit / unit.norm()
         known = self.vectors[: self.count]
         for _ in range(2):  # twice is enough (Kahan, Parlett)
             unit = unit - known.mT @ (known @ unit)
