@@ -234,8 +234,11 @@ def test_bad_choices_are_named(build, kind, words):
         build(net())
 
 
-def test_a_structure_without_a_closed_form_is_named():
+def test_a_structure_that_cannot_be_one_is_named():
     model = net()
     opt = ng.hessian_free(model, CE, preconditioner=ng.Exact())
     with pytest.raises(TypeError, match="no closed-form inverse"):
+        iterate(opt, model, X, Y)
+    opt = ng.NaturalGradient(model, ng.hessian(model, CE), solver=ng.MinresQLP(), preconditioner=ng.Dense())
+    with pytest.raises(TypeError, match="negative eigenvalues"):
         iterate(opt, model, X, Y)

@@ -125,7 +125,7 @@ class EmpiricalPreconditioner(Preconditioner):
 class StructurePreconditioner(Preconditioner):
     """P = (S + damping I)^-1 for a structure whose operator S has a closed-form inverse, such as Kronecker factors.
 
-    TypeError at the first step for a structure without one.
+    TypeError at the first step for a structure without one, or for that of a Hessian.
     """
 
     structure: Structure
@@ -141,6 +141,11 @@ class StructurePreconditioner(Preconditioner):
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
         held, memory = self.structure.update(memory, metric, params, inputs, random=random)
+        if held.indefinite:
+            raise TypeError(
+                f"preconditioner is {self.structure}, of a Hessian with negative eigenvalues: a preconditioner must be "
+                "positive definite; use ng.DiagonalPreconditioner()"
+            )
         inverse = held.inverse(damping)
         if inverse is None:
             raise TypeError(
