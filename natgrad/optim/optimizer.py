@@ -279,11 +279,11 @@ class NaturalGradient(Optimizer):
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
+        report = told(self._last, model, step, solution, ratio, failed)
+        level = self._level if ratio is None else self.damping.update(self._level, ratio)
+        # all of it is known now: an error or Ctrl-C so far has changed nothing
         self._commit(point, step, velocities, solution, decay=not (failed or refused))
-        self._memory, self._prepared = memory, prepared
-        self._last = told(self._last, model, step, solution, ratio, failed)
-        if ratio is not None:
-            self._level = self.damping.update(self._level, ratio)
+        self._memory, self._prepared, self._last, self._level = memory, prepared, report, level
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
