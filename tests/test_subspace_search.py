@@ -265,6 +265,13 @@ def test_bad_requests_are_named():
     net_ = net()
     with pytest.raises(ValueError, match="search_batch is 0"):
         ng.krylov_subspace(net_, CE, search_batch=0)
+    with pytest.raises(TypeError, match=r"metric_batch is 4\.5"):
+        ng.krylov_subspace(net_, CE, metric_batch=4.5)  # type: ignore[arg-type]
+    opt = ng.krylov_subspace(net_, CE)
+    with pytest.raises(ValueError, match="targets is None"):
+        opt.search_on(X, None)
+    with pytest.raises(ValueError, match="empty batch"):
+        opt.search_on(X[:0], Y[:0])
     opt = ng.krylov_subspace(net_, CE, search_batch=4)
     with pytest.raises(ValueError, match=r"optimizer\.loss"):
         opt.step(Closure(opt, lambda: CE(net_(X), Y)))

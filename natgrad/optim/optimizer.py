@@ -18,7 +18,15 @@ from natgrad.families import Criterion
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.door import check_batch, check_choices, check_number, dense_gradient, inputs_of, named_parameters
+from natgrad.optim.door import (
+    check_batch,
+    check_choices,
+    check_number,
+    check_search,
+    dense_gradient,
+    inputs_of,
+    named_parameters,
+)
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Data, Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
@@ -135,11 +143,12 @@ class NaturalGradient(Optimizer):
         """Evaluate the next step's trial points on these examples instead of the gradient's: for rules and dampings
         that re-evaluate the loss, so that a step is not fitted to one batch (Vinyals & Povey 2012).
 
-        TypeError if the metric has no criterion, or the model is not a module.
+        TypeError if the metric has no criterion, or the model is not a module. ValueError without targets or examples.
         """
         if not isinstance(self.model, nn.Module):
             raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")
         self.criterion  # noqa: B018 - its error comes here rather than at the step
+        check_search(inputs, targets)
         self._recall.searched = Data(inputs, targets, None)
 
     @torch.no_grad()
