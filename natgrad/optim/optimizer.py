@@ -339,7 +339,9 @@ class NaturalGradient(Optimizer):
     def _objective(
         self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState
     ) -> Objective | None:
-        searched = self._recall.search_data(self.search_batch, self._last.step)
+        searched = None  # without trial points the loss of the pass is known already
+        if self.rule.needs_loss or self.damping.needs_ratio:
+            searched = self._recall.search_data(self.search_batch, self._last.step)
         return objective_of(
             self.model,
             lambda: self.criterion,
