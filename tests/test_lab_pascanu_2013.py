@@ -49,6 +49,8 @@ def test_the_experiment_runs_to_its_report(name, data, monkeypatch, tmp_path):
     race = find(name)
     settings = race.settings(**SMALL[name], **SHORT)
     task = race.tasks(settings)[0]
+    firsts = tuple(replace(one, grid=one.grid[:1]) for one in task.contestants)  # to be quick
+    race = replace(race, tasks=lambda _: (replace(task, contestants=firsts),))
     folder = execute(race, settings, [0, 1], tmp_path)
     ends = {r.header["contestant"]: r.end["steps"] for r in folder.read_all()}
     assert ends == {one.name: 20 if one.name == "MSGD" else 1 for one in task.contestants}
