@@ -18,7 +18,7 @@ from torch import nn
 from natgrad.data import Split, curves, mnist
 from natgrad.experiments import contestants
 from natgrad.experiments.frame import Contestant, LabError, Race, Task, reconstructed
-from natgrad.experiments.models import bernoulli_divergence, mirrored
+from natgrad.experiments.models import bernoulli_divergence, mirrored, squared_error
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 
@@ -44,8 +44,27 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
     """MNIST and the curves."""
     check(settings)
     return (
-        task("mnist", "MNIST", [784, 1000, 500, 250, 30], mnist, settings, mnist_contestants()),
-        task("curves", "Curves", [784, 400, 200, 100, 50, 25, 6], curves, settings, curves_contestants(), share=1 / 3),
+        task(
+            "mnist",
+            "MNIST",
+            [784, 1000, 500, 250, 30],
+            mnist,
+            settings,
+            mnist_contestants(),
+            mean_image=206,
+            entropy=46,
+        ),
+        task(
+            "curves",
+            "Curves",
+            [784, 400, 200, 100, 50, 25, 6],
+            curves,
+            settings,
+            curves_contestants(),
+            mean_image=125,
+            entropy=40,
+            share=1 / 3,
+        ),
     )
 
 
@@ -56,6 +75,9 @@ def task(
     data: Callable[[], Split],
     settings: Settings,
     among: tuple[Contestant, ...],
+    *,
+    mean_image: int,
+    entropy: int,
     share: float = 1.0,
 ) -> Task:
     """Cross-entropy of every pixel, summed over an image: the Fisher of Bernoulli variables."""
@@ -70,6 +92,8 @@ def task(
         divergence=bernoulli_divergence,
         contestants=among,
         share=share,
+        also={"squared_error": squared_error},  # Martens' measure
+        note=f"The mean image scores {mean_image} nats. The pixels are grey, so that none can be below {entropy}.",
     )
 
 
