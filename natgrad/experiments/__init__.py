@@ -58,6 +58,7 @@ EXPERIMENTS = {
     "fashion": "natgrad.experiments.fashion:RACE",
     "autoencoder": "natgrad.experiments.autoencoder:RACE",
     "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
+    "pascanu_2013_figure1": "natgrad.experiments.pascanu_2013_figure1:STUDY",
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
     "pascanu_2013_restricted_mnist": "natgrad.experiments.pascanu_2013_restricted_mnist:RACE",
 }
