@@ -75,17 +75,19 @@ class DiagonalPreconditioner(Preconditioner):
         operator: Operator,
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
-        held: Memory = {}
-        if self.empirical:
-            diagonal = empirical(metric, params, inputs, None, random).diagonal()
-        elif self.samples is None or operator.closed_form:
-            diagonal = operator.diagonal()
-        elif isinstance(operator, Pullback) and operator.rank is not None:
-            structure = DiagonalStructure(decay=self.decay, estimate=Sampled(self.samples))
+        samples = None if self.empirical or operator.closed_form else self.samples
+        if samples is not None and isinstance(operator, Pullback) and operator.rank is not None:
+            structure = DiagonalStructure(decay=self.decay, estimate=Sampled(samples))
             estimated, held = structure.update(memory, metric, params, inputs, random=random)
             diagonal = estimated.diagonal()
         else:
-            diagonal = probed_diagonal(operator, self.samples)
+            draws = memory["draws"] if memory else 0
+            if self.empirical:
+                fresh = empirical(metric, params, inputs, None, random).diagonal()
+            else:
+                fresh = operator.diagonal() if samples is None else probed_diagonal(operator, samples, draws)
+            diagonal, held = running_mean(memory, fresh, self.decay, list(params))
+            held["draws"] = draws + 1
         return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), held
 
 
@@ -208,9 +210,19 @@ def empirical(
     return empirical_fisher(source.model, source.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
 
 
-def probed_diagonal(operator: Operator, samples: int) -> Tensor:
+def running_mean(memory: Memory | None, fresh: Tensor, decay: float, names: list[str]) -> tuple[Tensor, Memory]:
+    """sum_s decay^(t - s) fresh_s / sum_s decay^(t - s), and the totals to go on from; anew for other parameters."""
+    if not decay:
+        return fresh, {}
+    total, weight = fresh, 1.0
+    if memory and memory["names"] == names:
+        total, weight = decay * memory["total"] + fresh, decay * memory["weight"] + 1.0
+    return total / weight, {"total": total, "weight": weight, "names": names}
+
+
+def probed_diagonal(operator: Operator, samples: int, seed: int = 0) -> Tensor:
     """The mean of z o G z over random signs z, (n,): unbiased for diag(G), and noisy (Bekas et al. 2007)."""
-    generator = torch.Generator(operator.device).manual_seed(0)
+    generator = torch.Generator(operator.device).manual_seed(seed)
     kind = {"generator": generator, "device": operator.device}
     found = [(2 * torch.randint(0, 2, (operator.size,), **kind) - 1).to(operator.dtype) for _ in range(samples)]
     return torch.stack([signs * operator.mv(signs) for signs in found]).mean(0)
