@@ -42,12 +42,13 @@ class Mean:
 
 @dataclass(frozen=True)
 class Pair:
-    """first - second: test error and training loss over seeds, and what the paper's table gives for the test error."""
+    """first - second: test error and losses over seeds, and what the paper's table gives for the test error."""
 
     first: str
     second: str
     test_error: Mean
     train_loss: Mean
+    test_loss: Mean
     paper: float | None
 
     @property
@@ -65,11 +66,13 @@ class Pair:
 
 def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> tuple[Pair, ...]:
     """Every two contestants, over the seeds that both have. paper: contestant -> (training loss, test error)."""
-    return tuple(
-        Pair(a, b, difference(raced[a], raced[b], "test_error"), difference(raced[a], raced[b], "train_loss"), gap)
-        for a, b in combinations(raced, 2)
-        for gap in [published(paper, a, b)]
-    )
+    return tuple(pair_of(a, b, raced, paper) for a, b in combinations(raced, 2))
+
+
+def pair_of(a: str, b: str, raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> Pair:
+    """Two contestants."""
+    error, train, test = (difference(raced[a], raced[b], name) for name in ("test_error", "train_loss", "test_loss"))
+    return Pair(a, b, error, train, test, published(paper, a, b))
 
 
 def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> Mean:

@@ -17,7 +17,7 @@ Rows = tuple[list[str], list[list[Cell]]]  # column heads, rows of cells
 def rows(result: Result) -> Rows:
     """One row per contestant, best first, for the page; in the paper's order with its numbers beside where paired."""
     if result.pairs:
-        heads = ["", "training loss", "paper", "test error", "paper", "updates", "seconds", "chosen"]
+        heads = ["", "training loss", "paper", "test loss", "test error", "paper", "updates", "seconds", "chosen"]
         return heads, [_beside(entry, result) for entry in result.entries]
     with_error = any(entry.test_error is not None for entry in result.entries)
     target = short(result.target)
@@ -45,6 +45,7 @@ def _beside(entry: Entry, result: Result) -> list[Cell]:
         (entry.name, ""),
         averaged(entry.train_loss),
         (short(loss), ""),
+        averaged(entry.test_loss),
         averaged(entry.test_error, 100, " %"),
         (share(error), ""),
         (count(entry.steps), ""),
@@ -64,19 +65,20 @@ def averaged(numbers: Spread | None, times: float = 1, unit: str = "") -> Cell:
 
 def differences(result: Result) -> Rows:
     """One row per pair of contestants, for the page."""
-    heads = ["first", "second", "training loss", "test error", "paper", "lower test error"]
+    heads = ["first", "second", "training loss", "test loss", "test error", "paper", "lower test error"]
     return heads, [_difference(pair) for pair in result.pairs]
 
 
 def _difference(pair: Pair) -> list[Cell]:
-    loss, error = pair.train_loss, pair.test_error
-    paper = "-" if pair.paper is None else f"{100 * pair.paper:+.2f}"
+    error = pair.test_error
+    paper = "-" if pair.paper is None else f"{100 * pair.paper:+.2f}".replace("-", "−")
     agreed = {None: "", True: ", as in the paper", False: ", not as in the paper"}[pair.agrees]
     lower = "not told apart" if pair.lower is None else pair.lower + agreed
     return [
         (pair.first, ""),
         (pair.second, ""),
-        signed(loss, lambda value: short(abs(value))),
+        signed(pair.train_loss, lambda value: short(abs(value))),
+        signed(pair.test_loss, lambda value: short(abs(value))),
         signed(error, lambda value: f"{100 * abs(value):.2f}"),
         (paper, ""),
         (lower, ""),
@@ -137,7 +139,7 @@ def _paired(result: Result) -> Table:
     for head in ("train loss", "paper", "test error", "", "paper", "updates"):
         table.add_column(head, justify="right", no_wrap=True)
     for cells in rows(result)[1]:
-        name, loss, paper_loss, error, paper_error, updates = cells[:6]
+        name, loss, paper_loss, _, error, paper_error, updates = cells[:7]
         table.add_row(name[0], loss[0], paper_loss[0], *error, paper_error[0], updates[0])
     return table
 
