@@ -21,7 +21,7 @@ from natgrad.structures.estimates import Sampled
 
 
 class Preconditioner(ABC):
-    """Makes P for one step's system. What P is made of never changes what is solved, only how fast."""
+    """Makes P for one step's system. It changes how fast that goes and what an early stop gives, not the solution."""
 
     @abstractmethod
     def update(
