@@ -244,7 +244,9 @@ def test_zeros_on_the_diagonal_do_not_become_infinite():
     [
         (lambda m: ng.DiagonalPreconditioner(power=0), ValueError, "power is 0"),
         (lambda m: ng.DiagonalPreconditioner(samples=0), ValueError, "samples is 0"),
+        (lambda m: ng.DiagonalPreconditioner(samples=1.5), ValueError, "samples is 1.5"),
         (lambda m: ng.EmpiricalPreconditioner(0), ValueError, "examples is 0"),
+        (lambda m: ng.EmpiricalPreconditioner(2.5), ValueError, "examples is 2.5"),
         (lambda m: ng.hessian_free(m, CE, preconditioner=ng.DiagonalPreconditioner), TypeError, "parentheses"),
         (lambda m: ng.hessian_free(m, CE, preconditioner=3), TypeError, "expected a natgrad Preconditioner"),
         (

@@ -97,6 +97,10 @@ def test_what_the_search_needs_is_named():
         rule.step(model(), None, {})
     with pytest.raises(ValueError, match="steps is 0"):
         ng.SubspaceSearch(steps=0)
+    with pytest.raises(ValueError, match=r"steps is 2\.5"):
+        ng.SubspaceSearch(steps=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="progress is nan"):
+        ng.SubspaceSearch(progress=math.nan)
 
 
 # going back over iterates

@@ -60,7 +60,7 @@ class DiagonalPreconditioner(Preconditioner):
     def __post_init__(self) -> None:
         if not 0 < self.power <= 1:
             raise ValueError(f"power is {self.power}, expected a number in (0, 1]")
-        if self.samples is not None and self.samples < 1:
+        if self.samples is not None and (not isinstance(self.samples, int) or self.samples < 1):
             raise ValueError(f"samples is {self.samples}, expected an integer >= 1, or None for the exact diagonal")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
@@ -103,7 +103,7 @@ class EmpiricalPreconditioner(Preconditioner):
     examples: int = 100
 
     def __post_init__(self) -> None:
-        if self.examples < 1:
+        if not isinstance(self.examples, int) or self.examples < 1:
             raise ValueError(f"examples is {self.examples}, expected an integer >= 1")
 
     def update(
