@@ -280,6 +280,13 @@ def test_backtracking_over_iterates_is_two_words_in_hessian_free():
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.parametrize("solver", [None, ng.CG(), ng.Auto()])
+def test_going_back_needs_a_solver_that_keeps_iterates(solver):
+    net_ = net()
+    with pytest.raises(ValueError, match=r"ng\.CG\(keep=1\.3\)"):
+        ng.NaturalGradient(net_, ng.fisher(net_, CE), solver=solver, rule=ng.LineSearch(iterates=True))
+
+
 def test_bad_requests_are_named():
     net_ = net()
     with pytest.raises(ValueError, match="search_batch is 0"):
