@@ -305,3 +305,5 @@ def test_bad_requests_are_named():
     plain = ng.NaturalGradient(params, ng.fisher(lambda p, x: x @ p["w"], CE))
     with pytest.raises(TypeError, match=r"nn\.Module"):
         plain.search_on(X, Y)
+    with pytest.raises(TypeError, match=r"search_batch needs an nn\.Module"):
+        ng.NaturalGradient(params, plain.metric, search_batch=4)
