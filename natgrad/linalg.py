@@ -156,7 +156,7 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     damped = shifted(matrix, damping)
     factor = cholesky(damped)
     if factor.failed:
-        return torch.full_like(rhs, torch.nan)
+        return torch.full_like(rhs, torch.nan) if bool(damped.any()) else 0 * rhs
     pivots = factor.lower.diagonal().square()
     # a lost rank shows as a pivot at round-off level (100: pivots of singular matrices were seen up to 30 n eps)
     singular = pivots.min() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * pivots.max()

@@ -97,6 +97,11 @@ def test_solve_psd_solves(damping):
     assert_close(shifted(matrix, damping) @ solve_psd(matrix, rhs, damping), rhs, 1e-11)
 
 
+def test_solve_psd_of_zero_is_zero():
+    assert not solve_psd(torch.zeros(3, 3, dtype=F64), torch.ones(3, dtype=F64)).any()
+    assert solve_psd(torch.zeros(2, 2), torch.tensor([1.0, torch.nan])).isnan().any()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_solve_psd_of_a_singular_matrix_has_minimum_norm(seed):
     matrix = deficient(seed=seed)

@@ -150,7 +150,7 @@ def test_zero_and_overflowing_systems():
     assert broken.value.any()
 
 
-@pytest.mark.parametrize(("name", "value"), [("dimension", 0), ("rtol", -1.0)])
+@pytest.mark.parametrize(("name", "value"), [("dimension", 0), ("dimension", 2.5), ("rtol", -1.0)])
 def test_bad_choices_are_named(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         ng.KrylovSubspace(**{name: value})

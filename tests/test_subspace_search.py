@@ -97,6 +97,10 @@ def test_what_the_search_needs_is_named():
         rule.step(model(), None, {})
     with pytest.raises(ValueError, match="steps is 0"):
         ng.SubspaceSearch(steps=0)
+    with pytest.raises(ValueError, match=r"steps is 2\.5"):
+        ng.SubspaceSearch(steps=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="progress is nan"):
+        ng.SubspaceSearch(progress=math.nan)
 
 
 # going back over iterates
@@ -276,6 +280,13 @@ def test_backtracking_over_iterates_is_two_words_in_hessian_free():
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.parametrize("solver", [None, ng.CG(), ng.Auto()])
+def test_going_back_needs_a_solver_that_keeps_iterates(solver):
+    net_ = net()
+    with pytest.raises(ValueError, match=r"ng\.CG\(keep=1\.3\)"):
+        ng.NaturalGradient(net_, ng.fisher(net_, CE), solver=solver, rule=ng.LineSearch(iterates=True))
+
+
 def test_bad_requests_are_named():
     net_ = net()
     with pytest.raises(ValueError, match="search_batch is 0"):
@@ -294,3 +305,5 @@ def test_bad_requests_are_named():
     plain = ng.NaturalGradient(params, ng.fisher(lambda p, x: x @ p["w"], CE))
     with pytest.raises(TypeError, match=r"nn\.Module"):
         plain.search_on(X, Y)
+    with pytest.raises(TypeError, match=r"search_batch needs an nn\.Module"):
+        ng.NaturalGradient(params, plain.metric, search_batch=4)

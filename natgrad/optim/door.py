@@ -13,8 +13,8 @@ from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, PullbackMetric
 from natgrad.optim.recall import Data
 from natgrad.pure import Labelled, as_call
-from natgrad.rules import Rule
-from natgrad.solvers import Solver
+from natgrad.rules import LineSearch, Rule
+from natgrad.solvers import CG, Auto, Solver
 from natgrad.spaces import check_parameters, trainable
 from natgrad.structures import Structure
 
@@ -45,12 +45,15 @@ def dense_gradient(name: str, p: Tensor) -> Tensor:
 
 
 def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
-    """TypeError unless every choice is of its kind."""
+    """TypeError unless every choice is of its kind, ValueError for a rule without the solver that it needs."""
     kinds = {"metric": (metric, Metric), "structure": (structure, Structure), "solver": (solver, Solver)}
     for name, (choice, kind) in {**kinds, "rule": (rule, Rule)}.items():
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
             hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+    forgets = solver is None or isinstance(solver, Auto) or (isinstance(solver, CG) and solver.keep is None)
+    if isinstance(rule, LineSearch) and rule.iterates and forgets:
+        raise ValueError(f"rule {rule} goes back over iterates, which the solver does not keep: use ng.CG(keep=1.3)")
 
 
 def inputs_of(metric: Metric, data: Data) -> Any:

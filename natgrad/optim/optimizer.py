@@ -88,6 +88,8 @@ class NaturalGradient(Optimizer):
         check_number("warm_start", warm_start, 1.0)
         check_batch("metric_batch", metric_batch)
         check_batch("search_batch", search_batch)
+        if search_batch is not None and not isinstance(model, nn.Module):
+            raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
         self.model, self.metric = model, metric
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start

@@ -36,7 +36,7 @@ class KrylovSubspace(Solver):
     absolute: bool = False
 
     def __post_init__(self) -> None:
-        if self.dimension < 1:
+        if not isinstance(self.dimension, int) or self.dimension < 1:
             raise ValueError(f"dimension is {self.dimension}, expected an integer >= 1")
         if not self.rtol >= 0:
             raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")

@@ -21,7 +21,7 @@ from natgrad.structures.estimates import Sampled
 
 
 class Preconditioner(ABC):
-    """Makes P for one step's system. What P is made of never changes what is solved, only how fast."""
+    """Makes P for one step's system. It changes how fast that goes and what an early stop gives, not the solution."""
 
     @abstractmethod
     def update(
@@ -60,7 +60,7 @@ class DiagonalPreconditioner(Preconditioner):
     def __post_init__(self) -> None:
         if not 0 < self.power <= 1:
             raise ValueError(f"power is {self.power}, expected a number in (0, 1]")
-        if self.samples is not None and self.samples < 1:
+        if self.samples is not None and (not isinstance(self.samples, int) or self.samples < 1):
             raise ValueError(f"samples is {self.samples}, expected an integer >= 1, or None for the exact diagonal")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
@@ -75,17 +75,19 @@ class DiagonalPreconditioner(Preconditioner):
         operator: Operator,
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
-        held: Memory = {}
-        if self.empirical:
-            diagonal = empirical(metric, params, inputs, None, random).diagonal()
-        elif self.samples is None or operator.closed_form:
-            diagonal = operator.diagonal()
-        elif isinstance(operator, Pullback) and operator.rank is not None:
-            structure = DiagonalStructure(decay=self.decay, estimate=Sampled(self.samples))
+        samples = None if self.empirical or operator.closed_form else self.samples
+        if samples is not None and isinstance(operator, Pullback) and operator.rank is not None:
+            structure = DiagonalStructure(decay=self.decay, estimate=Sampled(samples))
             estimated, held = structure.update(memory, metric, params, inputs, random=random)
             diagonal = estimated.diagonal()
         else:
-            diagonal = probed_diagonal(operator, self.samples)
+            draws = memory["draws"] if memory else 0
+            if self.empirical:
+                fresh = empirical(metric, params, inputs, None, random).diagonal()
+            else:
+                fresh = operator.diagonal() if samples is None else probed_diagonal(operator, samples, draws)
+            diagonal, held = running_mean(memory, fresh, self.decay, list(params))
+            held["draws"] = draws + 1
         return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), held
 
 
@@ -101,7 +103,7 @@ class EmpiricalPreconditioner(Preconditioner):
     examples: int = 100
 
     def __post_init__(self) -> None:
-        if self.examples < 1:
+        if not isinstance(self.examples, int) or self.examples < 1:
             raise ValueError(f"examples is {self.examples}, expected an integer >= 1")
 
     def update(
@@ -208,9 +210,19 @@ def empirical(
     return empirical_fisher(source.model, source.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
 
 
-def probed_diagonal(operator: Operator, samples: int) -> Tensor:
+def running_mean(memory: Memory | None, fresh: Tensor, decay: float, names: list[str]) -> tuple[Tensor, Memory]:
+    """sum_s decay^(t - s) fresh_s / sum_s decay^(t - s), and the totals to go on from; anew for other parameters."""
+    if not decay:
+        return fresh, {}
+    total, weight = fresh, 1.0
+    if memory and memory["names"] == names:
+        total, weight = decay * memory["total"] + fresh, decay * memory["weight"] + 1.0
+    return total / weight, {"total": total, "weight": weight, "names": names}
+
+
+def probed_diagonal(operator: Operator, samples: int, seed: int = 0) -> Tensor:
     """The mean of z o G z over random signs z, (n,): unbiased for diag(G), and noisy (Bekas et al. 2007)."""
-    generator = torch.Generator(operator.device).manual_seed(0)
+    generator = torch.Generator(operator.device).manual_seed(seed)
     kind = {"generator": generator, "device": operator.device}
     found = [(2 * torch.randint(0, 2, (operator.size,), **kind) - 1).to(operator.dtype) for _ in range(samples)]
     return torch.stack([signs * operator.mv(signs) for signs in found]).mean(0)
