@@ -19,7 +19,19 @@ from natgrad.metrics import (
     sampled_fisher,
 )
 from natgrad.operators import Operator
-from natgrad.optim import NaturalGradient, hessian_free, krylov_subspace, natgrad_cg, natural_gradient, tonga
+from natgrad.optim import (
+    NaturalGradient,
+    StructuredNaturalGradient,
+    diagonal,
+    ekfac,
+    hessian_free,
+    kfac,
+    krylov_subspace,
+    natgrad_cg,
+    natural_gradient,
+    tonga,
+    unitwise,
+)
 from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
@@ -28,6 +40,7 @@ from natgrad.structures import (
     Diagonal,
     DiagonalPreconditioner,
     EigenKronecker,
+    Empirical,
     EmpiricalPreconditioner,
     Exact,
     ExactLabels,
@@ -52,6 +65,7 @@ __all__ = [
     "DiagonalPreconditioner",
     "Direct",
     "EigenKronecker",
+    "Empirical",
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
@@ -80,17 +94,21 @@ __all__ = [
     "Space",
     "Status",
     "Structure",
+    "StructuredNaturalGradient",
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
     "covariance",
+    "diagonal",
     "divergence",
+    "ekfac",
     "empirical_fisher",
     "families",
     "fisher",
     "gauss_newton",
     "hessian",
     "hessian_free",
+    "kfac",
     "kl",
     "krylov_subspace",
     "metrics",
@@ -103,4 +121,5 @@ __all__ = [
     "structures",
     "tonga",
     "trainable",
+    "unitwise",
 ]

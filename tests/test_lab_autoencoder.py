@@ -10,6 +10,7 @@ from torch import nn
 from natgrad.data import curves, strokes
 from natgrad.experiments import Job, LabError, Training, contestants, execute, find
 from natgrad.experiments.autoencoder import RACE, STARTS, Settings, network, sparse, task
+from natgrad.experiments.models import squared_error
 from natgrad.experiments.race import choose
 
 TINY = Settings(steps=2, looked_at=20, seconds=60.0)
@@ -31,7 +32,7 @@ def among():
 
 
 def tiny(settings=TINY):
-    return task("curves", "Curves", [784, 6, 2], few, settings, among())
+    return task("curves", "Curves", [784, 6, 2], few, settings, among(), mean_image=125, entropy=40)
 
 
 # Drawn curves.
@@ -120,6 +121,12 @@ def test_every_start_comes_from_the_seed(start):
 # The race.
 
 
+def test_squared_error_is_that_of_whole_images():
+    images = torch.rand(3, 784)
+    assert torch.allclose(squared_error(images.logit(), images), torch.tensor(0.0), atol=1e-4)
+    assert torch.allclose(squared_error(torch.zeros(3, 784), torch.ones(3, 784)), torch.tensor(784 / 4))
+
+
 def test_the_loss_is_the_cross_entropy_of_an_image():
     one = tiny()
     examples, model = one.data(), one.model()
@@ -136,7 +143,7 @@ def test_the_race_as_it_is_registered():
     for one in tasks:
         assert len({len(contestant.grid) for contestant in one.contestants}) == 1
     budgets = [RACE.budget(Settings(), one).seconds for one in tasks]
-    assert budgets == [60.0, 24.0]
+    assert budgets == [60.0, 20.0]
     assert tasks[1].model()(torch.zeros(1, 784)).shape == (1, 784)
 
 
@@ -154,6 +161,7 @@ def test_every_contestant_runs_on_a_few_curves(tmp_path):
     assert all(record.end["end"] == "steps" for record in records)
     starts = {record.rows[0]["train_loss"] for record in records if record.header["phase"] == "race"}
     assert len(starts) == 1
+    assert all(0 < record.rows[-1]["train_squared_error"] < 784 for record in records)
     assert choose([record for record in records if record.header["phase"] == "tune"]) == 0
 
 
@@ -180,7 +188,9 @@ def test_muon_levels_singular_values(shape):
 def test_muon_and_adam_together_go_on_where_they_were_put_down():
     muon = contestants.muon(GRID(batch=(8,), lr=(0.03,), adam_lr=(1e-2,)))
     one = replace(tiny(), model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), scale=1.0)
-    one = replace(one, criterion=nn.CrossEntropyLoss(), divergence=lambda before, after: (before - after).mean())
+    one = replace(
+        one, criterion=nn.CrossEntropyLoss(), also=None, divergence=lambda before, after: (before - after).mean()
+    )
     job = Job(one, muon, 0, 0, "race")
 
     def train(training, steps):

@@ -161,6 +161,37 @@ def test_unlabelled_data_serve_the_diagonal_and_are_refused_by_the_empirical_one
     assert torch.equal(flat(model), before)
 
 
+def centred(model, criterion):
+    return ng.covariance(model, criterion, centred=True)
+
+
+@pytest.mark.parametrize("metric", [ng.covariance, centred, ng.hessian])
+@pytest.mark.parametrize("choice", [ng.DiagonalPreconditioner(empirical=True), ng.EmpiricalPreconditioner()])
+def test_every_metric_of_a_criterion_has_an_empirical_preconditioner(choice, metric):
+    P, _, (model, params) = made(choice, metric)
+    expected, _ = choice.update(None, ng.empirical_fisher(model, CE), params, (X, Y), LAMBDA, P)
+    assert_close(P.dense(), expected.dense(), 1e-12)
+
+
+def test_a_second_input_is_not_taken_for_targets():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x, y):
+            return self.inner(x + y)
+
+    model = Two()
+    params, metric = ng.trainable(model), ng.fisher(model, CE)
+    G = metric.at(params, (X, X))
+    with pytest.raises(ValueError, match="needs the data's targets"):
+        ng.EmpiricalPreconditioner().update(None, metric, params, (X, X), LAMBDA, G)
+    divergence = ng.divergence(ng.metrics.kl(model, CE))
+    with pytest.raises(TypeError, match="not Divergence"):
+        ng.EmpiricalPreconditioner().update(None, divergence, params, (X, X), LAMBDA, G)
+
+
 def test_memory_of_a_structure_is_kept_and_saved():
     straight, stopped = net(), net()
 
@@ -203,8 +234,11 @@ def test_bad_choices_are_named(build, kind, words):
         build(net())
 
 
-def test_a_structure_without_a_closed_form_is_named():
+def test_a_structure_that_cannot_be_one_is_named():
     model = net()
     opt = ng.hessian_free(model, CE, preconditioner=ng.Exact())
     with pytest.raises(TypeError, match="no closed-form inverse"):
+        iterate(opt, model, X, Y)
+    opt = ng.NaturalGradient(model, ng.hessian(model, CE), solver=ng.MinresQLP(), preconditioner=ng.Dense())
+    with pytest.raises(TypeError, match="negative eigenvalues"):
         iterate(opt, model, X, Y)

@@ -224,6 +224,21 @@ def test_trial_points_are_drawn_apart_from_the_metric_and_resume(rule):
     assert third.state_report().loss == pytest.approx(expected, rel=1e-12)
 
 
+def test_search_data_cost_nothing_where_no_trial_point_is_evaluated():
+    net_, passes = net(), []
+    net_.register_forward_hook(lambda *_: passes.append(1))
+    counts = []
+    for size in (None, 4):
+        opt = ng.NaturalGradient(net_, ng.fisher(net_, CE), search_batch=size)
+        iterate(opt, net_, X, Y)
+        counts.append(len(passes))
+        opt.zero_grad()
+        CE(net_(X), Y).backward()
+        opt.step()  # no opt.loss: there is nothing to search on, nor a need to
+        passes.clear()
+    assert counts[0] == counts[1]
+
+
 def test_masks_are_the_same_at_every_trial_point_and_closures_work_too():
     model_ = dropout_net()
     opt = ng.krylov_subspace(model_, CE, dimension=4, steps=3)
@@ -265,6 +280,13 @@ def test_bad_requests_are_named():
     net_ = net()
     with pytest.raises(ValueError, match="search_batch is 0"):
         ng.krylov_subspace(net_, CE, search_batch=0)
+    with pytest.raises(TypeError, match=r"metric_batch is 4\.5"):
+        ng.krylov_subspace(net_, CE, metric_batch=4.5)  # type: ignore[arg-type]
+    opt = ng.krylov_subspace(net_, CE)
+    with pytest.raises(ValueError, match="targets is None"):
+        opt.search_on(X, None)
+    with pytest.raises(ValueError, match="empty batch"):
+        opt.search_on(X[:0], Y[:0])
     opt = ng.krylov_subspace(net_, CE, search_batch=4)
     with pytest.raises(ValueError, match=r"optimizer\.loss"):
         opt.step(Closure(opt, lambda: CE(net_(X), Y)))

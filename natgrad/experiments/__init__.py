@@ -58,7 +58,9 @@ EXPERIMENTS = {
     "fashion": "natgrad.experiments.fashion:RACE",
     "autoencoder": "natgrad.experiments.autoencoder:RACE",
     "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
+    "pascanu_2013_figure1": "natgrad.experiments.pascanu_2013_figure1:STUDY",
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
+    "pascanu_2013_order": "natgrad.experiments.pascanu_2013_order:STUDY",
     "pascanu_2013_restricted_mnist": "natgrad.experiments.pascanu_2013_restricted_mnist:RACE",
 }
 

@@ -113,6 +113,7 @@ class Together(torch.optim.Optimizer):
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
         super().__init__([p for part in parts for group in part.param_groups for p in group["params"]], {})
+        self.param_groups = [group for part in parts for group in part.param_groups]  # theirs: schedules reach them
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """A step of each."""

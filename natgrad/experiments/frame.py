@@ -70,6 +70,7 @@ class Task:
     draw: Callable[[Examples, int], Examples] | None = None
     tuned_on: str = "train_loss"
     paper: Mapping[str, tuple[float | None, float | None]] | None = None
+    also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None  # by name: kept in the records with the losses
     note: str = ""  # for the report: where the task departs from the paper
 
     def __post_init__(self) -> None:

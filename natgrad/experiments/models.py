@@ -106,6 +106,11 @@ def gaussian_divergence(before: Tensor, after: Tensor) -> Tensor:
     return (before - after).square().sum(-1).mean() / 2
 
 
+def squared_error(logits: Tensor, images: Tensor) -> Tensor:
+    """Squared distance of an image from its reconstruction, a mean over images. logits, images: (b, pixels)."""
+    return (logits.sigmoid() - images).square().sum(1).mean()
+
+
 def mistakes(outputs: Tensor, labels: Tensor) -> Tensor:
     """Share of examples whose largest logit is not that of their label."""
     return (outputs.argmax(-1) != labels).to(torch.float32).mean()

@@ -131,6 +131,7 @@ class Training:
             row[f"{part}_loss"] = task.scale * task.criterion(outputs, targets).item()
             if task.error is not None:
                 row[f"{part}_error"] = task.error(outputs, targets).item()
+            row |= {f"{part}_{name}": number(outputs, targets).item() for name, number in (task.also or {}).items()}
         return row
 
     def _probe(self) -> Tensor:

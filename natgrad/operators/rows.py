@@ -110,7 +110,9 @@ class Rows:
         outputs, taps = record_taps(pure.model, self.space, lambda: self.linearization.function(point))
         if not taps or any(len(tap.dummy) != self.batch for tap in taps):
             return None
-        deltas = zip(*(backward_to_taps(outputs, taps, c) for c in self.cotangents()), strict=True)
+        deltas = zip(
+            *(backward_to_taps(outputs, taps, c) for c in position_cotangents(self.factor, self.batch)), strict=True
+        )
         parts = [tap.part(delta, self.space.dtype) for tap, delta in zip(taps, deltas, strict=True)]
         known = {name for tap in taps for name in (tap.weight, tap.bias)}
         rest = [name for name in self.space if name not in known]
@@ -118,18 +120,6 @@ class Rows:
             return parts
         extra = self._per_example(rest)
         return None if extra is None else parts + extra
-
-    def cotangents(self) -> list[Tensor]:
-        """One (R, m) cotangent per position p of an example and column j of the factor, all examples at once."""
-        count, m, q = self.factor.shape
-        factor = self.factor.view(self.batch, count // self.batch, m, q)
-        found = []
-        for p in range(factor.shape[1]):
-            for j in range(q):
-                cotangent = torch.zeros_like(factor[..., 0])
-                cotangent[:, p] = factor[:, p, :, j]
-                found.append(cotangent.view(count, m))
-        return found
 
     def _per_example(self, names: list[str] | None = None) -> list[Part] | None:
         """Row gradients of the named parameters (default: all), one functional backward pass per example and column."""
@@ -195,6 +185,19 @@ def example_rows(
     dims = tuple(0 if cut else None for cut in batched)
     rows = torch.func.vmap(gradients, in_dims=(dims, 0), randomness="same")(tuple(call.tensors()), factor)
     return rows.reshape(-1, rows.shape[-1]).detach()
+
+
+def position_cotangents(factor: Tensor, batch: int) -> list[Tensor]:
+    """One (R, m) per position of an example and column of the factor (R, m, q), all examples of the batch at once."""
+    count, m, q = factor.shape
+    split = factor.view(batch, count // batch, m, q)
+    found = []
+    for p in range(split.shape[1]):
+        for j in range(q):
+            cotangent = torch.zeros_like(split[..., 0])
+            cotangent[:, p] = split[:, p, :, j]
+            found.append(cotangent.view(count, m))
+    return found
 
 
 def cotangents_of_one(root: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class QuasiDiagonalInverse(Operator):
     """(G + damping I)^-1 of a `QuasiDiagonal` G, by eliminating the bias and Sherman-Morrison on the weights."""
 
     def __init__(self, operator: QuasiDiagonal, damping: float) -> None:
-        self.operator = operator
+        self.operator, self.damping = operator, damping
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
         self.bias, self.rest = safe(operator.bias + damping), safe(operator.rest + damping)
         # what is left of c c^T / b after elimination: c c^T (1 / b - 1 / (b + damping))

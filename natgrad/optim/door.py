@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, PullbackMetric
 from natgrad.optim.recall import Data
-from natgrad.pure import Labelled
+from natgrad.pure import Labelled, as_call
 from natgrad.rules import Rule
 from natgrad.solvers import Solver
 from natgrad.spaces import check_parameters, trainable
@@ -61,9 +62,22 @@ def inputs_of(metric: Metric, data: Data) -> Any:
 
 
 def check_batch(name: str, value: int | None) -> None:
-    """ValueError unless None or an integer >= 1."""
+    """TypeError or ValueError unless None or an integer >= 1."""
+    if value is not None and not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}, expected a number of examples, an integer >= 1, or None for all")
     if value is not None and value < 1:
         raise ValueError(f"{name} is {value}, expected an integer >= 1, or None for all examples")
+
+
+def check_search(inputs: Any, targets: Any) -> None:
+    """ValueError unless there are examples with targets to evaluate a loss on."""
+    if targets is None:
+        raise ValueError(
+            "targets is None: trial points need a loss; give labelled examples, or use optimizer.observe(inputs) for a "
+            "metric on unlabelled ones"
+        )
+    if as_call(inputs).batch() == 0:
+        raise ValueError("inputs is an empty batch; give at least one example")
 
 
 def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:

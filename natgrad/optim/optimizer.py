@@ -18,7 +18,15 @@ from natgrad.families import Criterion
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.door import check_batch, check_choices, check_number, dense_gradient, inputs_of, named_parameters
+from natgrad.optim.door import (
+    check_batch,
+    check_choices,
+    check_number,
+    check_search,
+    dense_gradient,
+    inputs_of,
+    named_parameters,
+)
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Data, Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
@@ -135,11 +143,12 @@ class NaturalGradient(Optimizer):
         """Evaluate the next step's trial points on these examples instead of the gradient's: for rules and dampings
         that re-evaluate the loss, so that a step is not fitted to one batch (Vinyals & Povey 2012).
 
-        TypeError if the metric has no criterion, or the model is not a module.
+        TypeError if the metric has no criterion, or the model is not a module. ValueError without targets or examples.
         """
         if not isinstance(self.model, nn.Module):
             raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")
         self.criterion  # noqa: B018 - its error comes here rather than at the step
+        check_search(inputs, targets)
         self._recall.searched = Data(inputs, targets, None)
 
     @torch.no_grad()
@@ -279,11 +288,11 @@ class NaturalGradient(Optimizer):
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
+        report = told(self._last, model, step, solution, ratio, failed)
+        level = self._level if ratio is None else self.damping.update(self._level, ratio)
+        # all of it is known now: an error or Ctrl-C so far has changed nothing
         self._commit(point, step, velocities, solution, decay=not (failed or refused))
-        self._memory, self._prepared = memory, prepared
-        self._last = told(self._last, model, step, solution, ratio, failed)
-        if ratio is not None:
-            self._level = self.damping.update(self._level, ratio)
+        self._memory, self._prepared, self._last, self._level = memory, prepared, report, level
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -330,7 +339,9 @@ class NaturalGradient(Optimizer):
     def _objective(
         self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState
     ) -> Objective | None:
-        searched = self._recall.search_data(self.search_batch, self._last.step)
+        searched = None  # without trial points the loss of the pass is known already
+        if self.rule.needs_loss or self.damping.needs_ratio:
+            searched = self._recall.search_data(self.search_batch, self._last.step)
         return objective_of(
             self.model,
             lambda: self.criterion,

@@ -45,6 +45,8 @@ def draw(fill: Callable[[Figure], None], size: tuple[float, float]) -> Figure:
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         fill(figure)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once: else each of the three savings does it again
         return figure
 
 

@@ -2,7 +2,7 @@
 
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.diagonal import Diagonal, UnitWise
-from natgrad.structures.estimates import Estimate, ExactLabels, Sampled
+from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Sampled
 from natgrad.structures.exact import Dense, Exact
 from natgrad.structures.kronecker import EigenKronecker, Kronecker
 from natgrad.structures.layerwise import Layerwise
@@ -19,6 +19,7 @@ __all__ = [
     "Diagonal",
     "DiagonalPreconditioner",
     "EigenKronecker",
+    "Empirical",
     "EmpiricalPreconditioner",
     "Estimate",
     "Exact",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,10 @@ from natgrad.metrics import Metric
 from natgrad.operators import Linearization, Pullback, Rows
 from natgrad.pure import RandomState
 from natgrad.spaces import Params, Space
-from natgrad.structures.estimates import Estimate
-from natgrad.structures.layers import Layer, known_layers
+from natgrad.structures.estimates import Estimate, Outputs
+from natgrad.structures.layers import known_layers
 from natgrad.structures.statistics import Seen
+from natgrad.structures.taps import Tap, derivatives, passes
 
 PROBES = 8
 LARGEST = 2**25  # entries of row gradients that are written out for parameters without a layer
@@ -29,15 +29,6 @@ class Collected:
     metric: Pullback
     layers: list[Seen]
     squares: dict[str, Tensor]
-
-
-@dataclass
-class Tap:
-    """One call of a module: its input, and a zero added to its output, whose gradient is the derivative there."""
-
-    layer: Layer
-    inputs: Tensor
-    dummy: Tensor
 
 
 def collect(
@@ -56,85 +47,59 @@ def collect(
     gradients that the layers explain with those of a plain backward pass (a parameter may be used behind its layer's
     back; such parameters count as having no layer). TypeError for a metric that is not a pullback in one graph.
     """
-    model = getattr(metric, "model", None)
-    known = known_layers(model, Space(params)) if isinstance(model, nn.Module) else {}
-    with tapped(known) as taps:
-        pullback = metric.at(params, inputs, random=random)
-    if not isinstance(pullback, Pullback):
-        raise TypeError(
-            f"{metric!r} gave a {type(pullback).__name__}, expected a pulled-back metric in one graph such as "
-            "ng.fisher(model, criterion) with chunk_size=None; or use the structure ng.Exact()"
-        )
-    cotangents = [c.detach() for c in estimate.cotangents(pullback, generator)]
+    pullback, taps = tapped(metric, params, inputs, random)
+    cotangents = [c.detach() for c in estimate.cotangents(Outputs.of(pullback), generator)]
     leaves = pullback.linearization.leaves if trusted is None else {}
-    seen, gradients = backward(pullback, taps, cotangents, leaves)
-    if trusted is not None:
-        seen = [one for one in seen if trusted.issuperset(one.layer.layout.names)]
-    else:
+    deltas, slopes = derivatives(pullback.linearization.graph, taps, cotangents[:1], list(leaves.values()))
+    deltas += derivatives(pullback.linearization.graph, taps, cotangents[1:])[0]
+    seen = passes(taps, deltas, pullback.dtype)
+    if trusted is None:
+        gradients = dict(zip(leaves, slopes[0], strict=True))
         seen = [one for one in seen if explains(one, gradients)]
+    else:
+        seen = [one for one in seen if trusted.issuperset(one.layer.layout.names)]
     held = {name for one in seen for name in one.layer.layout.names}
     rest = {name: p for name, p in params.items() if name not in held}
     return Collected(pullback, seen, squares_of(pullback, rest, torch.stack(cotangents, dim=2)) if rest else {})
 
 
-@contextmanager
-def tapped(known: Mapping[nn.Module, Layer]) -> Iterator[list[Tap]]:
-    """Inside, every known module records its calls."""
-    taps: list[Tap] = []
+def tapped(metric: Metric, params: Params, inputs: Any, random: RandomState | None) -> tuple[Pullback, list[Tap]]:
+    """The metric at a point, and a tap on every call of a known layer in its pass."""
+    model, taps = getattr(metric, "model", None), []
+    known = known_layers(model, Space(params)) if isinstance(model, nn.Module) else {}
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        dummy = torch.zeros_like(output, requires_grad=True)
-        taps.append(Tap(known[module], args[0].detach(), dummy))
-        return output + dummy  # a new tensor: an in-place activation after it does no harm
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            taps.append(Tap.of(known[module], args[0], output))
 
     handles = [module.register_forward_hook(hook) for module in known]
     try:
-        yield taps
+        pullback = metric.at(params, inputs, random=random)
     finally:
         for handle in handles:
             handle.remove()
+    if not isinstance(pullback, Pullback):
+        raise TypeError(
+            f"{metric!r} gave a {type(pullback).__name__}, expected a pulled-back metric in one graph such as "
+            "ng.fisher(model, criterion) with chunk_size=None; or use the structure ng.Exact()"
+        )
+    return pullback, taps
 
 
-def backward(
-    pullback: Pullback, taps: list[Tap], cotangents: list[Tensor], leaves: Mapping[str, Tensor]
-) -> tuple[list[Seen], dict[str, Tensor]]:
-    """The layers' passes, and J^T c of the first cotangent c in the given leaves."""
-    dummies, gradients = [tap.dummy for tap in taps], dict[str, Tensor]()
-    passes: list[tuple[Tensor, ...]] = []
-    for cotangent in cotangents:
-        wanted = [*dummies, *(leaves.values() if not gradients else ())]
-        if wanted:
-            found = torch.autograd.grad(
-                pullback.linearization.graph, wanted, cotangent, retain_graph=True, materialize_grads=True
-            )
-            gradients = gradients or dict(zip(leaves, found[len(dummies) :], strict=True))
-            passes.append(found[: len(dummies)])
-    calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
-    for i, tap in enumerate(taps):
-        calls.setdefault(tap.layer, []).append((tap, [found[i] for found in passes]))
-    dtype = pullback.dtype
-    all_seen = (merged(layer, of_layer, dtype) for layer, of_layer in calls.items())
-    return [one for one in all_seen if one is not None], gradients
+def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool:
+    """Whether the layer's activations and deltas give its parameters' whole gradient.
 
-
-def merged(layer: Layer, calls: list[tuple[Tap, list[Tensor]]], dtype: torch.dtype) -> Seen | None:
-    """All calls of one module as one pass: more positions of the same examples. None where they do not fit together."""
-    if not all(layer.batched(tap.inputs) for tap, _ in calls) or len({len(tap.inputs) for tap, _ in calls}) > 1:
-        return None
-    inputs = (tap.inputs.to(dtype) if tap.inputs.is_floating_point() else tap.inputs for tap, _ in calls)
-    activations = torch.cat([layer.activations(x) for x in inputs], dim=1)
-    columns = zip(*([layer.deltas(delta.to(dtype)) for delta in deltas] for _, deltas in calls), strict=True)
-    found = [torch.cat(parts, dim=1) for parts in columns]
-    fits = bool(found) and found[0].shape[:2] == activations.shape[:2]  # output_size=... of a transposed convolution
-    return Seen(layer, activations, found) if fits else None
-
-
-def explains(seen: Seen, gradients: Mapping[str, Tensor]) -> bool:
-    """Whether the layer's activations and deltas give its parameters' whole gradient."""
-    found = seen.gradient()
-    dense = {name: gradients[name].to_dense().to(found.dtype) for name in seen.layer.layout.names}
+    eps: of the coarsest dtype on the way (autocast), if that is not the layer's own.
+    """
+    found, dense = seen.gradient(), {}
+    for name in seen.layer.layout.names:
+        gradient = gradients[name]
+        if gradient is None:
+            return False
+        dense[name] = gradient.to_dense().to(found.dtype)
     expected = seen.layer.layout.join(dense)
-    tolerance = torch.finfo(found.dtype).eps ** 0.5 * expected.norm().clamp(min=torch.finfo(found.dtype).tiny)
+    eps = max(eps, torch.finfo(found.dtype).eps)
+    tolerance = eps**0.5 * expected.norm().clamp(min=torch.finfo(found.dtype).tiny)
     return bool((found - expected).norm() <= tolerance)
 
 

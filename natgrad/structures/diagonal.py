@@ -17,8 +17,8 @@ from natgrad.structures.statistics import Seen, bias_rows, squares, token_blocks
 class Diagonal(Layerwise):
     """The metric's diagonal: the second moments of the examples' gradients. Memory: one number per parameter."""
 
-    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
-        return accumulated(before, {"squares": layer_squares(seen)}, self.decay)
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
+        return accumulated(before, {"squares": layer_squares(seen)}, decay, share)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         return DiagonalOperator(totals["squares"].reshape(-1) / weight)
@@ -35,8 +35,8 @@ class UnitWise(Layerwise):
 
     largest: int = 64
 
-    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
-        return accumulated(before, self._fresh(seen), self.decay)
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
+        return accumulated(before, self._fresh(seen), decay, share)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:

@@ -1,24 +1,52 @@
-"""How the expectation over labels is taken: by draws, or exactly."""
+"""How the expectation over labels is taken: by draws, exactly, or over the data's own labels."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from natgrad.families import Likelihood
-from natgrad.operators import Pullback, Rows
+from natgrad.operators import Form, Pullback
 from natgrad.operators.linearization import output_map
+from natgrad.operators.rows import batch_of, position_cotangents
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A pass's outputs as an estimate sees them.
+
+    tree: as the model returned them.   rows: laid out as (R, m).   form: M on each row.   weights: (R,), of the rows in
+    the mean loss.   batch: examples; the rows of one lie together.   slope: the mean loss's gradient in the rows, for
+    those who ask for it; None where the targets are not known.
+    """
+
+    tree: Any
+    rows: Tensor
+    form: Form
+    weights: Tensor
+    batch: int
+    slope: Callable[[], Tensor] | None = None
+
+    @staticmethod
+    def of(pullback: Pullback) -> Outputs:
+        """Those behind a metric at a point."""
+        function = pullback.linearization.function
+        known = output_map(function)
+        tree = pullback.outputs if known is None else known.first
+        batch = batch_of(function, len(pullback.outputs))
+        return Outputs(tree, pullback.outputs, pullback.form, pullback.weights, batch)
 
 
 class Estimate(ABC):
     """Cotangents c on the outputs with E[c c^T] = M, one backward pass each."""
 
     @abstractmethod
-    def cotangents(self, pullback: Pullback, generator: torch.Generator) -> Iterator[Tensor]:
+    def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
         """Tensors (R, m) such that the sum over them of the examples' outer products is, in expectation, the metric's.
 
         The rows' weights in the loss are included. ValueError where the metric's form has no root to draw from.
@@ -39,21 +67,37 @@ class Sampled(Estimate):
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"samples is {self.samples}, expected an integer >= 1")
 
-    def cotangents(self, pullback: Pullback, generator: torch.Generator) -> Iterator[Tensor]:
-        weights = (pullback.weights / self.samples).sqrt().unsqueeze(1)
+    def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
+        weights = (outputs.weights / self.samples).sqrt().unsqueeze(1)
         for _ in range(self.samples):
-            yield weights * drawn_score(pullback, generator)
+            yield weights * drawn_score(outputs, generator)
 
 
 @dataclass(frozen=True)
 class ExactLabels(Estimate):
     """Every column of the form's root: exact. One backward pass per column and row of an example."""
 
-    def cotangents(self, pullback: Pullback, generator: torch.Generator) -> Iterator[Tensor]:
-        root = pullback.output_root()
-        if root is None:
-            raise ValueError(NO_ROOT)
-        yield from Rows(pullback.linearization, root).cotangents()
+    def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
+        weights = outputs.weights.sqrt().view(-1, 1, 1)
+        yield from position_cotangents(weights * root_of(outputs), outputs.batch)
+
+
+@dataclass(frozen=True)
+class Empirical(Estimate):
+    """The data's own labels: the empirical Fisher, not the Fisher. One backward pass; it needs the targets.
+
+    The rows of one example count together, as one gradient. ValueError where the targets are not known.
+    """
+
+    def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
+        if outputs.slope is None:
+            raise ValueError(
+                "Empirical() needs the data's targets, which this metric does not pass on; use it in an optimizer with "
+                "optimizer.loss(outputs, targets), or the metric ng.empirical_fisher with estimate=ng.ExactLabels()"
+            )
+        weights = outputs.weights.unsqueeze(1)
+        # a row of the slope is its weight times its score; ignored rows have neither
+        yield outputs.slope() * torch.where(weights > 0, 1 / torch.where(weights > 0, weights, 1).sqrt(), 0)
 
 
 NO_ROOT = (
@@ -62,14 +106,19 @@ NO_ROOT = (
 )
 
 
-def drawn_score(pullback: Pullback, generator: torch.Generator) -> Tensor:
+def drawn_score(outputs: Outputs, generator: torch.Generator) -> Tensor:
     """One draw s (R, m) with E[s s^T] = M in every row."""
-    function, form = output_map(pullback.linearization.function), pullback.form
-    if isinstance(form, Likelihood) and function is not None:
-        outputs = function.first
-        return form.score(outputs, form.sample(outputs, generator))
-    root = form.root(pullback.outputs)
-    if root is None:
-        raise ValueError(NO_ROOT)
+    form = outputs.form
+    if isinstance(form, Likelihood):
+        return form.score(outputs.tree, form.sample(outputs.tree, generator))
+    root = root_of(outputs)
     signs = torch.randint(0, 2, root[:, 0].shape, generator=generator, device=root.device).to(root.dtype) * 2 - 1
     return torch.einsum("imq,iq->im", root, signs)
+
+
+def root_of(outputs: Outputs) -> Tensor:
+    """F (R, m, q) with M = F F^T, unweighted. ValueError if there is none."""
+    root = outputs.form.root(outputs.rows)
+    if root is None:
+        raise ValueError(NO_ROOT)
+    return root

@@ -40,8 +40,8 @@ class Kronecker(Layerwise):
     factored: bool = False
     largest: int = 8192
 
-    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
-        return accumulated(before, factors(seen, self.reduce, self.largest), self.decay)
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
+        return accumulated(before, factors(seen, self.reduce, self.largest), decay, share)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -62,15 +62,15 @@ class EigenKronecker(Layerwise):
     reduce: bool = False
     largest: int = 8192
 
-    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
         if seen.single:
-            return accumulated(before, factors(seen, self.reduce, self.largest), self.decay)
+            return accumulated(before, factors(seen, self.reduce, self.largest), decay, share)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
-        totals = accumulated(moments, factors(seen, self.reduce, self.largest), self.decay)
+        totals = accumulated(moments, factors(seen, self.reduce, self.largest), decay, share)
         eigen = KroneckerEigen.of(totals["left"], totals["right"])
-        spectrum = corrected(seen, eigen)
+        spectrum = share * corrected(seen, eigen)
         if before is not None:
-            spectrum = spectrum + self.decay * moved(before["spectrum"], basis_of(before), eigen)
+            spectrum = spectrum + decay * moved(before["spectrum"], basis_of(before), eigen)
         vectors = {"left_vectors": eigen.left_vectors, "right_vectors": eigen.right_vectors}
         return totals | {"spectrum": spectrum} | {key: v for key, v in vectors.items() if v is not None}
 

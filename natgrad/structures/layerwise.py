@@ -44,8 +44,8 @@ class Layerwise(Structure):
             raise TypeError(f"estimate is {self.estimate!r}, expected an estimate such as ng.Sampled(1)")
 
     @abstractmethod
-    def statistics(self, seen: Seen, before: Statistics | None) -> Statistics:
-        """Running totals after one more pass of a layer: decay * before + what the pass gives."""
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
+        """Running totals after one more pass of a layer: decay * before + share * what the pass gives."""
 
     @abstractmethod
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
@@ -78,7 +78,7 @@ class Layerwise(Structure):
         A pass that is not finite leaves the totals as they were: one bad batch does not poison the average.
         """
         before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
-        totals = {one.key: self.statistics(one, before.get(one.key)) for one in layers}
+        totals = {one.key: self.statistics(one, before.get(one.key), self.decay) for one in layers}
         for name, square in squares.items():
             totals[name] = accumulated(before.get(name), {"squares": square}, self.decay)
         if not before or memory is None:
@@ -90,11 +90,13 @@ class Layerwise(Structure):
         return totals, self.decay * memory["weight"] + 1.0
 
 
-def accumulated(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
-    """decay * before + fresh, entry by entry; fresh alone where what was kept is of another kind."""
+def accumulated(before: Statistics | None, fresh: Statistics, decay: float, share: float = 1.0) -> Statistics:
+    """decay * before + share * fresh, entry by entry; without the past where that is of another kind."""
+    if share != 1:
+        fresh = {key: share * value for key, value in fresh.items()}
     if before is None or before.keys() != fresh.keys():
         return fresh
-    return {key: decay * before[key] + value for key, value in fresh.items()}
+    return {key: torch.add(value, before[key], alpha=decay) for key, value in fresh.items()}
 
 
 def diagonal_part(space: Space, name: str, squares: Tensor) -> tuple[Layout, Operator]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import cholesky
-from natgrad.metrics import Metric, PullbackMetric, empirical_fisher
+from natgrad.metrics import Covariance, Hessian, Metric, PullbackMetric, empirical_fisher
 from natgrad.operators import Diagonal, Operator, Pullback, Rows
 from natgrad.pure import Call, Labelled, RandomState
 from natgrad.solvers import Solver
@@ -125,7 +125,7 @@ class EmpiricalPreconditioner(Preconditioner):
 class StructurePreconditioner(Preconditioner):
     """P = (S + damping I)^-1 for a structure whose operator S has a closed-form inverse, such as Kronecker factors.
 
-    TypeError at the first step for a structure without one.
+    TypeError at the first step for a structure without one, or for that of a Hessian.
     """
 
     structure: Structure
@@ -141,6 +141,11 @@ class StructurePreconditioner(Preconditioner):
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
         held, memory = self.structure.update(memory, metric, params, inputs, random=random)
+        if held.indefinite:
+            raise TypeError(
+                f"preconditioner is {self.structure}, of a Hessian with negative eigenvalues: a preconditioner must be "
+                "positive definite; use ng.DiagonalPreconditioner()"
+            )
         inverse = held.inverse(damping)
         if inverse is None:
             raise TypeError(
@@ -181,18 +186,26 @@ class SampleSpaceInverse(Operator):
 def empirical(
     metric: Metric, params: Params, inputs: Any, examples: int | None, random: RandomState | None
 ) -> Pullback:
-    """The empirical Fisher of a metric's model at this step's data. ValueError without targets."""
+    """The empirical Fisher of a metric's model at this step's data. ValueError without targets, TypeError for a metric
+    without a model and a criterion.
+    """
+    source = metric.moment if isinstance(metric, Covariance) else metric
+    if not isinstance(source, (PullbackMetric, Hessian)):
+        raise TypeError(
+            f"an empirical preconditioner needs a metric of a model and a criterion, not {type(metric).__name__}; use "
+            "ng.DiagonalPreconditioner()"
+        )
+    labelled = metric.needs_targets or isinstance(inputs, Labelled)  # else a tuple holds the model's arguments
     if isinstance(inputs, Labelled):
         inputs = inputs.inputs, inputs.targets
-    labelled = metric.needs_targets or isinstance(inputs, tuple)
-    if not isinstance(metric, PullbackMetric) or not labelled or inputs[1] is None:
+    if not labelled or inputs[1] is None:
         raise ValueError(
             "an empirical preconditioner needs the data's targets: compute the loss with optimizer.loss(outputs, "
             "targets), give them to observe(inputs, targets), or use ng.DiagonalPreconditioner()"
         )
     if examples is not None:
         inputs = Call(inputs).sample(examples, seed=0).args
-    return empirical_fisher(metric.model, metric.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
+    return empirical_fisher(source.model, source.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
 
 
 def probed_diagonal(operator: Operator, samples: int) -> Tensor:

@@ -1,0 +1,173 @@
+"""K-FAC and its family, ready to use: which block per layer, with the defaults that go with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from natgrad.families import Likelihood
+from natgrad.optim.structured import StructuredNaturalGradient
+from natgrad.structures import Diagonal, EigenKronecker, Estimate, Kronecker, Sampled, UnitWise
+
+
+def kfac(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    momentum: float = 0.9,
+    damping: float = 0.1,
+    update_every: int = 10,
+    invert_every: int = 10,
+    max_kl: float = 0.3,
+    kl_share: float = 0.03,
+    weight_decay: float = 0.0,
+    decay: float = 0.95,
+    estimate: Estimate = Sampled(),
+    params: Any = None,
+) -> StructuredNaturalGradient:
+    """The natural gradient with a Kronecker product per layer (K-FAC), of the true Fisher.
+
+    model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   decay: of the statistics'
+    running averages, per update.   estimate: how labels are drawn; `ng.Empirical()` takes the data's own.   The rest:
+    as in `StructuredNaturalGradient`.
+    Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`.
+    Martens & Grosse 2015. TypeError for a criterion that is not a likelihood.
+    """
+    return StructuredNaturalGradient(
+        model,
+        criterion,
+        Kronecker(decay, estimate, factored=True),
+        lr,
+        momentum=momentum,
+        damping=damping,
+        max_kl=max_kl,
+        kl_share=kl_share,
+        weight_decay=weight_decay,
+        update_every=update_every,
+        invert_every=invert_every,
+        params=params,
+    )
+
+
+def ekfac(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    momentum: float = 0.9,
+    damping: float = 1.0,
+    update_every: int = 10,
+    invert_every: int = 10,
+    max_kl: float = 0.3,
+    kl_share: float = 0.03,
+    weight_decay: float = 0.0,
+    decay: float = 0.95,
+    estimate: Estimate = Sampled(),
+    params: Any = None,
+) -> StructuredNaturalGradient:
+    """The natural gradient in K-FAC's eigenbases with the Fisher's own diagonal there (EKFAC).
+
+    Closer to the Fisher than `kfac`, and dearer: every update of the statistics takes eigendecompositions.
+    model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   decay: of the statistics'
+    running averages, per update.   estimate: how labels are drawn; `ng.Empirical()` takes the data's own.   The rest:
+    as in `StructuredNaturalGradient`.
+    Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`.
+    George et al. 2018. TypeError for a criterion that is not a likelihood.
+    """
+    return StructuredNaturalGradient(
+        model,
+        criterion,
+        EigenKronecker(decay, estimate),
+        lr,
+        momentum=momentum,
+        damping=damping,
+        max_kl=max_kl,
+        kl_share=kl_share,
+        weight_decay=weight_decay,
+        update_every=update_every,
+        invert_every=invert_every,
+        params=params,
+    )
+
+
+def diagonal(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    momentum: float = 0.9,
+    damping: float = 1.0,
+    update_every: int = 10,
+    invert_every: int = 10,
+    max_kl: float = 0.3,
+    kl_share: float = 0.0003,
+    weight_decay: float = 0.0,
+    decay: float = 0.95,
+    estimate: Estimate = Sampled(),
+    params: Any = None,
+) -> StructuredNaturalGradient:
+    """The natural gradient with the diagonal of the true Fisher: one number per parameter.
+
+    The model of the step that it gives is poor, so that `kl_share`, which is measured in that model, is small.
+    model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   decay: of the statistics'
+    running averages, per update.   estimate: how labels are drawn; `ng.Empirical()` takes the data's own.   The rest:
+    as in `StructuredNaturalGradient`.
+    Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`.
+    TypeError for a criterion that is not a likelihood.
+    """
+    return StructuredNaturalGradient(
+        model,
+        criterion,
+        Diagonal(decay, estimate),
+        lr,
+        momentum=momentum,
+        damping=damping,
+        max_kl=max_kl,
+        kl_share=kl_share,
+        weight_decay=weight_decay,
+        update_every=update_every,
+        invert_every=invert_every,
+        params=params,
+    )
+
+
+def unitwise(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    momentum: float = 0.9,
+    damping: float = 1.0,
+    update_every: int = 10,
+    invert_every: int = 10,
+    max_kl: float = 0.3,
+    kl_share: float = 0.003,
+    weight_decay: float = 0.0,
+    decay: float = 0.95,
+    estimate: Estimate = Sampled(),
+    params: Any = None,
+) -> StructuredNaturalGradient:
+    """The natural gradient with one block of the true Fisher per unit, whole or quasi-diagonal.
+
+    model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   decay: of the statistics'
+    running averages, per update.   estimate: how labels are drawn; `ng.Empirical()` takes the data's own.   The rest:
+    as in `StructuredNaturalGradient`.
+    Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`.
+    Le Roux et al. 2008; Ollivier 2015. TypeError for a criterion that is not a likelihood.
+    """
+    return StructuredNaturalGradient(
+        model,
+        criterion,
+        UnitWise(decay, estimate),
+        lr,
+        momentum=momentum,
+        damping=damping,
+        max_kl=max_kl,
+        kl_share=kl_share,
+        weight_decay=weight_decay,
+        update_every=update_every,
+        invert_every=invert_every,
+        params=params,
+    )

@@ -1,0 +1,135 @@
+"""Statistics from the user's own pass: taps in the forward, and a backward pass of sampled labels before the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families import Criterion
+from natgrad.metrics import fisher
+from natgrad.optim.recall import Recall
+from natgrad.pure import Labelled, leaves, map_tensors
+from natgrad.spaces import Space
+from natgrad.structures import Estimate
+from natgrad.structures.collect import collect, explains
+from natgrad.structures.estimates import Outputs
+from natgrad.structures.layers import Layer, known_layers
+from natgrad.structures.statistics import Seen
+from natgrad.structures.taps import Taps, derivatives, passes, tap
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows."""
+
+    layers: list[Seen]
+    squares: dict[str, Tensor]
+    rows: int
+
+
+class Reader:
+    """Listens to a model's layers while armed, and reads statistics when a loss is known.
+
+    The first reading compares the gradients that the layers explain with plain ones; parameters where they differ
+    (used behind their layer's back) and parameters without a layer get squares: of the gradient for sampled labels. Its
+    expectation over labels is the metric's diagonal, since scores of different rows are independent with mean 0.
+    """
+
+    def __init__(self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int) -> None:
+        self.model, self.estimate, self.seed = model, estimate, seed
+        self.taps = Taps()
+        self.generator: torch.Generator | None = None
+        self.attach(named)
+
+    def attach(self, named: Mapping[str, Tensor]) -> None:
+        """Listen to the layers of these parameters."""
+        self.named = dict(named)
+        self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
+        self.trusted: set[str] | None = None
+        self.handles = tap(self.taps, self.layers)
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+        self.taps.take()
+
+    def generator_on(self, device: torch.device) -> torch.Generator:
+        """The private source of labels."""
+        if self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(self.seed)
+        return self.generator
+
+    def by_names(self) -> dict[tuple[str, ...], Layer]:
+        """The trusted layers, by their parameters' names."""
+        return {layer.layout.names: layer for layer in self.layers.values() if self._trusts(layer)}
+
+    def read(self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall) -> Reading:
+        """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched."""
+        rows = criterion.family.rows(outputs)
+        calls = [call for call in self.taps.take() if self.trusted is None or self._trusts(call.layer)]
+        if not calls and self.layers:
+            return self._replayed(criterion, targets, recall, len(rows))
+        trusted = self.trusted or set()
+        watched = {name: p for name, p in self.named.items() if name not in trusted}
+        cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, rows)]
+        deltas, slopes = derivatives(rows, calls, cotangents, list(watched.values()))
+        seen = passes(calls, deltas)
+        if self.trusted is None:
+            gradients = dict(zip(watched, slopes[0], strict=True))
+            eps = max((torch.finfo(call.like.dtype).eps for call in calls), default=0.0)
+            seen = [one for one in seen if explains(one, gradients, eps)]
+            self.trusted = {name for one in seen for name in one.layer.layout.names}
+        held = {name for one in seen for name in one.layer.layout.names}
+        squares = {name: squared([found[i] for found in slopes]) for i, name in enumerate(watched) if name not in held}
+        return Reading(seen, {name: s for name, s in squares.items() if s is not None}, len(rows))
+
+    def _trusts(self, layer: Layer) -> bool:
+        return self.trusted is not None and self.trusted.issuperset(layer.layout.names)
+
+    def _cotangents(self, criterion: Criterion, outputs: Any, targets: Any, rows: Tensor) -> list[Tensor]:
+        tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+        family = criterion.family
+
+        def slope() -> Tensor:
+            return family.rows(criterion.slope(tree, targets))
+
+        weights = criterion.weights(tree, targets)
+        examples = max(len(next(leaves(tree))), 1)
+        batch = examples if len(rows) % examples == 0 else 1
+        known = Outputs(tree, family.rows(tree), family, weights, batch, slope)
+        with torch.no_grad():
+            return list(self.estimate.cotangents(known, self.generator_on(rows.device)))
+
+    def _replayed(self, criterion: Criterion, targets: Any, recall: Recall, rows: int) -> Reading:
+        """From one more pass, as a pure function: compiled modules do not let anybody listen."""
+        last = recall.passed()
+        if last is None:
+            raise ValueError(
+                "no statistics: no layer of the model was heard in training mode since the last step; call "
+                "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets)"
+            )
+        with last.modes_of(self.model), torch.compiler.set_stance("force_eager"):
+            found = collect(
+                fisher(self.model, criterion),
+                self.named,
+                Labelled(last.call, targets),
+                self.estimate,
+                self.generator_on(next(iter(self.named.values())).device),
+                random=last.random,
+                trusted=self.trusted,
+            )
+        self.trusted = {name for one in found.layers for name in one.layer.layout.names}
+        return Reading(found.layers, found.squares, rows)
+
+
+def squared(slopes: list[Tensor | None]) -> Tensor | None:
+    """Sum over the cotangents of the gradient's squares; None for a parameter that the outputs do not depend on."""
+    known = [
+        slope.to_dense().to(torch.promote_types(slope.dtype, torch.float32)) for slope in slopes if slope is not None
+    ]
+    return torch.stack([slope.square() for slope in known]).sum(0) if known else None

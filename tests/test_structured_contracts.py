@@ -1,0 +1,162 @@
+"""The drop-in optimizer layer by layer: checkpoints, copies, leaks, what it tells and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CASES
+from optim_models import CE, X, Y, deep, dropout_net, flat, net, same
+from torch import nn
+
+import natgrad as ng
+
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
+
+
+def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:
+    """The ordinary loop's body."""
+    opt.zero_grad()
+    opt.loss(model(x), y).backward()
+    opt.step()
+
+
+# checkpoints, copies, leaks
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_continues_bit_for_bit(recipe: Callable[..., Any]):
+    model, twin = dropout_net(), dropout_net()
+    opt = recipe(model, CE, lr=0.1, update_every=3, invert_every=4)
+    torch.manual_seed(3)
+    for _ in range(25):
+        iterate(opt, model)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, file)
+    for _ in range(12):
+        iterate(opt, model)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin.load_state_dict(saved["model"])
+    other = recipe(twin, CE, lr=0.1, update_every=3, invert_every=4)
+    other.load_state_dict(saved["opt"])
+    torch.set_rng_state(saved["random"])
+    for _ in range(12):
+        iterate(other, twin)
+    assert torch.equal(flat(model), flat(twin))
+    assert same(deep(opt.state_dict()), deep(other.state_dict()))
+
+
+def test_a_loaded_checkpoint_shares_nothing_with_what_was_saved():
+    model, twin = net(), net()
+    opt, other = ng.kfac(model, CE), ng.kfac(twin, CE)
+    iterate(opt, model)
+    other.load_state_dict(opt.state_dict())
+    kept = deep(opt.state_dict())
+    iterate(other, twin)
+    assert same(kept, deep(opt.state_dict()))
+
+
+def test_models_copy_and_pickle_while_an_optimizer_listens():
+    model = net()
+    names, keys = [n for n, _ in model.named_modules()], list(model.state_dict())
+    opt = ng.kfac(model, CE)
+    assert [n for n, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == keys
+    assert type(model[0]) is nn.Linear
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(X)
+        assert not opt._reader.taps.calls
+    iterate(opt, model)
+    for action in (lambda: copy.deepcopy(opt), lambda: pickle.dumps(opt)):
+        with pytest.raises(TypeError, match="state_dict"):
+            action()
+
+
+def test_hooks_come_off():
+    model = net()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model)
+    opt.detach()
+    assert hooks(model) == 0
+    for _ in range(100):
+        iterate(ng.kfac(model, CE, lr=1e-3), model)
+    gc.collect()
+    assert hooks(model) == 0
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+# what it tells, what it refuses
+
+
+def test_the_report_says_what_each_parameter_gets():
+    model = CASES["bare parameter"].make()[0]
+    opt = ng.kfac(model, CE)
+    assert {row.structure for row in opt.report()} == {"not read yet"}
+    iterate(opt, model, X, Y % 2)
+    rows = {row.parameter: row for row in opt.report()}
+    assert rows["layer.weight"].structure == "Kronecker"
+    assert rows["scale"].structure == "Diagonal"
+    # two factors, their inverses and the gradient's mean; the bias has its mean alone
+    assert rows["layer.weight"].memory == 2 * (2 * 2 + 4 * 4) + 6
+    assert rows["layer.bias"].memory == 2
+    assert "Kronecker" in str(opt.report())
+
+
+def optimizer() -> Any:
+    return ng.kfac(net(), CE)
+
+
+def door(**choices: Any) -> Callable[[], Any]:
+    return lambda: ng.kfac(net(), CE, **choices)
+
+
+BAD = {
+    "no module": (lambda: ng.kfac({"w": X}, CE), TypeError, "model is dict"),  # type: ignore[arg-type]
+    "no likelihood": (lambda: ng.kfac(net(), nn.L1Loss()), TypeError, "not a likelihood"),
+    "a structure of the whole": (
+        lambda: ng.StructuredNaturalGradient(net(), CE, ng.Dense()),
+        TypeError,
+        "blocks per layer",
+    ),
+    "a negative rate": (door(lr=-1.0), ValueError, "lr is -1.0"),
+    "momentum of one": (door(momentum=1.0), ValueError, "momentum is 1"),
+    "no damping": (door(damping=0.0), ValueError, "damping is 0"),
+    "no radius": (door(max_kl=0.0), ValueError, "max_kl is 0"),
+    "an interval of half a step": (door(update_every=0.5), ValueError, "update_every is 0.5"),
+    "no statistics": (lambda: step_without_loss(), ValueError, "optimizer.loss(outputs, targets)"),
+    "another optimizer's state": (
+        lambda: ng.kfac(net(), CE).load_state_dict({"state": {}}),
+        ValueError,
+        "not saved by",
+    ),
+    "a stranger": (
+        lambda: ng.kfac(net(), CE).add_param_group({"params": nn.Parameter(X)}),
+        ValueError,
+        "not parameters",
+    ),
+}
+
+
+def step_without_loss() -> None:
+    model = net()
+    opt = ng.kfac(model, CE)
+    CE(model(X), Y).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_at_the_door(case: str):
+    build, kind, words = BAD[case]
+    with pytest.raises(kind) as caught:
+        build()
+    assert words in str(caught.value)
