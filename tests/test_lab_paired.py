@@ -106,6 +106,13 @@ def test_one_seed_decides_nothing():
     assert averaged(Spread((0.25,)), 100, " %") == ("25.00 %", "")
 
 
+def test_contestants_without_a_common_seed_are_not_compared():
+    late = [Record({**r.header, "seed": r.header["seed"] + 5}, r.rows, r.end) for r in runs([0.1, 0.2])]
+    pair = pair_all({"a": runs([0.3, 0.4]), "b": late}, {})[0]
+    assert pair.lower is None
+    assert signed(pair.test_error, str) == ("-", "")
+
+
 def test_a_run_that_broke_down_is_not_compared():
     raced = {"a": runs([0.1, 0.2]), "b": runs([0.3, 0.4], end="not finite")}
     pair = pair_all(raced, {})[0]

@@ -87,6 +87,12 @@ def test_full_is_the_paper_s_size_and_a_setting_overrides_it(name, paper):
     assert all(value is not None for key, value in vars(kind()).items() if key != "threads")
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(LabError, match="batch is 0, expected a number of at least 1"):
+        find(name).settings(batch=0)
+
+
 def test_damping_has_a_floor_where_it_is_adapted():
     adapted = damping({"batch": 1, "lr": 5.0, ADAPTED: 2.0}, floor=0.01)
     assert (adapted.start, adapted.floor, adapted.linear_model) == (2.0, 0.01, True)

@@ -26,7 +26,7 @@ from natgrad.experiments.pascanu_2013 import (
     kullback,
     msgd,
 )
-from natgrad.experiments.settings import fill
+from natgrad.experiments.settings import fill, known
 
 TABLE_1 = {  # training cross-entropy, test error, on the Toronto faces
     MSGD: (None, None),
@@ -70,8 +70,8 @@ class Settings:
 
 def tasks(settings: Settings) -> tuple[Task, ...]:
     """One task, as Table 1's third row."""
-    filters, first, second = settings.filters or 1, settings.first or 1, settings.second or 1
-    convolution = Convolution(filters, 12, settings.pooling or 1, settings.stride or 1)
+    filters, first, second = known(settings.filters), known(settings.first), known(settings.second)
+    convolution = Convolution(filters, 12, known(settings.pooling), known(settings.stride))
     return (
         Task(
             name="faces",
@@ -83,7 +83,7 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
             unit="nats per image",
             divergence=categorical_divergence,
             error=mistakes,
-            contestants=contestants(settings, settings.batch or 1, settings.steps or 1),
+            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -114,12 +114,12 @@ def standardised(images: Tensor) -> Tensor:
 
 def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Three choices each; the Fisher metrics share theirs, so that only their data differ. The paper's is the first."""
-    schedule = Falling(settings.hold or 1, settings.fall)
+    schedule = Falling(known(settings.hold), settings.fall)
     points = [*adapted(batch, (1.0, 8.0), (1.0, 1.0)), *constant(batch, (1.0, 1.0))]
     given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}
     return (
         msgd(max(1, batch // 10), (0.1, 0.05, 0.02), 20 * steps, schedule.slowed(20)),
-        kullback(JOINED, points, observes=joined_by_unlabelled(settings.unlabelled or 1), **given),
+        kullback(JOINED, points, observes=joined_by_unlabelled(known(settings.unlabelled)), **given),
         kullback(DIFFERENT, points, observes=another_batch(batch), **given),
         kullback(SAME, points, **given),
     )

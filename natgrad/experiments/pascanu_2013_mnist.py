@@ -27,7 +27,7 @@ from natgrad.experiments.pascanu_2013 import (
     kullback,
     msgd,
 )
-from natgrad.experiments.settings import fill
+from natgrad.experiments.settings import fill, known
 
 TABLE_1 = {  # training cross-entropy, test error
     MSGD: (None, None),
@@ -65,7 +65,7 @@ class Settings:
 
 def tasks(settings: Settings) -> tuple[Task, ...]:
     """One task, as Table 1's second row."""
-    filters, hidden = settings.filters or 1, settings.hidden or 1
+    filters, hidden = known(settings.filters), known(settings.hidden)
     convolutions = Convolution(filters, 5, 2), Convolution(2 * filters, 5, 2)
     return (
         Task(
@@ -78,7 +78,7 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
             unit="nats per image",
             divergence=categorical_divergence,
             error=mistakes,
-            contestants=contestants(settings, settings.batch or 1, settings.steps or 1),
+            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -100,7 +100,7 @@ def images() -> Examples:
 
 def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Three choices each; the two Fisher metrics share theirs, so that only their data differ."""
-    schedule = Falling(settings.hold or 1, settings.fall)
+    schedule = Falling(known(settings.hold), settings.fall)
     points = [*adapted(batch, (0.5, 5.0), (1.0, 5.0)), *constant(batch, (1.0, 0.3))]
     given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}
     return (

@@ -27,7 +27,7 @@ from natgrad.experiments.pascanu_2013 import (
     kullback,
     msgd,
 )
-from natgrad.experiments.settings import fill
+from natgrad.experiments.settings import fill, known
 
 TABLE_1 = {  # training cross-entropy, test error
     MSGD: (0.0523, 0.0522),
@@ -68,14 +68,14 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
         Task(
             name="restricted-mnist",
             title=f"MNIST with {settings.labelled:,} labels, 784-{settings.hidden}-10, tanh",
-            model=lambda: perceptron([784, settings.hidden or 1, 10], nn.Tanh),
+            model=lambda: perceptron([784, known(settings.hidden), 10], nn.Tanh),
             data=lambda: labelled(mnist().flat()),
             draw=lambda pool, seed: divide(pool, seed, settings.validation, settings.labelled),
             criterion=nn.CrossEntropyLoss(),
             unit="nats per image",
             divergence=categorical_divergence,
             error=mistakes,
-            contestants=contestants(settings, settings.batch or 1, settings.steps or 1),
+            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,

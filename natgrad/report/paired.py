@@ -22,7 +22,8 @@ class Mean:
 
     @property
     def mean(self) -> float:
-        return sum(self.values) / len(self.values)
+        """NaN where no seed has the number."""
+        return sum(self.values) / len(self.values) if self.values else math.nan
 
     @property
     def error(self) -> float:
