@@ -252,10 +252,10 @@ def inverse_psd(matrix: Tensor, damping: float | Tensor = 0.0) -> Tensor:
     pivots = lower.diagonal(dim1=-2, dim2=-1).square()
     sound = (info == 0) & (pivots.amin(-1) > 100 * safe_cutoff(n, damped.dtype) * pivots.amax(-1))
     if bool(sound.all()):
-        return symmetrise(torch.cholesky_inverse(lower)).to(matrix.dtype)
+        return torch.cholesky_inverse(lower).to(matrix.dtype)  # symmetric to the bit
     eye = torch.eye(n, dtype=damped.dtype, device=damped.device)
     each = [
         torch.cholesky_inverse(low) if bool(fine) else solve_psd(block, eye)
         for low, block, fine in zip(lower.reshape(-1, n, n), damped.reshape(-1, n, n), sound.reshape(-1), strict=True)
     ]
-    return symmetrise(torch.stack(each).view(matrix.shape)).to(matrix.dtype)
+    return torch.stack(each).view(matrix.shape).to(matrix.dtype)

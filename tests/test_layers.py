@@ -177,8 +177,13 @@ def test_factors_are_means_of_inputs_and_sums_of_derivatives(name: str):
     _, layer, inputs, cotangent = case(name)
     a, deltas = layer.activations(inputs), layer.deltas(cotangent)
     count = a.shape[0] * a.shape[1]
-    assert_close(statistics.input_moment(a), torch.einsum("btgd,btge->gde", a, a) / count, 1e-13)
-    assert_close(statistics.output_moment(deltas), torch.einsum("btgo,btgp->gop", deltas, deltas), 1e-13)
+    right, left = torch.einsum("btgd,btge->gde", a, a) / count, torch.einsum("btgo,btgp->gop", deltas, deltas)
+    if len(left) == 1:
+        right, left = right[0], left[0]
+        assert_close(statistics.diagonal_moment(deltas), left.diagonal(), 1e-13)
+    assert_close(statistics.input_moment(a), right, 1e-13)
+    assert_close(statistics.input_moment(a, 3.0), 3 * right, 1e-13)
+    assert_close(statistics.output_moment(deltas), left, 1e-13)
 
 
 def test_layers_of_subclasses_and_with_shared_parameters_are_not_known():

@@ -175,6 +175,25 @@ def test_gradients_random_state_and_buffers_are_the_user_s():
     assert norm[1].num_batches_tracked == 1
 
 
+def test_passes_that_do_not_lead_to_the_loss_are_ignored():
+    model, twin = net(), net()
+    opt = ng.kfac(model, CE, estimate=EXACT)
+    model(100 * X)  # in training mode, and for nothing
+    iterate(opt, model)
+    iterate(ng.kfac(twin, CE, estimate=EXACT), twin)
+    assert_close(flat(model), flat(twin), 1e-13)
+
+
+def test_two_passes_with_one_loss_both_count():
+    model, twin = net(), net()
+    opt, other = ng.diagonal(model, CE, estimate=EXACT), ng.diagonal(twin, CE, estimate=EXACT)
+    opt.loss(torch.cat([model(X[:4]), model(X[4:])]), Y).backward()
+    other.loss(twin(X), Y).backward()
+    opt.step()
+    other.step()
+    assert_close(flat(model), flat(twin), 1e-12)
+
+
 def test_evaluation_passes_are_ignored():
     model = net()
     opt = ng.kfac(model, CE)

@@ -52,12 +52,13 @@ class Blocks:
         share = float(reading.rows)
         fresh: list[tuple[str, Block, Statistics]] = []
         for seen in reading.layers:
-            total = self.structure.statistics(seen, self._totals(seen.key), decay, share)
+            total = self.structure.statistics(seen.counted(share), self._totals(seen.key), decay)
             fresh.append((seen.key, Block(seen.layer.layout, seen.layer), total))
         for name, squares in reading.squares.items():
-            total = accumulated(self._totals(name), {"squares": squares}, decay, share)
+            total = accumulated(self._totals(name), {"squares": share * squares}, decay)
             fresh.append((name, Block(single(name, self.named[name]), None), total))
-        if not all(bool(torch.isfinite(t).all()) for _, _, total in fresh for t in total.values()):
+        # one pass over each, no copy: a sum with an infinity or a NaN in it is not finite
+        if not all(bool(torch.isfinite(t.sum())) for _, _, total in fresh for t in total.values()):
             return False
         for key, block, total in fresh:
             numbers = self.of(self._known(key, block))
@@ -94,7 +95,7 @@ class Blocks:
     def direction(
         self, block: Block, means: Mapping[str, Tensor], rates: Mapping[str, float]
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """d = rate (G + damping I)^-1 m by name, rates by parameter, and d^T G d, a scalar tensor.
+        """d = (G + damping I)^-1 m by name, and (rate d)^T G (rate d), a scalar tensor; rates by parameter.
 
         The image G d is m - damping d. With K-FAC's factored damping the true d^T G d is a little smaller.
         A parameter without a gradient counts as one whose gradient is zero, and does not move.
@@ -106,12 +107,10 @@ class Blocks:
         }
         matrix = block.layout.join(whole).to(block.inverse.dtype)
         solved = block.inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        image = matrix - self.of(block)["level"] * solved
-        found = block.layout.split(solved)
-        images = block.layout.split(image)
-        steps = {name: rates[name] * found[name] for name in names if name in means}
-        moved = [rates[name] * (images[name] * step).sum() for name, step in steps.items()]
-        return steps, torch.stack(moved).sum().clamp(min=0)
+        found = {name: part for name, part in block.layout.split(solved).items() if name in means}
+        level = self.of(block)["level"]
+        moved = [rates[n] ** 2 * (dot(whole[n], part) - level * dot(part, part)) for n, part in found.items()]
+        return found, torch.stack(moved).sum().clamp(min=0)
 
     def saved(self) -> dict[str, list[str]]:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""
@@ -141,6 +140,11 @@ class Blocks:
                     numbers.pop(entry, None)
             self.all[key] = block
         return self.all[key]
+
+
+def dot(first: Tensor, second: Tensor) -> Tensor:
+    """Inner product of two tensors, without a copy where they lie in one piece."""
+    return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
 
 
 def single(name: str, p: Tensor) -> Layout:

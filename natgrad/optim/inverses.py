@@ -50,7 +50,7 @@ def unpacked(found: Packed) -> Operator:
 
 def finite(inverse: Operator) -> bool:
     """Whether every number of a packed inverse is finite."""
-    return all(bool(torch.isfinite(t).all()) for t in packed(inverse).values() if isinstance(t, Tensor))
+    return all(bool(torch.isfinite(t.sum())) for t in packed(inverse).values() if isinstance(t, Tensor))
 
 
 def robust_inverse(operator: Operator, damping: float) -> Operator | None:

@@ -76,12 +76,13 @@ class Reader:
             return self._replayed(criterion, targets, recall, len(rows))
         trusted = self.trusted or set()
         watched = {name: p for name, p in self.named.items() if name not in trusted}
-        cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, rows)]
+        examples = max(len(next(leaves(outputs))), 1)
+        cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, examples)]
         deltas, slopes = derivatives(rows, calls, cotangents, list(watched.values()))
-        seen = passes(calls, deltas)
+        seen = passes(calls, deltas, examples=examples)
         if self.trusted is None:
             gradients = dict(zip(watched, slopes[0], strict=True))
-            eps = max((torch.finfo(call.like.dtype).eps for call in calls), default=0.0)
+            eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
             seen = [one for one in seen if explains(one, gradients, eps)]
             self.trusted = {name for one in seen for name in one.layer.layout.names}
         held = {name for one in seen for name in one.layer.layout.names}
@@ -91,7 +92,7 @@ class Reader:
     def _trusts(self, layer: Layer) -> bool:
         return self.trusted is not None and self.trusted.issuperset(layer.layout.names)
 
-    def _cotangents(self, criterion: Criterion, outputs: Any, targets: Any, rows: Tensor) -> list[Tensor]:
+    def _cotangents(self, criterion: Criterion, outputs: Any, targets: Any, examples: int) -> list[Tensor]:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         family = criterion.family
 
@@ -99,10 +100,10 @@ class Reader:
             return family.rows(criterion.slope(tree, targets))
 
         weights = criterion.weights(tree, targets)
-        examples = max(len(next(leaves(tree))), 1)
+        rows = family.rows(tree)
         batch = examples if len(rows) % examples == 0 else 1
-        known = Outputs(tree, family.rows(tree), family, weights, batch, slope)
         with torch.no_grad():
+            known = Outputs(tree, rows, family, weights, batch, slope)
             return list(self.estimate.cotangents(known, self.generator_on(rows.device)))
 
     def _replayed(self, criterion: Criterion, targets: Any, recall: Recall, rows: int) -> Reading:

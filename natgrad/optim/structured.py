@@ -239,7 +239,7 @@ class StructuredNaturalGradient(Optimizer):
         if not active:
             return
         gradients = {name: dense(p) / (self._recall.scale or 1.0) for name, p in active}
-        norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+        norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
             raise ValueError(
@@ -278,7 +278,9 @@ class StructuredNaturalGradient(Optimizer):
         rate = (self._radius(kl) / kl).sqrt().clamp(max=1.0)  # no step at all: infinite, and so 1
         for name, step in steps.items():
             p = self._named[name]
-            p.mul_(1 - rates[name] * groups[name]["weight_decay"]).sub_((rate * step).to(p.dtype))
+            if groups[name]["weight_decay"]:
+                p.mul_(1 - rates[name] * groups[name]["weight_decay"])
+            p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
         self._told |= {"kl": kl * rate.square(), "rate": rate}
 
     def _radius(self, like: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ from natgrad.operators import Diagonal as DiagonalOperator
 from natgrad.operators import Operator, QuasiDiagonal, Units
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
-from natgrad.structures.statistics import Seen, bias_rows, squares, token_blocks, token_squares, unit_blocks
+from natgrad.structures.statistics import Seen, bias_rows, squares, token_blocks, token_squares, total, unit_blocks
 
 
 @dataclass(frozen=True)
 class Diagonal(Layerwise):
     """The metric's diagonal: the second moments of the examples' gradients. Memory: one number per parameter."""
 
-    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
-        return accumulated(before, {"squares": layer_squares(seen)}, decay, share)
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
+        return accumulated(before, {"squares": layer_squares(seen)}, decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         return DiagonalOperator(totals["squares"].reshape(-1) / weight)
@@ -35,8 +35,8 @@ class UnitWise(Layerwise):
 
     largest: int = 64
 
-    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
-        return accumulated(before, self._fresh(seen), decay, share)
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
+        return accumulated(before, self._fresh(seen), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -49,11 +49,11 @@ class UnitWise(Layerwise):
     def _fresh(self, seen: Seen) -> Statistics:
         _, outputs, columns = seen.layer.layout.matrix_shape
         if columns <= self.largest:
-            return {"blocks": torch.stack(layer_blocks(seen, outputs)).sum(0)}
+            return {"blocks": total(layer_blocks(seen, outputs))}
         fresh = {"squares": layer_squares(seen)}
         if seen.layer.layout.bias is None:
             return fresh
-        return fresh | {"rows": torch.stack([bias_rows(seen.activations, deltas) for deltas in seen.deltas]).sum(0)}
+        return fresh | {"rows": total([bias_rows(seen.activations, deltas) for deltas in seen.deltas])}
 
 
 def layer_squares(seen: Seen) -> torch.Tensor:
@@ -63,7 +63,7 @@ def layer_squares(seen: Seen) -> torch.Tensor:
         found = [token_squares(seen.activations, deltas, size, seen.padding).unsqueeze(0) for deltas in seen.deltas]
     else:
         found = [squares(seen.activations, deltas) for deltas in seen.deltas]
-    return torch.stack(found).sum(0)
+    return total(found)
 
 
 def layer_blocks(seen: Seen, outputs: int) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from natgrad.linalg import KroneckerEigen
@@ -14,12 +13,14 @@ from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
 from natgrad.structures.statistics import (
     Seen,
+    diagonal_moment,
     input_moment,
     output_moment,
     reduced,
     rotated_squares,
     token_moment,
     token_squares,
+    total,
     unit_blocks,
 )
 
@@ -40,8 +41,8 @@ class Kronecker(Layerwise):
     factored: bool = False
     largest: int = 8192
 
-    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
-        return accumulated(before, factors(seen, self.reduce, self.largest), decay, share)
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
+        return accumulated(before, factors(seen, self.reduce, self.largest), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -62,13 +63,13 @@ class EigenKronecker(Layerwise):
     reduce: bool = False
     largest: int = 8192
 
-    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.single:
-            return accumulated(before, factors(seen, self.reduce, self.largest), decay, share)
+            return accumulated(before, factors(seen, self.reduce, self.largest), decay)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
-        totals = accumulated(moments, factors(seen, self.reduce, self.largest), decay, share)
+        totals = accumulated(moments, factors(seen, self.reduce, self.largest), decay)
         eigen = KroneckerEigen.of(totals["left"], totals["right"])
-        spectrum = share * corrected(seen, eigen)
+        spectrum = corrected(seen, eigen)
         if before is not None:
             spectrum = spectrum + decay * moved(before["spectrum"], basis_of(before), eigen)
         vectors = {"left_vectors": eigen.left_vectors, "right_vectors": eigen.right_vectors}
@@ -83,21 +84,23 @@ class EigenKronecker(Layerwise):
 def factors(seen: Seen, reduce: bool, largest: int) -> Statistics:
     """left S and right A of one pass: (G, n, n), or for one group (n, n) or its diagonal (n,); or exact blocks."""
     if seen.single:
-        return {"blocks": torch.stack([unit_blocks(seen.activations, deltas) for deltas in seen.deltas]).sum(0)}
+        return {"blocks": total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])}
     if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
-        moment = torch.stack([output_moment(deltas.unsqueeze(2)) for deltas in seen.deltas]).sum(0)
+        moment = total([factor(deltas.unsqueeze(2), largest) for deltas in seen.deltas])
         counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
-        return {"left": counts, "right": trimmed(moment, largest)}
+        return {"left": seen.share * counts, "right": moment}
     pairs = [reduced(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
-    left = torch.stack([output_moment(deltas) for _, deltas in pairs]).sum(0)
-    return {"left": trimmed(left, largest), "right": trimmed(input_moment(pairs[0][0]), largest)}
+    a = pairs[0][0]
+    if a.shape[2] == 1 and a.shape[3] > largest:
+        right = diagonal_moment(a) * (seen.share / (a.shape[0] * a.shape[1]))
+    else:
+        right = input_moment(a, seen.share)
+    return {"left": total([factor(deltas, largest) for _, deltas in pairs]), "right": right}
 
 
-def trimmed(factor: Tensor, largest: int) -> Tensor:
-    """(1, n, n) -> (n, n), or (n,) where that is too large; groups as they are."""
-    if len(factor) > 1:
-        return factor
-    return factor[0] if factor.shape[-1] <= largest else factor[0].diagonal().clone()
+def factor(deltas: Tensor, largest: int) -> Tensor:
+    """The deltas' second moment, or its diagonal where that is too large."""
+    return diagonal_moment(deltas) if deltas.shape[2] == 1 and deltas.shape[3] > largest else output_moment(deltas)
 
 
 def corrected(seen: Seen, eigen: KroneckerEigen) -> Tensor:
@@ -108,7 +111,7 @@ def corrected(seen: Seen, eigen: KroneckerEigen) -> Tensor:
         found = [token_squares(seen.activations, deltas, shape[0], seen.padding) for deltas in turned]
     else:
         found = [rotated_squares(seen.activations, deltas, eigen) for deltas in seen.deltas]
-    return torch.stack(found).sum(0).reshape(shape)
+    return total(found).reshape(shape)
 
 
 def moved(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) -> Tensor:

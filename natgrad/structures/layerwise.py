@@ -44,8 +44,8 @@ class Layerwise(Structure):
             raise TypeError(f"estimate is {self.estimate!r}, expected an estimate such as ng.Sampled(1)")
 
     @abstractmethod
-    def statistics(self, seen: Seen, before: Statistics | None, decay: float, share: float = 1.0) -> Statistics:
-        """Running totals after one more pass of a layer: decay * before + share * what the pass gives."""
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
+        """Running totals after one more pass of a layer: decay * before + what the pass gives."""
 
     @abstractmethod
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
@@ -90,10 +90,8 @@ class Layerwise(Structure):
         return totals, self.decay * memory["weight"] + 1.0
 
 
-def accumulated(before: Statistics | None, fresh: Statistics, decay: float, share: float = 1.0) -> Statistics:
-    """decay * before + share * fresh, entry by entry; without the past where that is of another kind."""
-    if share != 1:
-        fresh = {key: share * value for key, value in fresh.items()}
+def accumulated(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
+    """decay * before + fresh, entry by entry; without the past where that is of another kind."""
     if before is None or before.keys() != fresh.keys():
         return fresh
     return {key: torch.add(value, before[key], alpha=decay) for key, value in fresh.items()}

@@ -20,11 +20,16 @@ NUMBERS = 2**24
 
 @dataclass(frozen=True)
 class Seen:
-    """A layer's pass: activations, and the deltas of every cotangent."""
+    """A layer's pass: activations, and the deltas of every cotangent, scaled so that the pass counts `share` times."""
 
     layer: Layer
     activations: Tensor
     deltas: list[Tensor]
+    share: float = 1.0
+
+    def counted(self, share: float) -> Seen:
+        """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals."""
+        return Seen(self.layer, self.activations, [share**0.5 * deltas for deltas in self.deltas], share * self.share)
 
     @property
     def key(self) -> str:
@@ -56,16 +61,26 @@ class Seen:
         return rows.new_zeros(shape[1:]).index_add_(0, tokens, rows).unsqueeze(0)
 
 
-def input_moment(a: Tensor) -> Tensor:
-    """A = mean over examples and positions of a a^T, (G, d, d)."""
-    flat = a.flatten(0, 1).transpose(0, 1)  # (G, b t, d)
-    return flat.mT @ flat / flat.shape[1]
+def total(parts: list[Tensor]) -> Tensor:
+    """The sum over cotangents; no copy for one."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def input_moment(a: Tensor, share: float = 1.0) -> Tensor:
+    """A = share * mean over examples and positions of a a^T, (G, d, d); (d, d) for one group."""
+    return output_moment((share / (a.shape[0] * a.shape[1])) ** 0.5 * a)
 
 
 def output_moment(deltas: Tensor) -> Tensor:
-    """S = sum over examples and positions of delta delta^T, (G, o, o)."""
-    flat = deltas.flatten(0, 1).transpose(0, 1)
+    """S = sum over examples and positions of delta delta^T, (G, o, o); (o, o) for one group."""
+    flat = deltas.flatten(0, 1).transpose(0, 1)  # (G, b t, o)
+    flat = flat[0] if len(flat) == 1 else flat  # a plain product is faster than a batch of one
     return flat.mT @ flat
+
+
+def diagonal_moment(deltas: Tensor) -> Tensor:
+    """The diagonal of S for one group, (o,)."""
+    return deltas.square().sum((0, 1, 2))
 
 
 def token_moment(tokens: Tensor, size: int, padding: int | None, dtype: torch.dtype) -> Tensor:
@@ -97,7 +112,7 @@ def squares(a: Tensor, deltas: Tensor) -> Tensor:
     if a.shape[1] == 1:
         left, right = (part.squeeze(1).transpose(0, 1).square() for part in (deltas, a))
         return left.mT @ right
-    return torch.stack([g.square().sum(0) for g in gradients(a, deltas)]).sum(0)
+    return total([g.square().sum(0) for g in gradients(a, deltas)])
 
 
 def rotated_squares(a: Tensor, deltas: Tensor, eigen: KroneckerEigen) -> Tensor:

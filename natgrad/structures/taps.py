@@ -27,21 +27,20 @@ from natgrad.structures.statistics import Seen
 class Tap:
     """One call of a module: its input, and where the derivative of its output arrives.
 
-    like: the output's shape, dtype and device, without its numbers.   version: of the input, to notice a later change.
+    dtype: of the output.   version: of the input, to notice a later change.
     """
 
     layer: Layer
     inputs: Tensor
     edge: GradientEdge
-    like: Tensor
+    dtype: torch.dtype
     version: int
 
     @staticmethod
     def of(layer: Layer, inputs: Tensor, output: Tensor) -> Tap:
         """The tap of one call that just returned `output`."""
         version = 0 if inputs.is_inference() else inputs._version
-        like = torch.empty(1, dtype=output.dtype, device=output.device).expand(output.shape)
-        return Tap(layer, inputs.detach(), get_gradient_edge(output), like, version)
+        return Tap(layer, inputs.detach(), get_gradient_edge(output), output.dtype, version)
 
     @property
     def intact(self) -> bool:
@@ -93,46 +92,62 @@ def derivatives(
     taps: Sequence[Tap],
     cotangents: Sequence[Tensor],
     leaves: Sequence[Tensor] = (),
-) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
-    """Per cotangent on the outputs: the derivatives at every tap, and at the leaves. The graph is kept."""
+) -> tuple[list[list[Tensor | None]], list[list[Tensor | None]]]:
+    """Per cotangent on the outputs: the derivatives at every tap, and at the leaves. The graph is kept.
+
+    None where the outputs do not depend on it: a pass that did not lead to them, a branch that was not used.
+    """
     at_taps, at_leaves = [], []
     for cotangent in cotangents:
         wanted = [*(call.edge for call in taps), *leaves]
         found: Sequence[Tensor | None] = ()
         if wanted:
             found = torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True, allow_unused=True)
-        pairs = zip(taps, found, strict=False)
-        at_taps.append([torch.zeros_like(call.like) if d is None else d for call, d in pairs])
+        at_taps.append(list(found[: len(taps)]))
         at_leaves.append(list(found[len(taps) :]))
     return at_taps, at_leaves
 
 
-def passes(taps: Sequence[Tap], deltas: Sequence[Sequence[Tensor]], dtype: torch.dtype | None = None) -> list[Seen]:
+def passes(
+    taps: Sequence[Tap],
+    deltas: Sequence[Sequence[Tensor | None]],
+    dtype: torch.dtype | None = None,
+    examples: int | None = None,
+) -> list[Seen]:
     """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out.
 
-    deltas: per cotangent and tap.   dtype: of the result, default the widest of float32 and the deltas' own.
+    deltas: per cotangent and tap; calls without one are left out.   dtype: of the result, default the widest of float32
+    and the deltas' own.   examples: of the outputs, if known: calls that have as many together are parts of a batch.
     """
     calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
     for i, call in enumerate(taps):
-        calls.setdefault(call.layer, []).append((call, [found[i] for found in deltas]))
-    found = [merged(layer, of_layer, dtype) for layer, of_layer in calls.items()]
+        reached = [delta for found in deltas if (delta := found[i]) is not None]
+        if reached:
+            calls.setdefault(call.layer, []).append((call, reached))
+    found = [merged(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
     return [seen for seen in found if seen is not None]
 
 
-def merged(layer: Layer, calls: list[tuple[Tap, list[Tensor]]], dtype: torch.dtype | None) -> Seen | None:
-    """All calls of one module as one pass: more positions of the same examples. None where they do not fit together."""
-    fine = all(call.intact and layer.batched(call.inputs) for call, _ in calls)
-    if not fine or len({len(call.inputs) for call, _ in calls}) > 1 or not calls[0][1]:
+def merged(
+    layer: Layer, calls: list[tuple[Tap, list[Tensor]]], dtype: torch.dtype | None, examples: int | None
+) -> Seen | None:
+    """All calls of one module as one pass: more positions of the same examples, or more examples.
+
+    None where they do not fit together, or where an input was overwritten since.
+    """
+    sizes = [len(call.inputs) if layer.batched(call.inputs) else 0 for call, _ in calls]
+    along = 0 if len(calls) > 1 and sum(sizes) == examples else 1
+    if 0 in sizes or not all(call.intact for call, _ in calls) or (along and len(set(sizes)) > 1):
         return None
     dtype = torch.promote_types(torch.float32, calls[0][1][0].dtype) if dtype is None else dtype
     inputs = (call.inputs.to(dtype) if call.inputs.is_floating_point() else call.inputs for call, _ in calls)
-    activations = joined([layer.activations(x) for x in inputs])
+    activations = joined([layer.activations(x) for x in inputs], along)
     columns = zip(*([layer.deltas(delta.to(dtype)) for delta in deltas] for _, deltas in calls), strict=True)
-    found = [joined(list(parts)) for parts in columns]
+    found = [joined(list(parts), along) for parts in columns]
     fits = found[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
     return Seen(layer, activations, found) if fits else None
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """Positions side by side; no copy for one call."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def joined(parts: list[Tensor], along: int) -> Tensor:
+    """Side by side; no copy for one call."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=along)
