@@ -155,6 +155,8 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
         return solve_psd(matrix.float(), rhs.float(), damping).to(rhs.dtype)
     damped = shifted(matrix, damping)
     factor = cholesky(damped)
+    if factor.failed and rhs.dim() == 1 and all_finite(damped):
+        return solve_symmetric(damped, rhs)  # negative eigenvalues, or nothing but zeros
     if factor.failed:
         return torch.full_like(rhs, torch.nan) if bool(damped.any()) else 0 * rhs
     pivots = factor.lower.diagonal().square()

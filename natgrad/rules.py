@@ -44,6 +44,11 @@ class Step:
         return Step(factor * self.vector, factor * self.image)
 
 
+def unchanged(step: Step) -> Step:
+    """The step itself: rates of 1."""
+    return step
+
+
 @dataclass(frozen=True)
 class Quadratic:
     """m(d) = g . d + d^T (G + damping I) d / 2, the model of the loss's change around the current point.
@@ -52,6 +57,7 @@ class Quadratic:
     nats: nats per example in one unit of the loss; 1/2 d^T G d * nats is the KL that a step moves, to second order.
     loss: the loss at d = 0, NaN where it is not known.   basis: the space that the solver searched, if it kept one.
     earlier: proposals from iterates that the solver kept on its way, oldest first, each made when it is called.
+    rated: a step at rate 1 -> the same at the parameters' rates.
     """
 
     gradient: Tensor
@@ -62,6 +68,7 @@ class Quadratic:
     loss: float = math.nan
     basis: Subspace | None = None
     earlier: Sequence[Callable[[], Step]] = ()
+    rated: Callable[[Step], Step] = unchanged
 
     def change(self, step: Step) -> float:
         """m(d): negative for a predicted decrease."""
@@ -189,10 +196,11 @@ class SubspaceSearch(Rule):
     """Minimises the loss itself over the space that the solver searched, by BFGS: Krylov subspace descent.
 
     steps: of BFGS, at most; each costs a gradient of the loss at a trial point, and a loss more per backtracking.
-    Needs a solver that keeps its basis, `ng.KrylovSubspace(dimension=)`; the learning rates set the starting point
-    only, which is 0 where the proposal raises the loss. Stops when a step gains less than `progress` of what was gained
-    so far. A loss that is not finite is a rejection. The loss should be on other data than the basis
-    (`opt.search_on`, `search_batch=`): the few dimensions are fitted to it.
+    Needs a solver that keeps its basis, `ng.KrylovSubspace(dimension=)`. Starts from the damped solution in the space,
+    or from 0 where that raises the loss. Stops when a step gains less than `progress` of what was gained so far. A loss
+    that is not finite is a rejection. The learning rate is the share of the step found that is taken, 1 for all of it.
+    The loss should be on other data than the basis (`opt.search_on`, `search_batch=`): the few dimensions are fitted to
+    it.
 
     Vinyals & Povey 2012. ValueError for a solver without a basis, steps < 1 or progress < 0.
     """
@@ -219,7 +227,7 @@ class SubspaceSearch(Rule):
         if not len(model.basis.vectors):
             return model.nothing(), memory
         weights = _Bfgs(model, model.basis, loss_at, self).run()
-        return Step(model.basis.at(weights), model.basis.image_at(weights)), memory
+        return model.rated(Step(model.basis.at(weights), model.basis.image_at(weights))), memory
 
 
 class _Bfgs:
@@ -234,7 +242,7 @@ class _Bfgs:
         self.inverse = (vectors / values) @ vectors.mT
         self.point, self.loss = torch.zeros_like(values), model.loss
         self.first = self.loss
-        start = basis.vectors @ model.proposal.vector
+        start = -self.inverse @ (basis.vectors @ model.gradient)  # the damped solution in the space
         value, slope = self._at(start)
         if value < self.loss:
             self.point, self.loss, self.slope = start, value, slope

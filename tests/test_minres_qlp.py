@@ -485,3 +485,13 @@ def test_keeps_the_contract_of_a_solver() -> None:
 def test_wrong_choices_are_named(choices: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(choices))):
         MinresQLP(**choices)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e20])
+def test_the_size_of_the_right_hand_side_does_not_matter(size: float) -> None:
+    a, b = matrix(REGULAR["positive"]).float(), normal().float()
+    one = MinresQLP(rtol=1e-4, max_steps=500).solve(Symmetric(a), b)
+    other = MinresQLP(rtol=1e-4, max_steps=500).solve(Symmetric(a), size * b, guess=0 * b)
+    assert other.status is one.status
+    assert error(other.value / size, one.value) < 1e-3
+    assert other.extra["value_norm"] == pytest.approx(size * one.extra["value_norm"], rel=1e-2)

@@ -452,3 +452,10 @@ def test_a_warm_start_within_a_budget_ends_no_higher_than_its_guess(budget):
         warm = solver.solve(Dense(matrix), b, guess=guess).value
         start, end = (float(0.5 * x @ matrix @ x - b @ x) for x in (guess, warm))
         assert end <= start
+
+
+def test_an_indefinite_matrix_that_is_not_announced_is_solved_all_the_same():
+    values = torch.tensor([-2.0, 1.0, 3.0], dtype=F64)
+    solution = Direct().solve(Dense(torch.diag(values)), torch.ones(3, dtype=F64))
+    assert_close(solution.value, 1 / values, 1e-13)
+    assert solution.status is Status.CONVERGED

@@ -154,3 +154,14 @@ def test_zero_and_overflowing_systems():
 def test_bad_choices_are_named(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         ng.KrylovSubspace(**{name: value})
+
+
+def test_the_absolute_step_reports_the_system_that_it_solves():
+    matrix = torch.diag(torch.tensor([-2.0, -0.5, 1.0, 3.0, 5.0], dtype=F64))
+    b = draw(5, seed=5)
+    whole = ng.KrylovSubspace(5, absolute=True).solve(Dense(matrix), b, damping=0.1)
+    assert whole.status is ng.Status.CONVERGED
+    assert_close(whole.image, matrix.abs() @ whole.value + 0.1 * whole.value, 1e-11)
+    part = ng.KrylovSubspace(2, absolute=True).solve(Dense(matrix), b, damping=0.1)
+    assert part.status is ng.Status.MAX_STEPS
+    assert float(part.value @ part.image) > 0

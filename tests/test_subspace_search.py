@@ -307,3 +307,43 @@ def test_bad_requests_are_named():
         plain.search_on(X, Y)
     with pytest.raises(TypeError, match=r"search_batch needs an nn\.Module"):
         ng.NaturalGradient(params, plain.metric, search_batch=4)
+
+
+def test_the_learning_rate_is_the_share_of_the_step_that_is_taken():
+    def after(**choices) -> Tensor:
+        model_ = net()
+        opt = ng.krylov_subspace(model_, CE, dimension=4, steps=3, **choices)
+        iterate(opt, model_, X, Y)
+        return flat(model_)
+
+    start, whole = flat(net()), after()
+    assert_close(after(lr=0.3) - start, 0.3 * (whole - start), 1e-12)
+    assert torch.equal(after(lr=0.0), start)
+    # rates by group: the same space and the same search, each part at its own rate
+    model_ = net()
+    first, *rest = model_.parameters()
+    opt = ng.NaturalGradient(
+        model_,
+        ng.gauss_newton(model_, CE),
+        solver=ng.KrylovSubspace(4),
+        rule=ng.SubspaceSearch(steps=3),
+        damping=1e-3,
+        params=[{"params": [first], "lr": 0.0}, {"params": rest, "lr": 1.0}],
+    )
+    iterate(opt, model_, X, Y)
+    size = first.numel()
+    assert torch.equal(flat(model_)[:size], start[:size])
+    assert_close(flat(model_)[size:], whole[size:], 1e-12)
+
+
+def test_a_loss_that_is_not_finite_at_the_start_is_counted():
+    model_ = net()
+    opt = ng.krylov_subspace(model_, CE, dimension=4)
+    opt.search_on(X * math.inf, Y)
+    before = flat(model_)
+    iterate(opt, model_, X, Y)
+    assert torch.equal(flat(model_), before)
+    assert opt.state_report().failures == 1
+    iterate(opt, model_, X, Y)
+    assert opt.state_report().failures == 1
+    assert not torch.equal(flat(model_), before)

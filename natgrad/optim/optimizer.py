@@ -285,7 +285,8 @@ class NaturalGradient(Optimizer):
         model = quadratic(point, operator, solution, amount, math.nan if objective is None else objective.before)
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
         ratio, refused = judge(self.damping, model, step, objective)
-        failed = not all_finite(step.vector)
+        # a loss that is not finite at the start already leaves nothing to compare with
+        failed = not all_finite(step.vector) or (objective is not None and math.isnan(objective.before))
         if failed or refused:
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start

@@ -73,8 +73,8 @@ def krylov_subspace(
     """Krylov subspace descent (Vinyals & Povey 2012): BFGS on the loss itself, within a Krylov space of the Fisher.
 
     dimension: of the space, one product each; the last step joins it.   steps: of BFGS, a gradient each at least.
-    lr: scales the point that BFGS starts from, -lr times the damped solution in the space.   damping: of that solution
-    and of BFGS's first matrix; the step itself is not bounded by it, so that LevenbergMarquardt goes on raising it.
+    lr: the share of the step found that is taken.   damping: of the solution that BFGS starts from, and of its first
+    matrix; the step itself is not bounded by it, so that LevenbergMarquardt goes on raising it.
     metric_batch, search_batch: the space from some of the batch's examples, the search on others, the gradient on all:
     the few dimensions are fitted to what they are searched on. Or `opt.observe(...)` and `opt.search_on(inputs,
     targets)`.

@@ -30,7 +30,11 @@ class Point:
 
 def quadratic(point: Point, operator: Operator, solution: Solution, damping: float, loss: float) -> Quadratic:
     """The model of the loss around the point, with the solver's result at the learning rates as its proposal."""
-    proposed = partial(proposal, point, operator, damping)
+    rated = partial(at_rates, point, operator)
+
+    def proposed(value: Tensor, image: Tensor) -> Step:
+        return rated(Step(-value, damping * value - image))  # G x is the image less damping * x
+
     return Quadratic(
         gradient=point.gradient,
         operator=operator,
@@ -40,15 +44,16 @@ def quadratic(point: Point, operator: Operator, solution: Solution, damping: flo
         loss=loss,
         basis=solution.basis,
         earlier=[partial(proposed, iterate.value, iterate.image) for iterate in solution.iterates],
+        rated=rated,
     )
 
 
-def proposal(point: Point, operator: Operator, damping: float, value: Tensor, image: Tensor) -> Step:
-    """-rate * x, from x (n,) and its image (G + damping I) x; one more product where rates differ."""
+def at_rates(point: Point, operator: Operator, step: Step) -> Step:
+    """Every parameter's part times its rate; one more product where rates differ."""
     rates = {point.rates[name] for name in point.params}
     if len(rates) == 1:
-        return Step(value, image - damping * value).scaled(-rates.pop())
-    parts = {name: -point.rates[name] * part for name, part in point.space.unflatten(value).items()}
+        return step.scaled(rates.pop())
+    parts = {name: point.rates[name] * part for name, part in point.space.unflatten(step.vector).items()}
     vector = point.space.flatten(parts)
     return Step(vector, operator.mv(vector))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -70,7 +70,16 @@ class MinresQLP(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        system = _System(operator, rhs.detach(), float(damping))
+        scale = power_of_two(rhs)  # |b|^2 overflows float32 where |b| is beyond 1e19
+        scaled = replace(self, max_norm=self.max_norm / scale)
+        found = scaled._solve(operator, rhs / scale, float(damping), None if guess is None else guess / scale)
+        extra = {name: scale * size if name in SIZES else size for name, size in found.extra.items()}
+        return Solution(
+            scale * found.value, scale * found.residual, found.steps, found.status, scale * found.image, extra
+        )
+
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> Solution:
+        system = _System(operator, rhs.detach(), damping)
         point = system.start(guess)
         run = _Run(self, system, point)
         left, status = self.max_steps, None
@@ -87,6 +96,15 @@ class MinresQLP(Solver):
         if status is Status.LEAST_SQUARES:
             point, extra["normal_residual"] = system.shortened(point, self.preconditioner)
         return Solution(point.value, point.residual, system.products, status, point.image, extra)
+
+
+SIZES = ("value_norm", "residual_norm", "normal_residual")  # estimates that grow with b
+
+
+def power_of_two(rhs: Tensor) -> float:
+    """Near the largest entry of b: dividing by it rounds nothing. 1 for b = 0."""
+    largest = float(rhs.detach().abs().max()) if len(rhs) else 0.0
+    return 2.0 ** math.frexp(largest)[1] if largest else 1.0
 
 
 class _Point(NamedTuple):

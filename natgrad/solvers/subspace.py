@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import all_finite, eigh, safe_cutoff
+from natgrad.linalg import absolute, all_finite, eigh, safe_cutoff
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_system
 
@@ -22,7 +22,7 @@ class KrylovSubspace(Solver):
     Vinyals & Povey; then no vector of the space, the guess included, has a smaller phi(x) = x^T A x / 2 - b^T x.
     preconditioner: P ~ (G + damping I)^-1, the space is then that of P (G + damping I) and P b.
     absolute: |T| for T = V^T G V, the step of Dauphin et al. (2014) that saddles do not attract; residual and image
-    stay those of G + damping I.
+    are those of V |T| V^T + damping I, which stands for |G| + damping I.
 
     Memory: 2 K vectors. Lanczos with every vector orthogonalised twice against all others: without that they lose
     their independence within some ten steps in float32. Where G + damping I is singular on the space, the solution of
@@ -57,7 +57,8 @@ class KrylovSubspace(Solver):
             return Solution(zero, scale * rhs.norm(), basis.products, status, zero, basis=space)
         weights, curved_down = small_solve(space.projected(), space.vectors @ rhs, damping, self.absolute)
         value = space.at(weights)
-        image = torch.add(space.image_at(weights), value, alpha=damping)
+        inner = space.at(absolute(space.projected()) @ weights) if self.absolute else space.image_at(weights)
+        image = torch.add(inner, value, alpha=damping)
         residual = (rhs - image).norm()
         status = self._status(bool(residual <= self.rtol * rhs.norm()), basis, curved_down)
         return Solution(scale * value, scale * residual, basis.products, status, scale * image, basis=space)
@@ -67,7 +68,7 @@ class KrylovSubspace(Solver):
             return Status.NON_FINITE
         if curved_down:
             return Status.NEGATIVE_CURVATURE
-        if small:
+        if small and (basis.complete or not self.absolute):  # |T| stands for |G| on an invariant space alone
             return Status.CONVERGED
         return Status.LEAST_SQUARES if basis.complete and not self.absolute else Status.MAX_STEPS
 
