@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from natgrad.experiments.elsewhere import another_batch, joined_by_unlabelled, unlabelled
 from natgrad.experiments.frame import Budget, Choice, Contestant, Examples, Job, LabError, Race, Task
 from natgrad.experiments.race import Interrupted, Silence, Watcher, interruptible
 from natgrad.experiments.race import execute as execute_race
@@ -46,11 +47,14 @@ __all__ = [
     "Task",
     "Training",
     "Watcher",
+    "another_batch",
     "execute",
     "find",
     "interruptible",
+    "joined_by_unlabelled",
     "override",
     "run",
+    "unlabelled",
 ]
 
 EXPERIMENTS = {
