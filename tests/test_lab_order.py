@@ -16,7 +16,9 @@ from natgrad.experiments.pascanu_2013_order import STUDY, Settings, Training, cr
 from natgrad.experiments.study import Findings, Found
 from natgrad.report import build
 
-TINY = Settings(side=4, hidden=3, batch=6, segments=3, steps=2, runs=2, held_out=20, tolerance=0.5, threads=None)
+TINY = Settings(
+    side=4, hidden=3, batch=6, segments=3, steps=2, runs=2, held_out=20, tolerance=0.5, rate=0.1, threads=None
+)
 
 
 def pictures():
@@ -185,6 +187,14 @@ def test_matching_ends_within_the_tolerance_or_says_so():
     assert found["rate"] in [rate for rate, _ in found["tried"]]
     with pytest.raises(LabError, match="no two of the rates tried"):
         match(Run(s, earlier={"level": {"loss": 0.001}}), s.natural(3.0))
+
+
+def test_rates_that_diverge_are_left_out(monkeypatch):
+    monkeypatch.setattr(
+        pascanu_2013_order, "reached", lambda run, direction, rates, advance: [float("nan")] * len(rates)
+    )
+    with pytest.raises(LabError, match="diverges: change rate"):
+        match(Run(TINY, earlier={"level": {"loss": 1.0}}), TINY.natural(3.0))
 
 
 def test_heavy_damping_is_plain_gradient_descent():

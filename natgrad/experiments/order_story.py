@@ -48,7 +48,7 @@ def _method(s: Any, seeds: int) -> str:
         f"An online stream of {s.total:,} batches of {s.batch} {ours} of {s.side} x {s.side} pixels. Its first half is "
         f"cut into {s.segments} segments; for each, {s.runs} runs see {s.runs} other draws of that segment and the "
         f"same rest. One layer of {s.hidden} tanh units. The variance is that of the probabilities on {s.held_out:,} "
-        "held-out images over these runs, a mean over images and classes. MSGD has the paper's rate; the others' rates "
+        f"held-out images over these runs, a mean over images and classes. MSGD has rate {s.rate:g}; the others' rates "
         "are matched on seeds of their own, so that all end with the same held-out loss. "
         f"The whole is repeated from {plural(seeds, 'seed')}: other stream, other initial weights. {paper}"
     )

@@ -72,20 +72,22 @@ def paths(run: Run, reading: str) -> Numbers:
     for number, (name, start) in enumerate(s.starts.items()):
         found[name] = {}
         for place, method in enumerate(methods):
-            run.advance((number * len(methods) + place) / (2 * len(methods)))
+            run.advance((number * len(methods) + place) / (4 * len(methods)))
             found[name][method] = path(unit, start, method, s.steps)
-        found[name]["gradient descent"]["goal"] = goal(run, unit, found[name]["gradient descent"]["points"][-1])
+    descents = [one["gradient descent"] for one in found.values()]
+    for descent, goal in zip(descents, goals(run, unit, [one["points"][-1] for one in descents]), strict=True):
+        descent["goal"] = goal
     return found
 
 
-def goal(run: Run, unit: Unit, at: list[float]) -> Numbers:
-    """Where gradient descent comes with many more steps."""
-    where = torch.tensor([at], dtype=torch.float64)
+def goals(run: Run, unit: Unit, ends: list[list[float]]) -> list[Numbers]:
+    """Where gradient descent comes from these points (b, w) with many more steps."""
+    at = torch.tensor(ends, dtype=torch.float64, device=unit.x.device)
     for number in range(run.settings.continued):
         if number % 100 == 0:
-            run.advance(0.5)
-        where = where - at_many(unit, where, "gradient descent")
-    return {"point": where[0].tolist(), "error": unit.error(point(where[0])).item(), "end": ending(unit, where[0])}
+            run.advance(0.5 + 0.5 * number / run.settings.continued)
+        at = at - at_many(unit, at, "gradient descent")
+    return [{"point": a.tolist(), "error": unit.error(point(a)).item(), "end": ending(unit, a)} for a in at]
 
 
 def path(unit: Unit, start: tuple[float, float], method: str, steps: int) -> Numbers:

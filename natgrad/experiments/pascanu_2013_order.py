@@ -25,7 +25,7 @@ from natgrad.experiments.study import Numbers, Piece, Run, Study
 
 @dataclass(frozen=True)
 class Settings:
-    """What `--set` can change. The paper's own size: hidden=500 batch=512 steps=3193 side=28 data=omniglot."""
+    """What `--set` can change. The paper's own size: hidden=500 batch=512 steps=3193 rate=.1 side=28 data=omniglot."""
 
     data: str = "mnist"  # deformed; or omniglot, 62 characters of it. The paper: NISTP, 62 classes, not to be had
     side: int = 14  # images are reduced to side x side; the paper: 32
@@ -35,7 +35,9 @@ class Settings:
     steps: int = 20  # per segment; the stream has twice as many segments. The paper: 3193
     runs: int = 5  # per segment
     held_out: int = 2000  # deformed images of the test part; the paper: 100,000
-    rate: float = 0.1  # of MSGD, as in the paper; the others' are matched to the held-out loss it leads to
+    # of MSGD; the others' are matched to the held-out loss it leads to. The paper: .1 in 64,000 steps. In 400 steps .1
+    # leaves the model near its start, where late segments weigh more: .8 goes as far as is stable (2 diverges)
+    rate: float = 0.8
     damping: float = 3.0  # of the natural gradient, as in the paper
     small_damping: float = 0.1  # not in the paper; of 1, .3, .1, .03 the lowest held-out loss on tuning seeds
     tolerance: float = 0.002  # of the matched held-out loss, a fraction
@@ -151,7 +153,9 @@ def match(run: Run, direction: Natural) -> Numbers:
     rates, tried = [scale * 20 ** (n / 4) / 2 for n in range(5)], {}
     for number in range(ROUNDS):
         losses_ = reached(run, direction, rates, lambda f, n=number: run.advance((n + f) / ROUNDS))
-        tried.update(zip(rates, losses_, strict=True))
+        tried.update((rate, loss) for rate, loss in zip(rates, losses_, strict=True) if math.isfinite(loss))
+        if not tried:
+            raise LabError(f"every rate from {rates[0]:.3g} to {rates[-1]:.3g} diverges: change rate or the damping")
         best = min(tried, key=lambda rate: abs(tried[rate] - target))
         if abs(tried[best] / target - 1) <= s.tolerance:
             return {"rate": best, "loss": tried[best], "target": target, "tried": sorted(tried.items())}
