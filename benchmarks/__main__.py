@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import iterative, products, solves
+from benchmarks import iterative, preconditioners, products, solves, steps
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -34,7 +34,13 @@ def main() -> None:
     for work in (products.mlp(), products.cnn()):
         table(f"{work.name}, batch {len(work.inputs)}", products.report(work, choices.repeats), COSTS)
     table("Residual net 2-64-64-1, 1000 rows: one damped solve", solves.report(choices.repeats), COSTS)
-    table("Products to |r| <= 1e-8 |b|, n = 400, float64", iterative.report(), ("MinresQLP", "SciPy minres", "CG"))
+    for setting in steps.settings():
+        title = f"{setting.work.name}, batch {len(setting.work.inputs)}: one step with {steps.PRODUCTS} CG steps"
+        table(title, steps.report(setting, choices.repeats), steps.HEADS)
+    heads = ("MinresQLP", "SciPy minres", "CG", "SciPy cg")
+    table("Products (and time) to |r| <= 1e-8 |b|, n = 1000, float64", iterative.report(), heads)
+    heads = tuple(f"after {moment} steps" for moment in preconditioners.MOMENTS)
+    table("CG's products to |r| <= .01 |g| on the digits autoencoder", preconditioners.report(), heads)
 
 
 if __name__ == "__main__":

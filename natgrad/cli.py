@@ -47,7 +47,7 @@ def application() -> "typer.Typer":
     @app.command("run")
     def run_command(
         name: Annotated[str, typer.Argument(help="The experiment, one of `natgrad list`.")],
-        seeds: Annotated[int, typer.Option(help="How many seeds every tuned contestant runs from.", min=1)] = 3,
+        seeds: Annotated[int | None, typer.Option(help="How many seeds [default: the experiment's].", min=1)] = None,
         set_: Annotated[list[str] | None, typer.Option("--set", help="A setting, key=value; may be repeated.")] = None,
         out: Annotated[Path | None, typer.Option(help="Folder of records and report [default: runs/NAME].")] = None,
     ) -> None:
@@ -58,7 +58,7 @@ def application() -> "typer.Typer":
     def report_command(
         folder: Annotated[Path, typer.Argument(help="A folder that `natgrad run` wrote.")],
     ) -> None:
-        """Rebuild the table, the plots and the page from the records."""
+        """Rebuild the tables, the figures and the page from the records."""
         guarded(lambda: report(folder))
 
     return app
@@ -69,25 +69,26 @@ def list_experiments() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from natgrad.experiments import RACES, find
+    from natgrad.experiments import EXPERIMENTS, find
 
     table = Table.grid(padding=(0, 3, 0, 0))
-    for name in RACES:
+    for name in EXPERIMENTS:
         table.add_row(f"[bold]{name}[/]", find(name).summary)
     Console().print(table)
 
 
-def run(name: str, seeds: int, assignments: list[str], out: Path) -> None:
-    """Run an experiment into a folder, then report on it."""
+def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None:
+    """Run an experiment into a folder, then report on it. seeds: None for the experiment's own number."""
     from rich.console import Console
 
     from natgrad.experiments import execute, find, interruptible, override
-    from natgrad.experiments.progress import Progress
+    from natgrad.experiments.progress import watching
 
-    race = find(name)
-    settings = override(race.settings, assignments)
-    with interruptible() as stopped, Progress(Console(stderr=True)) as progress:
-        execute(race, settings, range(seeds), out, progress, stopped)
+    experiment = find(name)
+    settings = override(experiment.settings, assignments)
+    many = range(experiment.seeds if seeds is None else seeds)
+    with interruptible() as stopped, watching(experiment, Console(stderr=True)) as watcher:
+        execute(experiment, settings, many, out, watcher, stopped)
     report(out)
 
 
@@ -95,13 +96,12 @@ def report(folder: Path) -> None:
     """Rebuild a folder's report and print its tables and verdicts."""
     from rich.console import Console
 
-    from natgrad.report import build, terminal
+    from natgrad.report import build, printed
 
-    summary, page = build(folder)
+    numbers, page = build(folder)
     console = Console()
-    for result in summary.results:
-        console.print(terminal(result))
-        console.print(result.verdict, "\n", highlight=False)
+    for part in printed(numbers):
+        console.print(part, highlight=False)
     console.print(f"Report: {page}", soft_wrap=True, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""Data sets as tensors: the embedded digits, and others from a local folder or from OpenML.
+"""Data sets as tensors: the embedded digits, drawn curves, and others from a local folder or from OpenML.
 
 The folder is named by the environment variable NATGRAD_DATA and laid out like this (arrays are uint8):
 
@@ -70,6 +70,43 @@ def digits() -> Split:
     pixels, labels = load_digits(return_X_y=True)
     x, y = _unit(np.asarray(pixels), 16.0).reshape(-1, 8, 8), _labels(np.asarray(labels))
     return Split("digits", x[:1437], y[:1437], x[1437:], y[1437:], classes=tuple("0123456789"))
+
+
+def curves(train: int = 20_000, test: int = 10_000, seed: int = 0) -> Split:
+    """Smooth strokes 28 x 28, drawn here in the manner of the CURVES set of Hinton & Salakhutdinov 2006: not that set.
+
+    Each is the parabola through three points, uniform in the middle of the image: six numbers tell all about it. The
+    ink is 1 in the middle of the stroke and falls off as a Gaussian. There are no classes: labels are positions. The
+    same seed gives the same images. ValueError unless there is at least one image of each part.
+    """
+    if train < 1 or test < 1:
+        raise ValueError(f"train is {train} and test {test}, expected at least one image of each")
+    points = torch.rand(train + test, 3, 2, generator=torch.Generator().manual_seed(seed))
+    x = torch.cat([strokes(5 + 18 * part) for part in points.split(250)])
+    order = torch.arange(len(x))
+    return Split("curves", x[:train], order[:train], x[train:], order[train:])
+
+
+def strokes(points: Tensor, size: int = 28, width: float = 0.9, samples: int = 50) -> Tensor:
+    """Images (b, size, size) in [0, 1] of the parabolas through three points each, (b, 3, 2), in pixels.
+
+    width: standard deviation of the ink across the stroke, in pixels. A pixel's ink is the integral along the curve of
+    a Gaussian around that pixel, scaled to be 1 on a straight line, cut off at 1, and rounded to 256 levels.
+    """
+    t = (torch.arange(samples) + 0.5) / samples
+    first, second, third = points.unbind(1)
+    middle = 2 * second - (first + third) / 2  # the control point of a parabola that passes through `second` at t = 1/2
+    basis = torch.stack([(1 - t) ** 2, 2 * t * (1 - t), t**2], 1)  # (samples, 3)
+    slopes = torch.stack([2 * t - 2, 2 - 4 * t, 2 * t], 1)
+    controls = torch.stack([first, middle, third], 1)  # (b, 3, 2)
+    speed = (slopes @ controls).norm(dim=2, keepdim=True) / samples  # length of the curve per sample
+    place = (basis @ controls).unsqueeze(3)  # (b, samples, 2, 1)
+    distance = (place - torch.arange(size)) / width  # (b, samples, 2, size)
+    ink = torch.exp(
+        (-0.5 * distance * distance).clamp(min=-30)
+    )  # further off it is nothing, but slow: denormal numbers
+    total = (speed * ink[:, :, 0]).mT @ ink[:, :, 1] / (2 * torch.pi) ** 0.5 / width
+    return (255 * total.clamp(max=1)).round() / 255
 
 
 def mnist() -> Split:

@@ -33,6 +33,15 @@ class Factor:
         return value.squeeze(-1) if rhs.dim() == 1 else value
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite.
+
+    A sum shows that in one pass; `isfinite` takes four and costs 25 times as much (14.7 ms against .6 for 2.8 million
+    entries). Only where the sum itself overflows are the entries looked at.
+    """
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
 def symmetrise(matrix: Tensor) -> Tensor:
     """(A + A^T) / 2, for (..., n, n)."""
     return (matrix + matrix.mT) / 2
@@ -147,7 +156,7 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     damped = shifted(matrix, damping)
     factor = cholesky(damped)
     if factor.failed:
-        return torch.full_like(rhs, torch.nan)
+        return torch.full_like(rhs, torch.nan) if bool(damped.any()) else 0 * rhs
     pivots = factor.lower.diagonal().square()
     # a lost rank shows as a pivot at round-off level (100: pivots of singular matrices were seen up to 30 n eps)
     singular = pivots.min() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * pivots.max()

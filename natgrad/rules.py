@@ -194,15 +194,17 @@ class SubspaceSearch(Rule):
     so far. A loss that is not finite is a rejection. The loss should be on other data than the basis
     (`opt.search_on`, `search_batch=`): the few dimensions are fitted to it.
 
-    Vinyals & Povey 2012. ValueError for a solver without a basis, or steps < 1.
+    Vinyals & Povey 2012. ValueError for a solver without a basis, steps < 1 or progress < 0.
     """
 
     steps: int = 10
     progress: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        if not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(f"steps is {self.steps}, expected an integer >= 1")
+        if not self.progress >= 0:
+            raise ValueError(f"progress is {self.progress}, expected a number >= 0")
 
     @property
     def needs_loss(self) -> bool:

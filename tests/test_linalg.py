@@ -8,6 +8,7 @@ from models import F64, assert_close, draw
 
 from natgrad.linalg import (
     KroneckerEigen,
+    all_finite,
     cholesky,
     psd_root,
     pseudo_solve,
@@ -96,6 +97,11 @@ def test_solve_psd_solves(damping):
     assert_close(shifted(matrix, damping) @ solve_psd(matrix, rhs, damping), rhs, 1e-11)
 
 
+def test_solve_psd_of_zero_is_zero():
+    assert not solve_psd(torch.zeros(3, 3, dtype=F64), torch.ones(3, dtype=F64)).any()
+    assert solve_psd(torch.zeros(2, 2), torch.tensor([1.0, torch.nan])).isnan().any()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_solve_psd_of_a_singular_matrix_has_minimum_norm(seed):
     matrix = deficient(seed=seed)
@@ -132,3 +138,17 @@ def test_the_kronecker_eigenbasis_applies_functions_of_the_product():
     assert_close(
         eigen.apply(1 / eigen.values(), block).reshape(-1), torch.linalg.solve(dense, block.reshape(-1)), 1e-11
     )
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_entry_that_is_not_finite_is_found(bad):
+    vector = draw(9).to(torch.float32)
+    assert all_finite(vector)
+    vector[3] = bad
+    assert not all_finite(vector)
+    vector[5] = -bad  # inf - inf is no number either
+    assert not all_finite(vector)
+
+
+def test_a_sum_that_overflows_is_not_taken_for_an_entry_that_does():
+    assert all_finite(torch.full((9,), torch.finfo(torch.float32).max))

@@ -302,3 +302,33 @@ def test_the_report_says_what_the_solver_did() -> None:
     assert told.solver_steps >= 2
     assert 0 < told.residual < 1
     assert "status max_steps" in str(told)
+
+
+def test_a_floor_holds_for_observed_data_and_for_that_step_alone() -> None:
+    model, reference = net(), net()
+    other = draw(20, 3, seed=9)
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), damping=1e-4, solver=ng.Direct())
+    opt.observe(other, floor=0.2)
+    iterate(opt, model, X, Y)
+    assert opt.state_report().damping == 0.2
+    second = ng.NaturalGradient(reference, ng.fisher(reference, CE), damping=0.2, solver=ng.Direct())
+    second.observe(other)
+    iterate(second, reference, X, Y)
+    assert torch.equal(flat(model), flat(reference))
+    iterate(opt, model, X, Y)
+    assert opt.state_report().damping == 1e-4
+    with pytest.raises(ValueError, match="floor is -1"):
+        opt.observe(other, floor=-1.0)
+
+
+def test_the_report_tells_how_much_of_the_gradient_the_metric_explains() -> None:
+    model = net()
+    params, gradient = ng.trainable(model), mean_gradient(model, X, Y)
+    G = ng.fisher(model, CE).at(params, draw(2, 3, seed=4)).dense()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), damping=1e-3, solver=ng.CG(rtol=1e-12, max_steps=200))
+    opt.observe(draw(2, 3, seed=4))
+    iterate(opt, model, X, Y)
+    x = torch.linalg.solve(G + 1e-3 * torch.eye(len(G)).to(G), gradient)
+    expected = float((gradient - G @ x).norm() / gradient.norm())
+    assert 0.05 < expected < 1
+    assert opt.state_report().outside == pytest.approx(expected, rel=1e-6)

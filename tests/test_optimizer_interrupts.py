@@ -12,6 +12,7 @@ from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.optim.objective import Replay
 
 
 def fisher(model: nn.Module) -> ng.Metric:
@@ -93,3 +94,58 @@ def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
     assert torch.equal(flat(model), before)
     iterate(opt, model, X, Y)
     assert opt.state_report().step == 1
+
+
+class Stubborn(ng.Damping):
+    """A damping interrupted when it adapts."""
+
+    needs_ratio = True
+
+    def initial(self) -> float:
+        return 0.1
+
+    def update(self, damping: float, ratio: float) -> float:
+        return interrupted()
+
+
+def test_ctrl_c_while_the_damping_adapts_leaves_the_last_accepted_step() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, fisher(model), damping=Stubborn(), structure=ng.Dense(decay=0.5))
+    accepted, report = snapshot(opt), opt.state_report()
+    with pytest.raises(KeyboardInterrupt):
+        iterate(opt, model, X, Y)
+    assert same(snapshot(opt), accepted)
+    assert opt.state_report() == report
+
+
+@pytest.mark.parametrize("preconditioner", [ng.DiagonalPreconditioner(decay=0.5), ng.Kronecker(decay=0.5)])
+@pytest.mark.parametrize("place", ["preconditioner", "gradient"])
+def test_ctrl_c_in_a_preconditioner_or_a_search_leaves_the_last_accepted_step(place, preconditioner, monkeypatch):
+    model = net()
+    opt = ng.NaturalGradient(
+        model,
+        ng.sampled_fisher(model, CE),
+        solver=ng.KrylovSubspace(4),
+        rule=ng.SubspaceSearch(steps=3),
+        damping=ng.LevenbergMarquardt(),
+        preconditioner=preconditioner,
+        warm_start=1.0,
+        search_batch=4,
+    )
+    iterate(opt, model, X, Y)
+    accepted, report = snapshot(opt), opt.state_report()
+    owner, name = (type(opt.preconditioner), "update") if place == "preconditioner" else (Replay, "_differentiate")
+    asked = getattr(owner, name)
+
+    def last(*args: Any, **kwargs: Any) -> Any:
+        asked(*args, **kwargs)
+        return interrupted()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, last)
+        with pytest.raises(KeyboardInterrupt):
+            iterate(opt, model, X, Y)
+    assert same(snapshot(opt), accepted)
+    assert opt.state_report() == report
+    iterate(opt, model, X, Y)
+    assert opt.state_report().step == 2

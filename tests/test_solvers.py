@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from natgrad.families import Categorical, Gaussian
 from natgrad.metrics import fisher, gauss_newton
 from natgrad.operators import Block, Dense, Diagonal, Kronecker, LowRank, Operator
-from natgrad.solvers import CG, Auto, Direct, SampleSpace, Status
+from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, SampleSpace, Status
 from natgrad.spaces import trainable
 from natgrad.testing import check_solver
 
@@ -249,6 +249,27 @@ def test_a_guess_is_a_start():
     assert_close(far.value, exact, 1e-8)
 
 
+class Passing(Operator):
+    """The identity, whose product is its argument and no copy."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.dtype, self.device = size, F64, torch.device("cpu")
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return vector
+
+
+def test_cg_writes_over_its_own_vectors_only():
+    """Not over the right-hand side, the guess, or a product that the operator still holds."""
+    rhs, guess = draw(9, seed=1), draw(9, seed=2)
+    kept = rhs.clone(), guess.clone()
+    for operator in (Passing(9), Dense(spd(9))):
+        solution = CG(rtol=1e-12).solve(operator, rhs, damping=0.5, guess=guess)
+        assert_close(solution.value, Direct().solve(operator, rhs, damping=0.5).value, 1e-9)
+        assert torch.equal(rhs, kept[0])
+        assert torch.equal(guess, kept[1])
+
+
 def test_negative_curvature_ends_the_run_with_a_vector_that_is_no_worse_than_zero():
     q, _ = torch.linalg.qr(draw(6, 6))
     matrix = q @ torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, -0.4], dtype=F64)) @ q.mT
@@ -403,3 +424,31 @@ def test_the_direction_does_not_change_with_the_size_of_the_batch():
         return Auto().solve(fisher(model, Categorical()).at(params, x), g, damping=1e-2).value
 
     assert_close(step(3), step(1), 1e-11)
+
+
+@pytest.mark.parametrize("solver", [CG(rtol=1e-6, max_steps=200), KrylovSubspace(dimension=30, rtol=1e-6)], ids=repr)
+def test_a_warm_start_never_ends_worse_than_a_cold_one_at_equal_residual(solver):
+    matrix, b = spd(30), draw(30, seed=4)
+
+    def phi(x: Tensor) -> float:
+        return float(0.5 * x @ matrix @ x - b @ x)
+
+    answer = torch.linalg.solve(matrix, b)
+    cold = solver.solve(Dense(matrix), b)
+    for size, scale in ((1e-3, 1.0), (0.3, 0.95), (30.0, 1.0), (1e6, 1.0)):
+        guess = scale * answer + size * draw(30, seed=5)
+        warm = solver.solve(Dense(matrix), b, guess=guess)
+        assert float(warm.residual) <= 1e-6 * float(b.norm())
+        assert phi(warm.value) - phi(answer) <= phi(cold.value) - phi(answer) + 1e-9 * abs(phi(answer))
+        if phi(guess) >= 0 and isinstance(solver, CG):
+            assert torch.equal(warm.value, cold.value)  # zero was the closer start
+
+
+@pytest.mark.parametrize("budget", [3, 8])
+def test_a_warm_start_within_a_budget_ends_no_higher_than_its_guess(budget):
+    matrix, b = spd(30), draw(30, seed=4)
+    guess = torch.linalg.solve(matrix, b) + 0.05 * draw(30, seed=6)
+    for solver in (CG(rtol=0, max_steps=budget), KrylovSubspace(dimension=budget)):
+        warm = solver.solve(Dense(matrix), b, guess=guess).value
+        start, end = (float(0.5 * x @ matrix @ x - b @ x) for x in (guess, warm))
+        assert end <= start

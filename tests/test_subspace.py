@@ -88,6 +88,25 @@ def test_a_guess_is_never_lost():
     assert_close(useless.value, cold, 1e-12)
 
 
+def test_a_guess_without_anything_new_does_not_make_the_space_complete():
+    G, b = Dense(spd(30)), draw(30, seed=1)
+    for guess in (torch.zeros(30, dtype=F64), b, G @ b - 3 * b):
+        solution = ng.KrylovSubspace(4).solve(G, b, guess=guess)
+        assert solution.status is ng.Status.MAX_STEPS
+        assert solution.steps == 4
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+def test_right_hand_sides_of_any_size_are_solved_in_float32(size):
+    A, b = spd(12).float(), draw(12, seed=2).float()
+    expected = torch.linalg.solve(A.double(), b.double())
+    solution = ng.KrylovSubspace(12).solve(Dense(A), size * b)
+    assert_close(solution.value.double() / size, expected, 1e-4)
+    assert float(solution.residual) <= 1e-4 * size * float(b.norm())
+    large = ng.KrylovSubspace(12).solve(Dense(1e20 * A), 1e10 * b)
+    assert_close(1e10 * large.value.double(), expected, 1e-4)
+
+
 def test_an_invariant_space_ends_early_and_exactly():
     G = Dense(torch.diag(torch.tensor([1.0, 1.0, 2.0, 3.0, 3.0], dtype=F64)))
     solution = ng.KrylovSubspace(50).solve(G, torch.ones(5, dtype=F64))
@@ -131,7 +150,7 @@ def test_zero_and_overflowing_systems():
     assert broken.value.any()
 
 
-@pytest.mark.parametrize(("name", "value"), [("dimension", 0), ("rtol", -1.0)])
+@pytest.mark.parametrize(("name", "value"), [("dimension", 0), ("dimension", 2.5), ("rtol", -1.0)])
 def test_bad_choices_are_named(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         ng.KrylovSubspace(**{name: value})

@@ -97,6 +97,10 @@ def test_what_the_search_needs_is_named():
         rule.step(model(), None, {})
     with pytest.raises(ValueError, match="steps is 0"):
         ng.SubspaceSearch(steps=0)
+    with pytest.raises(ValueError, match=r"steps is 2\.5"):
+        ng.SubspaceSearch(steps=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="progress is nan"):
+        ng.SubspaceSearch(progress=math.nan)
 
 
 # going back over iterates
@@ -224,6 +228,21 @@ def test_trial_points_are_drawn_apart_from_the_metric_and_resume(rule):
     assert third.state_report().loss == pytest.approx(expected, rel=1e-12)
 
 
+def test_search_data_cost_nothing_where_no_trial_point_is_evaluated():
+    net_, passes = net(), []
+    net_.register_forward_hook(lambda *_: passes.append(1))
+    counts = []
+    for size in (None, 4):
+        opt = ng.NaturalGradient(net_, ng.fisher(net_, CE), search_batch=size)
+        iterate(opt, net_, X, Y)
+        counts.append(len(passes))
+        opt.zero_grad()
+        CE(net_(X), Y).backward()
+        opt.step()  # no opt.loss: there is nothing to search on, nor a need to
+        passes.clear()
+    assert counts[0] == counts[1]
+
+
 def test_masks_are_the_same_at_every_trial_point_and_closures_work_too():
     model_ = dropout_net()
     opt = ng.krylov_subspace(model_, CE, dimension=4, steps=3)
@@ -261,10 +280,24 @@ def test_backtracking_over_iterates_is_two_words_in_hessian_free():
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.parametrize("solver", [None, ng.CG(), ng.Auto()])
+def test_going_back_needs_a_solver_that_keeps_iterates(solver):
+    net_ = net()
+    with pytest.raises(ValueError, match=r"ng\.CG\(keep=1\.3\)"):
+        ng.NaturalGradient(net_, ng.fisher(net_, CE), solver=solver, rule=ng.LineSearch(iterates=True))
+
+
 def test_bad_requests_are_named():
     net_ = net()
     with pytest.raises(ValueError, match="search_batch is 0"):
         ng.krylov_subspace(net_, CE, search_batch=0)
+    with pytest.raises(TypeError, match=r"metric_batch is 4\.5"):
+        ng.krylov_subspace(net_, CE, metric_batch=4.5)  # type: ignore[arg-type]
+    opt = ng.krylov_subspace(net_, CE)
+    with pytest.raises(ValueError, match="targets is None"):
+        opt.search_on(X, None)
+    with pytest.raises(ValueError, match="empty batch"):
+        opt.search_on(X[:0], Y[:0])
     opt = ng.krylov_subspace(net_, CE, search_batch=4)
     with pytest.raises(ValueError, match=r"optimizer\.loss"):
         opt.step(Closure(opt, lambda: CE(net_(X), Y)))
@@ -272,3 +305,5 @@ def test_bad_requests_are_named():
     plain = ng.NaturalGradient(params, ng.fisher(lambda p, x: x @ p["w"], CE))
     with pytest.raises(TypeError, match=r"nn\.Module"):
         plain.search_on(X, Y)
+    with pytest.raises(TypeError, match=r"search_batch needs an nn\.Module"):
+        ng.NaturalGradient(params, plain.metric, search_batch=4)

@@ -1,30 +1,48 @@
 """The laboratory: one file per experiment, found here by name.
 
-`RACES` maps a name to the module that holds it, as `RACE`; modules are imported when they are asked for.
+`EXPERIMENTS` maps a name to where it is, "module:attribute"; modules are imported when they are asked for. There are
+two kinds: a `Race` sets contestants against each other, a `Study` does pieces of work and tells what came out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import singledispatch
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from natgrad.experiments.frame import Budget, Choice, Contestant, Examples, Job, LabError, Race, Task
-from natgrad.experiments.race import Interrupted, Silence, Watcher, execute, interruptible
+from natgrad.experiments.race import Interrupted, Silence, Watcher, interruptible
+from natgrad.experiments.race import execute as execute_race
+from natgrad.experiments.records import Folder
 from natgrad.experiments.settings import override
+from natgrad.experiments.story import Picture, Section, Story, Table
+from natgrad.experiments.study import Findings, Piece, Run, State, Study
+from natgrad.experiments.study import execute as execute_study
 from natgrad.experiments.training import Training
 
 __all__ = [
-    "RACES",
+    "EXPERIMENTS",
     "Budget",
     "Choice",
     "Contestant",
     "Examples",
+    "Findings",
     "Interrupted",
     "Job",
     "LabError",
+    "Picture",
+    "Piece",
     "Race",
+    "Run",
+    "Section",
     "Silence",
+    "State",
+    "Story",
+    "Study",
+    "Table",
     "Task",
     "Training",
     "Watcher",
@@ -35,16 +53,47 @@ __all__ = [
     "run",
 ]
 
-RACES = {"digits": "natgrad.experiments.digits", "fashion": "natgrad.experiments.fashion"}
+EXPERIMENTS = {
+    "digits": "natgrad.experiments.digits:RACE",
+    "fashion": "natgrad.experiments.fashion:RACE",
+    "autoencoder": "natgrad.experiments.autoencoder:RACE",
+    "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
+    "pascanu_2013_figure1": "natgrad.experiments.pascanu_2013_figure1:STUDY",
+    "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
+    "pascanu_2013_order": "natgrad.experiments.pascanu_2013_order:STUDY",
+    "pascanu_2013_restricted_mnist": "natgrad.experiments.pascanu_2013_restricted_mnist:RACE",
+}
 
 
-def find(name: str) -> Race:
-    """The experiment of that name. LabError for an unknown one, with the nearest known name."""
-    if name not in RACES:
-        near = get_close_matches(name, RACES, n=1, cutoff=0.4)
+def find(name: str) -> Any:
+    """The experiment of that name, a Race or a Study. LabError for an unknown one, with the nearest known name."""
+    if name not in EXPERIMENTS:
+        near = get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else "see `natgrad list`"
         raise LabError(f"there is no experiment {name!r}: {hint}")
-    return import_module(RACES[name]).RACE
+    module, _, attribute = EXPERIMENTS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+@singledispatch
+def execute(
+    experiment: Race | Study,
+    settings: Any,
+    seeds: Sequence[int],
+    path: Path,
+    watcher: Any = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Folder:
+    """Run what is not yet finished of a race or a study in the folder, and return it.
+
+    watcher: what is told of the progress, a `Watcher` for a race, a function of a `State` for a study. Interrupted when
+    `stopped()` turns true; what is finished is kept. LabError for seeds, settings or a folder that will not do.
+    """
+    raise TypeError(f"experiment is {type(experiment).__name__}, expected a Race or a Study: see natgrad.experiments")
+
+
+execute.register(Race, execute_race)
+execute.register(Study, execute_study)
 
 
 def run(race: Race, settings: Any, seed: int, task: str, contestant: str, index: int = 0) -> list[dict[str, Any]]:

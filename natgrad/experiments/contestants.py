@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.experiments.frame import Choice, Contestant
@@ -27,6 +28,25 @@ def natural_gradient(grid: Iterable[Choice]) -> Contestant:
     return Contestant("natural gradient", tuple(grid), build)
 
 
+def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
+    """Krylov subspace descent: `ng.krylov_subspace`.
+
+    Choices: batch; metric, search: how many of the batch's examples the space is made from, and how many others it is
+    searched on; dimension of the space.
+    """
+
+    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
+        return ng.krylov_subspace(
+            model,
+            criterion,
+            dimension=int(choice["dimension"]),
+            metric_batch=int(choice["metric"]),
+            search_batch=int(choice["search"]),
+        )
+
+    return Contestant("Krylov subspace", tuple(grid), build)
+
+
 def adam(grid: Iterable[Choice]) -> Contestant:
     """torch.optim.Adam with its own defaults. Choices: batch, lr."""
 
@@ -43,6 +63,71 @@ def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
         return torch.optim.SGD(model.parameters(), lr=choice["lr"], momentum=momentum)
 
     return Contestant("SGD-momentum", tuple(grid), build)
+
+
+def muon(grid: Iterable[Choice]) -> Contestant:
+    """Muon on the weight matrices (float32), Adam on the rest. Choices: batch, lr, adam_lr."""
+
+    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() != 2]
+        return Together(Muon(matrices, choice["lr"]), torch.optim.Adam(rest, lr=choice["adam_lr"]))
+
+    return Contestant("Muon and Adam", tuple(grid), build)
+
+
+class Muon(torch.optim.Optimizer):
+    """W <- W - lr max(1, rows / columns)^1/2 O, O the polar factor of the momentum. K. Jordan et al. 2024.
+
+    torch.optim.Muon without weight decay, in the dtype of W: its bfloat16 products took 3 s per step on a CPU for 2.8
+    million weights, these .2 s.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step with Nesterov's momentum."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                direction = orthogonal(p.grad.lerp(momentum, group["momentum"]))
+                p.add_(direction, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Roughly U V^T of matrix = U S V^T: Newton-Schulz with Muon's quintic, singular values end in about .7 to 1.2."""
+    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimisers, each with parameters of its own, that step as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([p for part in parts for group in part.param_groups for p in group["params"]], {})
+        self.param_groups = [group for part in parts for group in part.param_groups]  # theirs: schedules reach them
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of each."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of the parts."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
 
 
 def grid(**axes: Iterable[float]) -> list[Choice]:

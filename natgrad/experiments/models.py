@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -13,11 +14,73 @@ def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequenti
     """Linear layers of the given sizes with an activation between them; Glorot-uniform weights, zero biases."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
-        linear = nn.Linear(inputs, outputs)
-        nn.init.xavier_uniform_(linear.weight)
-        nn.init.zeros_(linear.bias)
-        layers += [linear, activation()]
+        layers += [glorot(nn.Linear(inputs, outputs)), activation()]
     return nn.Sequential(*layers[:-1])
+
+
+def convolutional(
+    image: int, convolutions: Sequence[Convolution], dense: Sequence[int], activation: type[nn.Module]
+) -> nn.Sequential:
+    """Convolutions of grey images (b, 1, image, image), each max-pooled, then a perceptron.
+
+    dense: sizes after the convolutions, the classes last. The first convolution is a `PatchConvolution`.
+    """
+    layers: list[nn.Module] = []
+    side, channels = image, 1
+    for one in convolutions:
+        # the largest of the values before a rising activation is the largest after it, and costs less
+        layers += [one.layer(channels), nn.MaxPool2d(one.pooling), activation()]
+        side, channels = one.side(side), one.filters
+    return nn.Sequential(*layers, nn.Flatten(), *perceptron([channels * side * side, *dense], activation))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """filters of kernel x kernel pixels, applied every `stride` pixels, then max-pooled over pooling x pooling."""
+
+    filters: int
+    kernel: int
+    pooling: int
+    stride: int = 1
+
+    def layer(self, channels: int) -> nn.Module:
+        """The convolution of that many channels."""
+        if channels == 1:
+            return PatchConvolution(self.filters, self.kernel, self.stride)
+        return glorot(nn.Conv2d(channels, self.filters, self.kernel, self.stride))
+
+    def side(self, image: int) -> int:
+        """Side of what comes out, from the side of what goes in."""
+        return ((image - self.kernel) // self.stride + 1) // self.pooling
+
+
+class PatchConvolution(nn.Module):
+    """What `nn.Conv2d(1, filters, kernel, stride)` computes, as a matrix product with the image's patches.
+
+    For a layer that reads data, which need no gradient. A product with the Fisher of the faces' network (12 x 12
+    pixels, stride 3, 240 images) took 0.024 s with it and 0.095 s with Conv2d, whose second derivatives are slow on a
+    CPU; gradients took 0.022 s and 0.015 s (one thread).
+    """
+
+    def __init__(self, filters: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        self.kernel, self.stride = kernel, stride
+        self.filters = glorot(nn.Linear(kernel * kernel, filters))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(b, 1, h, w) -> (b, filters, rows, columns)."""
+        patches = images[:, 0].unfold(1, self.kernel, self.stride).unfold(2, self.kernel, self.stride)
+        b, rows, columns = patches.shape[:3]
+        values = self.filters(patches.reshape(-1, self.kernel**2))  # (b rows columns, filters)
+        return values.view(b, rows * columns, -1).mT.reshape(b, -1, rows, columns)
+
+
+def glorot(layer: nn.Linear | nn.Conv2d) -> nn.Module:
+    """The layer with Glorot-uniform weights and zero biases."""
+    nn.init.xavier_uniform_(layer.weight)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 def mirrored(sizes: Sequence[int]) -> list[int]:
@@ -41,6 +104,11 @@ def bernoulli_divergence(before: Tensor, after: Tensor) -> Tensor:
 def gaussian_divergence(before: Tensor, after: Tensor) -> Tensor:
     """KL in nats between Gaussians of unit variance, a mean over examples. before, after: means (b, outputs)."""
     return (before - after).square().sum(-1).mean() / 2
+
+
+def squared_error(logits: Tensor, images: Tensor) -> Tensor:
+    """Squared distance of an image from its reconstruction, a mean over images. logits, images: (b, pixels)."""
+    return (logits.sigmoid() - images).square().sum(1).mean()
 
 
 def mistakes(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Runs a race: every contestant over its grid, the best choice of each over several seeds, resumable throughout.
 
 The protocol, the same for all: each choice of the grid is trained once from the tuning seed for the full budget; the
-choice with the lowest training loss at the end is then trained from every seed. Tuning and racing use different seeds.
+choice with the lowest training loss at the end, or the lowest validation error where the task says so, is then trained
+from every seed. Tuning and racing use different seeds.
 """
 
 from __future__ import annotations
@@ -81,27 +82,27 @@ class Runner:
     stopped: Callable[[], bool]
     warm: set[tuple[str, str]] = field(default_factory=set)
 
-    def carry_out(self, job: Job, examples: Examples) -> Record:
+    def carry_out(self, job: Job, pool: Examples) -> Record:
         """The record of a job: read where it is finished, continued where it was put down, run where it is new."""
         fresh = not self.folder.finished(job.name)
         if fresh:
             if self.stopped():
                 raise Interrupted
-            self._warm_up(job, examples)
+            self._warm_up(job, pool)
             self.watcher.started(job)
-            self._train(job, examples)
+            self._train(job, pool)
         record = self.folder.read(job.name)
         self.watcher.ended(job, record, fresh)
         return record
 
-    def _warm_up(self, job: Job, examples: Examples) -> None:
-        pair = job.task.name, job.contestant.name
-        if pair not in self.warm:
-            warm_up(job, self.race.budget(self.settings, job.task), examples, self.settings.device)
+    def _warm_up(self, job: Job, pool: Examples) -> None:
+        pair, budget = (job.task.name, job.contestant.name), self.race.budget(self.settings, job.task)
+        if budget.timed and pair not in self.warm:
+            warm_up(job, budget, pool, self.settings.device)
             self.warm.add(pair)
 
-    def _train(self, job: Job, examples: Examples) -> None:
-        training = Training(job, self.race.budget(self.settings, job.task), examples, self.settings.device)
+    def _train(self, job: Job, pool: Examples) -> None:
+        training = Training(job, self.race.budget(self.settings, job.task), pool, self.settings.device)
         kept = restore(self.folder, job.name)
         if kept is not None:
             training.load_state_dict(kept["training"])
@@ -179,14 +180,14 @@ def execute(
 
 
 def _race(runner: Runner, task: Task, seeds: Sequence[int]) -> None:
-    examples = task.data().to(runner.settings.device)
+    pool = task.data().to(runner.settings.device)
     tried: dict[str, list[Record]] = {contestant.name: [] for contestant in task.contestants}
     for job in tuning(task, runner.settings.tuning_seed):
-        tried[job.contestant.name].append(runner.carry_out(job, examples))
+        tried[job.contestant.name].append(runner.carry_out(job, pool))
     for seed in seeds:
         for contestant in task.contestants:
-            best = choose(tried[contestant.name])
-            runner.carry_out(Job(task, contestant, best, seed, "race"), examples)
+            best = choose(tried[contestant.name], task.tuned_on)
+            runner.carry_out(Job(task, contestant, best, seed, "race"), pool)
 
 
 def tuning(task: Task, seed: int) -> Iterator[Job]:
@@ -204,21 +205,32 @@ def count_runs(task: Task, seeds: int) -> int:
     return sum(len(contestant.grid) + seeds for contestant in task.contestants)
 
 
-def choose(tried: Sequence[Record]) -> int:
-    """Index of the choice with the lowest training loss at the end of its run; a run that broke down counts last."""
-    return min(tried, key=final_loss).header["index"]
+def choose(tried: Sequence[Record], by: str = "train_loss") -> int:
+    """Index of the choice with the lowest number of that name at the end of its run; a run that broke down counts last.
+
+    Equal validation errors are told apart by the validation loss.
+    """
+    return min(tried, key=lambda record: (final(record, by), final(record, by.replace("error", "loss")))).header[
+        "index"
+    ]
 
 
 def final_row(record: Record) -> Row:
     """The last evaluation within the budget: what a long last step won after the time was over does not count."""
-    in_time = [row for row in record.rows if row["seconds"] <= OVERTIME * record.header["budget"]]
+    budget = record.header["budget"]  # None where no time ended the run
+    in_time = [row for row in record.rows if budget is None or row["seconds"] <= OVERTIME * budget]
     return [row for row in in_time if "train_loss" in row][-1]
+
+
+def final(record: Record, name: str) -> float:
+    """A number at the end of the budget, infinite if the run broke down."""
+    value = final_row(record).get(name)
+    return math.inf if value is None or record.end["end"] == "not finite" else value
 
 
 def final_loss(record: Record) -> float:
     """Training loss at the end of the budget, infinite if the run broke down."""
-    loss = final_row(record).get("train_loss")
-    return math.inf if loss is None or record.end["end"] == "not finite" else loss
+    return final(record, "train_loss")
 
 
 def ending(training: Training) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,24 @@ def override(kind: type, assignments: Iterable[str]) -> Any:
             raise LabError(f"--set {key}: no such setting, expected one of {', '.join(f.name for f in fields(kind))}")
         values[key] = parse(key, text, hints[key])
     return kind(**values)
+
+
+def fill(settings: Any, values: Mapping[str, Any]) -> None:
+    """Give the fields of a frozen dataclass that are None their values: sizes that another setting decides on.
+
+    LabError for a size below 1.
+    """
+    for key, value in values.items():
+        if getattr(settings, key) is None:
+            object.__setattr__(settings, key, value)
+        if getattr(settings, key) < 1:
+            raise LabError(f"{key} is {getattr(settings, key)}, expected a number of at least 1")
+
+
+def known(size: int | None) -> int:
+    """A size that `fill` has given its value."""
+    assert size is not None
+    return size
 
 
 def parse(key: str, text: str, hint: Any) -> Any:

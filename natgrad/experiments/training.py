@@ -15,26 +15,29 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.experiments.frame import Budget, Examples, Job
+from natgrad.experiments.frame import Budget, Examples, Job, Rows
 
 Row = dict[str, Any]  # plain numbers, one step
 PROBE = 1000  # training examples on which the KL moved by a step is measured
+CHUNK = 200  # examples evaluated at once: with 1000 and more a small convolutional network took up to twice the time
 
 
 class Training:
     """Iterate over it for the rows of a run: row 0 is the state before the first step.
 
     Each row has step, seconds (of training so far), loss (on the step's batch) and what the optimiser reports of
-    itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error; the row after an evaluated
-    one has kl_measured, KL(before the step, after the step) on the first 1000 training examples.
+    itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error, and valid_loss, valid_error
+    where there is such a part; the row after an evaluated one has kl_measured, KL(before the step, after the step) on
+    the first 1000 training examples. pool: what the task's data() gave.
     """
 
-    def __init__(self, job: Job, budget: Budget, examples: Examples, device: str = "cpu") -> None:
-        self.job, self.budget, self.device = job, budget, device
-        self.examples = examples
+    def __init__(self, job: Job, budget: Budget, pool: Examples, device: str = "cpu") -> None:
+        self.job, self.budget, self.device = job, job.within(budget), device
+        self.examples = examples = job.task.examples(pool, job.seed)
         torch.manual_seed(job.seed)
         self.model = job.task.model().to(device)
         self.optimizer = job.contestant.build(self.model, job.task.criterion, job.choice)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.order = Order(len(examples.train_x), int(job.choice["batch"]), job.seed)
         self.steps, self.seconds, self.evaluated, self.finite = 0, 0.0, -1, True
 
@@ -53,12 +56,12 @@ class Training:
     def advance(self) -> Row:
         """One step of training and, where one is due, an evaluation."""
         before = self._probe() if self.evaluated == self.steps else None
-        start = self.seconds
+        marks = self.budget.marks(self.steps, self.seconds)
         loss = self._step()
         row = {"step": self.steps, "seconds": self.seconds, "loss": loss, **report(self.optimizer)}
         if before is not None:
             row["kl_measured"] = self.job.task.divergence(before, self._probe()).item()
-        return self._evaluated(row) if self._due(start) else row
+        return self._evaluated(row) if self._due(marks) else row
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors and plain values."""
@@ -79,16 +82,31 @@ class Training:
     def _step(self) -> float:
         synchronise(self.device)
         start = time.perf_counter()
-        loss = self._backward(self.order.batch(self.steps, self.device))
+        rows = self.order.batch(self.steps, self.device)
+        loss = self._backward(rows)
         self.finite = math.isfinite(loss)
         if self.finite:
+            self._schedule()
+            self._observe(rows)
             self.optimizer.step()
         synchronise(self.device)
         self.seconds += time.perf_counter() - start
         self.steps += 1
         return loss
 
-    def _backward(self, batch: Tensor | slice) -> float:
+    def _schedule(self) -> None:
+        schedule = self.job.contestant.schedule
+        if schedule is not None:
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * schedule(self.steps + 1)
+
+    def _observe(self, rows: Rows) -> None:
+        observes = self.job.contestant.observes
+        if observes is not None:
+            assert isinstance(self.optimizer, ng.NaturalGradient)
+            self.optimizer.observe(observes(self.examples, rows, self.job.seed, self.steps))
+
+    def _backward(self, batch: Rows) -> float:
         """The gradient of scale * criterion, but of the criterion itself for natgrad, which knows the loss's units."""
         task, inputs, targets = self.job.task, self.examples.train_x[batch], self.examples.train_y[batch]
         self.optimizer.zero_grad()
@@ -100,20 +118,20 @@ class Training:
         loss.backward()
         return rest * loss.item()
 
-    def _due(self, start: float) -> bool:
-        mark = self.budget.seconds / self.budget.evaluations
-        passed = self.seconds // mark > start // mark
-        return self.finished or passed or self.steps >= max(1, self.evaluated * 1.4)
+    def _due(self, marks: int) -> bool:
+        passed = self.budget.marks(self.steps, self.seconds) > marks
+        return self.finished or passed or self.steps >= max(1, self.evaluated * self.budget.growth)
 
     def _evaluated(self, row: Row) -> Row:
         self.evaluated = self.steps
         task, examples, many = self.job.task, self.examples, self.budget.looked_at
-        for part in ("train", "test"):
+        for part in examples.parts:
             inputs, targets = getattr(examples, f"{part}_x")[:many], getattr(examples, f"{part}_y")[:many]
             outputs = self._outputs(inputs)
             row[f"{part}_loss"] = task.scale * task.criterion(outputs, targets).item()
             if task.error is not None:
                 row[f"{part}_error"] = task.error(outputs, targets).item()
+            row |= {f"{part}_{name}": number(outputs, targets).item() for name, number in (task.also or {}).items()}
         return row
 
     def _probe(self) -> Tensor:
@@ -124,7 +142,7 @@ class Training:
         training = self.model.training
         self.model.eval()
         try:
-            return self.model(inputs)
+            return torch.cat([self.model(part) for part in inputs.split(CHUNK)])
         finally:
             self.model.train(training)
 
@@ -139,7 +157,7 @@ class Order:
         self.n, self.size, self.seed = n, min(size, n) or n, seed
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
 
-    def batch(self, step: int, device: str) -> Tensor | slice:
+    def batch(self, step: int, device: str) -> Rows:
         """Indices (b,) of the examples for step number `step`, counted from 0."""
         if self.size == self.n:
             return slice(None)
@@ -167,9 +185,9 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def warm_up(job: Job, budget: Budget, examples: Examples, device: str) -> None:
+def warm_up(job: Job, budget: Budget, pool: Examples, device: str) -> None:
     """Two steps that are thrown away: the first calls of a process are slow, whoever makes them."""
-    training = Training(job, budget, examples, device)
+    training = Training(job, budget, pool, device)
     for _ in range(2):
         training.advance()
 

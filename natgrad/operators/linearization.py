@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.linalg import all_finite
 from natgrad.pure import PureModel, map_tensors
 from natgrad.spaces import Params, Space
 
@@ -206,5 +207,5 @@ def check_outputs(outputs: Tensor) -> None:
         raise ValueError(f"outputs have shape {tuple(outputs.shape)}: the batch is empty; give at least one example")
     if not outputs.requires_grad:
         raise ValueError(UNREACHED)
-    if not torch.isfinite(outputs).all():
+    if not all_finite(outputs):
         raise ValueError("the model's outputs are not finite: look for a NaN in the inputs, or lower the learning rate")

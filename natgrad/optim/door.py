@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, PullbackMetric
 from natgrad.optim.recall import Data
-from natgrad.pure import Labelled
-from natgrad.rules import Rule
-from natgrad.solvers import Solver
+from natgrad.pure import Labelled, as_call
+from natgrad.rules import LineSearch, Rule
+from natgrad.solvers import CG, Auto, Solver
 from natgrad.spaces import check_parameters, trainable
 from natgrad.structures import Structure
 
@@ -35,7 +36,7 @@ def dense_gradient(name: str, p: Tensor) -> Tensor:
     """p.grad, dense. ValueError if it is not finite."""
     assert p.grad is not None
     gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-    if not bool(torch.isfinite(gradient).all()):
+    if not all_finite(gradient):
         raise ValueError(
             f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
             "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"
@@ -44,12 +45,15 @@ def dense_gradient(name: str, p: Tensor) -> Tensor:
 
 
 def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
-    """TypeError unless every choice is of its kind."""
+    """TypeError unless every choice is of its kind, ValueError for a rule without the solver that it needs."""
     kinds = {"metric": (metric, Metric), "structure": (structure, Structure), "solver": (solver, Solver)}
     for name, (choice, kind) in {**kinds, "rule": (rule, Rule)}.items():
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
             hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+    forgets = solver is None or isinstance(solver, Auto) or (isinstance(solver, CG) and solver.keep is None)
+    if isinstance(rule, LineSearch) and rule.iterates and forgets:
+        raise ValueError(f"rule {rule} goes back over iterates, which the solver does not keep: use ng.CG(keep=1.3)")
 
 
 def inputs_of(metric: Metric, data: Data) -> Any:
@@ -61,9 +65,22 @@ def inputs_of(metric: Metric, data: Data) -> Any:
 
 
 def check_batch(name: str, value: int | None) -> None:
-    """ValueError unless None or an integer >= 1."""
+    """TypeError or ValueError unless None or an integer >= 1."""
+    if value is not None and not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}, expected a number of examples, an integer >= 1, or None for all")
     if value is not None and value < 1:
         raise ValueError(f"{name} is {value}, expected an integer >= 1, or None for all examples")
+
+
+def check_search(inputs: Any, targets: Any) -> None:
+    """ValueError unless there are examples with targets to evaluate a loss on."""
+    if targets is None:
+        raise ValueError(
+            "targets is None: trial points need a loss; give labelled examples, or use optimizer.observe(inputs) for a "
+            "metric on unlabelled ones"
+        )
+    if as_call(inputs).batch() == 0:
+        raise ValueError("inputs is an empty batch; give at least one example")
 
 
 def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:

@@ -15,13 +15,22 @@ from torch.optim import Optimizer
 
 from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
+from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.door import check_batch, check_choices, check_number, dense_gradient, inputs_of, named_parameters
+from natgrad.optim.door import (
+    check_batch,
+    check_choices,
+    check_number,
+    check_search,
+    dense_gradient,
+    inputs_of,
+    named_parameters,
+)
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Data, Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
-from natgrad.optim.step import Point, check_solution, finite, judge, quadratic, told
+from natgrad.optim.step import Point, check_solution, judge, quadratic, told
 from natgrad.pure import RandomState, map_tensors
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
@@ -79,6 +88,8 @@ class NaturalGradient(Optimizer):
         check_number("warm_start", warm_start, 1.0)
         check_batch("metric_batch", metric_batch)
         check_batch("search_batch", search_batch)
+        if search_batch is not None and not isinstance(model, nn.Module):
+            raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
         self.model, self.metric = model, metric
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
@@ -119,23 +130,27 @@ class NaturalGradient(Optimizer):
             return criterion
         raise TypeError(f"{type(self.metric).__name__} has no criterion; compute your loss yourself")
 
-    def observe(self, inputs: Any, targets: Any = None) -> None:
+    def observe(self, inputs: Any, targets: Any = None, *, floor: float = 0.0) -> None:
         """Take the next step's metric on these inputs instead of the gradient's (unlabelled data, another batch).
 
         On other data than the gradient's, part of the gradient lies outside the metric's range and the step grows like
-        1 / damping (Pascanu & Bengio, section 4): keep a damping floor there. targets: for metrics that use them.
+        1 / damping (Pascanu & Bengio, section 4). floor: damping for this step at least, in units of G, however far an
+        adaptive strategy has lowered it; `state_report().outside` tells how much of the gradient G did not explain.
+        targets: for metrics that use them. ValueError for a negative floor.
         """
-        self._recall.observed = Data(inputs, targets, None)
+        check_number("floor", floor)
+        self._recall.observed, self._recall.floor = Data(inputs, targets, None), floor
 
     def search_on(self, inputs: Any, targets: Any) -> None:
         """Evaluate the next step's trial points on these examples instead of the gradient's: for rules and dampings
         that re-evaluate the loss, so that a step is not fitted to one batch (Vinyals & Povey 2012).
 
-        TypeError if the metric has no criterion, or the model is not a module.
+        TypeError if the metric has no criterion, or the model is not a module. ValueError without targets or examples.
         """
         if not isinstance(self.model, nn.Module):
             raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")
         self.criterion  # noqa: B018 - its error comes here rather than at the step
+        check_search(inputs, targets)
         self._recall.searched = Data(inputs, targets, None)
 
     @torch.no_grad()
@@ -263,23 +278,23 @@ class NaturalGradient(Optimizer):
             )
         require_loss(self.rule, objective)
         operator, memory = self._operator(point)
-        amount = self.damping.amount(self._level, operator)
+        amount = max(self.damping.amount(self._level, operator), self._recall.floor)
         solver, prepared = self._solver(point, operator, amount)
         solution = solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
         check_solution(solution)
         model = quadratic(point, operator, solution, amount, math.nan if objective is None else objective.before)
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
         ratio, refused = judge(self.damping, model, step, objective)
-        failed = not finite(step)
+        failed = not all_finite(step.vector)
         if failed or refused:
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
+        report = told(self._last, model, step, solution, ratio, failed)
+        level = self._level if ratio is None else self.damping.update(self._level, ratio)
+        # all of it is known now: an error or Ctrl-C so far has changed nothing
         self._commit(point, step, velocities, solution, decay=not (failed or refused))
-        self._memory, self._prepared = memory, prepared
-        self._last = told(self._last, model, step, solution, ratio, failed)
-        if ratio is not None:
-            self._level = self.damping.update(self._level, ratio)
+        self._memory, self._prepared, self._last, self._level = memory, prepared, report, level
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -326,7 +341,9 @@ class NaturalGradient(Optimizer):
     def _objective(
         self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState
     ) -> Objective | None:
-        searched = self._recall.search_data(self.search_batch, self._last.step)
+        searched = None  # without trial points the loss of the pass is known already
+        if self.rule.needs_loss or self.damping.needs_ratio:
+            searched = self._recall.search_data(self.search_batch, self._last.step)
         return objective_of(
             self.model,
             lambda: self.criterion,

@@ -58,7 +58,7 @@ class Recall:
     paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
     divided by.   scale: the same under reduction='sum', added up over the losses that `backward` went through since the
     gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.   observed: for the
-    metric, searched: for trial points, in place of the pass's own data.
+    metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on observed data.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,7 @@ class Recall:
         self.last_scale = 1.0
         self.scale = 0.0
         self.observed: Data | None = None
+        self.floor = 0.0
         self.searched: Data | None = None
 
     def passed(self) -> Pass | None:

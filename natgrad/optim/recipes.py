@@ -74,9 +74,10 @@ def krylov_subspace(
 
     dimension: of the space, one product each; the last step joins it.   steps: of BFGS, a gradient each at least.
     lr: scales the point that BFGS starts from, -lr times the damped solution in the space.   damping: of that solution
-    and of BFGS's first matrix; the step itself is not bounded by it.   metric_batch, search_batch: the space from some
-    of the batch's examples, the search on others, the gradient on all: the few dimensions are fitted to what they are
-    searched on. Or `opt.observe(...)` and `opt.search_on(inputs, targets)`.
+    and of BFGS's first matrix; the step itself is not bounded by it, so that LevenbergMarquardt goes on raising it.
+    metric_batch, search_batch: the space from some of the batch's examples, the search on others, the gradient on all:
+    the few dimensions are fitted to what they are searched on. Or `opt.observe(...)` and `opt.search_on(inputs,
+    targets)`.
     Loop as for `hessian_free`. TypeError for a criterion that is not a likelihood.
     """
     return NaturalGradient(

@@ -33,9 +33,11 @@ class StateReport:
 
     step: steps taken.   loss: before the step, as a mean.   kl: nats per example that the step moved, to second order.
     damping: lambda that the system was solved with.   ratio: true over predicted decrease.
-    solver_steps, residual (relative to the gradient), status: of the solve.   rate: length of the step relative to
-    the proposal; 0 for a rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the
-    start that were skipped for numerical trouble.
+    solver_steps, residual (relative to the gradient), status: of the solve.   outside: |g - G x| / |g|, the share of
+    the gradient that the metric leaves to the damping: near 1 where the gradient lies outside the metric's range, as on
+    other data, or where the damping drowns the metric.   rate: length of the step relative to the proposal; 0 for a
+    rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the start that were skipped for
+    numerical trouble.
     """
 
     step: int = 0
@@ -46,6 +48,7 @@ class StateReport:
     solver_steps: int = 0
     residual: float = math.nan
     status: str = "no step yet"
+    outside: float = math.nan
     rate: float = math.nan
     gradient: float = math.nan
     failures: int = 0

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from natgrad.damping import Damping
@@ -93,12 +92,13 @@ def told(
         solver_steps=solution.steps,
         residual=float(solution.residual) / norm if norm else 0.0,
         status=str(solution.status),
+        outside=left_over(model.gradient, solution, model.damping) / norm if norm else 0.0,
         rate=size / proposed if proposed else 0.0,
         gradient=norm,
         failures=last.failures + failed,
     )
 
 
-def finite(step: Step) -> bool:
-    """Whether a step can be taken."""
-    return bool(torch.isfinite(step.vector).all())
+def left_over(gradient: Tensor, solution: Solution, damping: float) -> float:
+    """|g - G x|: G x is the image less damping * x."""
+    return float((gradient - solution.image).add_(solution.value, alpha=damping).norm())

@@ -1,4 +1,4 @@
-"""The report page: one HTML file that needs nothing else, in light and dark, from phone to desk."""
+"""The report page of a race."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from scipy.special import stdtr
 
-from natgrad.report.plots import PALETTE
+from natgrad.report.paired import DECIDED
 from natgrad.report.summary import Result, Summary, lead, plural, short
-from natgrad.report.table import chosen, rows
+from natgrad.report.table import differences, grid, rows
+from natgrad.report.template import Provenance, fill
 
-DARK = ("#fb923c", "#7aa2ff", "#4fd1b5", "#b79cff", "#e0b84a", "#f28ab8")  # PALETTE on a dark ground
 DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2")
 
 
@@ -22,25 +22,18 @@ class Drawn:
 
     title: str
     svg: str
+    wide: bool = False
 
 
 def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], defaults: dict[str, Any]) -> str:
     """The page as text. drawn: task -> its plots. order: contestants as coloured. defaults: of the settings."""
-    environment = Environment(
-        loader=PackageLoader("natgrad.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("html.j2").render(
+    return fill(
+        "html.j2",
         summary=summary,
-        title=f"{summary.experiment.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}",
+        title=summary.title or titled(summary.experiment, order),
         lead=lead(summary.results),
         method=method(summary),
         order=order,
-        light=PALETTE,
-        dark=DARK,
         dashes=DASHES,
         parts=[_part(result, drawn[result.name]) for result in summary.results],
         command=command(summary, defaults),
@@ -48,8 +41,27 @@ def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], de
     )
 
 
+def titled(experiment: str, order: list[str]) -> str:
+    """A title that lists the contestants."""
+    return f"{experiment.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}"
+
+
 def method(summary: Summary) -> str:
     """How the numbers came about, in a few sentences."""
+    return _paired_method(summary) if summary.results[0].pairs else _race_method(summary)
+
+
+def _paired_method(summary: Summary) -> str:
+    choices, seeds = len(summary.results[0].entries[0].grid), plural(len(summary.seeds), "seed")
+    by = {"valid_error": "validation error", "valid_loss": "validation loss"}[summary.results[0].tuned_on]
+    return (
+        f"Every contestant was tuned over {plural(choices, 'choice')}, each trained once, to the end of its updates, "
+        f"from a seed that is not used again; the choice with the lowest {by} then ran from {seeds}. A seed settles "
+        "which examples are for training and validation and where the network starts, the same for all contestants."
+    )
+
+
+def _race_method(summary: Summary) -> str:
     steps = summary.settings["steps"]
     choices = len(summary.results[0].entries[0].grid)
     bound = f"{steps} steps" if steps else "the same seconds"
@@ -61,7 +73,7 @@ def method(summary: Summary) -> str:
     )
 
 
-def command(summary: Summary, defaults: dict[str, Any]) -> str:
+def command(summary: Provenance, defaults: dict[str, Any]) -> str:
     """The command that gives this report again. defaults: settings that need not be said."""
     words = ["natgrad", "run", summary.experiment, "--seeds", str(len(summary.seeds))]
     for key, value in summary.settings.items():
@@ -70,7 +82,7 @@ def command(summary: Summary, defaults: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def facts(summary: Summary) -> list[tuple[str, str]]:
+def facts(summary: Provenance) -> list[tuple[str, str]]:
     """Settings, versions, threads, device, seeds: names and values to print."""
     versions = [", ".join(f"{name} {version}" for name, version in each.items()) for each in summary.versions]
     return [
@@ -93,21 +105,40 @@ def _part(result: Result, plots: list[Drawn]) -> dict[str, Any]:
         "heads": heads,
         "rows": body,
         "plots": plots,
-        "grid": [
-            {"name": e.name, "choice": chosen(t.choice), "loss": short(t.loss), "steps": t.steps, "chosen": t.chosen}
-            for e in result.entries
-            for t in e.grid
-        ],
+        "grid": grid(result),
         "note": note(result),
+        "differences": differences(result) if result.pairs else None,
+        "differences_note": differences_note(result),
     }
 
 
 def note(result: Result) -> str:
     """What the table's numbers are."""
     seeds = len(result.entries[0].records)
+    if result.pairs:
+        return (
+            f"Means over {plural(seeds, 'seed')} at the end of training, standard errors in small type; losses in "
+            f"{result.unit}. {result.note}"
+        )
     over = "Medians over seeds, the lowest and the highest in small type. " if seeds > 1 else ""
     return (
         f"{over}Losses are in {result.unit}, at the end of training. {short(result.target)} is the training loss that "
         "the second-best contestant ended with; a dash means that it was not reached. In the plots lines are medians "
         "and bands reach from the lowest to the highest seed."
     )
+
+
+def differences_note(result: Result) -> str:
+    """What the paired differences are."""
+    seeds = len(result.entries[0].records)
+    return (
+        f"First less second, seed by seed, over {plural(seeds, 'seed')}: the mean, and its standard error in small "
+        "type; test errors in percentage points. Two contestants count as told apart beyond two standard errors, which "
+        f"chance alone passes in about {100 * beyond(seeds):.0f} % of comparisons with as many seeds. In the plots "
+        "lines are medians and bands reach from the lowest to the highest seed."
+    )
+
+
+def beyond(seeds: int) -> float:
+    """P(|t| > 2) of Student's t with seeds - 1 degrees of freedom; 1 for one seed, which decides nothing."""
+    return float(2 * stdtr(seeds - 1, -DECIDED)) if seeds > 1 else 1.0

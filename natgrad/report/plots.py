@@ -1,48 +1,21 @@
-"""Plots of one task: medians over seeds as lines, their range as a band.
-
-Every figure is drawn once and saved three times: PNG and SVG files on white, and an SVG for the report page whose
-colours are CSS variables, so that it follows the page into the dark.
-"""
+"""Plots of one task: medians over seeds as lines, their range as a band."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from natgrad.report import figures
+from natgrad.report.figures import PALETTE
 from natgrad.report.summary import Entry, Result, curve, short
 
-INK, GRID = "#1b1f24", "#dfe3e8"
-PALETTE = ("#c2410c", "#1d4ed8", "#0f766e", "#7c3aed", "#a16207", "#be185d")  # in the order of the plan
 DASHES = ("-", (0, (6, 1.5)), (0, (2, 1.2)), "-.", ":", (0, (1, 1)))
 SIZE = (4.5, 3.3)  # inches
-STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "font.family": "sans-serif",
-    "svg.fonttype": "none",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.8,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "legend.frameon": False,
-    "path.simplify": True,
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +34,27 @@ class Plot:
 
 def plots(result: Result) -> list[Plot]:
     """The plots of a task, those for which its records have numbers."""
-    wanted = [
+    wanted = _by_updates(result) if result.pairs else _by_seconds(result)
+    return [plot for plot in wanted if any(len(curve(r, plot.x, plot.y)[0]) for e in result.entries for r in e.records)]
+
+
+def _by_updates(result: Result) -> list[Plot]:
+    drawn = [
+        ("loss-steps", "Training loss", "train_loss", result.unit),
+        ("error-steps", "Test error", "test_error", "share of mistakes"),
+        ("test-steps", "Test loss", "test_loss", result.unit),
+        ("kl-steps", "KL moved by an update, measured", "kl_measured", "nats per example"),
+        ("damping-steps", "Damping", "damping", "damping"),
+    ]
+    plots = [Plot(name, title, "step", y, "updates", label, log_x=True) for name, title, y, label in drawn]
+    return [
+        *plots,
+        Plot("solver-steps", "Products with the metric", "step", "solver_steps", "updates", "per update", log_y=False),
+    ]
+
+
+def _by_seconds(result: Result) -> list[Plot]:
+    return [
         Plot(
             "loss-seconds", "Training loss against seconds", "seconds", "train_loss", "seconds of training", result.unit
         ),
@@ -73,14 +66,12 @@ def plots(result: Result) -> list[Plot]:
         Plot("damping-steps", "Damping", "step", "damping", "steps", "damping"),
         Plot("solver-steps", "Products with the metric", "step", "solver_steps", "steps", "per step", log_y=False),
     ]
-    return [plot for plot in wanted if any(len(curve(r, plot.x, plot.y)[0]) for e in result.entries for r in e.records)]
 
 
 def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> Figure:
     """One figure. order: the contestants' names as in the plan, which gives each its colour in every figure."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        FigureCanvasAgg(figure)
+
+    def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
         drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
         _scales(axes, plot)
@@ -90,7 +81,8 @@ def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> Figure:
         axes.set_axisbelow(True)
         if sum(drawn) > 1:
             axes.legend(fontsize=10, handlelength=2.2)
-        return figure
+
+    return figures.draw(fill, SIZE)
 
 
 def _line(axes: Axes, plot: Plot, entry: Entry, index: int) -> bool:
@@ -143,30 +135,3 @@ def _scales(axes: Axes, plot: Plot) -> None:
     axes.yaxis.set_major_formatter(plain)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-def save(figure: Figure, stem: Path) -> None:
-    """stem.png and stem.svg."""
-    with mpl.rc_context(STYLE):
-        figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
-    stem.with_suffix(".svg").write_text(_svg(figure, stem.name, transparent=False))
-
-
-def inline(figure: Figure, name: str, title: str) -> str:
-    """The figure as an <svg> element in the page's colours. name: unique in the page, it prefixes every id."""
-    text = _svg(figure, name, transparent=True)
-    text = text[text.index("<svg") :]
-    for colour, variable in ((INK, "--ink"), (GRID, "--rule"), *((c, f"--c{i}") for i, c in enumerate(PALETTE))):
-        text = text.replace(colour, f"var({variable})")
-    text = re.sub(r"'?DejaVu Sans'?(, [^;\"]*sans-serif)?", "inherit", text)
-    text = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    head = f'<svg role="img" aria-label="{title}" viewBox="0 0 {SIZE[0] * 72:g} {SIZE[1] * 72:g}"'
-    return re.sub(r"<svg [^>]*>", head + ' xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
-
-
-def _svg(figure: Figure, salt: str, transparent: bool) -> str:
-    buffer = io.StringIO()
-    with mpl.rc_context({**STYLE, "svg.hashsalt": salt}):
-        figure.savefig(buffer, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()

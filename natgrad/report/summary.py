@@ -1,10 +1,13 @@
-"""From the records of a race to the numbers that are shown: medians and ranges over seeds, and a verdict in words."""
+"""From the records of a race to the numbers that are shown: medians and ranges over seeds, and a verdict in words.
+
+Where the contestants were tuned on a validation part, the differences seed by seed decide: see `paired`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -13,6 +16,8 @@ import numpy as np
 from natgrad.experiments.frame import LabError
 from natgrad.experiments.race import final_loss, final_row
 from natgrad.experiments.records import Folder, Record
+from natgrad.report.paired import Pair, balance, pair_all, told
+from natgrad.report.words import capital, factor, plural, short, unique
 
 OURS = "natural gradient"
 
@@ -36,12 +41,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Tried:
-    """One point of a grid: what was tried and the training loss it ended with."""
+    """One point of a grid: what was tried and what it ended with."""
 
     choice: dict[str, float]
-    loss: float
+    loss: float  # of training
     steps: int
     chosen: bool
+    valid_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Result:
-    """One task: its entries from the lowest final training loss to the highest."""
+    """One task: its entries from the lowest final training loss to the highest, or in the plan's order if paired."""
 
     name: str
     title: str
@@ -74,6 +80,10 @@ class Result:
     examples: int
     entries: tuple[Entry, ...]
     verdict: str
+    tuned_on: str = "train_loss"
+    pairs: tuple[Pair, ...] = ()  # empty for races on the training loss
+    paper: dict[str, list[float | None]] | None = None
+    note: str = ""
 
     @property
     def ahead_after_steps(self) -> str:
@@ -94,6 +104,7 @@ class Summary:
     devices: tuple[str, ...]
     missing: int  # runs of the plan that are not finished
     results: tuple[Result, ...]
+    title: str | None = None
 
 
 def summarise(folder: Folder) -> Summary:
@@ -115,6 +126,7 @@ def summarise(folder: Folder) -> Summary:
         devices=unique(r.header["device"] for r in records),
         missing=planned - len(records),
         results=results,
+        title=plan.get("title"),
     )
 
 
@@ -127,16 +139,39 @@ def result(task: dict[str, Any], records: Sequence[Record]) -> Result | None:
     losses = sorted(_middle_loss(runs) for runs in raced.values())
     target = losses[min(1, len(losses) - 1)]
     entries = [entry(name, runs, _of(mine, name, "tune"), target) for name, runs in raced.items()]
-    entries.sort(key=lambda e: math.inf if e.train_loss.middle is None else e.train_loss.middle)
     header = mine[0].header
     in_time = all(r.end["end"] == "seconds" for r in mine)
-    steps = min(int(e.steps.middle or 0) for e in entries)
-    seconds = header["budget"] if in_time else None
-    verdict_ = verdict(entries, task["unit"], seconds, steps)
-    return Result(
-        task["name"], task["title"], task["unit"], seconds, steps, target, header["parameters"], header["examples"],
-        tuple(entries), verdict_,
-    )  # fmt: skip
+    made = Result(
+        name=task["name"],
+        title=task["title"],
+        unit=task["unit"],
+        seconds=header["budget"] if in_time else None,
+        steps=min(int(e.steps.middle or 0) for e in entries),
+        target=target,
+        parameters=header["parameters"],
+        examples=header["examples"],
+        entries=tuple(entries),
+        verdict="",
+    )
+    return _paired(made, task, raced) if "tuned_on" in task else _ranked(made)
+
+
+def _ranked(made: Result) -> Result:
+    entries = sorted(made.entries, key=lambda e: math.inf if e.train_loss.middle is None else e.train_loss.middle)
+    return replace(made, entries=tuple(entries), verdict=verdict(entries, made.unit, made.seconds, made.steps))
+
+
+def _paired(made: Result, task: dict[str, Any], raced: dict[str, list[Record]]) -> Result:
+    paper = task["paper"] or {}
+    pairs = pair_all(raced, paper)
+    return replace(
+        made,
+        verdict=told(raced, pairs),
+        tuned_on=task["tuned_on"],
+        pairs=pairs,
+        paper=paper,
+        note=task["note"],
+    )
 
 
 def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: float) -> Entry:
@@ -179,6 +214,8 @@ def after_steps(entries: Sequence[Entry], steps: int) -> dict[str, float]:
 
 def lead(results: Sequence[Result]) -> str:
     """The whole report in one sentence."""
+    if results[0].pairs:
+        return balance([pair for result in results for pair in result.pairs])
     name, of = results[0].entries[0].name, plural(len(results), "task")
     if any(entry.name == OURS for entry in results[0].entries):
         name = OURS
@@ -259,8 +296,8 @@ def _per_step(entries: Sequence[Entry], ours: Entry, steps: int) -> str:
 
 
 def _tried(record: Record, chosen: int) -> Tried:
-    header = record.header
-    return Tried(header["choice"], final_loss(record), final_row(record)["step"], header["index"] == chosen)
+    header, last = record.header, final_row(record)
+    return Tried(header["choice"], final_loss(record), last["step"], header["index"] == chosen, last.get("valid_error"))
 
 
 def _of(records: Sequence[Record], name: str, phase: str) -> list[Record]:
@@ -274,37 +311,3 @@ def _middle_loss(runs: Sequence[Record]) -> float:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def unique(values: Any) -> tuple[Any, ...]:
-    """Different values in the order of their first appearance."""
-    found: list[Any] = []
-    for value in values:
-        if value not in found:
-            found.append(value)
-    return tuple(found)
-
-
-def plural(number: int, word: str) -> str:
-    """1 seed, 3 seeds."""
-    return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-def capital(text: str) -> str:
-    """With a capital first letter."""
-    return text[:1].upper() + text[1:]
-
-
-def factor(times: float) -> str:
-    """1.32 -> "1.3 times", 1.004 -> "0.4 %": how much higher one loss is than another."""
-    return f"{times:.2g} times" if times >= 1.5 else f"{(times - 1) * 100:.2g} %"
-
-
-def short(value: float | None) -> str:
-    """Three digits, as a person would write them; a dash for a missing value."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    if value != 0 and not 1e-3 <= abs(value) < 1e4:
-        digits, power = f"{value:.1e}".split("e")
-        return f"{digits.removesuffix('.0')}e{int(power)}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

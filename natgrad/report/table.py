@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from rich.table import Table
 
-from natgrad.report.summary import Entry, Result, Spread, short
+from natgrad.report.paired import Mean, Pair
+from natgrad.report.summary import Entry, Result, Spread, Tried, short
 
 Cell = tuple[str, str]  # what it says, and in small type below: the range over seeds
+Rows = tuple[list[str], list[list[Cell]]]  # column heads, rows of cells
 
 
-def rows(result: Result) -> tuple[list[str], list[list[Cell]]]:
-    """(column heads, one row of cells per contestant, best first), for the page."""
+def rows(result: Result) -> Rows:
+    """One row per contestant, best first, for the page; in the paper's order with its numbers beside where paired."""
+    if result.pairs:
+        heads = ["", "training loss", "paper", "test loss", "test error", "paper", "updates", "seconds", "chosen"]
+        return heads, [_beside(entry, result) for entry in result.entries]
     with_error = any(entry.test_error is not None for entry in result.entries)
     target = short(result.target)
     heads = ["", "training loss", "test loss", *(["test error"] if with_error else []), "steps"]
@@ -28,6 +36,78 @@ def _cells(entry: Entry, with_error: bool) -> list[Cell]:
         chosen(entry.choice),
     ]
     return [(entry.name, ""), *losses, *((word, "") for word in words)]
+
+
+def _beside(entry: Entry, result: Result) -> list[Cell]:
+    loss, error = (result.paper or {}).get(entry.name, (None, None))
+    seconds = Spread(tuple(record.end["seconds"] for record in entry.records))
+    return [
+        (entry.name, ""),
+        averaged(entry.train_loss),
+        (short(loss), ""),
+        averaged(entry.test_loss),
+        averaged(entry.test_error, 100, " %"),
+        (share(error), ""),
+        (count(entry.steps), ""),
+        (short(seconds.middle), ""),
+        (chosen(entry.choice), ""),
+    ]
+
+
+def averaged(numbers: Spread | None, times: float = 1, unit: str = "") -> Cell:
+    """The mean over seeds, and its standard error."""
+    if numbers is None or len(numbers.known) < len(numbers.values):
+        return "-", ""
+    mean = Mean(tuple(numbers.known))
+    words = (lambda value: f"{times * value:.2f}") if unit else short
+    return words(mean.mean) + unit, f"± {words(mean.error)}" if math.isfinite(mean.error) else ""
+
+
+def differences(result: Result) -> Rows:
+    """One row per pair of contestants, for the page."""
+    heads = ["first", "second", "training loss", "test loss", "test error", "paper", "lower test error"]
+    return heads, [_difference(pair) for pair in result.pairs]
+
+
+def _difference(pair: Pair) -> list[Cell]:
+    error = pair.test_error
+    paper = "-" if pair.paper is None else f"{100 * pair.paper:+.2f}".replace("-", "−")
+    agreed = {None: "", True: ", as in the paper", False: ", not as in the paper"}[pair.agrees]
+    lower = "not told apart" if pair.lower is None else pair.lower + agreed
+    return [
+        (pair.first, ""),
+        (pair.second, ""),
+        signed(pair.train_loss, lambda value: short(abs(value))),
+        signed(pair.test_loss, lambda value: short(abs(value))),
+        signed(error, lambda value: f"{100 * abs(value):.2f}"),
+        (paper, ""),
+        (lower, ""),
+    ]
+
+
+def signed(numbers: Mean, words: Callable[[float], str]) -> Cell:
+    """A difference with its sign, and its standard error."""
+    if not math.isfinite(numbers.mean):
+        return "-", ""
+    sign = "−" if numbers.mean < 0 else "+"
+    return sign + words(numbers.mean), f"± {words(numbers.error)}" if math.isfinite(numbers.error) else ""
+
+
+def grid(result: Result) -> Rows:
+    """Every choice of every contestant, for the page; the last cell tells which was chosen."""
+    validated = bool(result.pairs)
+    heads = ["contestant", "choice", "training loss", *(["validation error"] if validated else []), "steps", ""]
+    return heads, [_tried(entry.name, one, validated) for entry in result.entries for one in entry.grid]
+
+
+def _tried(name: str, one: Tried, validated: bool) -> list[Cell]:
+    words = [name, chosen(one.choice), short(one.loss), *([share(one.valid_error)] if validated else [])]
+    return [(word, "") for word in (*words, str(one.steps), "chosen" if one.chosen else "")]
+
+
+def share(value: float | None) -> str:
+    """A share in percent."""
+    return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def percent(numbers: Spread | None) -> str:
@@ -48,6 +128,23 @@ def chosen(choice: dict[str, float]) -> str:
 
 def terminal(result: Result) -> Table:
     """The table for a terminal of 80 columns: the page tells more."""
+    return _paired(result) if result.pairs else _ranked(result)
+
+
+def _paired(result: Result) -> Table:
+    table = Table(
+        title=result.title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+    )
+    table.add_column("", no_wrap=True)
+    for head in ("train loss", "paper", "test error", "", "paper", "updates"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for cells in rows(result)[1]:
+        name, loss, paper_loss, _, error, paper_error, updates = cells[:7]
+        table.add_row(name[0], loss[0], paper_loss[0], *error, paper_error[0], updates[0])
+    return table
+
+
+def _ranked(result: Result) -> Table:
     table = Table(
         title=result.title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
     )

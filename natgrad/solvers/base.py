@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from natgrad.linalg import symmetrise
+from natgrad.linalg import all_finite, symmetrise
 from natgrad.operators import Operator
 
 Product = Callable[[Tensor], Tensor]
@@ -115,7 +115,7 @@ def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor 
             raise ValueError(f"{name} is on {vector.device}, the operator on {operator.device}; move it there")
         if vector.dtype != operator.dtype:
             raise ValueError(f"{name} is {vector.dtype}, the operator {operator.dtype}; convert with {name}.to(...)")
-        if not bool(torch.isfinite(vector).all()):
+        if not all_finite(vector):
             raise ValueError(f"{name} is not finite: look for a NaN or an overflow in the gradient; nothing was solved")
     if not 0 <= float(damping) < float("inf"):
         raise ValueError(f"damping is {damping}, expected a finite number >= 0")
@@ -124,7 +124,7 @@ def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor 
 def measured(product: Product, rhs: Tensor, damping: float, value: Tensor, steps: int) -> Solution:
     """The solution of a direct method with its residual measured by one product v -> G v."""
     image = product(value) + damping * value
-    if not bool(torch.isfinite(value).all() and torch.isfinite(image).all()):
+    if not (all_finite(value) and all_finite(image)):
         zero = torch.zeros_like(rhs)
         return Solution(zero, rhs.norm(), steps, Status.NON_FINITE, zero)
     residual = (rhs - image).norm()

@@ -56,20 +56,25 @@ class CG(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        run = _Run(self, operator, rhs, damping, guess)
+        run = _Run(self, operator, rhs.detach(), damping, None if guess is None else guess.detach())
         while run.status is None:
             run.advance()
         return run.solution()
 
 
 class _Run:
-    """One solve. Letters as in the literature: x iterate, r residual, z = P r, d direction, A = G + damping I."""
+    """One solve. Letters as in the literature: x iterate, r residual, z = P r, d direction, A = G + damping I.
+
+    Vectors are written over: a fresh one of 11 MB costs twice its arithmetic, for the pages that it touches first.
+    """
 
     def __init__(self, choices: CG, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> None:
         self.choices, self.operator, self.damping = choices, operator, damping
         self.scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
         self.rhs = rhs / self.scale  # |b|^2 overflows float32 where |b| is beyond 1e19
         self.x, self.r = torch.zeros_like(rhs), self.rhs.clone()
+        self.spare = torch.empty_like(rhs)
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # memory for (x, r): the current one, the best, the next
         self.products = 0
         if guess is not None:
             self.start_at(guess / self.scale)
@@ -80,36 +85,36 @@ class _Run:
         self.best = (self.norm, self.x, self.r)
         self.curvature = 0.0  # largest d^T A d / d^T d so far, a lower bound on the largest eigenvalue
         self.measured = math.inf  # the residual that the last restart began with
-        self.models = [self.model()]
-        self.kept: list[tuple[int, Tensor, Tensor]] = []  # (step, x, r)
-        z = self.precondition(self.r)
-        self.d, self.rz = z.clone(), float(self.r @ z)
+        self.kept: list[tuple[int, Iterate]] = []  # by step
+        self.models = [-0.5 * float(self.x @ (self.r + self.rhs))]  # phi, which falls by alpha r^T z / 2 per step
+        z, self.rz = self.preconditioned()
+        self.d = z.clone()
         if self.norm <= self.tolerance:
             self.status = Status.CONVERGED
 
     def start_at(self, guess: Tensor) -> None:
-        """Start warm, unless zero is closer: a guess from another batch can be far worse than none."""
+        """Start warm, unless zero is nearer in the energy norm: a guess from another batch can be far worse than it."""
         residual = self.rhs - self.image(guess)
-        if bool(residual.norm() < self.rhs.norm()):
+        if bool(guess @ (residual + self.rhs) > 0):  # phi(guess) < phi(0); its residual may be larger all the same
             self.x, self.r = guess.clone(), residual
 
     def image(self, vector: Tensor) -> Tensor:
-        """A v."""
+        """A v, in memory of its own: an operator may return its argument, or what it keeps."""
         self.products += 1
-        return torch.add(self.operator.mv(vector), vector, alpha=self.damping)
+        return torch.add(self.operator.mv(vector).detach(), vector, alpha=self.damping, out=self.spare)
 
-    def precondition(self, residual: Tensor) -> Tensor:
-        """P r."""
-        return residual if self.choices.preconditioner is None else self.choices.preconditioner.mv(residual)
-
-    def model(self) -> float:
-        """phi(x) = -x^T (r + b) / 2, from quantities at hand."""
-        return -0.5 * float(self.x @ self.r + self.x @ self.rhs)
+    def preconditioned(self) -> tuple[Tensor, float]:
+        """z = P r and r^T z."""
+        if self.choices.preconditioner is None:
+            return self.r, self.norm * self.norm
+        z = self.choices.preconditioner.mv(self.r).detach()
+        return z, float(self.r @ z)
 
     def advance(self) -> None:
         """One step, or a status."""
         ad = self.image(self.d)
-        dad, dd = float(self.d @ ad), float(self.d @ self.d)
+        dad, length = float(self.d @ ad), float(self.d.norm())
+        dd = length * length
         if not dad < float("inf"):
             self.status = Status.NON_FINITE
             return
@@ -117,16 +122,28 @@ class _Run:
         if dad <= torch.finfo(self.rhs.dtype).eps * self.curvature * dd:
             self.status = Status.NEGATIVE_CURVATURE
             return
-        alpha = self.rz / dad
-        self.x = torch.add(self.x, self.d, alpha=alpha)
-        self.step += 1
-        fresh = self.step % self.choices.refresh == 0
-        self.r = self.rhs - self.image(self.x) if fresh else torch.add(self.r, ad, alpha=-alpha)
+        self._move(self.rz / dad, ad)
         self._judge()
-        z = self.precondition(self.r)
-        rz = float(self.r @ z)
-        self.d = torch.add(z, self.d, alpha=rz / self.rz if self.rz else 0.0)
+        z, rz = self.preconditioned()
+        torch.add(z, self.d, alpha=rz / self.rz if self.rz else 0.0, out=self.d)
         self.rz = rz
+
+    def _move(self, alpha: float, ad: Tensor) -> None:
+        """x + alpha d and its residual, in memory that neither the current pair nor the best one holds."""
+        held = {id(self.x), id(self.best[1])}
+        free = next((pair for pair in self.pairs if id(pair[0]) not in held), None)
+        if free is None:
+            free = torch.empty_like(self.x), torch.empty_like(self.x)
+            self.pairs.append(free)
+        x, r = free
+        torch.add(self.x, self.d, alpha=alpha, out=x)
+        self.step += 1
+        if self.step % self.choices.refresh:
+            torch.add(self.r, ad, alpha=-alpha, out=r)
+        else:
+            torch.sub(self.rhs, self.image(x), out=r)
+        self.x, self.r = x, r
+        self.models.append(self.models[-1] - 0.5 * alpha * self.rz)
 
     def _judge(self) -> None:
         self.norm = float(self.r.norm())
@@ -137,9 +154,9 @@ class _Run:
             return
         if self.norm <= self.best[0]:
             self.best = (self.norm, self.x, self.r)
-        self.models.append(self.model())
         if self.choices.keep is not None and (not self.kept or self.step >= self.choices.keep * self.kept[-1][0]):
-            self.kept.append((self.step, self.x, self.r))
+            # copies: the pair's memory is written over
+            self.kept.append((self.step, Iterate(self.scale * self.x, self.scale * (self.rhs - self.r))))
         if self.norm <= self.tolerance:
             self.status = Status.CONVERGED
         elif self._stalled():
@@ -182,9 +199,5 @@ class _Run:
         _, x, r = self.best if broken else (self.norm, self.x, self.r)
         assert self.status is not None
         image = self.scale * (self.rhs - r)
-        kept = tuple(
-            Iterate(self.scale * x, self.scale * (self.rhs - r)) for step, x, r in self.kept if step < self.step
-        )
-        return Solution(
-            self.scale * x, self.scale * r.norm(), self.products, self.status, image, iterates=() if broken else kept
-        )
+        kept = () if broken else tuple(iterate for step, iterate in self.kept if step < self.step)
+        return Solution(self.scale * x, self.scale * r.norm(), self.products, self.status, image, iterates=kept)

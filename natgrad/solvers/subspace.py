@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import eigh, safe_cutoff
+from natgrad.linalg import all_finite, eigh, safe_cutoff
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_system
 
@@ -36,7 +36,7 @@ class KrylovSubspace(Solver):
     absolute: bool = False
 
     def __post_init__(self) -> None:
-        if self.dimension < 1:
+        if not isinstance(self.dimension, int) or self.dimension < 1:
             raise ValueError(f"dimension is {self.dimension}, expected an integer >= 1")
         if not self.rtol >= 0:
             raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")
@@ -45,21 +45,22 @@ class KrylovSubspace(Solver):
         check_system(operator, rhs, damping, guess)
         basis = _Basis(self, operator, damping)
         basis.fill(rhs, guess)
-        return self._within(basis, rhs, damping)
+        scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
+        return self._within(basis, rhs / scale, damping, scale)
 
-    def _within(self, basis: _Basis, rhs: Tensor, damping: float) -> Solution:
-        """Galerkin: x = V y with V^T (b - A x) = 0."""
+    def _within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
+        """Galerkin: x = V y with V^T (b - A x) = 0, for b = scale * rhs."""
         space = basis.subspace()
         if not len(space.vectors):
             zero = torch.zeros_like(rhs)
             status = Status.NON_FINITE if basis.broken else Status.CONVERGED
-            return Solution(zero, rhs.norm(), basis.products, status, zero, basis=space)
+            return Solution(zero, scale * rhs.norm(), basis.products, status, zero, basis=space)
         weights, curved_down = small_solve(space.projected(), space.vectors @ rhs, damping, self.absolute)
         value = space.at(weights)
         image = torch.add(space.image_at(weights), value, alpha=damping)
         residual = (rhs - image).norm()
         status = self._status(bool(residual <= self.rtol * rhs.norm()), basis, curved_down)
-        return Solution(value, residual, basis.products, status, image, basis=space)
+        return Solution(scale * value, scale * residual, basis.products, status, scale * image, basis=space)
 
     def _status(self, small: bool, basis: _Basis, curved_down: bool) -> Status:
         if basis.broken:
@@ -84,11 +85,13 @@ class _Basis:
 
     def fill(self, rhs: Tensor, guess: Tensor | None) -> None:
         """The Krylov vectors, then the guess."""
-        candidate = self._preconditioned(rhs)
-        while self.count < self.choices.dimension and self._add(candidate):
-            candidate = self._preconditioned(self._shifted_image())
+        added = self._add(self._preconditioned(rhs))
+        while added and self.count < self.choices.dimension:
+            added = self._add(self._preconditioned(self._shifted_image()))
+        self.complete = not (added or self.broken)  # nothing new: the space is invariant
         if guess is not None and not self.broken:
             self._add(guess)
+        self.complete = self.complete or self.count == self.operator.size
 
     def subspace(self) -> Subspace:
         """What was found, without the unused rows."""
@@ -106,23 +109,22 @@ class _Basis:
 
     def _add(self, candidate: Tensor) -> bool:
         """Orthonormalise and multiply; False where nothing new is left of the candidate, or the product overflows."""
-        scale = candidate.norm()
-        self.broken = not bool(torch.isfinite(scale))
-        if self.broken or not bool(scale > 0) or self.count == self.operator.size:
-            self.complete = not self.broken
+        largest = candidate.abs().max()
+        self.broken = not bool(torch.isfinite(largest))
+        if self.broken or not bool(largest > 0) or self.count == self.operator.size:
             return False
-        unit = candidate / scale
+        unit = candidate / largest  # |v|^2 overflows float32 where an entry is beyond 1e19
+        unit = unit / unit.norm()
         known = self.vectors[: self.count]
         for _ in range(2):  # twice is enough (Kahan, Parlett)
             unit = unit - known.mT @ (known @ unit)
         left = unit.norm()
         if not bool(left > 10 * safe_cutoff(max(self.count, 1), unit.dtype)):
-            self.complete = True  # the space is invariant
             return False
         unit = unit / left
         image = self.operator.mv(unit)
         self.products += 1
-        self.broken = not bool(torch.isfinite(image).all())
+        self.broken = not all_finite(image)
         if self.broken:
             return False
         self.vectors[self.count], self.images[self.count] = unit, image

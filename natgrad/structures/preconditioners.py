@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import cholesky
-from natgrad.metrics import Metric, PullbackMetric, empirical_fisher
+from natgrad.metrics import Covariance, Hessian, Metric, PullbackMetric, empirical_fisher
 from natgrad.operators import Diagonal, Operator, Pullback, Rows
 from natgrad.pure import Call, Labelled, RandomState
 from natgrad.solvers import Solver
 from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.diagonal import Diagonal as DiagonalStructure
+from natgrad.structures.estimates import Sampled
 
 
 class Preconditioner(ABC):
-    """Makes P for one step's system. What P is made of never changes what is solved, only how fast."""
+    """Makes P for one step's system. It changes how fast that goes and what an early stop gives, not the solution."""
 
     @abstractmethod
     def update(
@@ -42,22 +44,26 @@ class Preconditioner(ABC):
 class DiagonalPreconditioner(Preconditioner):
     """P = (diag(D) + damping I)^-power, D the diagonal of G or of the data's own gradients.
 
-    power: .75 in Martens 2010, section 4.7; 1 is Jacobi's.   probes: D = diag(G) is estimated from this many random
-    combinations of G's root per row (Chapelle & Erhan 2011), unbiased, some two gradients each; None: exact, which
-    costs a backward pass per output.   empirical: D = mean of the examples' squared gradients instead, Martens'
-    choice; it needs targets.   The estimate's random signs are the same at every step.
-    ValueError unless 0 < power <= 1 and probes >= 1.
+    power: .75 in Martens 2010, section 4.7; 1 is Jacobi's.   samples: draws of the labels from which D = diag(G) is
+    estimated, one more pass with a backward each (`ng.Diagonal`); None: exact, which costs a backward pass per output.
+    empirical: D = mean of the examples' squared gradients instead, Martens' choice; it needs targets.
+    decay: weight of the past in a running average of the estimate, in [0, 1).
+    A metric that is no likelihood's has no labels to draw: there D is the mean of `samples` of z o G z, z random signs.
+    ValueError unless 0 < power <= 1 and samples >= 1.
     """
 
     power: float = 0.75
-    probes: int | None = 1
+    samples: int | None = 1
     empirical: bool = False
+    decay: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.power <= 1:
             raise ValueError(f"power is {self.power}, expected a number in (0, 1]")
-        if self.probes is not None and self.probes < 1:
-            raise ValueError(f"probes is {self.probes}, expected an integer >= 1, or None for the exact diagonal")
+        if self.samples is not None and (not isinstance(self.samples, int) or self.samples < 1):
+            raise ValueError(f"samples is {self.samples}, expected an integer >= 1, or None for the exact diagonal")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
 
     def update(
         self,
@@ -69,13 +75,20 @@ class DiagonalPreconditioner(Preconditioner):
         operator: Operator,
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
-        if self.empirical:
-            diagonal = empirical(metric, params, inputs, None, random).diagonal()
-        elif self.probes is None:
-            diagonal = operator.diagonal()
+        samples = None if self.empirical or operator.closed_form else self.samples
+        if samples is not None and isinstance(operator, Pullback) and operator.rank is not None:
+            structure = DiagonalStructure(decay=self.decay, estimate=Sampled(samples))
+            estimated, held = structure.update(memory, metric, params, inputs, random=random)
+            diagonal = estimated.diagonal()
         else:
-            diagonal = estimated_diagonal(operator, self.probes)
-        return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), {}
+            draws = memory["draws"] if memory else 0
+            if self.empirical:
+                fresh = empirical(metric, params, inputs, None, random).diagonal()
+            else:
+                fresh = operator.diagonal() if samples is None else probed_diagonal(operator, samples, draws)
+            diagonal, held = running_mean(memory, fresh, self.decay, list(params))
+            held["draws"] = draws + 1
+        return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), held
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,7 @@ class EmpiricalPreconditioner(Preconditioner):
     examples: int = 100
 
     def __post_init__(self) -> None:
-        if self.examples < 1:
+        if not isinstance(self.examples, int) or self.examples < 1:
             raise ValueError(f"examples is {self.examples}, expected an integer >= 1")
 
     def update(
@@ -114,7 +127,7 @@ class EmpiricalPreconditioner(Preconditioner):
 class StructurePreconditioner(Preconditioner):
     """P = (S + damping I)^-1 for a structure whose operator S has a closed-form inverse, such as Kronecker factors.
 
-    TypeError at the first step for a structure without one.
+    TypeError at the first step for a structure without one, or for that of a Hessian.
     """
 
     structure: Structure
@@ -130,6 +143,11 @@ class StructurePreconditioner(Preconditioner):
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
         held, memory = self.structure.update(memory, metric, params, inputs, random=random)
+        if held.indefinite:
+            raise TypeError(
+                f"preconditioner is {self.structure}, of a Hessian with negative eigenvalues: a preconditioner must be "
+                "positive definite; use ng.DiagonalPreconditioner()"
+            )
         inverse = held.inverse(damping)
         if inverse is None:
             raise TypeError(
@@ -170,41 +188,44 @@ class SampleSpaceInverse(Operator):
 def empirical(
     metric: Metric, params: Params, inputs: Any, examples: int | None, random: RandomState | None
 ) -> Pullback:
-    """The empirical Fisher of a metric's model at this step's data. ValueError without targets."""
+    """The empirical Fisher of a metric's model at this step's data. ValueError without targets, TypeError for a metric
+    without a model and a criterion.
+    """
+    source = metric.moment if isinstance(metric, Covariance) else metric
+    if not isinstance(source, (PullbackMetric, Hessian)):
+        raise TypeError(
+            f"an empirical preconditioner needs a metric of a model and a criterion, not {type(metric).__name__}; use "
+            "ng.DiagonalPreconditioner()"
+        )
+    labelled = metric.needs_targets or isinstance(inputs, Labelled)  # else a tuple holds the model's arguments
     if isinstance(inputs, Labelled):
         inputs = inputs.inputs, inputs.targets
-    labelled = metric.needs_targets or isinstance(inputs, tuple)
-    if not isinstance(metric, PullbackMetric) or not labelled or inputs[1] is None:
+    if not labelled or inputs[1] is None:
         raise ValueError(
             "an empirical preconditioner needs the data's targets: compute the loss with optimizer.loss(outputs, "
             "targets), give them to observe(inputs, targets), or use ng.DiagonalPreconditioner()"
         )
     if examples is not None:
         inputs = Call(inputs).sample(examples, seed=0).args
-    return empirical_fisher(metric.model, metric.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
+    return empirical_fisher(source.model, source.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
 
 
-def estimated_diagonal(operator: Operator, probes: int) -> Tensor:
-    """An unbiased estimate of diag(G), shape (n,).
+def running_mean(memory: Memory | None, fresh: Tensor, decay: float, names: list[str]) -> tuple[Tensor, Memory]:
+    """sum_s decay^(t - s) fresh_s / sum_s decay^(t - s), and the totals to go on from; anew for other parameters."""
+    if not decay:
+        return fresh, {}
+    total, weight = fresh, 1.0
+    if memory and memory["names"] == names:
+        total, weight = decay * memory["total"] + fresh, decay * memory["weight"] + 1.0
+    return total / weight, {"total": total, "weight": weight, "names": names}
 
-    For a pullback with a root, per row s = F z with random signs z, E[s s^T] = F F^T: non-negative, and far less noisy
-    than the estimate z o G z, which serves for others.
-    """
-    generator = torch.Generator(operator.device).manual_seed(0)
-    if isinstance(operator, Pullback) and operator.rank is not None:
-        root = operator.output_root()
-        assert root is not None
-        signs = random_signs((root.shape[0], root.shape[2], probes), root, generator)
-        return Rows(operator.linearization, root @ signs / probes**0.5).squares()
-    if not isinstance(operator, Pullback) and operator.closed_form:
-        return operator.diagonal()
-    found = [random_signs((operator.size,), torch.empty((), dtype=operator.dtype), generator) for _ in range(probes)]
+
+def probed_diagonal(operator: Operator, samples: int, seed: int = 0) -> Tensor:
+    """The mean of z o G z over random signs z, (n,): unbiased for diag(G), and noisy (Bekas et al. 2007)."""
+    generator = torch.Generator(operator.device).manual_seed(seed)
+    kind = {"generator": generator, "device": operator.device}
+    found = [(2 * torch.randint(0, 2, (operator.size,), **kind) - 1).to(operator.dtype) for _ in range(samples)]
     return torch.stack([signs * operator.mv(signs) for signs in found]).mean(0)
-
-
-def random_signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Signs +1 and -1, in the dtype of `like`."""
-    return (2 * torch.randint(0, 2, shape, generator=generator, device=generator.device) - 1).to(like.dtype)
 
 
 def safe_power(values: Tensor, power: float) -> Tensor:
