@@ -57,7 +57,7 @@ class StructuredNaturalGradient(Optimizer):
         momentum: float = 0.9,
         damping: float = 0.1,
         max_kl: float = 0.3,
-        kl_share: float = 0.03,
+        kl_share: float = 0.01,
         weight_decay: float = 0.0,
         update_every: int = 10,
         invert_every: int = 10,
