@@ -155,10 +155,10 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
         return solve_psd(matrix.float(), rhs.float(), damping).to(rhs.dtype)
     damped = shifted(matrix, damping)
     factor = cholesky(damped)
-    if factor.failed and rhs.dim() == 1 and all_finite(damped):
-        return solve_symmetric(damped, rhs)  # negative eigenvalues, or nothing but zeros
-    if factor.failed:
-        return torch.full_like(rhs, torch.nan) if bool(damped.any()) else 0 * rhs
+    if factor.failed and not bool(damped.any()):
+        return 0 * rhs
+    if factor.failed:  # negative eigenvalues, unless it is not finite
+        return solve_symmetric(damped, rhs) if rhs.dim() == 1 and all_finite(damped) else torch.full_like(rhs, torch.nan)
     pivots = factor.lower.diagonal().square()
     # a lost rank shows as a pivot at round-off level (100: pivots of singular matrices were seen up to 30 n eps)
     singular = pivots.min() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * pivots.max()
