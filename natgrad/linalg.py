@@ -158,7 +158,9 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     if factor.failed and not bool(damped.any()):
         return 0 * rhs
     if factor.failed:  # negative eigenvalues, unless it is not finite
-        return solve_symmetric(damped, rhs) if rhs.dim() == 1 and all_finite(damped) else torch.full_like(rhs, torch.nan)
+        return (
+            solve_symmetric(damped, rhs) if rhs.dim() == 1 and all_finite(damped) else torch.full_like(rhs, torch.nan)
+        )
     pivots = factor.lower.diagonal().square()
     # a lost rank shows as a pivot at round-off level (100: pivots of singular matrices were seen up to 30 n eps)
     singular = pivots.min() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * pivots.max()

@@ -100,13 +100,13 @@ def hooks(model: nn.Module) -> int:
 
 def test_the_report_says_what_each_parameter_gets():
     model = CASES["bare parameter"].make()[0]
-    opt = ng.kfac(model, CE)
+    opt = ng.kfac(model, CE, momentum=0.9)
     assert {row.structure for row in opt.report()} == {"not read yet"}
     iterate(opt, model, X, Y % 2)
     rows = {row.parameter: row for row in opt.report()}
     assert rows["layer.weight"].structure == "Kronecker"
     assert rows["scale"].structure == "Diagonal"
-    # two factors, their inverses and the gradient's mean; the bias has its mean alone
+    # two factors, their inverses and the mean of the gradient; the bias has its mean alone
     assert rows["layer.weight"].memory == 2 * (2 * 2 + 4 * 4) + 6
     assert rows["layer.bias"].memory == 2
     assert "Kronecker" in str(opt.report())

@@ -54,7 +54,7 @@ class StructuredNaturalGradient(Optimizer):
         structure: Layerwise,
         lr: float = 1.0,
         *,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         damping: float = 0.1,
         max_kl: float = 0.3,
         kl_share: float = 0.01,
