@@ -95,7 +95,7 @@ class DiagonalPreconditioner(Preconditioner):
 class EmpiricalPreconditioner(Preconditioner):
     """P = (U + damping I)^-1, U the empirical Fisher of some of the batch's examples, inverted in sample space.
 
-    examples: how many, drawn with a fixed seed. One product with P costs about two thirds of a gradient on them. It
+    examples: how many, drawn with a fixed seed. One product with P takes two passes over their row gradients. It
     catches the directions in which the data's gradients are large, which are those of large G only near a good fit.
     Needs targets, and a damping above zero. ValueError for examples < 1.
     """
