@@ -19,7 +19,7 @@ from natgrad.structures.collect import collect, explains
 from natgrad.structures.estimates import Outputs
 from natgrad.structures.layers import Layer, known_layers
 from natgrad.structures.statistics import Seen
-from natgrad.structures.taps import Taps, derivatives, passes, tap
+from natgrad.structures.taps import Tap, Taps, passes, reached, tap
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Reader:
         """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
+        self.taps.armed = False  # compiled graphs keep their taps
         self.taps.take()
 
     def generator_on(self, device: torch.device) -> torch.Generator:
@@ -71,23 +72,37 @@ class Reader:
     def read(self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall) -> Reading:
         """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched."""
         rows = criterion.family.rows(outputs)
-        calls = [call for call in self.taps.take() if self.trusted is None or self._trusts(call.layer)]
-        if not calls and self.layers:
-            return self._replayed(criterion, targets, recall, len(rows))
+        calls = [call for call in self.taps.take() if self._wants(call)]
         trusted = self.trusted or set()
         watched = {name: p for name, p in self.named.items() if name not in trusted}
         examples = max(len(next(leaves(outputs))), 1)
         cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, examples)]
-        deltas, slopes = derivatives(rows, calls, cotangents, list(watched.values()))
+        try:
+            calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
+        except RuntimeError as error:
+            if "donated" not in str(error):
+                raise
+            calls = []  # a compiled backward that ran for the user first does not run twice
+        if not calls and self.layers:
+            return self._replayed(criterion, targets, recall, len(rows))
         seen = passes(calls, deltas, examples=examples)
         if self.trusted is None:
             gradients = dict(zip(watched, slopes[0], strict=True))
             eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
             seen = [one for one in seen if explains(one, gradients, eps)]
             self.trusted = {name for one in seen for name in one.layer.layout.names}
+        seen = [one for one in seen if self._trusts(one.layer)]
         held = {name for one in seen for name in one.layer.layout.names}
         squares = {name: squared([found[i] for found in slopes]) for i, name in enumerate(watched) if name not in held}
         return Reading(seen, {name: s for name, s in squares.items() if s is not None}, len(rows))
+
+    def skip(self, value: Tensor) -> None:
+        """Read nothing of a loss. A compiled graph's first backward settles whether there may be two: there may."""
+        dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
+        torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+
+    def _wants(self, call: Tap) -> bool:
+        return self.trusted is None or self._trusts(call.layer)
 
     def _trusts(self, layer: Layer) -> bool:
         return self.trusted is not None and self.trusted.issuperset(layer.layout.names)
@@ -107,12 +122,14 @@ class Reader:
             return list(self.estimate.cotangents(known, self.generator_on(rows.device)))
 
     def _replayed(self, criterion: Criterion, targets: Any, recall: Recall, rows: int) -> Reading:
-        """From one more pass, as a pure function: compiled modules do not let anybody listen."""
+        """From one more pass, as a pure function: graphs compiled before there were taps let nobody listen."""
         last = recall.passed()
         if last is None:
             raise ValueError(
                 "no statistics: no layer of the model was heard in training mode since the last step; call "
-                "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets)"
+                "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets); if it "
+                "was compiled and called before the optimizer was built, give the optimizer the compiled model, or "
+                "call torch.compiler.reset() once"
             )
         with last.modes_of(self.model), torch.compiler.set_stance("force_eager"):
             found = collect(

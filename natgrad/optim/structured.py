@@ -86,7 +86,7 @@ class StructuredNaturalGradient(Optimizer):
         self._nats = 1.0
         self._losses: list[tuple[Any, int]] = []  # of this step's micro-batches, each with its number of rows
         self._reader.taps.armed = True
-        self._finalizer = weakref.finalize(self, release, self._reader, listen(model, self._recall))
+        self._finalizer = weakref.finalize(self, release, self._reader, listen(model, self._recall, traceable=True))
 
     # what the user calls around a step
 
@@ -228,6 +228,8 @@ class StructuredNaturalGradient(Optimizer):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall)
                 taken = self._blocks.take(reading, decay)
+        else:
+            self._reader.skip(value)
         self._reader.taps.take()
         self._pending += taken
         self._clock["failures"] += not taken
