@@ -392,3 +392,13 @@ def test_a_failing_decomposition_keeps_the_last_good_inverse(monkeypatch: pytest
     monkeypatch.undo()
     iterate(opt, model)
     assert [block.inverse for block in opt._blocks] != inverses
+
+
+def test_a_layer_that_is_first_reached_later_gets_its_block():
+    model = CASES["not reached"].make()[0]
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, X, Y % 2)
+    model.forward = lambda x: model.used(x) + model.unused(x)
+    iterate(opt, model, X, Y % 2)
+    kinds = {row.parameter: row.structure for row in opt.report()}
+    assert kinds["unused.weight"] == kinds["unused.bias"] == "Kronecker"

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.optim.blocks import Block, Blocks
+from natgrad.optim.distributed import together
 from natgrad.optim.door import check_number, named_parameters
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
@@ -45,6 +46,8 @@ class StructuredNaturalGradient(Optimizer):
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
     A gradient that is not finite skips the step, statistics that are not finite are not taken, an inverse that fails
     leaves its last good one in place; all are counted in `state_report().failures`.
+    With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
+    and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
     """
 
     def __init__(
@@ -70,11 +73,13 @@ class StructuredNaturalGradient(Optimizer):
         for name, every in (("update_every", update_every), ("invert_every", invert_every)):
             if not isinstance(every, int) or every < 1:
                 raise ValueError(f"{name} is {every}, expected an integer >= 1")
-        self.model, self.criterion, self.structure = model, as_criterion(criterion), structure
+        self.model, self._ranks = together(model)
+        self._ranks.check(structure)
+        self.criterion, self.structure = as_criterion(criterion), structure
         self.update_every, self.invert_every = update_every, invert_every
-        self._named = named_parameters(model)
+        self._named = named_parameters(self.model)
         self._recall = Recall()
-        self._reader = Reader(model, self._named, structure.estimate, structure.seed)
+        self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "max_kl": max_kl, "kl_share": kl_share}
         super().__init__(
             list(self._named.values()) if params is None else params, {**defaults, "weight_decay": weight_decay}
@@ -83,10 +88,12 @@ class StructuredNaturalGradient(Optimizer):
         self._told: dict[str, Tensor] = {}
         self._clock = {"step": 0, "updated": -1, "inverted": -1, "failures": 0}
         self._pending = 0  # readings since the last step
-        self._nats = 1.0
+        self._nats: Any = 1.0
         self._losses: list[tuple[Any, int]] = []  # of this step's micro-batches, each with its number of rows
         self._reader.taps.armed = True
-        self._finalizer = weakref.finalize(self, release, self._reader, listen(model, self._recall, traceable=True))
+        self._finalizer = weakref.finalize(
+            self, release, self._reader, listen(self.model, self._recall, traceable=True)
+        )
 
     # what the user calls around a step
 
@@ -184,7 +191,8 @@ class StructuredNaturalGradient(Optimizer):
         extra = {
             "clock": dict(self._clock),
             "blocks": self._blocks.saved(),
-            "trusted": None if self._reader.trusted is None else sorted(self._reader.trusted),
+            "trusted": sorted(self._reader.trusted),
+            "refused": sorted(self._reader.refused),
             "generator": None if generator is None else generator.get_state(),
         }
         return {**super().state_dict(), EXTRA: extra}
@@ -203,7 +211,7 @@ class StructuredNaturalGradient(Optimizer):
             if i in state_dict["state"]:  # in its own dtype: the statistics of half-precision parameters are float32
                 self.state[p] = map_tensors(state_dict["state"][i], lambda t, p=p: t.to(p.device).clone())
         self._clock = dict(extra["clock"])
-        self._reader.trusted = None if extra["trusted"] is None else set(extra["trusted"])
+        self._reader.trusted, self._reader.refused = set(extra["trusted"]), set(extra["refused"])
         self._blocks.state = self.state
         self._blocks.rebuild(extra["blocks"], self._reader.by_names())
         if extra["generator"] is not None:
@@ -227,7 +235,7 @@ class StructuredNaturalGradient(Optimizer):
         if bool(torch.isfinite(value.detach()).all()):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall)
-                taken = self._blocks.take(reading, decay)
+                taken = reading is not None and self._blocks.take(reading, decay)
         else:
             self._reader.skip(value)
         self._reader.taps.take()
@@ -240,7 +248,8 @@ class StructuredNaturalGradient(Optimizer):
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
-        gradients = {name: dense(p) / (self._recall.scale or 1.0) for name, p in active}
+        loss, self._nats, scale = self._ranks.pooled(self._losses, self._nats, self._recall.scale, active[0][1].device)
+        gradients = {name: dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
@@ -248,7 +257,7 @@ class StructuredNaturalGradient(Optimizer):
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode, and call "
                 "backward() on it"
             )
-        self._told = {"gradient": norm} | ({"loss": weighted_mean(self._losses)} if self._losses else {})
+        self._told = {"gradient": norm} | ({} if loss is None else {"loss": loss})
         if finite:
             self._invert()
             self._move(gradients)
@@ -331,11 +340,6 @@ def dense(p: Tensor) -> Tensor:
 def count_rows(criterion: Criterion, outputs: Any) -> int:
     """Rows of outputs: what a micro-batch weighs."""
     return len(criterion.family.rows(map_tensors(outputs, torch.detach)))
-
-
-def weighted_mean(losses: list[tuple[Any, int]]) -> Tensor:
-    """The micro-batches' losses as one mean."""
-    return torch.stack([loss * rows for loss, rows in losses]).sum() / sum(rows for _, rows in losses)
 
 
 def check_key(key: str, value: float, most: float) -> None:
