@@ -18,7 +18,7 @@ def kfac(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.1,
+    damping: float = 0.03,
     update_every: int = 10,
     invert_every: int = 10,
     max_kl: float = math.inf,
