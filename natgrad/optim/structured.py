@@ -316,7 +316,7 @@ class StructuredNaturalGradient(Optimizer):
     def _kind(self, block: Block | None) -> str:
         if block is None:
             return "not read yet"
-        return "Diagonal" if block.layer is None else type(self.structure).__name__
+        return "Diagonal" if block.layer is None else self.structure.kind(self._blocks.of(block)["totals"])
 
 
 def dense(p: Tensor) -> Tensor:
