@@ -19,7 +19,7 @@ from natgrad.optim.reading import Reading
 from natgrad.structures.collect import collect
 
 EXACT = ng.ExactLabels()
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 FREE: dict[str, Any] = {"momentum": 0.0, "max_kl": math.inf, "kl_share": math.inf}
 
 

@@ -213,7 +213,7 @@ def online_ng(
     return StructuredNaturalGradient(
         model,
         criterion,
-        OnlineLowRank(decay, estimate, gradient=gradient),
+        OnlineLowRank(decay, estimate, gradient=gradient, factored=True),
         lr,
         momentum=momentum,
         damping=damping,

@@ -133,7 +133,7 @@ class StructuredNaturalGradient(Optimizer):
         held = {name: block for block in self._blocks for name in block.layout.names}
         rows = Report()
         for name, p in self._by_group():
-            numbers = sum(t.numel() for t in leaves(self.state.get(p, {})))
+            numbers = sum({t.data_ptr(): t.numel() for t in leaves(self.state.get(p, {}))}.values())  # shared ones once
             rows.append(Row(name, self._kind(held.get(name)), p.numel(), numbers))
         return rows
 

@@ -38,16 +38,21 @@ class LowRankCovariance(Layerwise):
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.by_token:
             return accumulated(before, {"squares": layer_squares(seen)}, decay)
-        kept = [decay**0.5 * before["root"]] if before is not None and "root" in before else []
-        for deltas in seen.deltas:
+        found = before if before is not None and "vectors" in before else None
+        for i, deltas in enumerate(seen.deltas):
             fresh = torch.stack(grouped(seen.activations, deltas, 2 * self.rank)).flatten(1)
-            kept = [leading(torch.cat([*kept, fresh]), min(self.rank, fresh.shape[1]))]
-        return {"root": kept[0]}
+            if found is not None:
+                past = (found["values"] * (1.0 if i else decay)).sqrt().unsqueeze(1) * found["vectors"]
+                fresh = torch.cat([past, fresh])
+            values, vectors = leading(fresh, min(self.rank, fresh.shape[1]))
+            found = {"values": values, "vectors": vectors}
+        assert found is not None
+        return found
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "squares" in totals:
             return Diagonal(totals["squares"].reshape(-1) / weight)
-        return spiked(totals["root"], self.rank, weight)
+        return spiked(totals["values"] / weight, totals["vectors"], self.rank)
 
     def kind(self, totals: Statistics) -> str:
         return "Diagonal" if "squares" in totals else super().kind(totals)
@@ -70,24 +75,21 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, 1).transpose(0, 1)
 
 
-def leading(vectors: Tensor, rank: int) -> Tensor:
-    """Orthogonal rows U (rank, n) with U^T U the best approximation of X^T X, X (m, n), longest first.
+def leading(vectors: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Leading eigenvalues of X^T X (rank,), largest first, and eigenvectors (rank, n), for X (m, n); m where m < rank.
 
-    Fewer rows where X has fewer. By the Gram matrix X X^T = Q C Q^T, U = Q^T X, in O(m^2 n).
+    By the Gram matrix X X^T = Q C Q^T: V = C^-1/2 Q^T X, in O(m^2 n). What is round-off beside the largest is zero,
+    with vectors of zero.
     """
-    gram = (vectors @ vectors.mT).double()
-    turn = eigh(gram)[1].flip(-1)[:, :rank]
-    return turn.mT.to(vectors.dtype) @ vectors
+    values, turn = eigh((vectors @ vectors.mT).double())
+    values, turn = values.flip(0)[:rank], turn.flip(1)[:, :rank]
+    kept = values > 10 * safe_cutoff(len(vectors), vectors.dtype) * values[:1]
+    scale = torch.where(kept, values.clamp(min=0).rsqrt(), 0)
+    return torch.where(kept, values, 0).to(vectors.dtype), (turn * scale).mT.to(vectors.dtype) @ vectors
 
 
-def spiked(root: Tensor, rank: int, weight: float) -> Spiked:
-    """U^T U / weight by its eigenvectors, with the rank-th eigenvalue for everything beside them.
-
-    Rows that are round-off beside the longest count as left out.
-    """
-    squares = root.square().sum(1)
-    kept = squares > 10 * safe_cutoff(len(root), root.dtype) * squares.max()
-    last = torch.where(kept, squares, 0).min() if len(root) == rank < root.shape[1] else squares.new_zeros(())
-    vectors = torch.where(kept, squares.rsqrt(), 0).unsqueeze(1) * torch.where(kept.unsqueeze(1), root, 0)
-    spectrum = torch.cat([torch.where(kept, squares, last), last.unsqueeze(0)]) / weight
-    return Spiked(vectors.mT, root.new_zeros(1, 0), spectrum.unsqueeze(1), squares.mean() / weight)
+def spiked(values: Tensor, vectors: Tensor, rank: int) -> Spiked:
+    """V diag(values) V^T, with the rank-th value for everything beside V's rows: none while there are fewer."""
+    last = values.min() if len(values) == rank < vectors.shape[1] else values.new_zeros(())
+    spectrum = torch.cat([values, last.unsqueeze(0)]).unsqueeze(1)
+    return Spiked(vectors.mT, vectors.new_zeros(1, 0), spectrum, values.mean())

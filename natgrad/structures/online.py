@@ -91,8 +91,10 @@ def gradient_rows(seen: Seen) -> tuple[Tensor, Tensor]:
 def side(name: str, rows: Tensor, rank: int, before: Statistics | None, decay: float) -> Statistics:
     """One factor's running total after these rows."""
     rank = min(rank, (rows.shape[-1] + 1) // 2)
-    known = before is not None and f"{name}_basis" in before
-    found = tracked(side_of(before, name), rows, decay) if known else first(rows, rank)
+    if before is None or f"{name}_basis" not in before:
+        found = first(rows, rank)
+    else:
+        found = tracked(side_of(before, name), rows, decay)
     return {f"{name}_basis": found.basis, f"{name}_values": found.values, f"{name}_rest": found.rest}
 
 
