@@ -20,7 +20,7 @@ from natgrad.optim.structured import WARM
 from natgrad.structures.collect import collect
 
 EXACT = ng.ExactLabels()
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 FREE: dict[str, Any] = {"momentum": 0.0, "kl_share": math.inf, "measure": False}
 
 

@@ -148,7 +148,7 @@ class StructuredNaturalGradient(Optimizer):
         held = {name: block for block in self._blocks for name in block.layout.names}
         rows = Report()
         for name, p in self._by_group():
-            numbers = sum(t.numel() for t in leaves(self.state.get(p, {})))
+            numbers = sum({t.data_ptr(): t.numel() for t in leaves(self.state.get(p, {}))}.values())  # shared ones once
             rows.append(Row(name, self._kind(held.get(name)), p.numel(), numbers))
         return rows
 
@@ -350,7 +350,7 @@ class StructuredNaturalGradient(Optimizer):
     def _kind(self, block: Block | None) -> str:
         if block is None:
             return "not read yet"
-        return "Diagonal" if block.layer is None else type(self.structure).__name__
+        return "Diagonal" if block.layer is None else self.structure.kind(self._blocks.of(block)["totals"])
 
 
 def dense(p: Tensor) -> Tensor:
