@@ -15,8 +15,10 @@ from natgrad.optim.reading import Reading
 from natgrad.structures import Layerwise
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Statistics, accumulated
+from natgrad.structures.statistics import Seen
 
 ENTRIES = ("totals", "weight", "inverse", "level")
+HEADROOM = 1e-6  # of the largest number: running averages add up
 
 
 @dataclass
@@ -48,22 +50,32 @@ class Blocks:
         return self.state[self.named[block.layout.names[0]]]
 
     def take(self, reading: Reading, decay: float) -> bool:
-        """A reading into the averages, weighted by its rows: as a whole, or not at all where it is not finite."""
-        share = float(reading.rows)
-        fresh: list[tuple[str, Block, Statistics]] = []
-        for seen in reading.layers:
-            total = self.structure.statistics(seen.counted(share), self._totals(seen.key), decay)
-            fresh.append((seen.key, Block(seen.layer.layout, seen.layer), total))
+        """A reading into the averages, weighted by its rows; where it is not finite or near overflow, nothing of it.
+
+        Layer after layer, so that the old and the new averages are never all there at once; the reading is emptied on
+        the way, from its end, as the first layers of a network tend to be the largest.
+        """
+        if not sound(reading):
+            return False
+        share, taken = float(reading.rows), True
+        while reading.layers:
+            taken &= self._take_layer(reading.layers.pop().counted(share), decay)
         for name, squares in reading.squares.items():
             total = accumulated(self._totals(name), {"squares": share * squares}, decay)
-            fresh.append((name, Block(single(name, self.named[name]), None), total))
-        # one pass over each, no copy: a sum with an infinity or a NaN in it is not finite
-        if not all(bool(torch.isfinite(t.sum())) for _, _, total in fresh for t in total.values()):
+            taken &= self._average(name, Block(single(name, self.named[name]), None), total, decay, share)
+        return taken
+
+    def _take_layer(self, seen: Seen, decay: float) -> bool:
+        totals = self.structure.statistics(seen, self._totals(seen.key), decay)
+        return self._average(seen.key, Block(seen.layer.layout, seen.layer), totals, decay, seen.share)
+
+    def _average(self, key: str, block: Block, totals: Statistics, decay: float, share: float) -> bool:
+        """One block's new totals, unless something in them is not finite: an eigendecomposition may have failed."""
+        if not all(bool(torch.isfinite(t.sum())) for t in totals.values()):
             return False
-        for key, block, total in fresh:
-            numbers = self.of(self._known(key, block))
-            weight = decay * numbers["weight"] + share if "totals" in numbers else share
-            numbers.update(totals=total, weight=weight)
+        numbers = self.of(self._known(key, block))
+        weight = decay * numbers["weight"] + share if "totals" in numbers else share
+        numbers.update(totals=renewed(numbers, "totals", totals), weight=weight)
         return True
 
     def invert(self, damping: Callable[[str], float]) -> int:
@@ -81,8 +93,8 @@ class Blocks:
             if inverse is None:
                 failures += 1
                 continue
-            block.inverse = inverse
-            numbers.update(inverse=packed(inverse), level=level)
+            numbers.update(inverse=renewed(numbers, "inverse", packed(inverse)), level=level)
+            block.inverse = unpacked(numbers["inverse"])
         return failures
 
     def operator(self, block: Block) -> Operator:
@@ -109,6 +121,9 @@ class Blocks:
         solved = block.inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
         found = {name: part for name, part in block.layout.split(solved).items() if name in means}
         level = self.of(block)["level"]
+        if len(found) == len(names) and len({rates[n] for n in names}) == 1:  # the usual case, without copies
+            image = dot(matrix, solved) - level * dot(solved, solved)
+            return found, (rates[names[0]] ** 2 * image).clamp(min=0)
         moved = [rates[n] ** 2 * (dot(whole[n], part) - level * dot(part, part)) for n, part in found.items()]
         return found, torch.stack(moved).sum().clamp(min=0)
 
@@ -140,6 +155,48 @@ class Blocks:
                     numbers.pop(entry, None)
             self.all[key] = block
         return self.all[key]
+
+
+def sound(reading: Reading) -> bool:
+    """Whether no second moment of the reading can overflow, sums of many such readings included.
+
+    Every entry of a factor is at most the squared norm of its side, every entry of a block the product of both.
+    """
+    norms = [squares.sum().sqrt() for squares in reading.squares.values()]
+    for seen in reading.layers:
+        for part in getattr(seen, "parts", (seen,)):
+            sides = [norm(deltas) for deltas in part.deltas]
+            sides = [torch.stack(sides).norm()] + ([] if part.by_token else [norm(part.activations)])
+            norms += [*sides, torch.stack(sides).prod()]
+    if not norms:
+        return True
+    largest = min(torch.finfo(n.dtype).max for n in norms)
+    # in one synchronisation; comparisons with a NaN are false
+    return bool((torch.stack([n.double() for n in norms]).square() <= HEADROOM * largest).all())
+
+
+def renewed(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict[str, Any]:
+    """The new values of `totals` or `inverse`, in the old ones' storage where they fit and nobody else uses it.
+
+    What lives from step to step then stays where it is, and what is freed leaves no holes between: the heap of a
+    classifier 784-1000-500-250-10 grew to 94 MiB without this, of which 49 were in use between steps.
+    """
+    old, other = (numbers.get(key, {}) for key in (entry, "inverse" if entry == "totals" else "totals"))
+    used = {t.data_ptr() for t in other.values() if isinstance(t, Tensor)}  # EKFAC's inverse lies in its totals' basis
+    return {key: written(old.get(key), value, used) for key, value in new.items()}
+
+
+def written(old: Any, new: Any, used: set[int]) -> Any:
+    """`new`, in old's storage if it is a tensor of old's kind; new itself otherwise."""
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor) or {old.data_ptr(), new.data_ptr()} & used:
+        return new
+    alike = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    return old.copy_(new) if alike else new
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """Root of the sum of squares, a scalar tensor."""
+    return torch.linalg.vector_norm(tensor)
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:

@@ -238,7 +238,8 @@ class StructuredNaturalGradient(Optimizer):
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
-        gradients = {name: dense(p) / (self._recall.scale or 1.0) for name, p in active}
+        scale = self._recall.scale or 1.0
+        gradients = {name: dense(p) if scale == 1 else dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
