@@ -13,7 +13,7 @@ from natgrad.report.summary import Result, Summary, lead, plural, short
 from natgrad.report.table import differences, grid, rows
 from natgrad.report.template import Provenance, fill
 
-DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2")
+DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2", "10 2 3 2", "5 2 1 2 1 2", "13 4", "4 1")
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,20 @@ def _paired_method(summary: Summary) -> str:
 
 def _race_method(summary: Summary) -> str:
     steps = summary.settings["steps"]
-    choices = len(summary.results[0].entries[0].grid)
+    entries = summary.results[0].entries
+    choices = max(len(entry.grid) for entry in entries)
     bound = f"{steps} steps" if steps else "the same seconds"
     seeds = plural(len(summary.seeds), "seed")
+    if not choices:
+        return (
+            f"Nobody was tuned: every contestant ran for {bound} from {seeds}. Evaluation does not count as training."
+        )
+    untuned = [entry.name for entry in entries if not entry.grid]
+    but = f" but {' and '.join(untuned)}, not tuned at all," if untuned else ""
     return (
-        f"Every contestant was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed that "
-        f"the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does not "
-        "count as training."
+        f"Every contestant{but} was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed "
+        f"that the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does "
+        "not count as training."
     )
 
 
