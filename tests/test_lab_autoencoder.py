@@ -9,7 +9,7 @@ from torch import nn
 
 from natgrad.data import curves, strokes
 from natgrad.experiments import Job, LabError, Training, contestants, execute, find
-from natgrad.experiments.autoencoder import GROUPS, RACE, STARTS, Settings, network, of_digits, sparse, structured, task
+from natgrad.experiments.autoencoder import GROUPS, RACE, STARTS, Settings, network, of_digits, sparse, task
 from natgrad.experiments.models import squared_error
 
 TINY = Settings(steps=2, looked_at=20, seconds=60.0)
@@ -28,7 +28,7 @@ def among():
         contestants.adam(GRID(batch=(20,), lr=(1e-3,))),
         contestants.muon(GRID(batch=(20,), lr=(0.03,), adam_lr=(1e-3,))),
         contestants.sgd(GRID(batch=(20,), lr=(1e-3,))),
-        *structured(batch=20).values(),
+        *contestants.by_default(batch=20).values(),
     )
 
 
@@ -36,7 +36,7 @@ def tiny(settings=TINY):
     return task("curves", "Curves", [784, 6, 2], few, settings, among(), mean_image=125, entropy=40)
 
 
-STRUCTURED = {contestant.name for contestant in structured(batch=20).values()}
+STRUCTURED = {contestant.name for contestant in contestants.by_default(batch=20).values()}
 
 
 # Drawn curves.

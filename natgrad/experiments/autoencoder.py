@@ -15,7 +15,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-import natgrad as ng
 from natgrad.data import Split, curves, digits, mnist
 from natgrad.experiments import contestants
 from natgrad.experiments.frame import Contestant, LabError, Race, Task, reconstructed
@@ -23,7 +22,7 @@ from natgrad.experiments.models import bernoulli_divergence, mirrored, squared_e
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 GROUPS = {
-    "structures": ("kfac", "ekfac", "unitwise", "diagonal", "adam", "muon", "soap", "sgd"),
+    **contestants.GROUPS,
     "matrix_free": ("hessian_free", "krylov_subspace", "adam", "muon", "sgd"),
 }
 GROUPS["all"] = tuple(dict.fromkeys(GROUPS["structures"] + GROUPS["matrix_free"]))
@@ -106,22 +105,10 @@ def task(
     )
 
 
-def structured(batch: int) -> dict[str, Contestant]:
-    """Methods with a block per layer, with their defaults."""
-    recipes = {
-        "kfac": ("K-FAC", ng.kfac),
-        "ekfac": ("EKFAC", ng.ekfac),
-        "unitwise": ("unit-wise", ng.unitwise),
-        "diagonal": ("diagonal", ng.diagonal),
-    }
-    choice = contestants.grid(batch=(batch,))
-    return {key: contestants.structured(name, recipe, choice) for key, (name, recipe) in recipes.items()}
-
-
 def mnist_contestants() -> Mapping[str, Contestant]:
     """Grids narrowed by probes with the tuning seed."""
     grid = contestants.grid
-    return structured(batch=500) | {
+    return contestants.by_default(batch=500) | {
         "hessian_free": contestants.natural_gradient(
             grid(batch=(500, 1000), metric=(250,), damping=(1e-2,), products=(10, 20))
         ),
@@ -130,7 +117,7 @@ def mnist_contestants() -> Mapping[str, Contestant]:
         ),
         "adam": contestants.adam(grid(batch=(64, 128), lr=(5e-4, 1e-3))),
         "muon": contestants.muon(grid(batch=(512, 1000), lr=(0.05, 0.1), adam_lr=(1e-3,))),
-        "soap": contestants.soap(grid(batch=(128, 512), lr=(1e-3, 3e-3))),
+        "soap": contestants.soap(grid(batch=(256, 512), lr=(0.01, 0.03))),
         "sgd": contestants.sgd(grid(batch=(64, 128), lr=(1e-3, 2e-3))),
     }
 
@@ -138,7 +125,7 @@ def mnist_contestants() -> Mapping[str, Contestant]:
 def curves_contestants() -> Mapping[str, Contestant]:
     """Grids narrowed by probes with the tuning seed. SGD did not leave the mean image at lower rates, in 15 s."""
     grid = contestants.grid
-    return structured(batch=500) | {
+    return contestants.by_default(batch=500) | {
         "hessian_free": contestants.natural_gradient(
             grid(batch=(1000,), metric=(250, 500), damping=(1e-3,), products=(20, 40))
         ),
@@ -155,7 +142,7 @@ def curves_contestants() -> Mapping[str, Contestant]:
 def digits_contestants() -> Mapping[str, Contestant]:
     """Grids narrowed by probes with the tuning seed."""
     grid = contestants.grid
-    return structured(batch=256) | {
+    return contestants.by_default(batch=256) | {
         "hessian_free": contestants.natural_gradient(
             grid(batch=(0,), metric=(256,), damping=(0.03, 0.01), products=(30, 50))
         ),

@@ -60,6 +60,20 @@ def structured(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: It
     return Contestant(name, tuple(grid), build)
 
 
+FAMILY = {
+    "kfac": ("K-FAC", ng.kfac),
+    "ekfac": ("EKFAC", ng.ekfac),
+    "unitwise": ("unit-wise", ng.unitwise),
+    "diagonal": ("diagonal", ng.diagonal),
+}
+GROUPS = {"structures": (*FAMILY, "adam", "muon", "soap", "sgd")}
+
+
+def by_default(batch: int) -> dict[str, Contestant]:
+    """The recipes with one block per layer, as they come: nothing but the size of the batch is said."""
+    return {key: structured(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
+
+
 def adam(grid: Iterable[Choice]) -> Contestant:
     """torch.optim.Adam with its own defaults. Choices: batch, lr."""
 

@@ -229,8 +229,10 @@ def _task_plan(task: Task) -> dict[str, Any]:
         "unit": task.unit,
         "contestants": [_contestant_plan(contestant) for contestant in task.contestants],
     }
+    if task.note:
+        made["note"] = task.note
     if task.tuned_on != "train_loss":
-        made |= {"tuned_on": task.tuned_on, "paper": task.paper, "note": task.note}
+        made |= {"tuned_on": task.tuned_on, "paper": task.paper}
     return made
 
 

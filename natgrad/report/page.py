@@ -131,7 +131,7 @@ def note(result: Result) -> str:
     return (
         f"{over}Losses are in {result.unit}, at the end of training. {short(result.target)} is the training loss that "
         "the second-best contestant ended with; a dash means that it was not reached. In the plots lines are medians "
-        "and bands reach from the lowest to the highest seed."
+        f"and bands reach from the lowest to the highest seed. {result.note}"
     )
 
 

@@ -36,9 +36,32 @@ class Plot:
     log_y: bool = True
 
 
+PRECISION = (
+    Plot(
+        "precision-epochs",
+        "Precision on the test part, by epoch",
+        "epoch",
+        "test_precision",
+        "epochs",
+        "precision",
+        log_y=False,
+    ),
+    Plot(
+        "precision-seconds",
+        "And by second",
+        "seconds",
+        "test_precision",
+        "seconds of training",
+        "precision",
+        log_y=False,
+    ),
+)
+
+
 def plots(result: Result) -> list[Plot]:
     """The plots of a task, those for which its records have numbers."""
     wanted = _by_updates(result) if result.pairs else _by_seconds(result)
+    wanted = [*PRECISION, *wanted]
     return [plot for plot in wanted if any(len(curve(r, plot.x, plot.y)[0]) for e in result.entries for r in e.records)]
 
 

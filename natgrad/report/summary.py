@@ -152,6 +152,7 @@ def result(task: dict[str, Any], records: Sequence[Record]) -> Result | None:
         examples=header["examples"],
         entries=tuple(entries),
         verdict="",
+        note=task.get("note", ""),
     )
     return _paired(made, task, raced) if "tuned_on" in task else _ranked(made)
 
@@ -170,7 +171,6 @@ def _paired(made: Result, task: dict[str, Any], raced: dict[str, list[Record]]) 
         tuned_on=task["tuned_on"],
         pairs=pairs,
         paper=paper,
-        note=task["note"],
     )
 
 
