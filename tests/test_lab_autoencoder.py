@@ -160,6 +160,13 @@ def test_data_and_methods_are_words():
     assert [len(one.contestants) for one in both] == [6, 6]
 
 
+def test_grids_can_be_cut_short():
+    (one,) = RACE.tasks(Settings(data="mnist", methods="adam,kfac", choices=2))
+    assert [len(contestant.grid) for contestant in one.contestants] == [1, 2]
+    with pytest.raises(LabError, match="choices is 0, expected at least 1"):
+        RACE.tasks(Settings(choices=0))
+
+
 @pytest.mark.parametrize(("key", "word"), [("activation", "softmax"), ("start", "zeros"), ("data", "letters")])
 def test_an_unknown_word_is_refused(key, word):
     with pytest.raises(LabError, match=f"{key} is '{word}', expected one of"):

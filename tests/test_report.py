@@ -19,6 +19,7 @@ from natgrad.report.page import DASHES
 from natgrad.report.plots import DASHES as LINES
 from natgrad.report.plots import Plot, band
 from natgrad.report.summary import Spread, entry, lead, loss_after, short, verdict
+from natgrad.report.words import listed
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +234,11 @@ def test_band_is_the_median_where_all_curves_are_known():
 )
 def test_numbers_are_short(value, text):
     assert short(value) == text
+
+
+@pytest.mark.parametrize(("words", "text"), [("", ""), ("a", "a"), ("ab", "a and b"), ("abc", "a, b and c")])
+def test_words_are_listed(words, text):
+    assert listed(list(words)) == text
 
 
 def test_contestants_keep_their_colours_in_every_order(folder, page):

@@ -9,7 +9,7 @@ thread. Structured methods run with their defaults, all others are tuned over gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -43,6 +43,7 @@ class Settings:
     start: str = "torch"  # torch's own; or glorot, usual with tanh; or sparse, which is Martens'
     data: str = "mnist,curves"  # words among mnist, curves and digits
     methods: str = "structures"  # or matrix_free, all, or names of contestants such as kfac,adam
+    choices: int | None = None  # the first of every grid that are tried; none for all
 
 
 def tasks(settings: Settings) -> tuple[Task, ...]:
@@ -57,19 +58,19 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
 
 def of_mnist(settings: Settings) -> Task:
     """784-1000-500-250-30 and back."""
-    among = contestants.select(settings.methods, mnist_contestants(), GROUPS)
+    among = selected(settings, mnist_contestants())
     return task("mnist", "MNIST", [784, 1000, 500, 250, 30], mnist, settings, among, mean_image=206, entropy=46)
 
 
 def of_curves(settings: Settings) -> Task:
     """784-400-200-100-50-25-6 and back."""
-    among, encoder = contestants.select(settings.methods, curves_contestants(), GROUPS), [784, 400, 200, 100, 50, 25, 6]
+    among, encoder = selected(settings, curves_contestants()), [784, 400, 200, 100, 50, 25, 6]
     return task("curves", "Curves", encoder, curves, settings, among, mean_image=125, entropy=40, share=1 / 3)
 
 
 def of_digits(settings: Settings) -> Task:
     """64-100-50-10 and back: for a quick look, without any file of data."""
-    among = contestants.select(settings.methods, digits_contestants(), GROUPS)
+    among = selected(settings, digits_contestants())
     return task("digits", "Digits", [64, 100, 50, 10], digits, settings, among, mean_image=27, entropy=14, share=1 / 30)
 
 
@@ -105,6 +106,14 @@ def task(
     )
 
 
+def selected(settings: Settings, among: Mapping[str, Contestant]) -> tuple[Contestant, ...]:
+    """Those that the settings name, with as much of their grids."""
+    if settings.choices is not None and settings.choices < 1:
+        raise LabError(f"choices is {settings.choices}, expected at least 1, or none for the whole grids")
+    chosen = contestants.select(settings.methods, among, GROUPS)
+    return tuple(replace(contestant, grid=contestant.grid[: settings.choices]) for contestant in chosen)
+
+
 def mnist_contestants() -> Mapping[str, Contestant]:
     """Grids narrowed by probes with the tuning seed."""
     grid = contestants.grid
@@ -115,10 +124,10 @@ def mnist_contestants() -> Mapping[str, Contestant]:
         "krylov_subspace": contestants.krylov_subspace(
             grid(batch=(1000,), metric=(250,), search=(250, 500), dimension=(5, 10))
         ),
-        "adam": contestants.adam(grid(batch=(64, 128), lr=(5e-4, 1e-3))),
-        "muon": contestants.muon(grid(batch=(512, 1000), lr=(0.05, 0.1), adam_lr=(1e-3,))),
-        "soap": contestants.soap(grid(batch=(256, 512), lr=(0.01, 0.03))),
-        "sgd": contestants.sgd(grid(batch=(64, 128), lr=(1e-3, 2e-3))),
+        "adam": contestants.adam(grid(batch=(128, 64), lr=(1e-3, 5e-4))),
+        "muon": contestants.muon(grid(batch=(512, 1000), lr=(0.1, 0.05), adam_lr=(1e-3,))),
+        "soap": contestants.soap(grid(batch=(512, 256), lr=(0.01, 0.03))),
+        "sgd": contestants.sgd(grid(batch=(64, 128), lr=(2e-3, 1e-3))),
     }
 
 

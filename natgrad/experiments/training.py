@@ -174,6 +174,7 @@ class Order:
 
 
 REPORTED = ("kl", "damping", "ratio", "solver_steps", "residual", "rate", "status", "failures")
+OF_STRUCTURES = ("kl", "rate", "status", "failures")  # they solve in closed form
 
 
 def report(optimizer: torch.optim.Optimizer) -> Row:
@@ -181,7 +182,8 @@ def report(optimizer: torch.optim.Optimizer) -> Row:
     if not isinstance(optimizer, OURS):
         return {}
     told = optimizer.state_report()
-    return {name: getattr(told, name) for name in REPORTED}
+    names = REPORTED if isinstance(optimizer, ng.NaturalGradient) else OF_STRUCTURES
+    return {name: getattr(told, name) for name in names}
 
 
 def clock(device: str) -> float:

@@ -48,7 +48,7 @@ PRECISION = (
     ),
     Plot(
         "precision-seconds",
-        "And by second",
+        "Precision on the test part, by second",
         "seconds",
         "test_precision",
         "seconds of training",
