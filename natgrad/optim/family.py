@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -16,13 +17,14 @@ def kfac(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
+    momentum: float = 0.9,
     damping: float = 0.1,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.01,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
@@ -47,6 +49,7 @@ def kfac(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
         params=params,
     )
 
@@ -56,13 +59,14 @@ def ekfac(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
+    momentum: float = 0.9,
     damping: float = 1.0,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.01,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
@@ -88,6 +92,7 @@ def ekfac(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
         params=params,
     )
 
@@ -97,20 +102,20 @@ def diagonal(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
+    momentum: float = 0.9,
     damping: float = 1.0,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.0003,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
 ) -> StructuredNaturalGradient:
     """The natural gradient with the diagonal of the true Fisher: one number per parameter.
 
-    The model of the step that it gives is poor, so that `kl_share`, which is measured in that model, is small.
     model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   decay: of the statistics'
     running averages, per update.   estimate: how labels are drawn; `ng.Empirical()` takes the data's own.   The rest:
     as in `StructuredNaturalGradient`.
@@ -129,6 +134,7 @@ def diagonal(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
         params=params,
     )
 
@@ -138,13 +144,14 @@ def unitwise(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
+    momentum: float = 0.9,
     damping: float = 1.0,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.003,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
@@ -169,5 +176,6 @@ def unitwise(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
         params=params,
     )

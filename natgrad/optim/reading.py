@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,17 @@ from natgrad.structures.taps import Taps, derivatives, passes, tap
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows."""
+    """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows.
+
+    apart: the layers again, with labels drawn apart, for measuring what the statistics were fitted to.   scores: from
+    those labels, of the parameters without a layer, summed over examples, per cotangent.
+    """
 
     layers: list[Seen]
     squares: dict[str, Tensor]
     rows: int
+    apart: list[Seen] = field(default_factory=list)
+    scores: tuple[dict[str, Tensor], ...] = ()
 
 
 class Reader:
@@ -68,8 +74,13 @@ class Reader:
         """The trusted layers, by their parameters' names."""
         return {layer.layout.names: layer for layer in self.layers.values() if self._trusts(layer)}
 
-    def read(self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall) -> Reading:
-        """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched."""
+    def read(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
+    ) -> Reading:
+        """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched.
+
+        apart: how labels for measurements are drawn, None where the statistics' own do.
+        """
         rows = criterion.family.rows(outputs)
         calls = [call for call in self.taps.take() if self.trusted is None or self._trusts(call.layer)]
         if not calls and self.layers:
@@ -77,7 +88,9 @@ class Reader:
         trusted = self.trusted or set()
         watched = {name: p for name, p in self.named.items() if name not in trusted}
         examples = max(len(next(leaves(outputs))), 1)
-        cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, examples)]
+        estimates = [self.estimate] if apart is None else [self.estimate, apart]
+        drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
+        cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
         deltas, slopes = derivatives(rows, calls, cotangents, list(watched.values()))
         seen = passes(calls, deltas, examples=examples)
         if self.trusted is None:
@@ -86,13 +99,25 @@ class Reader:
             seen = [one for one in seen if explains(one, gradients, eps)]
             self.trusted = {name for one in seen for name in one.layer.layout.names}
         held = {name for one in seen for name in one.layer.layout.names}
-        squares = {name: squared([found[i] for found in slopes]) for i, name in enumerate(watched) if name not in held}
-        return Reading(seen, {name: s for name, s in squares.items() if s is not None}, len(rows))
+        rest = {
+            name: squared([found[i] for found in slopes[:own]]) for i, name in enumerate(watched) if name not in held
+        }
+        known = {name: s for name, s in rest.items() if s is not None}
+        measuring = slice(0 if apart is None else own, None)
+        return Reading(
+            [replace(one, deltas=one.deltas[:own]) for one in seen],
+            known,
+            len(rows),
+            [replace(one, deltas=one.deltas[measuring]) for one in seen],
+            tuple(summed(watched, found, known) for found in slopes[measuring]),
+        )
 
     def _trusts(self, layer: Layer) -> bool:
         return self.trusted is not None and self.trusted.issuperset(layer.layout.names)
 
-    def _cotangents(self, criterion: Criterion, outputs: Any, targets: Any, examples: int) -> list[Tensor]:
+    def _cotangents(
+        self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: int
+    ) -> list[Tensor]:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         family = criterion.family
 
@@ -104,7 +129,7 @@ class Reader:
         batch = examples if len(rows) % examples == 0 else 1
         with torch.no_grad():
             known = Outputs(tree, rows, family, weights, batch, slope)
-            return list(self.estimate.cotangents(known, self.generator_on(rows.device)))
+            return list(estimate.cotangents(known, self.generator_on(rows.device)))
 
     def _replayed(self, criterion: Criterion, targets: Any, recall: Recall, rows: int) -> Reading:
         """From one more pass, as a pure function: compiled modules do not let anybody listen."""
@@ -125,7 +150,13 @@ class Reader:
                 trusted=self.trusted,
             )
         self.trusted = {name for one in found.layers for name in one.layer.layout.names}
-        return Reading(found.layers, found.squares, rows)
+        return Reading(found.layers, found.squares, rows, found.layers)
+
+
+def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
+    """The scores of one cotangent by name, dense, of the parameters without a layer."""
+    pairs = zip(watched, slopes, strict=True)
+    return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}
 
 
 def squared(slopes: list[Tensor | None]) -> Tensor | None:
