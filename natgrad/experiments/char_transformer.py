@@ -64,11 +64,11 @@ def among() -> Mapping[str, Contestant]:
     """Grids narrowed by probes with the tuning seed. Embeddings and logits are Adam's where Muon has the rest."""
     grid = contestants.grid
     return contestants.by_default(batch=32) | {
-        "adam": contestants.adam(grid(batch=(32,), lr=(1e-3, 3e-3))),
+        "adam": contestants.adam(grid(batch=(32,), lr=(3e-3, 0.01))),
         "muon": contestants.muon(
-            grid(batch=(32,), lr=(0.01, 0.03), adam_lr=(3e-3,)), but=("symbol.weight", "place.weight", "head.weight")
+            grid(batch=(32,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=("symbol.weight", "place.weight", "head.weight")
         ),
-        "soap": contestants.soap(grid(batch=(32,), lr=(1e-3, 3e-3))),
+        "soap": contestants.soap(grid(batch=(32,), lr=(0.01, 0.03))),
         "sgd": contestants.sgd(grid(batch=(32,), lr=(0.1, 0.3))),
     }
 

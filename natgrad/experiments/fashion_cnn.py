@@ -72,10 +72,10 @@ def among() -> Mapping[str, Contestant]:
     """Grids narrowed by probes with the tuning seed. The layer of the logits is Adam's where Muon has the rest."""
     grid = contestants.grid
     return contestants.by_default(batch=256) | {
-        "adam": contestants.adam(grid(batch=(64, 256), lr=(3e-3,))),
-        "muon": contestants.muon(grid(batch=(64, 256), lr=(0.03,), adam_lr=(3e-3,)), but=("9.weight",)),
-        "soap": contestants.soap(grid(batch=(64, 256), lr=(3e-3,))),
-        "sgd": contestants.sgd(grid(batch=(64, 256), lr=(0.05,))),
+        "adam": contestants.adam(grid(batch=(128,), lr=(3e-3, 0.01))),
+        "muon": contestants.muon(grid(batch=(128,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=("9.weight",)),
+        "soap": contestants.soap(grid(batch=(128,), lr=(3e-3, 0.01))),
+        "sgd": contestants.sgd(grid(batch=(128,), lr=(0.03, 0.1))),
     }
 
 
