@@ -20,7 +20,7 @@ from natgrad.optim.structured import WARM
 from natgrad.structures.collect import collect
 
 EXACT = ng.ExactLabels()
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 FREE: dict[str, Any] = {"momentum": 0.0, "kl_share": math.inf, "measure": False}
 
 
@@ -325,16 +325,6 @@ def test_gradient_scaling_changes_nothing():
     assert_close(flat(scaled), flat(plain), 1e-12)
 
 
-def test_compiled_models_are_read_in_one_more_pass():
-    model, plain = net(), net()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    opt = ng.kfac(compiled, CE, estimate=EXACT)
-    iterate(opt, compiled)
-    iterate(ng.kfac(plain, CE, estimate=EXACT), plain)
-    assert_close(flat(model), flat(plain), 1e-12)
-    torch.compiler.reset()
-
-
 def test_frozen_unfrozen_and_unused_parameters():
     model = CASES["not reached"].make()[0]
     model.used.weight.requires_grad_(False)
@@ -403,3 +393,13 @@ def test_a_failing_decomposition_keeps_the_last_good_inverse(monkeypatch: pytest
     monkeypatch.undo()
     iterate(opt, model)
     assert [block.inverse for block in opt._blocks] != inverses
+
+
+def test_a_layer_that_is_first_reached_later_gets_its_block():
+    model = CASES["not reached"].make()[0]
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, X, Y % 2)
+    model.forward = lambda x: model.used(x) + model.unused(x)
+    iterate(opt, model, X, Y % 2)
+    kinds = {row.parameter: row.structure for row in opt.report()}
+    assert kinds["unused.weight"] == kinds["unused.bias"] == "Kronecker"

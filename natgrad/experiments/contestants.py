@@ -65,6 +65,8 @@ FAMILY = {
     "ekfac": ("EKFAC", ng.ekfac),
     "unitwise": ("unit-wise", ng.unitwise),
     "diagonal": ("diagonal", ng.diagonal),
+    "online_ng": ("Kaldi-style", ng.online_ng),
+    "tonga": ("TONGA", ng.tonga),
 }
 GROUPS = {"structures": (*FAMILY, "adam", "muon", "soap", "sgd")}
 

@@ -13,6 +13,7 @@ from natgrad.operators import Diagonal, Layout, Operator
 from natgrad.optim.inverses import packed, robust_inverse, unpacked
 from natgrad.optim.reading import Reading
 from natgrad.structures import Layerwise
+from natgrad.structures.exchange import exchanging
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Statistics, accumulated
 
@@ -51,18 +52,20 @@ class Blocks:
         """A reading into the averages, weighted by its rows: as a whole, or not at all where it is not finite."""
         share = float(reading.rows)
         fresh: list[tuple[str, Block, Statistics]] = []
-        for seen in reading.layers:
-            total = self.structure.statistics(seen.counted(share), self._totals(seen.key), decay)
-            fresh.append((seen.key, Block(seen.layer.layout, seen.layer), total))
-        for name, squares in reading.squares.items():
-            total = accumulated(self._totals(name), {"squares": share * squares}, decay)
-            fresh.append((name, Block(single(name, self.named[name]), None), total))
+        with exchanging(reading.exchange):
+            for seen in reading.layers:
+                total = self.structure.statistics(seen.counted(share), self._totals(seen.key), decay)
+                fresh.append((seen.key, Block(seen.layer.layout, seen.layer), total))
+            for name, squares in reading.squares.items():
+                total = accumulated(self._totals(name), {"squares": share * squares}, decay)
+                fresh.append((name, Block(single(name, self.named[name]), None), total))
         # one pass over each, no copy: a sum with an infinity or a NaN in it is not finite
         if not all(bool(torch.isfinite(t.sum())) for _, _, total in fresh for t in total.values()):
             return False
         for key, block, total in fresh:
             numbers = self.of(self._known(key, block))
-            weight = decay * numbers["weight"] + share if "totals" in numbers else share
+            rows = float(reading.weights.get(key, share))
+            weight = decay * numbers["weight"] + rows if "totals" in numbers else rows
             numbers.update(totals=total, weight=weight)
         return True
 

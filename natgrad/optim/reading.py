@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.metrics import fisher
+from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.recall import Recall
 from natgrad.pure import Labelled, leaves, map_tensors
 from natgrad.spaces import Space
 from natgrad.structures import Estimate
 from natgrad.structures.collect import collect, explains
 from natgrad.structures.estimates import Outputs
+from natgrad.structures.exchange import Exchange
 from natgrad.structures.layers import Layer, known_layers
 from natgrad.structures.statistics import Seen
-from natgrad.structures.taps import Taps, derivatives, passes, tap
+from natgrad.structures.taps import Taps, passes, reached, tap
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Reading:
 
     apart: the layers again, with labels drawn apart, for measuring what the statistics were fitted to.   scores: from
     those labels, of the parameters without a layer, summed over examples, per cotangent.
+    With several processes: this one's part.   weights: by layer and parameter, the rows of all processes that used it;
+    default this one's.   exchange: how the parts are added up.
     """
 
     layers: list[Seen]
@@ -35,18 +39,23 @@ class Reading:
     rows: int
     apart: list[Seen] = field(default_factory=list)
     scores: tuple[dict[str, Tensor], ...] = ()
+    weights: Mapping[str, int] = field(default_factory=dict)
+    exchange: Exchange | None = None
 
 
 class Reader:
     """Listens to a model's layers while armed, and reads statistics when a loss is known.
 
-    The first reading compares the gradients that the layers explain with plain ones; parameters where they differ
-    (used behind their layer's back) and parameters without a layer get squares: of the gradient for sampled labels. Its
-    expectation over labels is the metric's diagonal, since scores of different rows are independent with mean 0.
+    The first reading that reaches a layer compares the gradient that the layer explains with the plain one; parameters
+    where they differ (used behind their layer's back) and parameters without a layer get squares: of the gradient for
+    sampled labels. Its expectation over labels is the metric's diagonal, since scores of different rows are independent
+    with mean 0.   trusted, refused: parameters whose layers explain them, and do not.
     """
 
-    def __init__(self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int) -> None:
-        self.model, self.estimate, self.seed = model, estimate, seed
+    def __init__(
+        self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int, ranks: Ranks = Ranks()
+    ) -> None:
+        self.model, self.estimate, self.seed, self.ranks = model, estimate, seed, ranks
         self.taps = Taps()
         self.generator: torch.Generator | None = None
         self.attach(named)
@@ -55,13 +64,15 @@ class Reader:
         """Listen to the layers of these parameters."""
         self.named = dict(named)
         self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
-        self.trusted: set[str] | None = None
+        self.trusted: set[str] = set()
+        self.refused: set[str] = set()
         self.handles = tap(self.taps, self.layers)
 
     def detach(self) -> None:
         """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
+        self.taps.armed = False  # compiled graphs keep their taps
         self.taps.take()
 
     def generator_on(self, device: torch.device) -> torch.Generator:
@@ -76,44 +87,99 @@ class Reader:
 
     def read(
         self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
-    ) -> Reading:
+    ) -> Reading | None:
         """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched.
 
-        apart: how labels for measurements are drawn, None where the statistics' own do.
+        apart: how labels for measurements are drawn, None where the statistics' own do. With several processes: this
+        one's part of them. None where another process's loss was not finite.
         """
+        own, heard = self._own(criterion, outputs, targets, recall, apart)
+        return self._agreed(own, heard)
+
+    def skip(self, value: Tensor) -> None:
+        """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
+        dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
+        torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+        if self.ranks.size > 1:
+            call_roll(self.ranks, self._device, [layer.key for layer in self.layers.values()], list(self.named), None)
+
+    def _own(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
+    ) -> tuple[Reading, dict[str, bool]]:
+        """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
-        calls = [call for call in self.taps.take() if self.trusted is None or self._trusts(call.layer)]
-        if not calls and self.layers:
-            return self._replayed(criterion, targets, recall, len(rows))
-        trusted = self.trusted or set()
-        watched = {name: p for name, p in self.named.items() if name not in trusted}
+        calls = [call for call in self.taps.take() if not self._refuses(call.layer)]
+        watched = {name: p for name, p in self.named.items() if name not in self.trusted}
         examples = max(len(next(leaves(outputs))), 1)
         estimates = [self.estimate] if apart is None else [self.estimate, apart]
         drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
         cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
-        deltas, slopes = derivatives(rows, calls, cotangents, list(watched.values()))
-        seen = passes(calls, deltas, examples=examples)
-        if self.trusted is None:
-            gradients = dict(zip(watched, slopes[0], strict=True))
-            eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-            seen = [one for one in seen if explains(one, gradients, eps)]
-            self.trusted = {name for one in seen for name in one.layer.layout.names}
+        try:
+            calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
+        except RuntimeError as error:
+            if "donated" not in str(error):
+                raise
+            calls = []  # a compiled backward that ran for the user first does not run twice
+        if not calls and self.layers:
+            return self._replayed(criterion, targets, recall, len(rows))
+        seen = [one for one in passes(calls, deltas, examples=examples) if not self._refuses(one.layer)]
+        gradients = dict(zip(watched, slopes[0], strict=True))
+        heard = self._judged(seen, gradients, max((torch.finfo(call.dtype).eps for call in calls), default=0.0))
+        seen = [one for one in seen if heard[one.key]]
         held = {name for one in seen for name in one.layer.layout.names}
-        rest = {
-            name: squared([found[i] for found in slopes[:own]]) for i, name in enumerate(watched) if name not in held
-        }
-        known = {name: s for name, s in rest.items() if s is not None}
         measuring = slice(0 if apart is None else own, None)
+        rest = [(name, i) for i, name in enumerate(watched) if name not in held]
+        squares = {name: squared([found[i] for found in slopes[:own]]) for name, i in rest}
+        known = {name: s for name, s in squares.items() if s is not None}
         return Reading(
             [replace(one, deltas=one.deltas[:own]) for one in seen],
             known,
             len(rows),
             [replace(one, deltas=one.deltas[measuring]) for one in seen],
             tuple(summed(watched, found, known) for found in slopes[measuring]),
-        )
+        ), heard
+
+    def _judged(self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float) -> dict[str, bool]:
+        """Whether the layers that were reached explain their parameters' gradients: found out once."""
+        heard = {one.key: self._trusts(one.layer) or explains(one, gradients, eps) for one in seen}
+        for layer in self.layers.values():
+            if not self._trusts(layer) and any(gradients.get(name) is not None for name in layer.layout.names):
+                heard.setdefault(layer.key, False)
+        return heard
+
+    def _agreed(self, own: Reading, heard: Mapping[str, bool]) -> Reading | None:
+        """The part of a reading that all processes take the same way."""
+        layers = {layer.key: layer for layer in self.layers.values()}
+        roll = call_roll(self.ranks, self._device, list(layers), list(self.named), heard, list(own.squares), own.rows)
+        if roll.failed:
+            return None
+        self.refused |= {name for key in roll.refused for name in layers[key].layout.names}
+        kept = {key: layers[key] for key in roll.layers if key not in roll.refused}
+        held = {name for layer in kept.values() for name in layer.layout.names}
+        self.trusted |= held
+        seen, cotangents = {one.key: one for one in own.layers}, max((len(one.deltas) for one in own.layers), default=1)
+        passed = [
+            seen[key] if key in seen else unheard(layer, cotangents, self._zeros(layer.layout.names[0]))
+            for key, layer in kept.items()
+        ]
+        squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
+        exchange = self.ranks.summed if self.ranks.size > 1 else None
+        apart = [one for one in own.apart if one.key in kept]
+        return Reading(passed, squares, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.named.values())).device
+
+    def _zeros(self, name: str) -> Tensor:
+        p = self.named[name]
+        return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+
+    def _refuses(self, layer: Layer) -> bool:
+        return not self.refused.isdisjoint(layer.layout.names)
 
     def _trusts(self, layer: Layer) -> bool:
-        return self.trusted is not None and self.trusted.issuperset(layer.layout.names)
+        return self.trusted.issuperset(layer.layout.names)
 
     def _cotangents(
         self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: int
@@ -129,15 +195,19 @@ class Reader:
         batch = examples if len(rows) % examples == 0 else 1
         with torch.no_grad():
             known = Outputs(tree, rows, family, weights, batch, slope)
-            return list(estimate.cotangents(known, self.generator_on(rows.device)))
+            return list(estimate.cotangents(known, self.ranks.generator(self.generator_on(rows.device))))
 
-    def _replayed(self, criterion: Criterion, targets: Any, recall: Recall, rows: int) -> Reading:
-        """From one more pass, as a pure function: compiled modules do not let anybody listen."""
+    def _replayed(
+        self, criterion: Criterion, targets: Any, recall: Recall, rows: int
+    ) -> tuple[Reading, dict[str, bool]]:
+        """From one more pass, as a pure function: graphs compiled before there were taps let nobody listen."""
         last = recall.passed()
         if last is None:
             raise ValueError(
                 "no statistics: no layer of the model was heard in training mode since the last step; call "
-                "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets)"
+                "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets); if it "
+                "was compiled and called before the optimizer was built, give the optimizer the compiled model, or "
+                "call torch.compiler.reset() once"
             )
         with last.modes_of(self.model), torch.compiler.set_stance("force_eager"):
             found = collect(
@@ -145,12 +215,11 @@ class Reader:
                 self.named,
                 Labelled(last.call, targets),
                 self.estimate,
-                self.generator_on(next(iter(self.named.values())).device),
+                self.ranks.generator(self.generator_on(self._device)),
                 random=last.random,
-                trusted=self.trusted,
+                trusted=self.trusted or None,
             )
-        self.trusted = {name for one in found.layers for name in one.layer.layout.names}
-        return Reading(found.layers, found.squares, rows, found.layers)
+        return Reading(found.layers, found.squares, rows, found.layers), {one.key: True for one in found.layers}
 
 
 def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:

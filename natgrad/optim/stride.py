@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian
+from natgrad.optim.distributed import Ranks
 from natgrad.optim.reading import Reading
 from natgrad.structures.statistics import Seen
 
@@ -47,18 +48,23 @@ class Stride:
         """1/2 of the form along rate * d, in nats per example."""
         return 0.5 * nats * self.known(slope) * slope * rate.square()
 
-    def measure(self, steps: Mapping[str, Tensor], promised: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> None:
+    def measure(
+        self, steps: Mapping[str, Tensor], promised: Mapping[str, Tensor], named: Mapping[str, Tensor], ranks: Ranks
+    ) -> None:
         """Take the ratio from the sample, if there is one. promised: the steps' d^T m, by parameter as they are.
 
         A form that is not finite makes the steps from here on shorter by a factor of ten.
         """
         sample, self.sample = self.sample, None
-        found, names = (None, []) if sample is None else form_along(sample, steps, named)
-        parts = [promised[name] for name in names if name in promised]
-        if found is None or not parts:
+        if sample is None:
             return
-        whole, before = torch.stack(parts).sum(), self.ratio
-        fresh = found.to(whole) / whole
+        found, names = form_along(sample, steps, named)
+        whole = sum(promised[name] for name in names if name in promised)
+        like = next(iter(promised.values()))
+        pair = torch.stack([torch.as_tensor(part).to(like) for part in (found, whole)])
+        found, whole = ranks.sum(sample.rows * pair)  # the same bits on all ranks, in the ratio too
+        before = self.ratio
+        fresh = found / whole
         if before is not None:
             # a few examples carry the metric of a network that is nearly right, and a pass may miss them
             fresh = torch.maximum(fresh, SLOWEST * before)
@@ -90,12 +96,12 @@ def sampled(reading: Reading) -> Reading:
 
 def form_along(
     reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
-) -> tuple[Tensor | None, list[str]]:
+) -> tuple[Tensor | float, list[str]]:
     """step^T G step from one pass, and the parameters that it covers: sum_i E[(score_i^T step)^2].
 
     score_i^T step over all layers of an example together, from the statistics' outer products, which are never written
     out. Parameters without a layer add the square of their summed scores, whose expectation over labels is the same.
-    None if nothing moved that was seen.
+    0 if nothing moved that was seen.
     """
     layers = [one for one in reading.apart if any(name in steps for name in one.layer.layout.names)]
     layers = [one for one in layers if len(one.deltas) == len(layers[0].deltas)]
@@ -106,7 +112,7 @@ def form_along(
         if rest:
             forms.append(torch.stack(rest).sum().square())
     names += [name for scores in reading.scores[:1] for name in scores]
-    return (torch.stack(forms).sum() if forms else None), names
+    return (torch.stack(forms).sum() if forms else 0.0), names
 
 
 def form_of(layers: Sequence[Seen], steps: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Tensor:

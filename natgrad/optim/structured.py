@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.optim.blocks import Block, Blocks, dot
+from natgrad.optim.distributed import together
 from natgrad.optim.door import check_number, named_parameters
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
@@ -49,6 +50,8 @@ class StructuredNaturalGradient(Optimizer):
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
     A gradient that is not finite skips the step, statistics that are not finite are not taken, an inverse that fails
     leaves its last good one in place; all are counted in `state_report().failures`.
+    With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
+    and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class StructuredNaturalGradient(Optimizer):
         lr: float = 1.0,
         *,
         momentum: float = 0.9,
-        damping: float = 0.1,
+        damping: float = 0.03,
         max_kl: float = math.inf,
         kl_share: float = 0.05,
         weight_decay: float = 0.0,
@@ -75,12 +78,14 @@ class StructuredNaturalGradient(Optimizer):
         for name, every in (("update_every", update_every), ("invert_every", invert_every)):
             if not isinstance(every, int) or every < 1:
                 raise ValueError(f"{name} is {every}, expected an integer >= 1")
-        self.model, self.criterion, self.structure = model, as_criterion(criterion), structure
+        self.model, self._ranks = together(model)
+        self._ranks.check(structure)
+        self.criterion, self.structure = as_criterion(criterion), structure
         self._bounded = bounded_below(self.criterion)
         self.update_every, self.invert_every, self.measure = update_every, invert_every, measure
-        self._named = named_parameters(model)
+        self._named = named_parameters(self.model)
         self._recall = Recall()
-        self._reader = Reader(model, self._named, structure.estimate, structure.seed)
+        self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "max_kl": max_kl, "kl_share": kl_share}
         super().__init__(
             list(self._named.values()) if params is None else params, {**defaults, "weight_decay": weight_decay}
@@ -90,10 +95,12 @@ class StructuredNaturalGradient(Optimizer):
         self._clock = {"step": 0, "updated": -1, "inverted": -1, "failures": 0}
         self._stride = Stride()
         self._pending = 0  # readings since the last step
-        self._nats = 1.0
+        self._nats: Any = 1.0
         self._losses: list[tuple[Any, int]] = []  # of this step's micro-batches, each with its number of rows
         self._reader.taps.armed = True
-        self._finalizer = weakref.finalize(self, release, self._reader, listen(model, self._recall))
+        self._finalizer = weakref.finalize(
+            self, release, self._reader, listen(self.model, self._recall, traceable=True)
+        )
 
     # what the user calls around a step
 
@@ -141,7 +148,7 @@ class StructuredNaturalGradient(Optimizer):
         held = {name: block for block in self._blocks for name in block.layout.names}
         rows = Report()
         for name, p in self._by_group():
-            numbers = sum(t.numel() for t in leaves(self.state.get(p, {})))
+            numbers = sum({t.data_ptr(): t.numel() for t in leaves(self.state.get(p, {}))}.values())  # shared ones once
             rows.append(Row(name, self._kind(held.get(name)), p.numel(), numbers))
         return rows
 
@@ -192,7 +199,8 @@ class StructuredNaturalGradient(Optimizer):
         extra = {
             "clock": dict(self._clock),
             "blocks": self._blocks.saved(),
-            "trusted": None if self._reader.trusted is None else sorted(self._reader.trusted),
+            "trusted": sorted(self._reader.trusted),
+            "refused": sorted(self._reader.refused),
             "generator": None if generator is None else generator.get_state(),
             "ratio": self._stride.ratio,
         }
@@ -213,7 +221,7 @@ class StructuredNaturalGradient(Optimizer):
                 self.state[p] = map_tensors(state_dict["state"][i], lambda t, p=p: t.to(p.device).clone())
         self._clock = dict(extra["clock"])
         self._stride.ratio = extra["ratio"]
-        self._reader.trusted = None if extra["trusted"] is None else set(extra["trusted"])
+        self._reader.trusted, self._reader.refused = set(extra["trusted"]), set(extra["refused"])
         self._blocks.state = self.state
         self._blocks.rebuild(extra["blocks"], self._reader.by_names())
         if extra["generator"] is not None:
@@ -239,9 +247,11 @@ class StructuredNaturalGradient(Optimizer):
                 # labels that a metric was estimated from measure it too short along the direction that it gives
                 apart = None if not self.measure or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
-                taken = self._blocks.take(reading, decay)
-                if taken and self.measure:
+                taken = reading is not None and self._blocks.take(reading, decay)
+                if reading is not None and taken and self.measure:
                     self._stride.sample = sampled(reading)
+        else:
+            self._reader.skip(value)
         self._reader.taps.take()
         self._pending += taken
         self._clock["failures"] += not taken
@@ -252,7 +262,8 @@ class StructuredNaturalGradient(Optimizer):
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
-        gradients = {name: dense(p) / (self._recall.scale or 1.0) for name, p in active}
+        loss, self._nats, scale = self._ranks.pooled(self._losses, self._nats, self._recall.scale, active[0][1].device)
+        gradients = {name: dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
@@ -260,7 +271,7 @@ class StructuredNaturalGradient(Optimizer):
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode, and call "
                 "backward() on it"
             )
-        self._told = {"gradient": norm} | ({"loss": weighted_mean(self._losses)} if self._losses else {})
+        self._told = {"gradient": norm} | ({} if loss is None else {"loss": loss})
         if finite:
             self._invert()
             self._move(gradients)
@@ -298,7 +309,8 @@ class StructuredNaturalGradient(Optimizer):
         scaled = {name: rates[name] ** 2 * slope for name, slope in slopes.items()}
         whole = torch.stack(list(scaled.values())).sum()
         bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
-        self._stride.measure({name: rates[name] * step for name, step in steps.items()}, scaled, self._named)
+        moves = {name: rates[name] * step for name, step in steps.items()}
+        self._stride.measure(moves, scaled, self._named, self._ranks)
         rate = self._stride.rate(bounding, self._radius(whole), self._nats)
         for name, step in steps.items():
             p = self._named[name]
@@ -338,7 +350,7 @@ class StructuredNaturalGradient(Optimizer):
     def _kind(self, block: Block | None) -> str:
         if block is None:
             return "not read yet"
-        return "Diagonal" if block.layer is None else type(self.structure).__name__
+        return "Diagonal" if block.layer is None else self.structure.kind(self._blocks.of(block)["totals"])
 
 
 def dense(p: Tensor) -> Tensor:
@@ -351,11 +363,6 @@ def dense(p: Tensor) -> Tensor:
 def count_rows(criterion: Criterion, outputs: Any) -> int:
     """Rows of outputs: what a micro-batch weighs."""
     return len(criterion.family.rows(map_tensors(outputs, torch.detach)))
-
-
-def weighted_mean(losses: list[tuple[Any, int]]) -> Tensor:
-    """The micro-batches' losses as one mean."""
-    return torch.stack([loss * rows for loss, rows in losses]).sum() / sum(rows for _, rows in losses)
 
 
 def check_key(key: str, value: float, most: float) -> None:

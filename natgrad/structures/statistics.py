@@ -34,7 +34,7 @@ class Seen:
     @property
     def key(self) -> str:
         """The layer's parameters, as one string."""
-        return " ".join(self.layer.layout.names)
+        return self.layer.key
 
     @property
     def by_token(self) -> bool:
