@@ -94,7 +94,7 @@ class StructuredNaturalGradient(Optimizer):
         )
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Tensor] = {}
-        self._clock = {"step": 0, "updated": -1, "inverted": -1, "failures": 0}
+        self._clock = {"step": 0, "updated": -1, "inverted": -1, "measured": -1, "failures": 0}
         self._stride = Stride()
         self._pending = 0  # readings since the last step
         self._nats: Any = 1.0
@@ -245,10 +245,11 @@ class StructuredNaturalGradient(Optimizer):
         if bool(torch.isfinite(value.detach()).all()):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 # labels that a metric was estimated from measure it too short along the direction that it gives
-                apart = None if not self.measure or isinstance(self.structure.estimate, ExactLabels) else Sampled()
+                measuring = self.measure and self._due("measured", 2 * self.update_every)
+                apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
                 if reading is not None:
-                    sample = sampled(reading) if self.measure else None
+                    sample = sampled(reading) if measuring else None
                     reading.apart.clear()
                     taken = self._blocks.take(reading, decay)
                     self._stride.sample = sample if taken else None
@@ -315,7 +316,9 @@ class StructuredNaturalGradient(Optimizer):
         whole = torch.stack(list(scaled.values())).sum()
         bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
         moves = {name: rates[name] * step for name, step in steps.items()}
-        self._stride.measure(moves, scaled, self._named, self._ranks)
+        if self._stride.sample is not None:
+            self._stride.measure(moves, scaled, self._named, self._ranks)
+            self._clock["measured"] = self._clock["step"]
         rate = self._stride.rate(bounding, self._radius(whole), self._nats)
         for name, step in steps.items():
             p = self._named[name]
