@@ -13,7 +13,19 @@ from natgrad.experiments.autoencoder import GROUPS, RACE, STARTS, Settings, netw
 from natgrad.experiments.models import squared_error
 
 TINY = Settings(steps=2, looked_at=20, seconds=60.0)
-KEYS = ("hessian_free", "krylov_subspace", "adam", "muon", "sgd", "kfac", "ekfac", "unitwise", "diagonal", "online_ng", "tonga")
+KEYS = (
+    "hessian_free",
+    "krylov_subspace",
+    "adam",
+    "muon",
+    "sgd",
+    "kfac",
+    "ekfac",
+    "unitwise",
+    "diagonal",
+    "online_ng",
+    "tonga",
+)
 GRID = contestants.grid
 
 
