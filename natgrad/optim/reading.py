@@ -21,7 +21,12 @@ from natgrad.structures.estimates import Outputs
 from natgrad.structures.exchange import Exchange
 from natgrad.structures.layers import Layer, known_layers
 from natgrad.structures.statistics import Seen
-from natgrad.structures.taps import Taps, passes, reached, tap
+from natgrad.structures.taps import Taps, passes, reached, resume, tap
+
+REENTRANT = (
+    "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
+    ".grad alone, cannot go through that: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,18 @@ class Reader:
         self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
         self.trusted: set[str] = set()
         self.refused: set[str] = set()
-        self.handles = tap(self.taps, self.layers)
+        self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
+        self.arm(True)
+
+    def arm(self, due: bool) -> None:
+        """Listen to the next passes, or do not. After `detach`: never."""
+        self.taps.armed, self.taps.paused = due and bool(self.handles), False
 
     def detach(self) -> None:
         """Take the hooks off."""
-        for handle in self.handles:
-            handle.remove()
-        self.taps.armed = False  # compiled graphs keep their taps
+        while self.handles:
+            self.handles.pop().remove()
+        self.arm(False)  # compiled graphs keep their taps
         self.taps.take()
 
     def generator_on(self, device: torch.device) -> torch.Generator:
@@ -108,7 +118,7 @@ class Reader:
     ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
-        calls = [call for call in self.taps.take() if not self._refuses(call.layer)]
+        calls = [call for call in self.taps.pause(recall.last is not None) if not self._refuses(call.layer)]
         watched = {name: p for name, p in self.named.items() if name not in self.trusted}
         examples = max(len(next(leaves(outputs))), 1)
         estimates = [self.estimate] if apart is None else [self.estimate, apart]
@@ -117,6 +127,8 @@ class Reader:
         try:
             calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
         except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ValueError(REENTRANT) from error
             if "donated" not in str(error):
                 raise
             calls = []  # a compiled backward that ran for the user first does not run twice

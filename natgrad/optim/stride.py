@@ -15,7 +15,7 @@ from natgrad.structures.statistics import Seen
 
 SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
 SLOWEST = 0.5  # that the ratio falls to, per measurement
-FEWEST = 256  # examples that a measurement takes, if the pass has as many
+FEWEST = 128  # examples that a measurement takes, if the pass has as many
 PART = 4  # of the examples of a larger pass, one in so many
 
 
@@ -133,6 +133,8 @@ def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tenso
             image = image * (seen.activations != seen.padding).unsqueeze(-1)
     elif len(matrix) == 1:
         image = seen.activations @ matrix[0].mT
+    elif matrix.shape[1] == 1:  # norms, depthwise convolutions
+        image = (seen.activations * matrix[:, 0]).sum(-1, keepdim=True)
     else:
         image = torch.einsum("btgd,god->btgo", seen.activations, matrix)
     return torch.stack([(image * deltas).reshape(examples, -1).sum(1) for deltas in seen.deltas])
