@@ -115,6 +115,7 @@ def safe_cutoff(size: int, dtype: torch.dtype) -> float:
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (n,) ascending and eigenvectors (n, n); in float64 if LAPACK fails in the matrix's own dtype.
 
+    It may fail without a word: eigenvectors of a finite matrix (785, 785) of rank 16 came out as NaN in float32.
     NaN throughout for a matrix that is not finite. Half precision is computed in float32.
     """
     if matrix.dtype != at_least_single(matrix.dtype):
@@ -123,10 +124,13 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(matrix).all()):
         return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
     try:
-        return torch.linalg.eigh(matrix)
+        values, vectors = torch.linalg.eigh(matrix)
+        if bool(torch.isfinite(vectors.sum())):
+            return values, vectors
     except RuntimeError:  # torch.linalg.LinAlgError is one
-        values, vectors = torch.linalg.eigh(matrix.double())
-        return values.to(matrix.dtype), vectors.to(matrix.dtype)
+        pass
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
 def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from natgrad.linalg import (
     KroneckerEigen,
     all_finite,
     cholesky,
+    eigh,
     gram,
     inverse_psd,
     psd_root,
@@ -172,3 +173,20 @@ def test_a_damped_inverse_leaves_the_matrix_alone(shape: tuple[int, ...]):
     found = inverse_psd(matrix, 0.1)
     assert torch.equal(matrix, before)
     assert_close(found @ (matrix + 0.1 * torch.eye(6, dtype=F64)), torch.eye(6, dtype=F64).expand(shape), 1e-10)
+
+
+@pytest.mark.parametrize("broken", ["raises", "not finite"])
+def test_eigenvectors_come_in_double_precision_where_single_fails(monkeypatch: pytest.MonkeyPatch, broken: str):
+    plain, matrix = torch.linalg.eigh, torch.eye(3).addr(torch.ones(3), torch.ones(3))
+
+    def fails_in_single(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if matrix.dtype == torch.float64:
+            return plain(matrix)
+        if broken == "raises":
+            raise torch.linalg.LinAlgError("no convergence")
+        return torch.zeros(3), torch.full((3, 3), torch.nan)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_single)
+    values, vectors = eigh(matrix)
+    assert values.dtype == vectors.dtype == torch.float32
+    assert torch.allclose(vectors * values @ vectors.mT, matrix, atol=1e-5)

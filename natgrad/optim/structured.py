@@ -68,8 +68,8 @@ class StructuredNaturalGradient(Optimizer):
         max_kl: float = math.inf,
         kl_share: float = 0.05,
         weight_decay: float = 0.0,
-        update_every: int = 10,
-        invert_every: int = 10,
+        update_every: int = 20,
+        invert_every: int = 20,
         measure: bool = True,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> None:
@@ -245,7 +245,7 @@ class StructuredNaturalGradient(Optimizer):
         if bool(torch.isfinite(value.detach()).all()):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 # labels that a metric was estimated from measure it too short along the direction that it gives
-                measuring = self.measure and self._due("measured", 2 * self.update_every)
+                measuring = self.measure and self._due("measured", max(20, self.update_every))
                 apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
                 if reading is not None:
