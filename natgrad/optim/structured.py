@@ -351,7 +351,7 @@ class StructuredNaturalGradient(Optimizer):
             return gradient
         state = self.state[p]
         state["count"] = state.get("count", 0) + 1
-        state["mean"] = torch.lerp(state["mean"], gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
+        state["mean"] = state["mean"].lerp_(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
         return state["mean"] / (1 - decay ** state["count"])
 
     def _due(self, event: str, every: int) -> bool:
