@@ -15,11 +15,13 @@ from natgrad.optim.recall import Recall
 from natgrad.pure import Labelled, leaves, map_tensors
 from natgrad.spaces import Space
 from natgrad.structures import Estimate
-from natgrad.structures.collect import collect, explains
+from natgrad.structures.collect import collect, explains, seconds
 from natgrad.structures.estimates import Outputs
 from natgrad.structures.layers import Layer, known_layers
+from natgrad.structures.passes import passes
 from natgrad.structures.statistics import Seen
-from natgrad.structures.taps import Taps, derivatives, passes, tap
+from natgrad.structures.taps import Taps, derivatives, tap
+from natgrad.structures.traced import products, second_layers, traced_layers
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Reader:
         """Listen to the layers of these parameters."""
         self.named = dict(named)
         self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
+        self.spare = second_layers(self.layers.values())
+        self.matrices = [*traced_layers(self.model, Space(self.named), self.layers.values()), *self.spare]
         self.trusted: set[str] | None = None
         self.handles = tap(self.taps, self.layers)
 
@@ -66,16 +70,20 @@ class Reader:
 
     def by_names(self) -> dict[tuple[str, ...], Layer]:
         """The trusted layers, by their parameters' names."""
-        return {layer.layout.names: layer for layer in self.layers.values() if self._trusts(layer)}
+        layers = [*self.layers.values(), *self.matrices]
+        return {layer.layout.names: layer for layer in layers if self._trusts(layer)}
 
     def read(self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall) -> Reading:
         """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched."""
         rows = criterion.family.rows(outputs)
-        calls = [call for call in self.taps.take() if self.trusted is None or self._trusts(call.layer)]
-        if not calls and self.layers:
+        heard = self.taps.take()
+        if not heard and self.layers:
             return self._replayed(criterion, targets, recall, len(rows))
-        trusted = self.trusted or set()
-        watched = {name: p for name, p in self.named.items() if name not in trusted}
+        calls = [call for call in heard if self.trusted is None or self._trusts(call.layer)]
+        matrices = [m for m in self.matrices if (self._trusts(m) if self.trusted is not None else not m.second)]
+        calls = [*calls, *products(rows, matrices, self.named)]
+        held = {name for names in self.by_names() for name in names}
+        watched = {name: p for name, p in self.named.items() if name not in held}
         examples = max(len(next(leaves(outputs))), 1)
         cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, examples)]
         deltas, slopes = derivatives(rows, calls, cotangents, list(watched.values()))
@@ -84,13 +92,15 @@ class Reader:
             gradients = dict(zip(watched, slopes[0], strict=True))
             eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
             seen = [one for one in seen if explains(one, gradients, eps)]
-            self.trusted = {name for one in seen for name in one.layer.layout.names}
+            more = passes(*seconds(rows, seen, self.spare, self.named, cotangents), examples=examples)
+            seen += [one for one in more if explains(one, gradients, eps)]
+            self.trusted = {claim for one in seen for claim in one.layer.claims}
         held = {name for one in seen for name in one.layer.layout.names}
         squares = {name: squared([found[i] for found in slopes]) for i, name in enumerate(watched) if name not in held}
         return Reading(seen, {name: s for name, s in squares.items() if s is not None}, len(rows))
 
     def _trusts(self, layer: Layer) -> bool:
-        return self.trusted is not None and self.trusted.issuperset(layer.layout.names)
+        return self.trusted is not None and self.trusted.issuperset(layer.claims)
 
     def _cotangents(self, criterion: Criterion, outputs: Any, targets: Any, examples: int) -> list[Tensor]:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
@@ -124,7 +134,7 @@ class Reader:
                 random=last.random,
                 trusted=self.trusted,
             )
-        self.trusted = {name for one in found.layers for name in one.layer.layout.names}
+        self.trusted = {claim for one in found.layers for claim in one.layer.claims}
         return Reading(found.layers, found.squares, rows)
 
 
