@@ -324,16 +324,6 @@ def test_gradient_scaling_changes_nothing():
     assert_close(flat(scaled), flat(plain), 1e-12)
 
 
-def test_compiled_models_are_read_in_one_more_pass():
-    model, plain = net(), net()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    opt = ng.kfac(compiled, CE, estimate=EXACT)
-    iterate(opt, compiled)
-    iterate(ng.kfac(plain, CE, estimate=EXACT), plain)
-    assert_close(flat(model), flat(plain), 1e-12)
-    torch.compiler.reset()
-
-
 def test_frozen_unfrozen_and_unused_parameters():
     model = CASES["not reached"].make()[0]
     model.used.weight.requires_grad_(False)

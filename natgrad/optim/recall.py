@@ -154,12 +154,18 @@ class Counter:
 
 
 class Listener:
-    """Forward pre-hook that tells a `Recall` about training passes. A copied or pickled model carries a deaf one."""
+    """Forward pre-hook that tells a `Recall` about training passes. A copied or pickled model carries a deaf one.
 
-    def __init__(self, recall: Recall | None = None) -> None:
+    traceable: deaf inside a compiled graph too, where it would break the graph.
+    """
+
+    def __init__(self, recall: Recall | None = None, traceable: bool = False) -> None:
         self.recall = None if recall is None else weakref.ref(recall)
+        self.traceable = traceable
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.traceable and torch.compiler.is_compiling():
+            return
         recall = None if self.recall is None else self.recall()
         if recall is not None and module.training and torch.is_grad_enabled() and not is_evaluating():
             recall.record_pass(module, Call(args, dict(kwargs)))
@@ -168,9 +174,9 @@ class Listener:
         return Listener, ()
 
 
-def listen(model: nn.Module, recall: Recall) -> Any:
-    """Attach a listener; returns the handle whose remove() takes it off."""
-    return model.register_forward_pre_hook(Listener(recall), with_kwargs=True)
+def listen(model: nn.Module, recall: Recall, *, traceable: bool = False) -> Any:
+    """Attach a listener; returns the handle whose remove() takes it off. traceable: it may be part of a graph."""
+    return model.register_forward_pre_hook(Listener(recall, traceable), with_kwargs=True)
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:

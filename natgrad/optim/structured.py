@@ -86,7 +86,7 @@ class StructuredNaturalGradient(Optimizer):
         self._nats = 1.0
         self._losses: list[tuple[Any, int]] = []  # of this step's micro-batches, each with its number of rows
         self._reader.taps.armed = True
-        self._finalizer = weakref.finalize(self, release, self._reader, listen(model, self._recall))
+        self._finalizer = weakref.finalize(self, release, self._reader, listen(model, self._recall, traceable=True))
 
     # what the user calls around a step
 
@@ -185,6 +185,7 @@ class StructuredNaturalGradient(Optimizer):
             "clock": dict(self._clock),
             "blocks": self._blocks.saved(),
             "trusted": None if self._reader.trusted is None else sorted(self._reader.trusted),
+            "open": sorted(self._reader.open),
             "generator": None if generator is None else generator.get_state(),
         }
         return {**super().state_dict(), EXTRA: extra}
@@ -204,6 +205,7 @@ class StructuredNaturalGradient(Optimizer):
                 self.state[p] = map_tensors(state_dict["state"][i], lambda t, p=p: t.to(p.device).clone())
         self._clock = dict(extra["clock"])
         self._reader.trusted = None if extra["trusted"] is None else set(extra["trusted"])
+        self._reader.open = set(extra.get("open", ()))
         self._blocks.state = self.state
         self._blocks.rebuild(extra["blocks"], self._reader.by_names())
         if extra["generator"] is not None:
@@ -228,6 +230,8 @@ class StructuredNaturalGradient(Optimizer):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall)
                 taken = self._blocks.take(reading, decay)
+        else:
+            self._reader.skip(value)
         self._reader.taps.take()
         self._pending += taken
         self._clock["failures"] += not taken

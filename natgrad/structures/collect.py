@@ -118,7 +118,7 @@ def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.
     """
     found, dense = seen.gradient(), {}
     for name in seen.layer.layout.names:
-        gradient = gradients[name]
+        gradient = gradients.get(name)
         if gradient is None:
             return False
         dense[name] = gradient.to_dense().to(found.dtype)

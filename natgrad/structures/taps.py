@@ -3,11 +3,12 @@
 A tap changes nothing in the pass. It keeps the layer's input, which autograd keeps anyway, and the gradient edge of the
 output: `torch.autograd.grad` to that edge gives the derivative at the layer's own output even where an in-place
 activation has overwritten it, computes no weight gradient on the way, and leaves every `.grad` and every hook on
-parameters alone.
+parameters alone. Inside compiled graphs the taps are fused ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.pure import is_evaluating
+from natgrad.structures.fused import Record, Recorder, fused
 from natgrad.structures.layers import Layer
 
 
@@ -26,12 +28,12 @@ from natgrad.structures.layers import Layer
 class Tap:
     """One call of a module: its input, and where the derivative of its output arrives.
 
-    dtype: of the output.   version: of the input, to notice a later change.
+    edge: None in a compiled graph.   dtype: of the output.   version: of the input, to notice a later change.
     """
 
     layer: Layer
     inputs: Tensor
-    edge: GradientEdge
+    edge: GradientEdge | None
     dtype: torch.dtype
     version: int
 
@@ -47,11 +49,16 @@ class Tap:
 
 
 class Taps:
-    """The calls of known modules, while `armed`, in passes that build a graph and are the user's own."""
+    """The calls of known modules, while `armed`, in passes that build a graph and are the user's own.
+
+    recorder: of the calls inside compiled graphs.   places: the layers by their numbers there.
+    """
 
     def __init__(self) -> None:
         self.armed = False
         self.calls: list[Tap] = []
+        self.recorder = Recorder()
+        self.places: list[Layer] = []
 
     def take(self) -> list[Tap]:
         """The calls so far, which are forgotten here: nothing holds a graph afterwards."""
@@ -62,19 +69,23 @@ class Taps:
 class Tapped:
     """Forward hook of one module. A copied or pickled model carries a deaf one."""
 
-    def __init__(self, taps: Taps | None = None, layer: Layer | None = None) -> None:
+    def __init__(self, taps: Taps | None = None, layer: Layer | None = None, place: int = 0) -> None:
         self.taps = None if taps is None else weakref.ref(taps)
         self.layer = None if layer is None else weakref.ref(layer)
+        self.place = place
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        if not (isinstance(output, Tensor) and output.requires_grad and args and isinstance(args[0], Tensor)):
+            return None
         taps = None if self.taps is None else self.taps()
+        if taps is None or not taps.armed:
+            return None
+        if torch.compiler.is_compiling():  # the compiler guards on what was asked above: two graphs, armed and not
+            return None if torch.compiler.is_exporting() else fused(output, args[0], taps.recorder, self.place)
         layer = None if self.layer is None else self.layer()
-        if taps is None or layer is None or not taps.armed or is_evaluating():
-            return
-        if isinstance(output, Tensor) and output.requires_grad and args and isinstance(args[0], Tensor):
+        if layer is not None and not is_evaluating():
             taps.calls.append(Tap.of(layer, args[0], output))
+        return None
 
     def __reduce__(self) -> tuple[type[Tapped], tuple[()]]:
         return Tapped, ()
@@ -82,7 +93,32 @@ class Tapped:
 
 def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
     """Listen to the modules; returns the handles whose remove() takes the hooks off. Somebody must hold the layers."""
-    return [module.register_forward_hook(Tapped(taps, layer)) for module, layer in layers.items()]
+    taps.places = list(layers.values())
+    for p in itertools.islice(itertools.chain.from_iterable(module.parameters() for module in layers), 1):
+        taps.recorder.move(p.device)
+    hooks = [Tapped(taps, layer, place) for place, layer in enumerate(taps.places)]
+    return [module.register_forward_hook(hook) for module, hook in zip(layers, hooks, strict=True)]
+
+
+def reached(
+    outputs: Tensor, taps: Taps, calls: Sequence[Tap], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[list[Tap], list[list[Tensor | None]], list[list[Tensor | None]]]:
+    """`derivatives` at these calls and at those in compiled graphs: all calls, what arrived there and at the leaves."""
+    everywhere, at_calls, at_leaves = list(calls), [], []
+    for cotangent in cotangents:
+        with taps.recorder.recording() as records:
+            found, slopes = derivatives(outputs, calls, [cotangent], [*leaves, taps.recorder.dummy])
+        if not at_calls:
+            everywhere += [recorded(taps, record) for record in records]
+        at_calls.append([*found[0], *(delta for _, _, delta in records)])
+        at_leaves.append(slopes[0][:-1])
+    return everywhere, at_calls, at_leaves
+
+
+def recorded(taps: Taps, record: Record) -> Tap:
+    """The tap of a call in a compiled graph. Its input is a copy."""
+    place, inputs, delta = record
+    return Tap(taps.places[place], inputs, None, delta.dtype, inputs._version)
 
 
 def derivatives(
@@ -97,7 +133,7 @@ def derivatives(
     """
     at_taps, at_leaves = [], []
     for cotangent in cotangents:
-        wanted = [*(call.edge for call in taps), *leaves]
+        wanted: list[Any] = [*(call.edge for call in taps), *leaves]
         found: Sequence[Tensor | None] = ()
         if wanted:
             found = torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True, allow_unused=True)

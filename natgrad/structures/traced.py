@@ -6,7 +6,7 @@ derivative at its output arrives, as a tap on a layer would.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +49,8 @@ class Product(Tap):
 
     turned: y = x W instead: the matrix's rows meet the inputs, as in a look-up.   columns: y is laid out as (o, R).
     piece: the rows of the matrix that take part.   padding: the token that a look-up does not train.
-    shape: of the inputs before they were laid out as rows, where the graph tells; else ().
+    shape: of the inputs before they were laid out as rows, where the graph tells; else ().   bare: the other factor is
+    a parameter too (W + B A), so that the rows have nothing to do with examples.
     """
 
     turned: bool = False
@@ -57,6 +58,7 @@ class Product(Tap):
     piece: tuple[int, int] = (0, 0)
     padding: int | None = None
     shape: tuple[int, ...] = ()
+    bare: bool = False
 
     def rows(self, delta: Tensor) -> int:
         """R, from the derivative at the product."""
@@ -109,15 +111,17 @@ def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Ten
     A matrix that the graph uses in another way too is left out, and so is one whose factors were overwritten since.
     """
     matrices = [(layer, params[layer.layout.names[0]]) for layer in layers]
-    leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices}
+    leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
+    known = list(uses(outputs.grad_fn, leaves)) if leaves else []
+    count = Counter(node for node, _, _ in known)
     found: list[Product] = []
     opaque: set[Traced] = set()
-    for node, i, source in uses(outputs.grad_fn, leaves) if leaves else ():
+    for node, i, source in known:
         product = product_of(node, i, source)
         if product is None:
             opaque.add(source.layer)
         else:
-            found.append(product)
+            found.append(replace(product, bare=count[node] > 1))
     return [product for product in found if product.layer not in opaque]
 
 

@@ -1,0 +1,84 @@
+"""Listening inside a compiled graph: a tap that is part of the graph, and tells what passed when a backward reaches it.
+
+A compiled region has one node in autograd's graph, so that no edge leads to a layer within. There the output of a
+layer goes through an identity whose backward hands the layer's input and the derivative at its output to a custom
+operator, which the compiler does not look into. That operator's result is the (zero) gradient of a dummy argument:
+asking autograd for the dummy's gradient runs the region's backward and nothing else; no `.grad` and no hook is touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Record = tuple[int, Tensor, Tensor]
+
+
+class Recorder:
+    """What the taps of one model's compiled regions heard during `recording()`.
+
+    number: its name in the graphs, which hold constants only.   dummy: 0-dimensional, the argument that all taps share.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(NUMBERS)
+        self.dummy = torch.zeros((), requires_grad=True)
+        self.records: list[Record] | None = None
+        RECORDERS[self.number] = self
+
+    def move(self, device: torch.device) -> None:
+        """Put the dummy where the model is: one tensor elsewhere would keep a graph from being captured whole."""
+        self.dummy = torch.zeros((), device=device, requires_grad=True)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Record]]:
+        """Inside, backward passes append (place, input, derivative at the output) per call of a layer."""
+        self.records = found = []
+        try:
+            yield found
+        finally:
+            self.records = None
+
+
+NUMBERS = itertools.count()
+RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("natgrad::heard", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def heard(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place: int) -> Tensor:
+    """The dummy's gradient, 0; on the way, copies for the recorder, since compiled code reuses its memory."""
+    recorder = RECORDERS.get(number)
+    if recorder is not None and recorder.records is not None:
+        recorder.records.append((place, inputs.detach().clone(), delta.detach().clone()))
+    return torch.zeros_like(dummy)
+
+
+@heard.register_fake
+def _(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place: int) -> Tensor:
+    return torch.empty_like(dummy)
+
+
+class Fused(torch.autograd.Function):
+    """y -> y, whose backward calls `heard`."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, dummy: Tensor, number: int, place: int) -> Tensor:
+        ctx.save_for_backward(inputs, dummy)
+        ctx.number, ctx.place = number, place
+        return output.clone()  # a view could not be overwritten by an in-place activation; the compiler drops the copy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        inputs, dummy = ctx.saved_tensors
+        return gradients[0], None, heard(inputs, gradients[0], dummy, ctx.number, ctx.place), None, None
+
+
+def fused(output: Tensor, inputs: Tensor, recorder: Recorder, place: int) -> Tensor:
+    """The output of a layer, tapped. place: of the layer among the recorder's."""
+    return Fused.apply(output, inputs, recorder.dummy, recorder.number, place)  # type: ignore[return-value]
