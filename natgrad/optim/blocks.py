@@ -13,6 +13,7 @@ from natgrad.operators import Diagonal, Layout, Operator
 from natgrad.optim.inverses import packed, robust_inverse, unpacked
 from natgrad.optim.reading import Reading
 from natgrad.structures import Layerwise
+from natgrad.structures.exchange import exchanging
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Statistics, accumulated
 
@@ -51,18 +52,20 @@ class Blocks:
         """A reading into the averages, weighted by its rows: as a whole, or not at all where it is not finite."""
         share = float(reading.rows)
         fresh: list[tuple[str, Block, Statistics]] = []
-        for seen in reading.layers:
-            total = self.structure.statistics(seen.counted(share), self._totals(seen.key), decay)
-            fresh.append((seen.key, Block(seen.layer.layout, seen.layer), total))
-        for name, squares in reading.squares.items():
-            total = accumulated(self._totals(name), {"squares": share * squares}, decay)
-            fresh.append((name, Block(single(name, self.named[name]), None), total))
+        with exchanging(reading.exchange):
+            for seen in reading.layers:
+                total = self.structure.statistics(seen.counted(share), self._totals(seen.key), decay)
+                fresh.append((seen.key, Block(seen.layer.layout, seen.layer), total))
+            for name, squares in reading.squares.items():
+                total = accumulated(self._totals(name), {"squares": share * squares}, decay)
+                fresh.append((name, Block(single(name, self.named[name]), None), total))
         # one pass over each, no copy: a sum with an infinity or a NaN in it is not finite
         if not all(bool(torch.isfinite(t.sum())) for _, _, total in fresh for t in total.values()):
             return False
         for key, block, total in fresh:
             numbers = self.of(self._known(key, block))
-            weight = decay * numbers["weight"] + share if "totals" in numbers else share
+            rows = float(reading.weights.get(key, share))
+            weight = decay * numbers["weight"] + rows if "totals" in numbers else rows
             numbers.update(totals=total, weight=weight)
         return True
 
@@ -92,25 +95,16 @@ class Blocks:
             return Diagonal((numbers["totals"]["squares"] / numbers["weight"]).reshape(-1))
         return self.structure.operator(block.layer, numbers["totals"], numbers["weight"])
 
-    def direction(
-        self, block: Block, means: Mapping[str, Tensor], rates: Mapping[str, float]
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """d = (G + damping I)^-1 m by name, and (rate d)^T G (rate d), a scalar tensor; rates by parameter.
-
-        The image G d is m - damping d. With K-FAC's factored damping the true d^T G d is a little smaller.
-        A parameter without a gradient counts as one whose gradient is zero, and does not move.
-        """
+    def direction(self, block: Block, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """(G + damping I)^-1 m by name. A parameter without a gradient counts as one whose gradient is zero."""
         assert block.inverse is not None
-        names = block.layout.names
         whole = {
-            n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=block.inverse.dtype) for n in names
+            n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=block.inverse.dtype)
+            for n in block.layout.names
         }
         matrix = block.layout.join(whole).to(block.inverse.dtype)
         solved = block.inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        found = {name: part for name, part in block.layout.split(solved).items() if name in means}
-        level = self.of(block)["level"]
-        moved = [rates[n] ** 2 * (dot(whole[n], part) - level * dot(part, part)) for n, part in found.items()]
-        return found, torch.stack(moved).sum().clamp(min=0)
+        return {name: part for name, part in block.layout.split(solved).items() if name in means}
 
     def saved(self) -> dict[str, list[str]]:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""

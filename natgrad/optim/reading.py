@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,39 +11,53 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.metrics import fisher
+from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.recall import Recall
 from natgrad.pure import Labelled, leaves, map_tensors
 from natgrad.spaces import Space
 from natgrad.structures import Estimate
 from natgrad.structures.collect import collect, explains, seconds
 from natgrad.structures.estimates import Outputs
+from natgrad.structures.exchange import Exchange
 from natgrad.structures.layers import Layer, known_layers
 from natgrad.structures.passes import passes
-from natgrad.structures.statistics import Seen
-from natgrad.structures.taps import Taps, reached, tap
-from natgrad.structures.traced import Product, products, second_layers, traced_layers
+from natgrad.structures.statistics import Seen, separate
+from natgrad.structures.taps import Tap, Taps, reached, tap
+from natgrad.structures.traced import Product, Traced, products, second_layers, traced_layers
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows."""
+    """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows.
+
+    apart: the layers again, with labels drawn apart, for measuring what the statistics were fitted to.   scores: from
+    those labels, of the parameters without a layer, summed over examples, per cotangent.
+    With several processes: this one's part.   weights: by layer and parameter, the rows of all processes that used it;
+    default this one's.   exchange: how the parts are added up.
+    """
 
     layers: list[Seen]
     squares: dict[str, Tensor]
     rows: int
+    apart: list[Seen] = field(default_factory=list)
+    scores: tuple[dict[str, Tensor], ...] = ()
+    weights: Mapping[str, int] = field(default_factory=dict)
+    exchange: Exchange | None = None
 
 
 class Reader:
     """Listens to a model's layers while armed, and reads statistics when a loss is known.
 
-    The first reading that reaches a parameter compares the gradient that its layer explains with the plain one;
-    parameters where they differ (used behind their layer's back) and parameters without a layer get squares: of the
-    gradient for sampled labels. Its expectation over labels is the metric's diagonal, since scores of different rows
-    are independent with mean 0.   trusted: claims of the layers that passed.   open: names that nothing reached yet.
+    The first reading that reaches a layer compares the gradient that the layer explains with the plain one; parameters
+    where they differ (used behind their layer's back) and parameters without a layer get squares: of the gradient for
+    sampled labels. Its expectation over labels is the metric's diagonal, since scores of different rows are independent
+    with mean 0.   trusted, refused: claims of the layers that explain their parameters, and of those that do not.
     """
 
-    def __init__(self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int) -> None:
-        self.model, self.estimate, self.seed = model, estimate, seed
+    def __init__(
+        self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int, ranks: Ranks = Ranks()
+    ) -> None:
+        self.model, self.estimate, self.seed, self.ranks = model, estimate, seed, ranks
         self.taps = Taps()
         self.generator: torch.Generator | None = None
         self.attach(named)
@@ -52,10 +66,10 @@ class Reader:
         """Listen to the layers of these parameters."""
         self.named = dict(named)
         self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
+        self.matrices = traced_layers(self.model, Space(self.named), self.layers.values())
         self.spare = second_layers(self.layers.values())
-        self.matrices = [*traced_layers(self.model, Space(self.named), self.layers.values()), *self.spare]
-        self.trusted: set[str] | None = None
-        self.open = set(self.named)
+        self.trusted: set[str] = set()
+        self.refused: set[str] = set()
         self.handles = tap(self.taps, self.layers)
 
     def detach(self) -> None:
@@ -73,55 +87,128 @@ class Reader:
 
     def by_names(self) -> dict[tuple[str, ...], Layer]:
         """The trusted layers, by their parameters' names."""
-        layers = [*self.layers.values(), *self.matrices]
-        return {layer.layout.names: layer for layer in layers if self._trusts(layer)}
+        return {layer.layout.names: layer for layer in self._all.values() if self._trusts(layer)}
 
-    def read(self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall) -> Reading:
-        """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched."""
+    def read(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
+    ) -> Reading | None:
+        """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched.
+
+        apart: how labels for measurements are drawn, None where the statistics' own do. With several processes: this
+        one's part of them. None where another process's loss was not finite.
+        """
+        own, heard = self._own(criterion, outputs, targets, recall, apart)
+        return self._agreed(own, heard)
+
+    def skip(self, value: Tensor) -> None:
+        """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
+        dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
+        torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+        if self.ranks.size > 1:
+            call_roll(self.ranks, self._device, list(self._all), list(self.named), None)
+
+    def _own(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
+    ) -> tuple[Reading, dict[str, bool]]:
+        """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
-        heard = self.taps.take()
-        calls = [call for call in heard if self._wants(call.layer)]
-        calls += products(rows, [layer for layer in self.matrices if self._wants(layer)], self.named)
+        taken = self.taps.take()
+        calls = [call for call in taken if not self._refuses(call.layer)] + self._products(rows)
         held = {name for names in self.by_names() for name in names}
         watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
         examples = max(len(next(leaves(outputs))), 1)
-        cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, examples)]
+        estimates = [self.estimate] if apart is None else [self.estimate, apart]
+        drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
+        cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
         try:
             calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
         except RuntimeError as error:
             if "donated" not in str(error) or not self.layers:
                 raise
-            calls, deltas, slopes, heard = [], [], [], []  # a compiled backward of the user's own does not run again
-        if self.layers and not heard and all(isinstance(call, Product) for call in calls):
+            calls, taken = [], []  # a compiled backward that ran for the user first does not run twice
+        if self.layers and not taken and all(isinstance(call, Product) for call in calls):
             return self._replayed(criterion, targets, recall, len(rows))
-        seen = passes(calls, deltas, examples=examples)
-        if self.open:
-            gradients = dict(zip(watched, slopes[0], strict=True))
-            eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-            wanted = [one for one in seen if self._wants(one.layer)]
-            found = [one for one in wanted if self._trusts(one.layer) or explains(one, gradients, eps)]
-            spare = [layer for layer in self.spare if self.open.issuperset(layer.layout.names)]
-            more = passes(*seconds(rows, found, spare, self.named, cotangents), examples=examples)
-            seen = found + [one for one in more if explains(one, gradients, eps)]
-            self.trusted = (self.trusted or set()) | {claim for one in seen for claim in one.layer.claims}
-            self.open -= {name for name, gradient in gradients.items() if gradient is not None}
-        seen = [one for one in seen if self._trusts(one.layer)]
+        seen = [one for one in passes(calls, deltas, examples=examples) if not self._refuses(one.layer)]
+        gradients = dict(zip(watched, slopes[0], strict=True))
+        eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
+        heard = self._judged(seen, gradients, eps)
+        spare = [layer for layer in self.spare if self._forsaken(layer, heard)]
+        more = passes(*seconds(rows, spare, self.named, cotangents), examples=examples)
+        heard |= {one.key: explains(one, gradients, eps) for one in more}
+        seen = [one for one in [*seen, *more] if heard[one.key]]
         held = {name for one in seen for name in one.layer.layout.names}
-        squares = {name: squared([found[i] for found in slopes]) for i, name in enumerate(watched) if name not in held}
-        return Reading(seen, {name: s for name, s in squares.items() if s is not None}, len(rows))
+        measuring = slice(0 if apart is None else own, None)
+        rest = [(name, i) for i, name in enumerate(watched) if name not in held]
+        squares = {name: squared([found[i] for found in slopes[:own]]) for name, i in rest}
+        known = {name: s for name, s in squares.items() if s is not None}
+        return Reading(
+            [one.only(slice(own)) for one in seen],
+            known,
+            len(rows),
+            [one.only(measuring) for whole in seen for one in separate(whole) if not one.pooled],
+            tuple(summed(watched, found, known) for found in slopes[measuring]),
+        ), heard
 
-    def skip(self, value: Tensor) -> None:
-        """Read nothing of a loss. A compiled graph's first backward settles whether there may be two: there may."""
-        dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
-        torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+    def _products(self, rows: Tensor) -> list[Tap]:
+        """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
+        wanted: list[Traced] = [layer for layer in self.matrices if not self._refuses(layer)]
+        return [*products(rows, [*wanted, *(layer for layer in self.spare if self._trusts(layer))], self.named)]
 
-    def _wants(self, layer: Layer) -> bool:
-        return self._trusts(layer) or (layer not in self.spare and self.open.issuperset(layer.layout.names))
+    def _judged(self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float) -> dict[str, bool]:
+        """Whether the layers that were reached explain their parameters' gradients: found out once."""
+        heard = {one.key: self._trusts(one.layer) or explains(one, gradients, eps) for one in seen}
+        for layer in [*self.layers.values(), *self.matrices]:
+            if not self._trusts(layer) and any(gradients.get(name) is not None for name in layer.layout.names):
+                heard.setdefault(layer.key, False)
+        return heard
+
+    def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
+        """Whether a layer was just found not to explain its matrix, which this one may."""
+        first = next(layer for layer in self.layers.values() if layer.layout.weight == spare.layout.weight)
+        return heard.get(first.key) is False and not self._refuses(first) and not self._refuses(spare)
+
+    def _agreed(self, own: Reading, heard: Mapping[str, bool]) -> Reading | None:
+        """The part of a reading that all processes take the same way."""
+        layers = self._all
+        roll = call_roll(self.ranks, self._device, list(layers), list(self.named), heard, list(own.squares), own.rows)
+        if roll.failed:
+            return None
+        self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
+        kept = {key: layers[key] for key in roll.layers if key not in roll.refused}
+        held = {name for layer in kept.values() for name in layer.layout.names}
+        self.trusted |= {claim for layer in kept.values() for claim in layer.claims}
+        seen, cotangents = {one.key: one for one in own.layers}, max((len(one.deltas) for one in own.layers), default=1)
+        passed = [
+            seen[key] if key in seen else unheard(layer, cotangents, self._zeros(layer.layout.names[0]))
+            for key, layer in kept.items()
+        ]
+        squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
+        exchange = self.ranks.summed if self.ranks.size > 1 else None
+        apart = [one for one in own.apart if one.key in kept]
+        return Reading(passed, squares, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
+
+    @property
+    def _all(self) -> dict[str, Layer]:
+        """Every layer and matrix that may be read, by key."""
+        return {layer.key: layer for layer in [*self.layers.values(), *self.matrices, *self.spare]}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.named.values())).device
+
+    def _zeros(self, name: str) -> Tensor:
+        p = self.named[name]
+        return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+
+    def _refuses(self, layer: Layer) -> bool:
+        return not self.refused.isdisjoint(layer.claims)
 
     def _trusts(self, layer: Layer) -> bool:
-        return self.trusted is not None and self.trusted.issuperset(layer.claims)
+        return self.trusted.issuperset(layer.claims)
 
-    def _cotangents(self, criterion: Criterion, outputs: Any, targets: Any, examples: int) -> list[Tensor]:
+    def _cotangents(
+        self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: int
+    ) -> list[Tensor]:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         family = criterion.family
 
@@ -133,9 +220,11 @@ class Reader:
         batch = examples if len(rows) % examples == 0 else 1
         with torch.no_grad():
             known = Outputs(tree, rows, family, weights, batch, slope)
-            return list(self.estimate.cotangents(known, self.generator_on(rows.device)))
+            return list(estimate.cotangents(known, self.ranks.generator(self.generator_on(rows.device))))
 
-    def _replayed(self, criterion: Criterion, targets: Any, recall: Recall, rows: int) -> Reading:
+    def _replayed(
+        self, criterion: Criterion, targets: Any, recall: Recall, rows: int
+    ) -> tuple[Reading, dict[str, bool]]:
         """From one more pass, as a pure function: graphs compiled before there were taps let nobody listen."""
         last = recall.passed()
         if last is None:
@@ -151,12 +240,18 @@ class Reader:
                 self.named,
                 Labelled(last.call, targets),
                 self.estimate,
-                self.generator_on(next(iter(self.named.values())).device),
+                self.ranks.generator(self.generator_on(self._device)),
                 random=last.random,
-                trusted=self.trusted,
+                trusted=self.trusted or None,
             )
-        self.trusted, self.open = {claim for one in found.layers for claim in one.layer.claims}, set()
-        return Reading(found.layers, found.squares, rows)
+        apart = [one for whole in found.layers for one in separate(whole)]
+        return Reading(found.layers, found.squares, rows, apart), {one.key: True for one in found.layers}
+
+
+def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
+    """The scores of one cotangent by name, dense, of the parameters without a layer."""
+    pairs = zip(watched, slopes, strict=True)
+    return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}
 
 
 def squared(slopes: list[Tensor | None]) -> Tensor | None:

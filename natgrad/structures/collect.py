@@ -59,7 +59,9 @@ def collect(
     if trusted is None:
         gradients = dict(zip(leaves, slopes[0], strict=True))
         seen = [one for one in seen if explains(one, gradients)]
-        more = seconds(pullback.linearization.graph, seen, spare, leaves, cotangents)
+        held = {name for one in seen for name in one.layer.layout.names}
+        lost = [layer for layer in spare if not held.issuperset(layer.layout.names)]
+        more = seconds(pullback.linearization.graph, lost, leaves, cotangents)
         seen += [one for one in passes(*more, pullback.dtype, known.batch) if explains(one, gradients)]
     # examples that cannot be told apart give squares that are right on average over labels alone: not here
     seen = [one for one in seen if not one.pooled]
@@ -103,11 +105,10 @@ def tapped(
 
 
 def seconds(
-    outputs: Tensor, seen: Sequence[Seen], spare: Sequence[Traced], params: Params, cotangents: Sequence[Tensor]
+    outputs: Tensor, spare: Sequence[Traced], params: Params, cotangents: Sequence[Tensor]
 ) -> tuple[list[Product], list[list[Tensor | None]]]:
     """The products with the matrices that nothing explained so far, and the derivatives there, for `passes`."""
-    held = {name for one in seen for name in one.layer.layout.names}
-    found = products(outputs, [layer for layer in spare if not held.issuperset(layer.layout.names)], params)
+    found = products(outputs, spare, params)
     return found, derivatives(outputs, found, cotangents)[0]
 
 

@@ -17,6 +17,8 @@ from natgrad.structures.statistics import Seen, bias_rows, squares, token_blocks
 class Diagonal(Layerwise):
     """The metric's diagonal: the second moments of the examples' gradients. Memory: one number per parameter."""
 
+    sums = True
+
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         return accumulated(before, {"squares": layer_squares(seen)}, decay)
 
@@ -33,6 +35,7 @@ class UnitWise(Layerwise):
     parameters: d^2 numbers, or 2 d. For an embedding a unit is a token.
     """
 
+    sums = True
     largest: int = 64
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:

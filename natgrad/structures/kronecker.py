@@ -10,6 +10,7 @@ from torch import Tensor
 from natgrad.linalg import KroneckerEigen
 from natgrad.operators import Kronecker as KroneckerOperator
 from natgrad.operators import Operator, Spectral, Units
+from natgrad.structures.exchange import exchanged
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
 from natgrad.structures.statistics import (
@@ -39,6 +40,7 @@ class Kronecker(Layerwise):
     Martens & Grosse 2015; convolutions as in Grosse & Martens 2016; Eschenhagen et al. 2023 for shared weights.
     """
 
+    sums = True
     reduce: bool = False
     factored: bool = False
     largest: int = 8192
@@ -62,6 +64,7 @@ class EigenKronecker(Layerwise):
     George et al. 2018.
     """
 
+    sums = True
     reduce: bool = False
     largest: int = 8192
 
@@ -71,7 +74,7 @@ class EigenKronecker(Layerwise):
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
         totals = accumulated(moments, factors(seen, self.reduce, self.largest), decay)
         eigen = KroneckerEigen.of(totals["left"], totals["right"])
-        spectrum = corrected(seen, eigen)
+        spectrum = exchanged({"spectrum": corrected(seen, eigen)})["spectrum"]
         if before is not None:
             spectrum = spectrum + decay * moved(before["spectrum"], basis_of(before), eigen)
         vectors = {"left_vectors": eigen.left_vectors, "right_vectors": eigen.right_vectors}

@@ -29,6 +29,11 @@ class Layer(ABC):
     module: Any
     layout: Layout
 
+    @property
+    def key(self) -> str:
+        """The layer's parameters, as one string."""
+        return " ".join(self.layout.names)
+
     @abstractmethod
     def activations(self, inputs: Tensor) -> Tensor:
         """The module's input as (b, t, groups, columns), the bias's ones appended; tokens (b, t) for an embedding."""

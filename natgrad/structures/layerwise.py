@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from natgrad.spaces import Params, Space
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.collect import collect
 from natgrad.structures.estimates import Estimate, Sampled
+from natgrad.structures.exchange import exchanged
 from natgrad.structures.layers import Layer
 from natgrad.structures.statistics import Seen
 
@@ -31,7 +32,10 @@ class Layerwise(Structure):
     decay: weight of the past in the running averages, in [0, 1); the first batch counts as itself.   estimate: how the
     expectation over labels is taken, default one draw.   seed: of the draws. ValueError for a decay outside [0, 1),
     TypeError for another estimate.
+    sums: whether all that a pass gives goes through `accumulated` or `exchanged`: several processes can add it up.
     """
+
+    sums: ClassVar[bool] = False
 
     decay: float = 0.0
     estimate: Estimate = Sampled()
@@ -50,6 +54,10 @@ class Layerwise(Structure):
     @abstractmethod
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         """The layer's block, on its matrix flattened row-major, from running totals and their weight."""
+
+    def kind(self, totals: Statistics) -> str:
+        """What a layer with these totals got, for reports."""
+        return type(self).__name__
 
     def update(
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
@@ -91,7 +99,11 @@ class Layerwise(Structure):
 
 
 def accumulated(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
-    """decay * before + fresh, entry by entry; without the past where that is of another kind."""
+    """decay * before + fresh, entry by entry; without the past where that is of another kind.
+
+    fresh is a sum over examples: with several processes, over the examples of all.
+    """
+    fresh = exchanged(fresh)
     if before is None or before.keys() != fresh.keys():
         return fresh
     return {key: torch.add(value, before[key], alpha=decay) for key, value in fresh.items()}

@@ -45,7 +45,16 @@ class Seen:
     @property
     def key(self) -> str:
         """The layer's parameters, as one string."""
-        return " ".join(self.layer.layout.names)
+        return self.layer.key
+
+    def only(self, which: slice) -> Seen:
+        """The same pass with some of its cotangents."""
+        if self.cotangents == 1:
+            return replace(self, deltas=self.deltas[which])
+        start, stop, _ = which.indices(self.cotangents)
+        kept = slice(start * len(self.activations) // self.cotangents, stop * len(self.activations) // self.cotangents)
+        parts = {"activations": self.activations[kept], "deltas": [deltas[kept] for deltas in self.deltas]}
+        return replace(self, **parts, cotangents=stop - start)
 
     @property
     def by_token(self) -> bool:
@@ -101,8 +110,16 @@ class Mixed(Seen):
     def counted(self, share: float) -> Mixed:
         return Mixed(self.layer, [part.counted(share) for part in self.parts], share * self.share)
 
+    def only(self, which: slice) -> Mixed:
+        return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)
+
     def gradient(self) -> Tensor:
         return torch.stack([part.gradient() for part in self.parts]).sum(0)
+
+
+def separate(seen: Seen) -> list[Seen]:
+    """The parts of a pass, whose gradients add up example by example."""
+    return seen.parts if isinstance(seen, Mixed) else [seen]
 
 
 def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,10 @@ class Traced(Layer):
     def claims(self) -> tuple[str, ...]:
         return tuple(f"products with {name}" if self.second else name for name in self.layout.names)
 
+    @property
+    def key(self) -> str:
+        return " ".join(self.claims)
+
     def activations(self, inputs: Tensor) -> Tensor:
         return self.with_bias(inputs)
 

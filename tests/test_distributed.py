@@ -1,0 +1,250 @@
+"""Two processes, one model: equal parameters on both, and those of one process on the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from optim_models import CE, flat, net
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad as ng
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+
+EXACT = ng.ExactLabels()
+X, Y = draw(12, 3), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 0, 2])
+PARTS = {0: slice(0, 6), 1: slice(6, 12)}
+UNEVEN = {0: slice(0, 8), 1: slice(8, 12)}
+FREE: dict[str, Any] = {"estimate": EXACT, "lr": 0.3}
+
+
+def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+    """As users train on several processes; the same model where there is one."""
+    return DistributedDataParallel(model, **options) if distributed.is_initialized() else model
+
+
+def own(parts: dict[int, slice]) -> slice:
+    """This process's examples; all where there is one."""
+    return parts[distributed.get_rank()] if distributed.is_initialized() else slice(None)
+
+
+def train(opt: Any, model: nn.Module, parts: dict[int, slice] = PARTS, steps: int = 4) -> None:
+    for _ in range(steps):
+        opt.zero_grad()
+        opt.loss(model(X[own(parts)]), Y[own(parts)]).backward()
+        opt.step()
+
+
+def plain(recipe: Callable[..., Any]) -> dict[str, Any]:
+    model = net()
+    outer = wrapped(model)
+    opt = recipe(outer, CE, **FREE)
+    train(opt, outer)
+    return {"flat": flat(model), "loss": opt.state_report().loss, "kl": opt.state_report().kl}
+
+
+def inner() -> dict[str, Any]:
+    """The optimizer is built on what is wrapped."""
+    model = net()
+    opt = ng.kfac(model, CE, **FREE)
+    train(opt, wrapped(model))
+    return {"flat": flat(model)}
+
+
+def sums() -> dict[str, Any]:
+    """Uneven parts of a summed loss: the gradient is a mean over processes, its count too."""
+    model = net()
+    outer = wrapped(model)
+    train(ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), **FREE), outer, UNEVEN)
+    return {"flat": flat(model)}
+
+
+def accumulated() -> dict[str, Any]:
+    model = net()
+    outer = wrapped(model)
+    opt = ng.kfac(outer, CE, measure=False, **FREE)  # only one micro-batch is measured
+    for _ in range(3):
+        opt.zero_grad()
+        x, y = X[own(PARTS)], Y[own(PARTS)]
+        half = len(x) // 2
+        if isinstance(outer, DistributedDataParallel):
+            with outer.no_sync():
+                (opt.loss(outer(x[:half]), y[:half]) / 2).backward()
+        else:
+            (opt.loss(outer(x[:half]), y[:half]) / 2).backward()
+        (opt.loss(outer(x[half:]), y[half:]) / 2).backward()
+        opt.step()
+    return {"flat": flat(model)}
+
+
+class Shy(nn.Module):
+    """(b, 3) -> three logits; the second layer is used if wanted, the last one behind its back too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.use = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        h = h + self.second(h) if self.use else h
+        return self.last(h) * self.last.weight.sum()
+
+
+def partly() -> dict[str, Any]:
+    """The first process does not use a layer: the others' statistics are all there are."""
+    model = seeded(Shy)
+    outer = wrapped(model, find_unused_parameters=True)
+    opt = ng.kfac(outer, CE, **FREE)
+    for step in range(4):
+        model.use = not (distributed.is_initialized() and distributed.get_rank() == 0 and step < 2)
+        train(opt, outer, steps=1)
+    return {"flat": flat(model), "kinds": [row.structure for row in opt.report()]}
+
+
+def infinite() -> dict[str, Any]:
+    """A bad batch on one process only: nobody steps, nobody takes statistics."""
+    model = net()
+    outer = wrapped(model)
+    opt = ng.kfac(outer, CE, **FREE)
+    train(opt, outer, steps=2)
+    kept, before = flat(model), copy.deepcopy(opt.state_dict()["state"])
+    bad = math.inf if not distributed.is_initialized() or distributed.get_rank() == 1 else 1.0
+    opt.zero_grad()
+    opt.loss(outer(X[own(PARTS)] * bad), Y[own(PARTS)]).backward()
+    opt.step()
+    after = opt.state_dict()["state"]
+    totals = [(one["totals"], after[i]["totals"]) for i, one in before.items() if "totals" in one]
+    same = all(torch.equal(old[k], new[k]) for old, new in totals for k in old)
+    stayed, failures = torch.equal(kept, flat(model)), opt.state_report().failures
+    train(opt, outer, steps=2)
+    return {"flat": flat(model), "stayed": stayed and same, "failures": failures}
+
+
+def sampled() -> dict[str, Any]:
+    """Labels differ between processes; a checkpoint of one resumes all."""
+    model = net()
+    outer = wrapped(model)
+    opt = ng.kfac(outer, CE, lr=0.1)
+    labels: list[Tensor] = []
+    draw_labels = opt._reader._cotangents
+    opt._reader._cotangents = lambda *a: labels.extend(found := draw_labels(*a)) or found
+    x, y = X[:6], Y[:6]  # the same on all
+
+    def go(opt: Any, outer: nn.Module) -> None:
+        for _ in range(2):
+            opt.zero_grad()
+            opt.loss(outer(x), y).backward()
+            opt.step()
+
+    go(opt, outer)
+    states = [{"opt": opt.state_dict(), "model": copy.deepcopy(model.state_dict())}]
+    states = copy.deepcopy(states)
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(states)
+    twin = net()
+    twin.load_state_dict(states[0]["model"])
+    outer_twin = wrapped(twin)
+    other = ng.kfac(outer_twin, CE, lr=0.1)
+    other.load_state_dict(states[0]["opt"])
+    go(opt, outer)
+    go(other, outer_twin)
+    return {"flat": flat(model), "labels": labels[0], "resumed": torch.equal(flat(model), flat(twin))}
+
+
+def refused() -> dict[str, Any]:
+    words = []
+    for build in (
+        lambda: ng.StructuredNaturalGradient(wrapped(net()), CE, Odd()),
+        lambda: ng.kfac(wrapped(net(), static_graph=True), CE),
+    ):
+        try:
+            build()
+        except (TypeError, ValueError) as error:
+            words.append(str(error))
+    return {"words": words}
+
+
+class Odd(ng.Diagonal):
+    """A structure that does not say that its statistics are sums."""
+
+    sums = False
+
+
+SCENES: dict[str, Callable[[], dict[str, Any]]] = {
+    "kfac": lambda: plain(ng.kfac),
+    "ekfac": lambda: plain(ng.ekfac),
+    "diagonal": lambda: plain(ng.diagonal),
+    "unitwise": lambda: plain(ng.unitwise),
+    "inner": inner,
+    "sums": sums,
+    "accumulated": accumulated,
+    "partly": partly,
+    "infinite": infinite,
+    "sampled": sampled,
+    "refused": refused,
+}
+
+
+def act(rank: int, folder: str) -> None:
+    """All scenes, in one of two processes."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", store, timedelta(seconds=60), world_size=2, rank=rank)
+    torch.save({name: scene() for name, scene in SCENES.items()}, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.start_processes(act, (str(folder),), nprocs=2, start_method="spawn")
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("scene", [name for name in SCENES if name != "refused"])
+def test_parameters_are_equal_bit_for_bit(both: list[dict[str, Any]], scene: str):
+    assert torch.equal(both[0][scene]["flat"], both[1][scene]["flat"])
+
+
+@pytest.mark.parametrize("scene", ["kfac", "ekfac", "diagonal", "unitwise", "inner", "sums", "accumulated"])
+def test_two_processes_train_as_one_on_the_joined_batch(both: list[dict[str, Any]], scene: str):
+    alone = SCENES[scene]()
+    assert_close(both[0][scene]["flat"], alone["flat"], 1e-9)
+    for number in {"loss", "kl"} & alone.keys():
+        assert both[0][scene][number] == pytest.approx(alone[number], rel=1e-8)
+
+
+def test_a_layer_that_one_process_does_not_use_is_trained_on_both(both: list[dict[str, Any]]):
+    assert both[0]["partly"]["kinds"] == both[1]["partly"]["kinds"] == ["Kronecker"] * 4 + ["Diagonal"] * 2
+
+
+def test_one_infinite_batch_skips_everywhere_and_training_goes_on(both: list[dict[str, Any]]):
+    for rank in both:
+        assert rank["infinite"]["stayed"]
+        assert rank["infinite"]["failures"] == 2  # the statistics, and the step
+        assert bool(rank["infinite"]["flat"].isfinite().all())
+
+
+def test_labels_differ_and_one_checkpoint_resumes_both(both: list[dict[str, Any]]):
+    assert not torch.equal(both[0]["sampled"]["labels"], both[1]["sampled"]["labels"])
+    assert both[0]["sampled"]["resumed"]
+    assert both[1]["sampled"]["resumed"]
+
+
+def test_what_cannot_be_shared_is_refused(both: list[dict[str, Any]]):
+    adding, static = both[0]["refused"]["words"]
+    assert "2 processes" in adding
+    assert "static_graph" in static
+    assert not refused()["words"]  # alone, all is well
