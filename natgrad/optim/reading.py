@@ -22,8 +22,13 @@ from natgrad.structures.exchange import Exchange
 from natgrad.structures.layers import Layer, known_layers
 from natgrad.structures.passes import passes
 from natgrad.structures.statistics import Seen, separate
-from natgrad.structures.taps import Tap, Taps, reached, tap
+from natgrad.structures.taps import Tap, Taps, reached, resume, tap
 from natgrad.structures.traced import Product, Traced, products, second_layers, traced_layers
+
+REENTRANT = (
+    "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
+    ".grad alone, cannot go through that: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,18 @@ class Reader:
         self.spare = second_layers(self.layers.values())
         self.trusted: set[str] = set()
         self.refused: set[str] = set()
-        self.handles = tap(self.taps, self.layers)
+        self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
+        self.arm(True)
+
+    def arm(self, due: bool) -> None:
+        """Listen to the next passes, or do not. After `detach`: never."""
+        self.taps.armed, self.taps.paused = due and bool(self.handles), False
 
     def detach(self) -> None:
         """Take the hooks off."""
-        for handle in self.handles:
-            handle.remove()
-        self.taps.armed = False  # compiled graphs keep their taps
+        while self.handles:
+            self.handles.pop().remove()
+        self.arm(False)  # compiled graphs keep their taps
         self.taps.take()
 
     def generator_on(self, device: torch.device) -> torch.Generator:
@@ -112,7 +122,7 @@ class Reader:
     ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
-        taken = self.taps.take()
+        taken = self.taps.pause(recall.last is not None)
         calls = [call for call in taken if not self._refuses(call.layer)] + self._products(rows)
         held = {name for names in self.by_names() for name in names}
         watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
@@ -123,6 +133,8 @@ class Reader:
         try:
             calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
         except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ValueError(REENTRANT) from error
             if "donated" not in str(error) or not self.layers:
                 raise
             calls, taken = [], []  # a compiled backward that ran for the user first does not run twice

@@ -57,8 +57,10 @@ class Recall:
 
     paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
     divided by.   scale: the same under reduction='sum', added up over the losses that `backward` went through since the
-    gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.   observed: for the
-    metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on observed data.
+    gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.   losses: those same
+    losses in units of their means, each with its rows.   computed: all losses since the last step, with theirs.
+    observed: for the metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on
+    observed data.
     """
 
     def __init__(self) -> None:
@@ -72,10 +74,16 @@ class Recall:
         self.target_versions: tuple[int, ...] = ()
         self.loss: Tensor | None = None
         self.last_scale = 1.0
-        self.scale = 0.0
+        self.computed: list[tuple[Tensor, int]] = []
+        self.forget_gradients()
         self.observed: Data | None = None
         self.floor = 0.0
         self.searched: Data | None = None
+
+    def forget_gradients(self) -> None:
+        """The gradients are cleared: forget the losses that they came from."""
+        self.scale = 0.0
+        self.losses: list[tuple[Tensor, int]] = []
 
     def passed(self) -> Pass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
@@ -123,16 +131,17 @@ class Recall:
         random = RandomState.capture(*{t.device for t in call.tensors()})
         self.last = Pass(kept, random, versions_of(kept), modes_of(model))
 
-    def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor) -> None:
-        """Keep the targets and units of a loss."""
+    def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0) -> None:
+        """Keep the targets and units of a loss. rows: what it weighs among the losses of a step."""
         outputs = map_tensors(outputs, torch.detach)
         self.targets = map_tensors(targets, torch.detach)
         self.target_versions = versions_of(Call((targets,)))
         self.paired = self.last
         self.last_scale = float(criterion.scale(outputs, targets))
         self.loss = value.detach() / self.last_scale
-        if criterion.summed and value.requires_grad:
-            value.register_hook(Counter(self, self.last_scale))
+        self.computed.append((self.loss, rows))
+        if value.requires_grad:
+            value.register_hook(Counter(self, self.last_scale if criterion.summed else 0.0, self.computed[-1]))
 
 
 def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
@@ -142,15 +151,16 @@ def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
 
 
 class Counter:
-    """Tensor hook that adds a loss's count when `backward` reaches it. Holds no reference that keeps a recall alive."""
+    """Tensor hook that adds a loss and its count when `backward` reaches it. Keeps no recall alive."""
 
-    def __init__(self, recall: Recall, count: float) -> None:
-        self.recall, self.count = weakref.ref(recall), count
+    def __init__(self, recall: Recall, count: float, loss: tuple[Tensor, int]) -> None:
+        self.recall, self.count, self.loss = weakref.ref(recall), count, loss
 
     def __call__(self, gradient: Tensor) -> None:
         recall = self.recall()
         if recall is not None:
             recall.scale += self.count
+            recall.losses.append(self.loss)
 
 
 class Listener:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.blocks import Block, Blocks, dot
+from natgrad.optim.blocks import Block, Blocks
 from natgrad.optim.distributed import together
 from natgrad.optim.door import check_number, named_parameters
 from natgrad.optim.reading import Reader
@@ -21,6 +22,7 @@ from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.stride import Stride, bounded_below, sampled
 from natgrad.pure import full_precision, leaves, map_tensors
 from natgrad.structures import ExactLabels, Layerwise, Sampled
+from natgrad.structures.taps import Release
 
 Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
@@ -96,8 +98,7 @@ class StructuredNaturalGradient(Optimizer):
         self._stride = Stride()
         self._pending = 0  # readings since the last step
         self._nats: Any = 1.0
-        self._losses: list[tuple[Any, int]] = []  # of this step's micro-batches, each with its number of rows
-        self._reader.taps.armed = True
+        self._warned: set[str] = set()
         self._finalizer = weakref.finalize(
             self, release, self._reader, listen(self.model, self._recall, traceable=True)
         )
@@ -107,14 +108,15 @@ class StructuredNaturalGradient(Optimizer):
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """The criterion's value, for you to call `.backward()` on; on update steps it reads the statistics first.
 
-        In evaluation mode or under `torch.no_grad()` it is the value alone. ValueError for targets that the
-        criterion's likelihood cannot produce.
+        In evaluation mode, under `torch.no_grad()` and on detached outputs it is the value alone. Several losses of one
+        step count by their rows: those that went backward since the gradients were cleared. ValueError for targets that
+        the criterion's likelihood cannot produce.
         """
         value = self.criterion.value(outputs, targets)
-        if self.model.training and torch.is_grad_enabled():
-            self._recall.record_loss(self.criterion, outputs, targets, value)
+        if self.model.training and torch.is_grad_enabled() and value.requires_grad:
+            rows = count_rows(self.criterion, outputs)
+            self._recall.record_loss(self.criterion, outputs, targets, value, rows)
             self._nats = self.criterion.nats(outputs)
-            self._losses.append((self._recall.loss, count_rows(self.criterion, outputs)))
             if self._reader.taps.armed:
                 self._read(outputs, targets, value)
         return value
@@ -133,7 +135,6 @@ class StructuredNaturalGradient(Optimizer):
             self._step()
         finally:
             self._recall.clear()
-            self._losses.clear()
             self._reader.taps.take()
             self._stride.sample = None
         return value
@@ -141,7 +142,7 @@ class StructuredNaturalGradient(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the count of what they are a sum of."""
         super().zero_grad(set_to_none)
-        self._recall.scale = 0.0
+        self._recall.forget_gradients()
 
     def report(self) -> Report:
         """What each parameter gets: structure, entries, and numbers remembered between steps."""
@@ -186,7 +187,6 @@ class StructuredNaturalGradient(Optimizer):
             self._named.update(fresh)
             self._reader.detach()
             self._reader.attach(self._named)
-            self._reader.taps.armed = True
 
     # checkpoints
 
@@ -226,7 +226,7 @@ class StructuredNaturalGradient(Optimizer):
         self._blocks.rebuild(extra["blocks"], self._reader.by_names())
         if extra["generator"] is not None:
             self._reader.generator_on(ours[0].device).set_state(extra["generator"].cpu())
-        self._reader.taps.armed = self._due("updated", self.update_every)
+        self._reader.arm(self._due("updated", self.update_every))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -247,12 +247,14 @@ class StructuredNaturalGradient(Optimizer):
                 # labels that a metric was estimated from measure it too short along the direction that it gives
                 apart = None if not self.measure or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
-                taken = reading is not None and self._blocks.take(reading, decay)
-                if reading is not None and taken and self.measure:
-                    self._stride.sample = sampled(reading)
+                if reading is not None:
+                    sample = sampled(reading) if self.measure else None
+                    reading.apart.clear()
+                    taken = self._blocks.take(reading, decay)
+                    self._stride.sample = sample if taken else None
         else:
             self._reader.skip(value)
-        self._reader.taps.take()
+        value.register_hook(Release(self._reader.taps))
         self._pending += taken
         self._clock["failures"] += not taken
         if taken:
@@ -262,8 +264,10 @@ class StructuredNaturalGradient(Optimizer):
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
-        loss, self._nats, scale = self._ranks.pooled(self._losses, self._nats, self._recall.scale, active[0][1].device)
-        gradients = {name: dense(p) / scale for name, p in active}
+        losses = self._recall.losses or self._recall.computed
+        loss, self._nats, scale = self._ranks.pooled(losses, self._nats, self._recall.scale, active[0][1].device)
+        plain = isinstance(scale, float) and scale == 1
+        gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
@@ -279,7 +283,7 @@ class StructuredNaturalGradient(Optimizer):
             self._clock["failures"] += 1
         self._pending = 0
         self._clock["step"] += 1
-        self._reader.taps.armed = self._due("updated", self.update_every)
+        self._reader.arm(self._due("updated", self.update_every))
 
     def _invert(self) -> None:
         if self._clock["updated"] <= self._clock["inverted"] or not self._due("inverted", self.invert_every):
@@ -294,9 +298,10 @@ class StructuredNaturalGradient(Optimizer):
         means = {name: self._mean(self._named[name], g, groups[name]["momentum"]) for name, g in gradients.items()}
         for block in self._blocks:
             if block.inverse is not None and any(name in means for name in block.layout.names):
-                found = self._blocks.direction(block, means)
+                found, promised = self._blocks.direction(block, means, rates)
                 steps |= found
-                slopes |= {name: dot(means[name], step) for name, step in found.items()}
+                slopes |= promised
+        self._warn(means.keys() - {name for block in self._blocks for name in block.layout.names})
         if not steps:
             return
         for name in steps:
@@ -316,6 +321,17 @@ class StructuredNaturalGradient(Optimizer):
             p = self._named[name]
             p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
         self._told |= {"kl": self._stride.kl(whole, rate, self._nats), "rate": rate}
+
+    def _warn(self, strangers: Set[str]) -> None:
+        """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""
+        fresh = sorted(strangers - self._warned)
+        if fresh:
+            self._warned |= strangers
+            warnings.warn(
+                f"parameters {fresh} have a gradient but no statistics, and are not moved: no optimizer.loss(outputs, "
+                "targets) on an update step depends on them",
+                stacklevel=2,
+            )
 
     def _radius(self, like: Tensor) -> Tensor:
         """The bound on this step's KL, in nats per example; it grows over the first steps."""

@@ -51,11 +51,13 @@ class Tap:
 class Taps:
     """The calls of known modules, while `armed`, in passes that build a graph and are the user's own.
 
-    recorder: of the calls inside compiled graphs.   places: the layers by their numbers there.
+    paused: until the model is called the next time; calls outside of compiled graphs are not heard.   recorder: of the
+    calls inside compiled graphs.   places: the layers by their numbers there.
     """
 
     def __init__(self) -> None:
         self.armed = False
+        self.paused = False
         self.calls: list[Tap] = []
         self.recorder = Recorder()
         self.places: list[Layer] = []
@@ -64,6 +66,21 @@ class Taps:
         """The calls so far, which are forgotten here: nothing holds a graph afterwards."""
         calls, self.calls = self.calls, []
         return calls
+
+    def pause(self, until_called: bool) -> list[Tap]:
+        """The calls so far. until_called: kept, for another loss of the same pass, until the model is called again, or
+        the backward pass of a loss begins (`Release`).
+
+        Layers that run again in a backward pass, checkpointed ones, are not heard meanwhile: their graphs may go.
+        """
+        self.paused = until_called
+        return list(self.calls) if until_called else self.take()
+
+    def resume(self) -> None:
+        """A new pass begins."""
+        if self.paused:
+            self.calls.clear()
+        self.paused = False
 
 
 class Tapped:
@@ -83,7 +100,7 @@ class Tapped:
         if torch.compiler.is_compiling():  # the compiler guards on what was asked above: two graphs, armed and not
             return None if torch.compiler.is_exporting() else fused(output, args[0], taps.recorder, self.place)
         layer = None if self.layer is None else self.layer()
-        if layer is not None and not is_evaluating():
+        if layer is not None and not taps.paused and not is_evaluating():
             taps.calls.append(Tap.of(layer, args[0], output))
         return None
 
@@ -98,6 +115,40 @@ def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
         taps.recorder.move(p.device)
     hooks = [Tapped(taps, layer, place) for place, layer in enumerate(taps.places)]
     return [module.register_forward_hook(hook) for module, hook in zip(layers, hooks, strict=True)]
+
+
+class Resume:
+    """Forward pre-hook of the model: a new pass begins. A copied or pickled model carries one that does nothing."""
+
+    def __init__(self, taps: Taps | None = None) -> None:
+        self.taps = None if taps is None else weakref.ref(taps)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        taps = None if self.taps is None else self.taps()
+        if taps is not None and not is_evaluating():
+            taps.resume()
+
+    def __reduce__(self) -> tuple[type[Resume], tuple[()]]:
+        return Resume, ()
+
+
+def resume(model: nn.Module, taps: Taps) -> RemovableHandle:
+    """Go on listening, after a pause, when the model is called; returns the handle that takes the hook off."""
+    return model.register_forward_pre_hook(Resume(taps))
+
+
+class Release:
+    """Tensor hook of a loss: its backward begins, and frees what the calls so far would hold."""
+
+    def __init__(self, taps: Taps) -> None:
+        self.taps = weakref.ref(taps)
+
+    def __call__(self, gradient: Tensor) -> None:
+        taps = self.taps()
+        if taps is not None and taps.paused:
+            taps.calls.clear()
 
 
 def reached(
