@@ -24,7 +24,7 @@ pytestmark = [
 ]
 EXACT = ng.ExactLabels()
 KINDS = ["sequence", "odd convolutions", "in-place rectifier", "checkpointed"]
-KINDS += ["twice used", "batch norm, training", "tied"]
+KINDS += ["twice used", "batch norm, training"]
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from natgrad.optim.recall import Recall
 from natgrad.pure import Labelled, leaves, map_tensors
 from natgrad.spaces import Space
 from natgrad.structures import Estimate
-from natgrad.structures.collect import collect, explains
+from natgrad.structures.collect import collect, explains, seconds
 from natgrad.structures.estimates import Outputs
 from natgrad.structures.exchange import Exchange
 from natgrad.structures.layers import Layer, known_layers
-from natgrad.structures.statistics import Seen
-from natgrad.structures.taps import Taps, passes, reached, resume, tap
+from natgrad.structures.passes import passes
+from natgrad.structures.statistics import Seen, separate
+from natgrad.structures.taps import Tap, Taps, reached, resume, tap
+from natgrad.structures.traced import Product, Traced, products, second_layers, traced_layers
 
 REENTRANT = (
     "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
@@ -54,7 +56,7 @@ class Reader:
     The first reading that reaches a layer compares the gradient that the layer explains with the plain one; parameters
     where they differ (used behind their layer's back) and parameters without a layer get squares: of the gradient for
     sampled labels. Its expectation over labels is the metric's diagonal, since scores of different rows are independent
-    with mean 0.   trusted, refused: parameters whose layers explain them, and do not.
+    with mean 0.   trusted, refused: claims of the layers that explain their parameters, and of those that do not.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Reader:
         """Listen to the layers of these parameters."""
         self.named = dict(named)
         self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
+        self.matrices = traced_layers(self.model, Space(self.named), self.layers.values())
+        self.spare = second_layers(self.layers.values())
         self.trusted: set[str] = set()
         self.refused: set[str] = set()
         self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
@@ -93,7 +97,7 @@ class Reader:
 
     def by_names(self) -> dict[tuple[str, ...], Layer]:
         """The trusted layers, by their parameters' names."""
-        return {layer.layout.names: layer for layer in self.layers.values() if self._trusts(layer)}
+        return {layer.layout.names: layer for layer in self._all.values() if self._trusts(layer)}
 
     def read(
         self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
@@ -111,15 +115,17 @@ class Reader:
         dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
         torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
         if self.ranks.size > 1:
-            call_roll(self.ranks, self._device, [layer.key for layer in self.layers.values()], list(self.named), None)
+            call_roll(self.ranks, self._device, list(self._all), list(self.named), None)
 
     def _own(
         self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
     ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
-        calls = [call for call in self.taps.pause(recall.last is not None) if not self._refuses(call.layer)]
-        watched = {name: p for name, p in self.named.items() if name not in self.trusted}
+        taken = self.taps.pause(recall.last is not None)
+        calls = [call for call in taken if not self._refuses(call.layer)] + self._products(rows)
+        held = {name for names in self.by_names() for name in names}
+        watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
         examples = max(len(next(leaves(outputs))), 1)
         estimates = [self.estimate] if apart is None else [self.estimate, apart]
         drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
@@ -129,46 +135,60 @@ class Reader:
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ValueError(REENTRANT) from error
-            if "donated" not in str(error):
+            if "donated" not in str(error) or not self.layers:
                 raise
-            calls = []  # a compiled backward that ran for the user first does not run twice
-        if not calls and self.layers:
+            calls, taken = [], []  # a compiled backward that ran for the user first does not run twice
+        if self.layers and not taken and all(isinstance(call, Product) for call in calls):
             return self._replayed(criterion, targets, recall, len(rows))
         seen = [one for one in passes(calls, deltas, examples=examples) if not self._refuses(one.layer)]
         gradients = dict(zip(watched, slopes[0], strict=True))
-        heard = self._judged(seen, gradients, max((torch.finfo(call.dtype).eps for call in calls), default=0.0))
-        seen = [one for one in seen if heard[one.key]]
+        eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
+        heard = self._judged(seen, gradients, eps)
+        spare = [layer for layer in self.spare if self._forsaken(layer, heard)]
+        more = passes(*seconds(rows, spare, self.named, cotangents), examples=examples)
+        heard |= {one.key: explains(one, gradients, eps) for one in more}
+        seen = [one for one in [*seen, *more] if heard[one.key]]
         held = {name for one in seen for name in one.layer.layout.names}
         measuring = slice(0 if apart is None else own, None)
         rest = [(name, i) for i, name in enumerate(watched) if name not in held]
         squares = {name: squared([found[i] for found in slopes[:own]]) for name, i in rest}
         known = {name: s for name, s in squares.items() if s is not None}
         return Reading(
-            [replace(one, deltas=one.deltas[:own]) for one in seen],
+            [one.only(slice(own)) for one in seen],
             known,
             len(rows),
-            [replace(one, deltas=one.deltas[measuring]) for one in seen],
+            [one.only(measuring) for whole in seen for one in separate(whole) if not one.pooled],
             tuple(summed(watched, found, known) for found in slopes[measuring]),
         ), heard
+
+    def _products(self, rows: Tensor) -> list[Tap]:
+        """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
+        wanted: list[Traced] = [layer for layer in self.matrices if not self._refuses(layer)]
+        return [*products(rows, [*wanted, *(layer for layer in self.spare if self._trusts(layer))], self.named)]
 
     def _judged(self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float) -> dict[str, bool]:
         """Whether the layers that were reached explain their parameters' gradients: found out once."""
         heard = {one.key: self._trusts(one.layer) or explains(one, gradients, eps) for one in seen}
-        for layer in self.layers.values():
+        for layer in [*self.layers.values(), *self.matrices]:
             if not self._trusts(layer) and any(gradients.get(name) is not None for name in layer.layout.names):
                 heard.setdefault(layer.key, False)
         return heard
 
+    def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
+        """Whether a layer was just found not to explain its matrix, which this one may."""
+        first = next(layer for layer in self.layers.values() if layer.layout.weight == spare.layout.weight)
+        return heard.get(first.key) is False and not self._refuses(first) and not self._refuses(spare)
+
     def _agreed(self, own: Reading, heard: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
-        layers = {layer.key: layer for layer in self.layers.values()}
+        layers = self._all
         roll = call_roll(self.ranks, self._device, list(layers), list(self.named), heard, list(own.squares), own.rows)
         if roll.failed:
             return None
-        self.refused |= {name for key in roll.refused for name in layers[key].layout.names}
+        self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
         kept = {key: layers[key] for key in roll.layers if key not in roll.refused}
         held = {name for layer in kept.values() for name in layer.layout.names}
-        self.trusted |= held
+        self.trusted |= {claim for layer in kept.values() for claim in layer.claims}
         seen, cotangents = {one.key: one for one in own.layers}, max((len(one.deltas) for one in own.layers), default=1)
         passed = [
             seen[key] if key in seen else unheard(layer, cotangents, self._zeros(layer.layout.names[0]))
@@ -180,6 +200,11 @@ class Reader:
         return Reading(passed, squares, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
 
     @property
+    def _all(self) -> dict[str, Layer]:
+        """Every layer and matrix that may be read, by key."""
+        return {layer.key: layer for layer in [*self.layers.values(), *self.matrices, *self.spare]}
+
+    @property
     def _device(self) -> torch.device:
         return next(iter(self.named.values())).device
 
@@ -188,10 +213,10 @@ class Reader:
         return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
 
     def _refuses(self, layer: Layer) -> bool:
-        return not self.refused.isdisjoint(layer.layout.names)
+        return not self.refused.isdisjoint(layer.claims)
 
     def _trusts(self, layer: Layer) -> bool:
-        return self.trusted.issuperset(layer.layout.names)
+        return self.trusted.issuperset(layer.claims)
 
     def _cotangents(
         self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: int
@@ -231,7 +256,8 @@ class Reader:
                 random=last.random,
                 trusted=self.trusted or None,
             )
-        return Reading(found.layers, found.squares, rows, found.layers), {one.key: True for one in found.layers}
+        apart = [one for whole in found.layers for one in separate(whole)]
+        return Reading(found.layers, found.squares, rows, apart), {one.key: True for one in found.layers}
 
 
 def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:

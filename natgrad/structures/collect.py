@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from natgrad.pure import RandomState
 from natgrad.spaces import Params, Space
 from natgrad.structures.estimates import Estimate, Outputs
 from natgrad.structures.layers import known_layers
+from natgrad.structures.passes import passes
 from natgrad.structures.statistics import Seen
-from natgrad.structures.taps import Tap, derivatives, passes
+from natgrad.structures.taps import Tap, derivatives
+from natgrad.structures.traced import Product, Traced, products, second_layers, traced_layers
 
 PROBES = 8
 LARGEST = 2**25  # entries of row gradients that are written out for parameters without a layer
@@ -43,30 +45,45 @@ def collect(
 ) -> Collected:
     """The layers' activations and deltas in one pass of the metric's model at params on inputs.
 
-    trusted: names of parameters whose layers are known to be all there is to them; None: find out, by comparing the
-    gradients that the layers explain with those of a plain backward pass (a parameter may be used behind its layer's
-    back; such parameters count as having no layer). TypeError for a metric that is not a pullback in one graph.
+    trusted: claims of the layers that are known to be all there is to their parameters; None: find out, by comparing
+    the gradients that the layers explain with those of a plain backward pass (a parameter may be used behind its
+    layer's back). TypeError for a metric that is not a pullback in one graph.
     """
-    pullback, taps = tapped(metric, params, inputs, random)
-    cotangents = [c.detach() for c in estimate.cotangents(Outputs.of(pullback), generator)]
+    pullback, taps, spare = tapped(metric, params, inputs, random, trusted)
+    known = Outputs.of(pullback)
+    cotangents = [c.detach() for c in estimate.cotangents(known, generator)]
     leaves = pullback.linearization.leaves if trusted is None else {}
     deltas, slopes = derivatives(pullback.linearization.graph, taps, cotangents[:1], list(leaves.values()))
     deltas += derivatives(pullback.linearization.graph, taps, cotangents[1:])[0]
-    seen = passes(taps, deltas, pullback.dtype)
+    seen = passes(taps, deltas, pullback.dtype, known.batch)
     if trusted is None:
         gradients = dict(zip(leaves, slopes[0], strict=True))
         seen = [one for one in seen if explains(one, gradients)]
-    else:
-        seen = [one for one in seen if trusted.issuperset(one.layer.layout.names)]
+        held = {name for one in seen for name in one.layer.layout.names}
+        lost = [layer for layer in spare if not held.issuperset(layer.layout.names)]
+        more = seconds(pullback.linearization.graph, lost, leaves, cotangents)
+        seen += [one for one in passes(*more, pullback.dtype, known.batch) if explains(one, gradients)]
+    # examples that cannot be told apart give squares that are right on average over labels alone: not here
+    seen = [one for one in seen if not one.pooled]
     held = {name for one in seen for name in one.layer.layout.names}
     rest = {name: p for name, p in params.items() if name not in held}
     return Collected(pullback, seen, squares_of(pullback, rest, torch.stack(cotangents, dim=2)) if rest else {})
 
 
-def tapped(metric: Metric, params: Params, inputs: Any, random: RandomState | None) -> tuple[Pullback, list[Tap]]:
-    """The metric at a point, and a tap on every call of a known layer in its pass."""
-    model, taps = getattr(metric, "model", None), []
+def tapped(
+    metric: Metric, params: Params, inputs: Any, random: RandomState | None, trusted: set[str] | None
+) -> tuple[Pullback, list[Tap], list[Traced]]:
+    """The metric at a point, a tap on every call of a layer and product with a matrix in its pass, and spare layers.
+
+    With `trusted`, those of trusted layers alone.
+    """
+    model, taps = getattr(metric, "model", None), list[Tap]()
     known = known_layers(model, Space(params)) if isinstance(model, nn.Module) else {}
+    matrices = traced_layers(model, Space(params), known.values()) if isinstance(model, nn.Module) else []
+    spare = second_layers(known.values())
+    if trusted is not None:
+        known = {module: layer for module, layer in known.items() if trusted.issuperset(layer.claims)}
+        matrices = [layer for layer in [*matrices, *spare] if trusted.issuperset(layer.claims)]
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if output.requires_grad:
@@ -83,7 +100,16 @@ def tapped(metric: Metric, params: Params, inputs: Any, random: RandomState | No
             f"{metric!r} gave a {type(pullback).__name__}, expected a pulled-back metric in one graph such as "
             "ng.fisher(model, criterion) with chunk_size=None; or use the structure ng.Exact()"
         )
-    return pullback, taps
+    line = pullback.linearization
+    return pullback, [*taps, *products(line.graph, matrices, line.leaves)], spare
+
+
+def seconds(
+    outputs: Tensor, spare: Sequence[Traced], params: Params, cotangents: Sequence[Tensor]
+) -> tuple[list[Product], list[list[Tensor | None]]]:
+    """The products with the matrices that nothing explained so far, and the derivatives there, for `passes`."""
+    found = products(outputs, spare, params)
+    return found, derivatives(outputs, found, cotangents)[0]
 
 
 def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool:
@@ -93,7 +119,7 @@ def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.
     """
     found, dense = seen.gradient(), {}
     for name in seen.layer.layout.names:
-        gradient = gradients[name]
+        gradient = gradients.get(name)
         if gradient is None:
             return False
         dense[name] = gradient.to_dense().to(found.dtype)

@@ -14,6 +14,7 @@ from natgrad.structures.exchange import exchanged
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
 from natgrad.structures.statistics import (
+    Mixed,
     Seen,
     diagonal_moment,
     input_moment,
@@ -114,19 +115,51 @@ def misfit(factor: Tensor, vectors: Tensor) -> Tensor:
 
 def factors(seen: Seen, reduce: bool, largest: int) -> Statistics:
     """left S and right A of one pass: (G, n, n), or for one group (n, n) or its diagonal (n,); or exact blocks."""
+    if isinstance(seen, Mixed):
+        return mixed_factors([factors(part, reduce, largest) for part in seen.parts], seen.share)
     if seen.single:
         return {"blocks": total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])}
     if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
         moment = total([factor(deltas.unsqueeze(2), largest) for deltas in seen.deltas])
         counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
         return {"left": seen.share * counts, "right": moment}
+    reduce = reduce and not seen.pooled
     pairs = [reduced(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
     a = pairs[0][0]
     if a.shape[2] == 1 and a.shape[3] > largest:
         right = diagonal_moment(a) * (seen.share / (a.shape[0] * a.shape[1]))
     else:
         right = input_moment(a, seen.share)
+    if seen.counts is not None:
+        mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
+        right = right * (mean.square() if reduce else mean)
     return {"left": total([factor(deltas, largest) for _, deltas in pairs]), "right": right}
+
+
+def mixed_factors(parts: list[Statistics], share: float) -> Statistics:
+    """One Kronecker product for a sum of several: the one with the same partial traces.
+
+    L = sum_p L_p tr R_p and R = sum_p R_p tr L_p, over the sum's trace: exact where all parts agree in one factor.
+    """
+    left, right = (
+        add_factors([part[side] * trace(part[other]) for part in parts])
+        for side, other in (("left", "right"), ("right", "left"))
+    )
+    whole = trace(left)
+    return {"left": left / share, "right": right * share / torch.where(whole > 0, whole, 1)}
+
+
+def add_factors(parts: list[Tensor]) -> Tensor:
+    """The sum of factors, some of which may be diagonals (n,)."""
+    diagonals = [part for part in parts if part.dim() == 1]
+    if len(diagonals) == len(parts):
+        return total(parts)
+    return total([torch.diag(part) if part.dim() == 1 else part for part in parts])
+
+
+def trace(factor: Tensor) -> Tensor:
+    """tr of (n, n), or of the diagonal (n,)."""
+    return factor.sum() if factor.dim() == 1 else factor.diagonal().sum()
 
 
 def factor(deltas: Tensor, largest: int) -> Tensor:

@@ -42,9 +42,18 @@ class Layer(ABC):
     def deltas(self, gradient: Tensor) -> Tensor:
         """The derivative at the module's output as (b, t, groups, outputs); (b, t, e) for an embedding."""
 
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """What a reader notes of a layer that it trusts: its parameters' names."""
+        return self.layout.names
+
     def batched(self, inputs: Tensor) -> bool:
         """Whether the input has an example dimension (a module may be called on one example without it)."""
         return inputs.dim() >= 2
+
+    def features(self, tensor: Tensor) -> int | None:
+        """How many of the input's or output's last dimensions are no positions; None if its layout is fixed."""
+        return None
 
     def with_bias(self, columns: Tensor) -> Tensor:
         """(..., d) with the trained columns only, and ones for the bias."""
@@ -54,6 +63,9 @@ class Layer(ABC):
 
 class LinearLayer(Layer):
     """y = W x + b, on vectors or at every position of a sequence."""
+
+    def features(self, tensor: Tensor) -> int:
+        return 1
 
     def activations(self, inputs: Tensor) -> Tensor:
         return self.with_bias(positions(inputs)).unsqueeze(2)
@@ -80,6 +92,9 @@ class ConvolutionLayer(Layer):
 class NormLayer(Layer):
     """y = scale * z + shift per channel, z the normalised input: one group per channel, with one input and output."""
 
+    def features(self, tensor: Tensor) -> int | None:
+        return len(self.module.normalized_shape) if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)) else None
+
     def activations(self, inputs: Tensor) -> Tensor:
         return self.with_bias(self._channels(normalised(self.module, inputs)).unsqueeze(-1))
 
@@ -99,6 +114,9 @@ class EmbeddingLayer(Layer):
 
     def batched(self, inputs: Tensor) -> bool:
         return inputs.dim() >= 1
+
+    def features(self, tensor: Tensor) -> int:
+        return int(tensor.is_floating_point())
 
     def activations(self, inputs: Tensor) -> Tensor:
         return inputs.reshape(len(inputs), -1)

@@ -74,7 +74,7 @@ class Layerwise(Structure):
         parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in found.squares]
         arranged = Arranged(space, parts)
         arranged.nats = found.metric.nats
-        held = [name for one in found.layers for name in one.layer.layout.names]
+        held = [claim for one in found.layers for claim in one.layer.claims]
         kept = totals if self.decay else {}
         return arranged, {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
 

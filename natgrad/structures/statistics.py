@@ -5,11 +5,13 @@ Deltas carry the weights of the loss: the metric is sum over examples of E[g g^T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from natgrad.linalg import KroneckerEigen, gram
 from natgrad.structures.layers import Layer
@@ -20,21 +22,39 @@ NUMBERS = 2**24
 
 @dataclass(frozen=True)
 class Seen:
-    """A layer's pass: activations, and the deltas of every cotangent, scaled so that the pass counts `share` times."""
+    """A layer's pass: activations, and the deltas of every cotangent, scaled so that the pass counts `share` times.
+
+    counts: (groups,), how many positions each group has, where they differ; the others' activations are zeros.
+    pooled: examples could not be told apart, all positions are one example's.   cotangents: how many the first list of
+    deltas holds, as more examples.   skip: a token that is never trained.
+    """
 
     layer: Layer
     activations: Tensor
     deltas: list[Tensor]
     share: float = 1.0
+    counts: Tensor | None = None
+    pooled: bool = False
+    cotangents: int = 1
+    skip: int | None = None
 
     def counted(self, share: float) -> Seen:
         """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals."""
-        return Seen(self.layer, self.activations, [share**0.5 * deltas for deltas in self.deltas], share * self.share)
+        return replace(self, deltas=[share**0.5 * deltas for deltas in self.deltas], share=share * self.share)
 
     @property
     def key(self) -> str:
         """The layer's parameters, as one string."""
         return self.layer.key
+
+    def only(self, which: slice) -> Seen:
+        """The same pass with some of its cotangents."""
+        if self.cotangents == 1:
+            return replace(self, deltas=self.deltas[which])
+        start, stop, _ = which.indices(self.cotangents)
+        kept = slice(start * len(self.activations) // self.cotangents, stop * len(self.activations) // self.cotangents)
+        parts = {"activations": self.activations[kept], "deltas": [deltas[kept] for deltas in self.deltas]}
+        return replace(self, **parts, cotangents=stop - start)
 
     @property
     def by_token(self) -> bool:
@@ -50,15 +70,67 @@ class Seen:
     @property
     def padding(self) -> int | None:
         """The token that is never trained."""
-        return getattr(self.layer.module, "padding_idx", None)
+        return getattr(self.layer.module, "padding_idx", self.skip)
 
     def gradient(self) -> Tensor:
         """The layer's matrix in J^T c for the first cotangent c, (groups, outputs, columns)."""
         if not self.by_token:
-            return torch.einsum("btgo,btgd->god", self.deltas[0], self.activations)
+            first = len(self.activations) // self.cotangents
+            return torch.einsum("btgo,btgd->god", self.deltas[0][:first], self.activations[:first])
         tokens, rows = token_rows(self.activations, self.deltas[0], self.padding)
         shape = self.layer.layout.matrix_shape
         return rows.new_zeros(shape[1:]).index_add_(0, tokens, rows).unsqueeze(0)
+
+
+class Mixed(Seen):
+    """A matrix's pass in several parts: as y = W x here, as y = x W or as a table of rows there (a tied embedding).
+
+    The activations and deltas are all parts' positions side by side, made when they are asked for: tokens as unit
+    vectors, cotangents as more examples.
+    """
+
+    parts: list[Seen]
+
+    def __init__(self, layer: Layer, parts: Sequence[Seen], share: float = 1.0) -> None:
+        self.__dict__ |= {"layer": layer, "parts": list(parts), "share": share, "counts": None, "skip": None}
+        self.__dict__ |= {"pooled": any(part.pooled for part in parts), "cotangents": 1}
+
+    @cached_property
+    def activations(self) -> Tensor:  # type: ignore[override]
+        return torch.cat([side_by_side(part)[0] for part in self.parts], dim=1)
+
+    @cached_property
+    def deltas(self) -> list[Tensor]:  # type: ignore[override]
+        return [torch.cat([side_by_side(part)[1] for part in self.parts], dim=1)]
+
+    @property
+    def by_token(self) -> bool:
+        return False
+
+    def counted(self, share: float) -> Mixed:
+        return Mixed(self.layer, [part.counted(share) for part in self.parts], share * self.share)
+
+    def only(self, which: slice) -> Mixed:
+        return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)
+
+    def gradient(self) -> Tensor:
+        return torch.stack([part.gradient() for part in self.parts]).sum(0)
+
+
+def separate(seen: Seen) -> list[Seen]:
+    """The parts of a pass, whose gradients add up example by example."""
+    return seen.parts if isinstance(seen, Mixed) else [seen]
+
+
+def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:
+    """Activations and deltas with every cotangent's examples as examples of their own, tokens as unit vectors."""
+    deltas = torch.cat(seen.deltas)
+    if not seen.by_token:
+        return seen.activations.repeat(len(seen.deltas), 1, 1, 1), deltas
+    unit = functional.one_hot(seen.activations, seen.layer.layout.outputs).to(deltas.dtype)
+    if seen.padding is not None:
+        unit[..., seen.padding] = 0
+    return deltas.unsqueeze(2), unit.repeat(len(seen.deltas), 1, 1).unsqueeze(2)
 
 
 def total(parts: list[Tensor]) -> Tensor:
@@ -68,6 +140,8 @@ def total(parts: list[Tensor]) -> Tensor:
 
 def input_moment(a: Tensor, share: float = 1.0) -> Tensor:
     """A = share * mean over examples and positions of a a^T, (G, d, d); (d, d) for one group."""
+    if a.shape[2] > 1 and a.stride(2) == 0:  # the same for all groups
+        return input_moment(a[:, :, :1], share).repeat(a.shape[2], 1, 1)
     return output_moment(a, share / (a.shape[0] * a.shape[1]))
 
 

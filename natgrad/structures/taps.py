@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.pure import is_evaluating
 from natgrad.structures.fused import Record, Recorder, fused
 from natgrad.structures.layers import Layer
-from natgrad.structures.statistics import Seen
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,12 @@ class Tap:
     @staticmethod
     def of(layer: Layer, inputs: Tensor, output: Tensor) -> Tap:
         """The tap of one call that just returned `output`."""
-        version = 0 if inputs.is_inference() else inputs._version
-        return Tap(layer, inputs.detach(), get_gradient_edge(output), output.dtype, version)
+        return Tap(layer, inputs.detach(), get_gradient_edge(output), output.dtype, version_of(inputs))
 
     @property
     def intact(self) -> bool:
         """Whether the input still is what the layer saw."""
-        return self.inputs.is_inference() or self.inputs._version == self.version
+        return version_of(self.inputs) == self.version
 
 
 class Taps:
@@ -195,46 +193,6 @@ def derivatives(
     return at_taps, at_leaves
 
 
-def passes(
-    taps: Sequence[Tap],
-    deltas: Sequence[Sequence[Tensor | None]],
-    dtype: torch.dtype | None = None,
-    examples: int | None = None,
-) -> list[Seen]:
-    """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out.
-
-    deltas: per cotangent and tap; calls without one are left out.   dtype: of the result, default the widest of float32
-    and the deltas' own.   examples: of the outputs, if known: calls that have as many together are parts of a batch.
-    """
-    calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
-    for i, call in enumerate(taps):
-        reached = [delta for found in deltas if (delta := found[i]) is not None]
-        if reached:
-            calls.setdefault(call.layer, []).append((call, reached))
-    found = [merged(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
-    return [seen for seen in found if seen is not None]
-
-
-def merged(
-    layer: Layer, calls: list[tuple[Tap, list[Tensor]]], dtype: torch.dtype | None, examples: int | None
-) -> Seen | None:
-    """All calls of one module as one pass: more positions of the same examples, or more examples.
-
-    None where they do not fit together, or where an input was overwritten since.
-    """
-    sizes = [len(call.inputs) if layer.batched(call.inputs) else 0 for call, _ in calls]
-    along = 0 if len(calls) > 1 and sum(sizes) == examples else 1
-    if 0 in sizes or not all(call.intact for call, _ in calls) or (along and len(set(sizes)) > 1):
-        return None
-    dtype = torch.promote_types(torch.float32, calls[0][1][0].dtype) if dtype is None else dtype
-    inputs = (call.inputs.to(dtype) if call.inputs.is_floating_point() else call.inputs for call, _ in calls)
-    activations = joined([layer.activations(x) for x in inputs], along)
-    columns = zip(*([layer.deltas(delta.to(dtype)) for delta in deltas] for _, deltas in calls), strict=True)
-    found = [joined(list(parts), along) for parts in columns]
-    fits = found[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
-    return Seen(layer, activations, found) if fits else None
-
-
-def joined(parts: list[Tensor], along: int) -> Tensor:
-    """Side by side; no copy for one call."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=along)
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
