@@ -36,14 +36,14 @@ docs: $(VENV)/.docs  ## the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html; to search in it: python3 -m http.server --directory site"
 
-bench: $(VENV)/.test  ## time and memory beside a peer, in one process (takes minutes)
+bench: $(VENV)/.bench  ## time and memory beside peers (takes minutes; ARGS=kfac for one table)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove the environment, the site and the caches; runs/ stays
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp file per extra of pyproject.toml: lab, test, docs, dev.
+# One stamp file per extra of pyproject.toml: lab, test, bench, docs, dev.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing natgrad[$*] into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --editable ".[$*]"

@@ -1,14 +1,14 @@
-"""`make bench`: prints every table, with sizes, repeats, threads and device."""
+"""`make bench`: prints every table, or those named (`kfac`), with sizes, repeats, threads and device."""
 
 from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import iterative, preconditioners, products, solves, steps
+from benchmarks import iterative, kfac, preconditioners, products, solves, steps, training
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -20,27 +20,66 @@ def table(title: str, rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -
         print("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def product_tables(repeats: int) -> None:
+    for work in (products.mlp(), products.cnn()):
+        table(f"{work.name}, batch {len(work.inputs)}", products.report(work, repeats), COSTS)
+
+
+def solve_tables(repeats: int) -> None:
+    table("Residual net 2-64-64-1, 1000 rows: one damped solve", solves.report(repeats), COSTS)
+
+
+def step_tables(repeats: int) -> None:
+    for setting in steps.settings():
+        title = f"{setting.work.name}, batch {len(setting.work.inputs)}: one step with {steps.PRODUCTS} CG steps"
+        table(title, steps.report(setting, repeats), steps.HEADS)
+
+
+def iterative_table(repeats: int) -> None:
+    heads = ("MinresQLP", "SciPy minres", "CG", "SciPy cg")
+    table("Products (and time) to |r| <= 1e-8 |b|, n = 1000, float64", iterative.report(), heads)
+
+
+def preconditioner_table(repeats: int) -> None:
+    heads = tuple(f"after {moment} steps" for moment in preconditioners.MOMENTS)
+    table("CG's products to |r| <= .01 |g| on the digits autoencoder", preconditioners.report(), heads)
+
+
+def kfac_tables(repeats: int) -> None:
+    for work in training.trainings():
+        cycles = max(3, repeats // 4)
+        title = f"{work.name}, batch {len(work.inputs)}: one step, from {cycles} cycles of {kfac.CYCLE}"
+        table(title, kfac.report(work, cycles), kfac.HEADS)
+    table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
+
+
+TABLES: dict[str, Callable[[int], None]] = {
+    "products": product_tables,
+    "solves": solve_tables,
+    "steps": step_tables,
+    "iterative": iterative_table,
+    "preconditioners": preconditioner_table,
+    "kfac": kfac_tables,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; all by default")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)
     choices = parser.parse_args()
+    unknown = set(choices.tables) - set(TABLES)
+    if unknown:
+        parser.error(f"tables {sorted(unknown)} are not known, expected some of {', '.join(TABLES)}")
     torch.set_num_threads(choices.threads)
     torch.manual_seed(0)
     print(
         f"torch {torch.__version__}, {choices.threads} thread(s), float32, CPU {platform.machine()}, medians of "
         f"{choices.repeats} interleaved repeats (quartiles of the paired ratios)"
     )
-    for work in (products.mlp(), products.cnn()):
-        table(f"{work.name}, batch {len(work.inputs)}", products.report(work, choices.repeats), COSTS)
-    table("Residual net 2-64-64-1, 1000 rows: one damped solve", solves.report(choices.repeats), COSTS)
-    for setting in steps.settings():
-        title = f"{setting.work.name}, batch {len(setting.work.inputs)}: one step with {steps.PRODUCTS} CG steps"
-        table(title, steps.report(setting, choices.repeats), steps.HEADS)
-    heads = ("MinresQLP", "SciPy minres", "CG", "SciPy cg")
-    table("Products (and time) to |r| <= 1e-8 |b|, n = 1000, float64", iterative.report(), heads)
-    heads = tuple(f"after {moment} steps" for moment in preconditioners.MOMENTS)
-    table("CG's products to |r| <= .01 |g| on the digits autoencoder", preconditioners.report(), heads)
+    for name in choices.tables or TABLES:
+        TABLES[name](choices.repeats)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import nn
 
 import natgrad as ng
 
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 
 
 def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:

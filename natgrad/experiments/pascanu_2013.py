@@ -76,7 +76,8 @@ def covariance(grid: Sequence[Choice], schedule: Falling | None = None) -> Conte
     """The uncentred covariance of the batch's gradients, which is what the published experiments used."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        return ng.tonga(model, criterion, choice["lr"], damping=damping(choice, 1e-4))
+        metric = ng.covariance(model, criterion)
+        return ng.NaturalGradient(model, metric, choice["lr"], solver=ng.SampleSpace(), damping=damping(choice, 1e-4))
 
     return Contestant(COVARIANCE, tuple(grid), build, schedule=schedule)
 

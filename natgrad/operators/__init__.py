@@ -11,6 +11,7 @@ from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
+from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
 from natgrad.operators.units import QuasiDiagonal, Units
 
 __all__ = [
@@ -34,6 +35,9 @@ __all__ = [
     "Scaled",
     "Shifted",
     "Spectral",
+    "Spiked",
+    "SpikedKronecker",
+    "Spikes",
     "Sum",
     "Units",
 ]

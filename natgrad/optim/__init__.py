@@ -1,9 +1,9 @@
 """Floor 5: the natural gradient as a function and as an optimizer, and named recipes."""
 
-from natgrad.optim.family import diagonal, ekfac, kfac, unitwise
+from natgrad.optim.family import diagonal, ekfac, kfac, online_ng, tonga, unitwise
 from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.recipes import hessian_free, krylov_subspace, natgrad_cg, tonga
+from natgrad.optim.recipes import hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.structured import StructuredNaturalGradient
 
@@ -20,6 +20,7 @@ __all__ = [
     "krylov_subspace",
     "natgrad_cg",
     "natural_gradient",
+    "online_ng",
     "tonga",
     "unitwise",
 ]

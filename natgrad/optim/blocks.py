@@ -95,25 +95,16 @@ class Blocks:
             return Diagonal((numbers["totals"]["squares"] / numbers["weight"]).reshape(-1))
         return self.structure.operator(block.layer, numbers["totals"], numbers["weight"])
 
-    def direction(
-        self, block: Block, means: Mapping[str, Tensor], rates: Mapping[str, float]
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """d = (G + damping I)^-1 m by name, and (rate d)^T G (rate d), a scalar tensor; rates by parameter.
-
-        The image G d is m - damping d. With K-FAC's factored damping the true d^T G d is a little smaller.
-        A parameter without a gradient counts as one whose gradient is zero, and does not move.
-        """
+    def direction(self, block: Block, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """(G + damping I)^-1 m by name. A parameter without a gradient counts as one whose gradient is zero."""
         assert block.inverse is not None
-        names = block.layout.names
         whole = {
-            n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=block.inverse.dtype) for n in names
+            n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=block.inverse.dtype)
+            for n in block.layout.names
         }
         matrix = block.layout.join(whole).to(block.inverse.dtype)
         solved = block.inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        found = {name: part for name, part in block.layout.split(solved).items() if name in means}
-        level = self.of(block)["level"]
-        moved = [rates[n] ** 2 * (dot(whole[n], part) - level * dot(part, part)) for n, part in found.items()]
-        return found, torch.stack(moved).sum().clamp(min=0)
+        return {name: part for name, part in block.layout.split(solved).items() if name in means}
 
     def saved(self) -> dict[str, list[str]]:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
 
 from natgrad.families import Likelihood
 from natgrad.optim.structured import StructuredNaturalGradient
-from natgrad.structures import Diagonal, EigenKronecker, Estimate, Kronecker, Sampled, UnitWise
+from natgrad.structures import (
+    Diagonal,
+    EigenKronecker,
+    Empirical,
+    Estimate,
+    Kronecker,
+    LowRankCovariance,
+    OnlineLowRank,
+    Sampled,
+    UnitWise,
+)
 
 
 def kfac(
@@ -16,13 +27,14 @@ def kfac(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
-    damping: float = 0.1,
+    momentum: float = 0.9,
+    damping: float = 0.03,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.01,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
@@ -47,6 +59,7 @@ def kfac(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
         params=params,
     )
 
@@ -56,13 +69,14 @@ def ekfac(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
+    momentum: float = 0.9,
     damping: float = 1.0,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.01,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
@@ -88,6 +102,7 @@ def ekfac(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
         params=params,
     )
 
@@ -97,20 +112,20 @@ def diagonal(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
+    momentum: float = 0.9,
     damping: float = 1.0,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.0003,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
 ) -> StructuredNaturalGradient:
     """The natural gradient with the diagonal of the true Fisher: one number per parameter.
 
-    The model of the step that it gives is poor, so that `kl_share`, which is measured in that model, is small.
     model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   decay: of the statistics'
     running averages, per update.   estimate: how labels are drawn; `ng.Empirical()` takes the data's own.   The rest:
     as in `StructuredNaturalGradient`.
@@ -129,6 +144,7 @@ def diagonal(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
         params=params,
     )
 
@@ -138,13 +154,14 @@ def unitwise(
     criterion: nn.Module | Likelihood,
     lr: float = 1.0,
     *,
-    momentum: float = 0.0,
+    momentum: float = 0.9,
     damping: float = 1.0,
     update_every: int = 10,
     invert_every: int = 10,
-    max_kl: float = 0.3,
-    kl_share: float = 0.003,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
     weight_decay: float = 0.0,
+    measure: bool = True,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
@@ -169,5 +186,95 @@ def unitwise(
         weight_decay=weight_decay,
         update_every=update_every,
         invert_every=invert_every,
+        measure=measure,
+        params=params,
+    )
+
+
+def online_ng(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    momentum: float = 0.9,
+    damping: float = 0.1,
+    update_every: int = 10,
+    invert_every: int = 10,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
+    weight_decay: float = 0.0,
+    measure: bool = True,
+    decay: float = 0.95,
+    gradient: bool = False,
+    estimate: Estimate = Sampled(),
+    params: Any = None,
+) -> StructuredNaturalGradient:
+    """The natural gradient with Kronecker factors tracked online as low rank plus scaled identity, as Kaldi does.
+
+    No factor is formed and nothing is inverted: for layers too wide for `kfac`.
+    model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   gradient: factors from the rows
+    and columns of the gradient instead of from the examples.   decay: of the statistics' running averages, per update;
+    Kaldi's is exp(-N / 2000) for N rows.   estimate: how labels are drawn; `ng.Empirical()` takes the data's own, as
+    Kaldi does.   The rest: as in `StructuredNaturalGradient`.
+    Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`.
+    Povey, Zhang & Khudanpur 2015. TypeError for a criterion that is not a likelihood.
+    """
+    return StructuredNaturalGradient(
+        model,
+        criterion,
+        OnlineLowRank(decay, estimate, gradient=gradient, factored=True),
+        lr,
+        momentum=momentum,
+        damping=damping,
+        max_kl=max_kl,
+        kl_share=kl_share,
+        weight_decay=weight_decay,
+        update_every=update_every,
+        invert_every=invert_every,
+        measure=measure,
+        params=params,
+    )
+
+
+def tonga(
+    model: nn.Module,
+    criterion: nn.Module | Likelihood,
+    lr: float = 1.0,
+    *,
+    momentum: float = 0.9,
+    damping: float = 0.1,
+    update_every: int = 10,
+    invert_every: int = 10,
+    max_kl: float = math.inf,
+    kl_share: float = 0.05,
+    weight_decay: float = 0.0,
+    measure: bool = True,
+    decay: float = 0.95,
+    rank: int = 16,
+    estimate: Estimate = Empirical(),
+    params: Any = None,
+) -> StructuredNaturalGradient:
+    """The low-rank running covariance of the gradients per layer as metric (TONGA).
+
+    Not the Fisher: it takes the data's targets, unless `estimate=ng.Sampled()`. The covariance of one batch, solved
+    exactly, is `ng.NaturalGradient(model, ng.covariance(model, criterion), solver=ng.SampleSpace(), damping=0.1)`.
+    model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   rank: directions per layer.
+    decay: of the running averages, per update.   The rest: as in `StructuredNaturalGradient`.
+    Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`.
+    Le Roux, Manzagol & Bengio 2008. TypeError for a criterion that is not a likelihood.
+    """
+    return StructuredNaturalGradient(
+        model,
+        criterion,
+        LowRankCovariance(decay, estimate, rank=rank),
+        lr,
+        momentum=momentum,
+        damping=damping,
+        max_kl=max_kl,
+        kl_share=kl_share,
+        weight_decay=weight_decay,
+        update_every=update_every,
+        invert_every=invert_every,
+        measure=measure,
         params=params,
     )

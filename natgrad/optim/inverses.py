@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import KroneckerEigen
-from natgrad.operators import Diagonal, Kronecker, Operator, QuasiDiagonal, Spectral, Units
+from natgrad.operators import Diagonal, Kronecker, Operator, QuasiDiagonal, Spectral, Spiked, Units
 from natgrad.operators.units import QuasiDiagonalInverse
 
 Packed = dict[str, Any]
@@ -21,6 +21,8 @@ def packed(inverse: Operator) -> Packed:
     if isinstance(inverse, Spectral):
         vectors = {"left": inverse.eigen.left_vectors, "right": inverse.eigen.right_vectors}
         return {"kind": "spectral", "spectrum": inverse.spectrum} | vectors
+    if isinstance(inverse, Spiked):
+        return {"kind": "spiked", "spectrum": inverse.spectrum, "left": inverse.left, "right": inverse.right}
     if isinstance(inverse, Units):
         return {"kind": "units", "matrices": inverse.matrices}
     if isinstance(inverse, QuasiDiagonalInverse):
@@ -41,6 +43,8 @@ def unpacked(found: Packed) -> Operator:
         # eigenvalues are in the spectrum already: only their shapes count
         eigen = KroneckerEigen(spectrum[..., 0], found["left"], spectrum[..., 0, :], found["right"])
         return Spectral(eigen, spectrum)
+    if kind == "spiked":
+        return Spiked(found["left"], found["right"], found["spectrum"])
     if kind == "units":
         return Units(found["matrices"])
     if kind == "quasi":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ REENTRANT = (
 class Reading:
     """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows.
 
+    apart: the layers again, with labels drawn apart, for measuring what the statistics were fitted to.   scores: from
+    those labels, of the parameters without a layer, summed over examples, per cotangent.
     With several processes: this one's part.   weights: by layer and parameter, the rows of all processes that used it;
     default this one's.   exchange: how the parts are added up.
     """
@@ -40,6 +42,8 @@ class Reading:
     layers: list[Seen]
     squares: dict[str, Tensor]
     rows: int
+    apart: list[Seen] = field(default_factory=list)
+    scores: tuple[dict[str, Tensor], ...] = ()
     weights: Mapping[str, int] = field(default_factory=dict)
     exchange: Exchange | None = None
 
@@ -91,12 +95,15 @@ class Reader:
         """The trusted layers, by their parameters' names."""
         return {layer.layout.names: layer for layer in self.layers.values() if self._trusts(layer)}
 
-    def read(self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall) -> Reading | None:
+    def read(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
+    ) -> Reading | None:
         """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched.
 
-        With several processes: this one's part of them. None where another process's loss was not finite.
+        apart: how labels for measurements are drawn, None where the statistics' own do. With several processes: this
+        one's part of them. None where another process's loss was not finite.
         """
-        own, heard = self._own(criterion, outputs, targets, recall)
+        own, heard = self._own(criterion, outputs, targets, recall, apart)
         return self._agreed(own, heard)
 
     def skip(self, value: Tensor) -> None:
@@ -106,13 +113,17 @@ class Reader:
         if self.ranks.size > 1:
             call_roll(self.ranks, self._device, [layer.key for layer in self.layers.values()], list(self.named), None)
 
-    def _own(self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall) -> tuple[Reading, dict[str, bool]]:
+    def _own(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
+    ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
         calls = [call for call in self.taps.pause(recall.last is not None) if not self._refuses(call.layer)]
         watched = {name: p for name, p in self.named.items() if name not in self.trusted}
         examples = max(len(next(leaves(outputs))), 1)
-        cotangents = [c.to(rows.dtype) for c in self._cotangents(criterion, outputs, targets, examples)]
+        estimates = [self.estimate] if apart is None else [self.estimate, apart]
+        drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
+        cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
         try:
             calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
         except RuntimeError as error:
@@ -128,8 +139,17 @@ class Reader:
         heard = self._judged(seen, gradients, max((torch.finfo(call.dtype).eps for call in calls), default=0.0))
         seen = [one for one in seen if heard[one.key]]
         held = {name for one in seen for name in one.layer.layout.names}
-        squares = {name: squared([found[i] for found in slopes]) for i, name in enumerate(watched) if name not in held}
-        return Reading(seen, {name: s for name, s in squares.items() if s is not None}, len(rows)), heard
+        measuring = slice(0 if apart is None else own, None)
+        rest = [(name, i) for i, name in enumerate(watched) if name not in held]
+        squares = {name: squared([found[i] for found in slopes[:own]]) for name, i in rest}
+        known = {name: s for name, s in squares.items() if s is not None}
+        return Reading(
+            [replace(one, deltas=one.deltas[:own]) for one in seen],
+            known,
+            len(rows),
+            [replace(one, deltas=one.deltas[measuring]) for one in seen],
+            tuple(summed(watched, found, known) for found in slopes[measuring]),
+        ), heard
 
     def _judged(self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float) -> dict[str, bool]:
         """Whether the layers that were reached explain their parameters' gradients: found out once."""
@@ -156,7 +176,8 @@ class Reader:
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
         exchange = self.ranks.summed if self.ranks.size > 1 else None
-        return Reading(passed, squares, own.rows, roll.layers | roll.names, exchange)
+        apart = [one for one in own.apart if one.key in kept]
+        return Reading(passed, squares, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
 
     @property
     def _device(self) -> torch.device:
@@ -172,7 +193,9 @@ class Reader:
     def _trusts(self, layer: Layer) -> bool:
         return self.trusted.issuperset(layer.layout.names)
 
-    def _cotangents(self, criterion: Criterion, outputs: Any, targets: Any, examples: int) -> list[Tensor]:
+    def _cotangents(
+        self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: int
+    ) -> list[Tensor]:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         family = criterion.family
 
@@ -184,7 +207,7 @@ class Reader:
         batch = examples if len(rows) % examples == 0 else 1
         with torch.no_grad():
             known = Outputs(tree, rows, family, weights, batch, slope)
-            return list(self.estimate.cotangents(known, self.ranks.generator(self.generator_on(rows.device))))
+            return list(estimate.cotangents(known, self.ranks.generator(self.generator_on(rows.device))))
 
     def _replayed(
         self, criterion: Criterion, targets: Any, recall: Recall, rows: int
@@ -208,7 +231,13 @@ class Reader:
                 random=last.random,
                 trusted=self.trusted or None,
             )
-        return Reading(found.layers, found.squares, rows), {one.key: True for one in found.layers}
+        return Reading(found.layers, found.squares, rows, found.layers), {one.key: True for one in found.layers}
+
+
+def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
+    """The scores of one cotangent by name, dense, of the parameters without a layer."""
+    pairs = zip(watched, slopes, strict=True)
+    return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}
 
 
 def squared(slopes: list[Tensor | None]) -> Tensor | None:

@@ -6,10 +6,10 @@ from torch import nn
 
 from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.families import Likelihood, as_criterion
-from natgrad.metrics import covariance, gauss_newton
+from natgrad.metrics import gauss_newton
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.rules import LineSearch, Rule, SubspaceSearch
-from natgrad.solvers import CG, KrylovSubspace, SampleSpace, Solver
+from natgrad.solvers import CG, KrylovSubspace, Solver
 from natgrad.structures import Preconditioner, Structure
 
 
@@ -116,33 +116,6 @@ def natgrad_cg(
         gauss_newton(model, as_criterion(criterion)),
         lr,
         solver=solver or CG(rtol=1e-4, max_steps=20),
-        damping=damping,
-        rule=rule,
-        weight_decay=weight_decay,
-    )
-
-
-def tonga(
-    model: nn.Module,
-    criterion: nn.Module | Likelihood,
-    lr: float = 1.0,
-    *,
-    centred: bool = False,
-    damping: float | Damping = 0.1,
-    rule: Rule | None = None,
-    weight_decay: float = 0.0,
-) -> NaturalGradient:
-    """The covariance of the batch's gradients as metric, solved exactly in sample space.
-
-    Not the Fisher: it takes the data's targets (Le Roux, Manzagol & Bengio 2008).   centred: C instead of U; with
-    gradient and covariance from one batch that only lengthens the step.   damping: .1 in Pascanu & Bengio 2013,
-    section 8.5. Use `loss = opt.loss(model(x), y)`: the metric needs the targets.
-    """
-    return NaturalGradient(
-        model,
-        covariance(model, as_criterion(criterion), centred=centred),
-        lr,
-        solver=SampleSpace(),
         damping=damping,
         rule=rule,
         weight_decay=weight_decay,

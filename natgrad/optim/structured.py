@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.blocks import Block, Blocks
+from natgrad.optim.blocks import Block, Blocks, dot
 from natgrad.optim.distributed import together
 from natgrad.optim.door import check_number, named_parameters
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
+from natgrad.optim.stride import Stride, bounded_below, sampled
 from natgrad.pure import full_precision, leaves, map_tensors
-from natgrad.structures import Layerwise
+from natgrad.structures import ExactLabels, Layerwise, Sampled
 from natgrad.structures.taps import Release
 
 Closure = Callable[[], Tensor]
@@ -28,21 +29,24 @@ EXTRA = "natgrad"
 LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.inf, "kl_share": math.inf}
 LIMITS["weight_decay"] = math.inf
 RAMP = 10  # steps after which the intervals between updates grow by one
+WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
 
 
 class StructuredNaturalGradient(Optimizer):
-    """theta <- theta - lr (G + damping I)^-1 m, G in one block per layer, m the running mean of the gradient.
+    """theta <- theta - lr a (G + damping I)^-1 m, G in one block per layer, m the running mean of the gradient.
 
     model: an `nn.Module`.   criterion: its loss from `torch.nn`, or an `ng` likelihood.   structure: which block per
-    layer (`ng.Kronecker(decay=.95)`, ...); its estimate says how labels are drawn.   lr: learning rate.   momentum:
-    decay of the gradient's running mean (bias-corrected), taken before the metric, so that the whole step is in
-    today's metric.   damping: lambda in units of the mean eigenvalue of the block, which frees it of all scales.
-    max_kl: a step moves at most this many nats per example in the quadratic model.   kl_share: nor more than this
-    share of the loss, while that is positive: where little is left to gain, little is risked.   weight_decay:
-    decoupled, theta <- (1 - lr * weight_decay) theta.   update_every, invert_every: steps between updates of the
-    statistics and of the inverses, at most: both are made at every step in the first ten, and one step later after
-    each ten more.   params: parameter groups; all from lr to weight_decay are group keys, max_kl and kl_share the
-    least over the groups.
+    layer (`ng.Kronecker(decay=.95)`, ...); its estimate says how labels are drawn.   lr: factor on the length a, which
+    is found: the minimum of the quadratic model along the direction, or where the bound on the KL is met, with the
+    true metric there as the last update step measured it.   momentum: decay of the gradient's running mean
+    (bias-corrected), taken before the metric, so that the whole step is in today's metric.   damping: lambda in
+    units of the mean eigenvalue of the block, which frees it of all scales.   max_kl: a step moves at most this many
+    nats per example, to second order.   kl_share: nor more than this share of the loss: where little is left to gain,
+    little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
+    (1 - lr * weight_decay) theta.   update_every, invert_every: steps between updates of the statistics and of the
+    inverses, at most: both are made at every step in the first ten, and one step later after each ten more.   measure:
+    False trusts the blocks and takes a = 1 within the bounds.   params: parameter groups; all from lr to weight_decay
+    are group keys, max_kl and kl_share the least over the groups.
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
@@ -59,13 +63,14 @@ class StructuredNaturalGradient(Optimizer):
         structure: Layerwise,
         lr: float = 1.0,
         *,
-        momentum: float = 0.0,
-        damping: float = 0.1,
-        max_kl: float = 0.3,
-        kl_share: float = 0.01,
+        momentum: float = 0.9,
+        damping: float = 0.03,
+        max_kl: float = math.inf,
+        kl_share: float = 0.05,
         weight_decay: float = 0.0,
         update_every: int = 10,
         invert_every: int = 10,
+        measure: bool = True,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -78,7 +83,8 @@ class StructuredNaturalGradient(Optimizer):
         self.model, self._ranks = together(model)
         self._ranks.check(structure)
         self.criterion, self.structure = as_criterion(criterion), structure
-        self.update_every, self.invert_every = update_every, invert_every
+        self._bounded = bounded_below(self.criterion)
+        self.update_every, self.invert_every, self.measure = update_every, invert_every, measure
         self._named = named_parameters(self.model)
         self._recall = Recall()
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
@@ -89,6 +95,7 @@ class StructuredNaturalGradient(Optimizer):
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Tensor] = {}
         self._clock = {"step": 0, "updated": -1, "inverted": -1, "failures": 0}
+        self._stride = Stride()
         self._pending = 0  # readings since the last step
         self._nats: Any = 1.0
         self._warned: set[str] = set()
@@ -129,6 +136,7 @@ class StructuredNaturalGradient(Optimizer):
         finally:
             self._recall.clear()
             self._reader.taps.take()
+            self._stride.sample = None
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -141,7 +149,7 @@ class StructuredNaturalGradient(Optimizer):
         held = {name: block for block in self._blocks for name in block.layout.names}
         rows = Report()
         for name, p in self._by_group():
-            numbers = sum(t.numel() for t in leaves(self.state.get(p, {})))
+            numbers = sum({t.data_ptr(): t.numel() for t in leaves(self.state.get(p, {}))}.values())  # shared ones once
             rows.append(Row(name, self._kind(held.get(name)), p.numel(), numbers))
         return rows
 
@@ -194,6 +202,7 @@ class StructuredNaturalGradient(Optimizer):
             "trusted": sorted(self._reader.trusted),
             "refused": sorted(self._reader.refused),
             "generator": None if generator is None else generator.get_state(),
+            "ratio": self._stride.ratio,
         }
         return {**super().state_dict(), EXTRA: extra}
 
@@ -211,6 +220,7 @@ class StructuredNaturalGradient(Optimizer):
             if i in state_dict["state"]:  # in its own dtype: the statistics of half-precision parameters are float32
                 self.state[p] = map_tensors(state_dict["state"][i], lambda t, p=p: t.to(p.device).clone())
         self._clock = dict(extra["clock"])
+        self._stride.ratio = extra["ratio"]
         self._reader.trusted, self._reader.refused = set(extra["trusted"]), set(extra["refused"])
         self._blocks.state = self.state
         self._blocks.rebuild(extra["blocks"], self._reader.by_names())
@@ -234,8 +244,12 @@ class StructuredNaturalGradient(Optimizer):
         taken = False
         if bool(torch.isfinite(value.detach()).all()):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
-                reading = self._reader.read(self.criterion, outputs, targets, self._recall)
+                # labels that a metric was estimated from measure it too short along the direction that it gives
+                apart = None if not self.measure or isinstance(self.structure.estimate, ExactLabels) else Sampled()
+                reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
                 taken = reading is not None and self._blocks.take(reading, decay)
+                if reading is not None and taken and self.measure:
+                    self._stride.sample = sampled(reading)
         else:
             self._reader.skip(value)
         value.register_hook(Release(self._reader.taps))
@@ -276,25 +290,34 @@ class StructuredNaturalGradient(Optimizer):
         self._clock["inverted"] = self._clock["step"]
 
     def _move(self, gradients: dict[str, Tensor]) -> None:
-        groups, steps, moved = self._groups(), dict[str, Tensor](), []
+        groups, steps, slopes = self._groups(), dict[str, Tensor](), dict[str, Tensor]()
         rates = {name: float(group["lr"]) for name, group in groups.items()}
         means = {name: self._mean(self._named[name], g, groups[name]["momentum"]) for name, g in gradients.items()}
         for block in self._blocks:
             if block.inverse is not None and any(name in means for name in block.layout.names):
-                found, image = self._blocks.direction(block, means, rates)
+                found = self._blocks.direction(block, means)
                 steps |= found
-                moved.append(image)
+                slopes |= {name: dot(means[name], step) for name, step in found.items()}
         self._warn(means.keys() - {name for block in self._blocks for name in block.layout.names})
         if not steps:
             return
-        kl = 0.5 * self._nats * torch.stack(moved).sum()
-        rate = (self._radius(kl) / kl).sqrt().clamp(max=1.0)  # no step at all: infinite, and so 1
+        for name in steps:
+            if groups[name]["weight_decay"]:
+                self._named[name].mul_(1 - rates[name] * groups[name]["weight_decay"])
+        self._follow(steps, rates, slopes)
+
+    def _follow(self, steps: dict[str, Tensor], rates: dict[str, float], slopes: dict[str, Tensor]) -> None:
+        """theta <- theta - rate * lr * d, the rate common to all."""
+        scaled = {name: rates[name] ** 2 * slope for name, slope in slopes.items()}
+        whole = torch.stack(list(scaled.values())).sum()
+        bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
+        moves = {name: rates[name] * step for name, step in steps.items()}
+        self._stride.measure(moves, scaled, self._named, self._ranks)
+        rate = self._stride.rate(bounding, self._radius(whole), self._nats)
         for name, step in steps.items():
             p = self._named[name]
-            if groups[name]["weight_decay"]:
-                p.mul_(1 - rates[name] * groups[name]["weight_decay"])
             p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
-        self._told |= {"kl": kl * rate.square(), "rate": rate}
+        self._told |= {"kl": self._stride.kl(whole, rate, self._nats), "rate": rate}
 
     def _warn(self, strangers: Set[str]) -> None:
         """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""
@@ -308,13 +331,13 @@ class StructuredNaturalGradient(Optimizer):
             )
 
     def _radius(self, like: Tensor) -> Tensor:
-        """The bound on this step's KL, in nats per example."""
-        radius = torch.full_like(like, min(float(group["max_kl"]) for group in self.param_groups))
-        if "loss" not in self._told:
-            return radius
-        share = min(float(group["kl_share"]) for group in self.param_groups)
-        bound = share * self._nats * self._told["loss"].to(like)
-        return torch.where(bound > 0, torch.minimum(radius, bound), radius)
+        """The bound on this step's KL, in nats per example; it grows over the first steps."""
+        most = min(float(group["max_kl"]) for group in self.param_groups)
+        share = self._nats * min(float(group["kl_share"]) for group in self.param_groups)
+        bound = torch.full_like(like, share)
+        if self._bounded and "loss" in self._told:
+            bound = bound * self._told["loss"].to(like).nan_to_num(nan=math.inf)
+        return bound.clamp(max=most) * min(1.0, (self._clock["step"] + 1) / WARM)
 
     def _mean(self, p: Tensor, gradient: Tensor, decay: float) -> Tensor:
         """The gradient's running mean, corrected for its start."""
@@ -340,7 +363,7 @@ class StructuredNaturalGradient(Optimizer):
     def _kind(self, block: Block | None) -> str:
         if block is None:
             return "not read yet"
-        return "Diagonal" if block.layer is None else type(self.structure).__name__
+        return "Diagonal" if block.layer is None else self.structure.kind(self._blocks.of(block)["totals"])
 
 
 def dense(p: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Floor 4: how a metric is remembered, and what makes solving with it faster."""
 
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.covariance import LowRankCovariance
 from natgrad.structures.diagonal import Diagonal, UnitWise
 from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Sampled
 from natgrad.structures.exact import Dense, Exact
 from natgrad.structures.kronecker import EigenKronecker, Kronecker
 from natgrad.structures.layerwise import Layerwise
+from natgrad.structures.online import OnlineLowRank
 from natgrad.structures.preconditioners import (
     DiagonalPreconditioner,
     EmpiricalPreconditioner,
@@ -26,7 +28,9 @@ __all__ = [
     "ExactLabels",
     "Kronecker",
     "Layerwise",
+    "LowRankCovariance",
     "Memory",
+    "OnlineLowRank",
     "Preconditioner",
     "Sampled",
     "Structure",

@@ -55,6 +55,10 @@ class Layerwise(Structure):
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         """The layer's block, on its matrix flattened row-major, from running totals and their weight."""
 
+    def kind(self, totals: Statistics) -> str:
+        """What a layer with these totals got, for reports."""
+        return type(self).__name__
+
     def update(
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
     ) -> tuple[Operator, Memory]:

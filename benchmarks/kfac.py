@@ -1,0 +1,161 @@
+"""Whole training steps of the structured optimisers beside SGD, Adam, Muon and SOAP, and the memory that they take."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import natgrad as ng
+from benchmarks.timing import Ratio, ratio
+from benchmarks.training import Training, classifier
+from natgrad.experiments.contestants import Muon, Together
+
+CYCLE = 10  # steps that are timed together: one update of the statistics and one of the inverses
+HEADS = ("step / SGD step",)
+Make = Callable[[nn.Module, nn.Module], torch.optim.Optimizer]
+RATE = 1e-4  # small: the networks stay where they are
+
+
+def sgd(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def adam(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+
+
+def muon(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
+    """torch.optim.Muon on the matrices: products in bfloat16, whatever the processor makes of them."""
+    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=RATE)
+
+
+def muon_single(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
+    """The same in float32, with Adam on what is not a matrix."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return Together(Muon(matrices, RATE), torch.optim.Adam(rest, lr=RATE, fused=True))
+
+
+def soap(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
+    """pytorch_optimizer's, its eigenvectors refreshed every 10 steps (its default)."""
+    from pytorch_optimizer import SOAP
+
+    return SOAP(model.parameters(), lr=RATE)
+
+
+def ours(recipe: Callable[..., torch.optim.Optimizer], **options: object) -> Make:
+    """One of natgrad's, with its defaults."""
+    return partial(recipe, lr=RATE, **options)  # type: ignore[call-arg]
+
+
+CONTESTANTS: dict[str, Make] = {
+    "SGD": sgd,
+    "Adam": adam,
+    "Muon (float32)": muon_single,
+    "SOAP": soap,
+    "kfac": ours(ng.kfac),
+    "kfac, factors every step": ours(ng.kfac, update_every=1),
+    "ekfac": ours(ng.ekfac),
+    "diagonal": ours(ng.diagonal),
+    "unitwise": ours(ng.unitwise),
+}
+
+
+def iteration(work: Training, make: Make, late: bool = True) -> Callable[[], object]:
+    """A whole step of a fresh model; late in training, where the intervals are as long as they get."""
+    torch.manual_seed(0)
+    model = work.build()
+    optimizer = make(model, work.criterion)
+    loss = getattr(optimizer, "loss", work.criterion)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(work.inputs), work.targets).backward()
+        optimizer.step()
+
+    if late:
+        step()
+        settle(optimizer)
+    return step
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """As after a thousand steps."""
+    if isinstance(optimizer, ng.StructuredNaturalGradient):
+        state = optimizer.state_dict()
+        state["natgrad"]["clock"]["step"] += 1000
+        optimizer.load_state_dict(state)
+
+
+def cycles(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, Ratio]:
+    """Seconds of whole cycles over those of the first, after one of warming up; every step of all in turn."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats + 1):
+        spent = dict.fromkeys(steps, 0.0)
+        for _ in range(CYCLE):
+            for name, step in steps.items():
+                spent[name] += timed(step)
+        for name, milliseconds in spent.items():
+            times[name].append(milliseconds)
+    kept = {name: values[1:] for name, values in times.items()}
+    base = next(iter(kept.values()))
+    return {name: ratio(values, base) for name, values in kept.items()}
+
+
+def report(work: Training, repeats: int, names: Iterable[str] = CONTESTANTS) -> list[tuple[str, ...]]:
+    """Rows (optimizer, its step in SGD steps), SGD's own in milliseconds."""
+    steps = {name: iteration(work, CONTESTANTS[name]) for name in names}
+    found = cycles(steps, repeats)
+    milliseconds = statistics.median(timed(steps["SGD"]) for _ in range(5))
+    return [(name, f"{milliseconds:.0f} ms" if name == "SGD" else str(r)) for name, r in found.items()]
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Processor milliseconds of one call."""
+    start = time.process_time()
+    step()
+    return 1000 * (time.process_time() - start)
+
+
+def memory_report(names: Iterable[str] = CONTESTANTS) -> list[tuple[str, str]]:
+    """Rows (optimizer, MiB), each from a process of its own."""
+    return [(name, f"{growth(name):.0f}") for name in names]
+
+
+def growth(name: str) -> float:
+    """Growth of the highest resident memory over two cycles on the classifier, in MiB, in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.kfac", name, str(torch.get_num_threads())]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def resident(key: str) -> float:
+    """VmRSS (now) or VmHWM (highest so far) of this process, in MiB. Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+
+def main() -> None:
+    """The memory of one optimizer: libraries, model and data are there before the first reading."""
+    name, threads = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(threads)
+    work, model = classifier(), classifier(2)
+    iteration(model, CONTESTANTS["SGD"])()  # products and their kernels are loaded
+    if name == "SOAP":
+        import pytorch_optimizer  # noqa: F401
+    before = resident("VmRSS")
+    step = iteration(work, CONTESTANTS[name], late=False)
+    for _ in range(2 * CYCLE):
+        step()
+    print(resident("VmHWM") - before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Networks whose training steps are timed: dense, convolutional with norms, an autoencoder, a transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Training:
+    """A network to build anew, its loss, and one batch."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    criterion: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+
+def classifier(batch: int = 512) -> Training:
+    """784-1000-500-250-10 with rectifiers."""
+    inputs, targets = torch.rand(batch, 784), torch.randint(0, 10, (batch,))
+    return Training(
+        "classifier", lambda: dense([784, 1000, 500, 250, 10], nn.ReLU), nn.CrossEntropyLoss(), inputs, targets
+    )
+
+
+def convolutional(batch: int = 256) -> Training:
+    """Three 3x3 convolutions of 32, 64 and 64 channels on 28x28, each with BatchNorm, a rectifier and pooling."""
+    inputs, targets = torch.rand(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
+    return Training("CNN", lambda: nn.Sequential(*pooled([1, 32, 64, 64])), nn.CrossEntropyLoss(), inputs, targets)
+
+
+def autoencoder(batch: int = 500) -> Training:
+    """784-1000-500-250-30-250-500-1000-784 with tanh, on grey pixels."""
+    sizes = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
+    images = torch.rand(batch, 784)
+    return Training("autoencoder", lambda: dense(sizes, nn.Tanh), nn.BCEWithLogitsLoss(), images, images)
+
+
+def transformer(batch: int = 32, length: int = 64, vocabulary: int = 96) -> Training:
+    """Two causal layers of width 128 with 4 heads, embeddings and norms included."""
+    tokens = torch.randint(0, vocabulary, (batch, length + 1))
+    return Training(
+        "transformer",
+        lambda: Transformer(vocabulary, length, 128, 2, 4),
+        nn.CrossEntropyLoss(),
+        tokens[:, :-1],
+        tokens[:, 1:].reshape(-1),
+    )
+
+
+def trainings() -> Iterator[Training]:
+    """All four."""
+    yield from (classifier(), convolutional(), autoencoder(), transformer())
+
+
+def dense(sizes: list[int], activation: type[nn.Module]) -> nn.Sequential:
+    """Linear layers with an activation between them."""
+    return nn.Sequential(*[part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), activation())][:-1])
+
+
+def pooled(channels: list[int]) -> Iterator[nn.Module]:
+    """Convolution, norm, rectifier and pooling; then classes, from 3x3 pixels."""
+    for a, b in pairwise(channels):
+        yield from (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+    yield from (nn.Flatten(), nn.Linear(9 * channels[-1], 10))
+
+
+class Transformer(nn.Module):
+    """Logits of the next token, (batch * length, vocabulary)."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1]).expand_as(tokens)
+        hidden = self.blocks(self.tokens(tokens) + self.places(places))
+        return self.head(self.norm(hidden)).flatten(0, 1)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, norms before each."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.out(self.attention(self.mixed(self.norm1(hidden))))
+        return hidden + self.perceptron(self.norm2(hidden))
+
+    def attention(self, mixed: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return found.transpose(1, 2).flatten(2)
