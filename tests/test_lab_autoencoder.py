@@ -9,11 +9,11 @@ from torch import nn
 
 from natgrad.data import curves, strokes
 from natgrad.experiments import Job, LabError, Training, contestants, execute, find
-from natgrad.experiments.autoencoder import RACE, STARTS, Settings, network, sparse, task
+from natgrad.experiments.autoencoder import GROUPS, RACE, STARTS, Settings, network, of_digits, sparse, task
 from natgrad.experiments.models import squared_error
-from natgrad.experiments.race import choose
 
 TINY = Settings(steps=2, looked_at=20, seconds=60.0)
+KEYS = ("hessian_free", "krylov_subspace", "adam", "muon", "sgd", "kfac", "ekfac", "unitwise", "diagonal", "online_ng", "tonga")
 GRID = contestants.grid
 
 
@@ -28,11 +28,15 @@ def among():
         contestants.adam(GRID(batch=(20,), lr=(1e-3,))),
         contestants.muon(GRID(batch=(20,), lr=(0.03,), adam_lr=(1e-3,))),
         contestants.sgd(GRID(batch=(20,), lr=(1e-3,))),
+        *contestants.by_default(batch=20).values(),
     )
 
 
 def tiny(settings=TINY):
     return task("curves", "Curves", [784, 6, 2], few, settings, among(), mean_image=125, entropy=40)
+
+
+STRUCTURED = {contestant.name for contestant in contestants.by_default(batch=20).values()}
 
 
 # Drawn curves.
@@ -141,28 +145,63 @@ def test_the_race_as_it_is_registered():
     tasks = RACE.tasks(Settings())
     assert [one.name for one in tasks] == ["mnist", "curves"]
     for one in tasks:
-        assert len({len(contestant.grid) for contestant in one.contestants}) == 1
+        assert {len(contestant.grid) for contestant in one.contestants} == {1, 4}
+        assert {contestant.name for contestant in one.contestants if not contestant.tuned} == STRUCTURED
     budgets = [RACE.budget(Settings(), one).seconds for one in tasks]
     assert budgets == [60.0, 20.0]
     assert tasks[1].model()(torch.zeros(1, 784)).shape == (1, 784)
 
 
-@pytest.mark.parametrize(("key", "word"), [("activation", "softmax"), ("start", "zeros")])
+def test_data_and_methods_are_words():
+    (one,) = RACE.tasks(Settings(data="digits", methods="sgd,kfac"))
+    assert one.name == "digits"
+    assert [contestant.name for contestant in one.contestants] == ["K-FAC", "SGD-momentum"]
+    both = RACE.tasks(Settings(data="curves,digits", methods="matrix_free,kfac"))
+    assert [len(one.contestants) for one in both] == [6, 6]
+
+
+def test_grids_can_be_cut_short():
+    (one,) = RACE.tasks(Settings(data="mnist", methods="adam,kfac", choices=2))
+    assert [len(contestant.grid) for contestant in one.contestants] == [1, 2]
+    with pytest.raises(LabError, match="choices is 0, expected at least 1"):
+        RACE.tasks(Settings(choices=0))
+
+
+@pytest.mark.parametrize(("key", "word"), [("activation", "softmax"), ("start", "zeros"), ("data", "letters")])
 def test_an_unknown_word_is_refused(key, word):
     with pytest.raises(LabError, match=f"{key} is '{word}', expected one of"):
         RACE.tasks(replace(Settings(), **{key: word}))
+
+
+def test_an_unknown_method_is_refused_with_those_that_there_are():
+    with pytest.raises(LabError, match=r"methods has the word 'newton', expected words among structures, .*, kfac, "):
+        RACE.tasks(Settings(methods="kfac,newton"))
+
+
+def test_a_package_that_is_missing_is_named_or_done_without():
+    grid, among = GRID(batch=(8,), lr=(0.1,)), {}
+    among["plain"] = contestants.sgd(grid)
+    among["rare"] = replace(contestants.adam(grid), needs="a_package_that_nobody_has")
+    assert contestants.select("both", among, {"both": ("plain", "rare")}) == (among["plain"],)
+    with pytest.raises(LabError, match="rare needs the package a_package_that_nobody_has: pip install"):
+        contestants.select("plain,rare", among, {})
+
+
+def test_groups_name_contestants():
+    among = of_digits(Settings(methods="all")).contestants
+    assert set(KEYS) <= set(GROUPS["all"])
+    assert len({contestant.slug for contestant in among}) == len(among)
 
 
 def test_every_contestant_runs_on_a_few_curves(tmp_path):
     race = replace(RACE, tasks=lambda settings: (tiny(settings),))
     folder = execute(race, TINY, [0], tmp_path)
     records = folder.read_all()
-    assert len(records) == 2 * len(among())
+    assert len(records) == len(among())  # one choice each: nothing is tuned
     assert all(record.end["end"] == "steps" for record in records)
-    starts = {record.rows[0]["train_loss"] for record in records if record.header["phase"] == "race"}
+    starts = {record.rows[0]["train_loss"] for record in records}
     assert len(starts) == 1
     assert all(0 < record.rows[-1]["train_squared_error"] < 784 for record in records)
-    assert choose([record for record in records if record.header["phase"] == "tune"]) == 0
 
 
 def test_every_contestant_learns_a_few_curves():
@@ -170,6 +209,28 @@ def test_every_contestant_learns_a_few_curves():
         one = tiny()
         rows = list(Training(Job(one, contestant, 0, 0, "race"), replace(BUDGET, steps=8), one.data()))
         assert rows[-1]["train_loss"] < rows[0]["train_loss"] - 5, index
+
+
+def test_muon_levels_filters_as_it_does_matrices():
+    """A filter per row, with the layer's other parameters to Adam."""
+    torch.manual_seed(0)
+    conv, linear = nn.Conv2d(2, 8, 3, bias=False), nn.Linear(18, 8, bias=False)
+    linear.weight.data.copy_(conv.weight.flatten(1))
+    gradient = torch.randn(8, 18)
+    for model in (conv, linear):
+        optimizer = contestants.Muon(model.parameters(), lr=0.1)
+        model.weight.grad = gradient.view_as(model.weight).clone()
+        optimizer.step()
+    assert torch.equal(conv.weight.flatten(1), linear.weight)
+
+
+def test_adam_takes_what_muon_is_told_to_leave():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
+    muon = contestants.muon(GRID(batch=(8,), lr=(0.03,), adam_lr=(1e-2,)), but=("0.weight",))
+    optimizer = muon.build(model, nn.MSELoss(), muon.grid[0])
+    first, second = ([p.shape for p in group["params"]] for group in optimizer.param_groups)
+    assert first == [(3, 4)]
+    assert sorted(second) == [(3,), (5, 4)]
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20)])

@@ -88,7 +88,7 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
 def test_grids_of_different_sizes_are_refused(tmp_path):
     from natgrad.experiments.contestants import adam, grid
 
-    uneven = (contestants()[0], adam(grid(batch=(8,), lr=(0.1,))))
+    uneven = (contestants()[0], adam(grid(batch=(8,), lr=(0.1, 0.2, 0.3))))
     with pytest.raises(LabError, match="same number for every contestant"):
         execute(race(task(among=uneven)), Settings(), [0], tmp_path)
 
@@ -125,3 +125,29 @@ def test_run_in_memory_gives_the_rows_of_the_record(tmp_path):
     assert [row.get("loss") for row in rows] == [row.get("loss") for row in record.rows]
     with pytest.raises(LabError, match="expected one of rings: SGD-momentum, Adam"):
         run(race(), Settings(), 0, "rings", "Newton")
+
+
+def test_a_contestant_with_one_choice_is_not_tuned(tmp_path):
+    import natgrad as ng
+    from natgrad.experiments.contestants import grid, structured
+
+    plain = structured("K-FAC", ng.kfac, grid(batch=(8,)))
+    folder = execute(race(task(among=(plain, contestants()[1]))), Settings(), [0], tmp_path)
+    assert sorted(losses(folder)) == [
+        "rings.adam.seed-0",
+        "rings.adam.tune-0",
+        "rings.adam.tune-1",
+        "rings.k-fac.seed-0",
+    ]
+
+
+def test_the_choice_s_other_keys_are_arguments_of_a_structured_recipe():
+    from torch import nn
+
+    import natgrad as ng
+    from natgrad.experiments.contestants import grid, structured
+
+    (choice,) = grid(batch=(8,), damping=(0.7,), update_every=(3,))
+    opt = structured("K-FAC", ng.kfac, [choice]).build(nn.Linear(2, 2), nn.CrossEntropyLoss(), choice)
+    assert opt.param_groups[0]["damping"] == 0.7
+    assert opt.update_every == 3

@@ -10,6 +10,8 @@ from natgrad.linalg import (
     KroneckerEigen,
     all_finite,
     cholesky,
+    gram,
+    inverse_psd,
     psd_root,
     pseudo_solve,
     shifted,
@@ -152,3 +154,21 @@ def test_one_entry_that_is_not_finite_is_found(bad):
 
 def test_a_sum_that_overflows_is_not_taken_for_an_entry_that_does():
     assert all_finite(torch.full((9,), torch.finfo(torch.float32).max))
+
+
+@pytest.mark.parametrize("columns", [3, 255, 256, 257, 700])
+def test_gram_is_the_product_whatever_its_blocks(columns: int):
+    rows = draw(9, columns)
+    found = gram(rows, 0.3)
+    assert_close(found, 0.3 * rows.mT @ rows, 1e-14)
+    assert_close(gram(rows[:, ::2]), rows[:, ::2].mT @ rows[:, ::2], 1e-14)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (3, 6, 6)])
+def test_a_damped_inverse_leaves_the_matrix_alone(shape: tuple[int, ...]):
+    factor = draw(*shape)
+    matrix = factor @ factor.mT
+    before = matrix.clone()
+    found = inverse_psd(matrix, 0.1)
+    assert torch.equal(matrix, before)
+    assert_close(found @ (matrix + 0.1 * torch.eye(6, dtype=F64)), torch.eye(6, dtype=F64).expand(shape), 1e-10)

@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 from lab import Settings, contestants, race, task
 
+import natgrad as ng
 from natgrad.experiments import LabError, execute
+from natgrad.experiments.contestants import grid, structured
 from natgrad.experiments.race import final_loss
 from natgrad.experiments.records import Record
 from natgrad.report import build, summarise
+from natgrad.report.figures import DARK, PALETTE
+from natgrad.report.page import DASHES
+from natgrad.report.plots import DASHES as LINES
 from natgrad.report.plots import Plot, band
 from natgrad.report.summary import Spread, entry, lead, loss_after, short, verdict
+from natgrad.report.words import listed
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +105,20 @@ def test_the_page_says_what_was_done(folder, page):
     assert str(folder.path) not in page
     assert "prefers-color-scheme: dark" in page
     assert page.count("<svg role") == 12
+
+
+def test_who_was_not_tuned_is_said(tmp_path):
+    untuned = structured("K-FAC", ng.kfac, grid(batch=(8,)))
+    made = execute(race(task(among=(*contestants()[:2], untuned))), Settings(), [0, 1], tmp_path)
+    summary, page = build(made.path)
+    assert summary.missing == 0
+    assert "Every contestant but K-FAC, not tuned at all, was tuned over 2 choices" in page.read_text()
+    assert "not tuned</td>" in page.read_text()
+    assert "K-FAC" in summary.results[0].verdict
+
+
+def test_colours_and_dashes_are_enough_for_a_crowd():
+    assert len(PALETTE) == len(DARK) == len(set(PALETTE)) == len(LINES) == len(DASHES) >= 10
 
 
 def test_a_report_can_be_built_from_a_part_of_the_runs(tmp_path):
@@ -214,6 +234,11 @@ def test_band_is_the_median_where_all_curves_are_known():
 )
 def test_numbers_are_short(value, text):
     assert short(value) == text
+
+
+@pytest.mark.parametrize(("words", "text"), [("", ""), ("a", "a"), ("ab", "a and b"), ("abc", "a, b and c")])
+def test_words_are_listed(words, text):
+    assert listed(list(words)) == text
 
 
 def test_contestants_keep_their_colours_in_every_order(folder, page):

@@ -37,7 +37,8 @@ def readings(opt: Any, model: nn.Module, inputs: Any, targets: Any) -> Reading:
     """What the optimizer read in one pass."""
     found: list[Reading] = []
     take = opt._blocks.take
-    opt._blocks.take = lambda reading, decay: found.append(reading) or take(reading, decay)
+    # a copy: taking empties the reading
+    opt._blocks.take = lambda r, decay: found.append(Reading(list(r.layers), r.squares, r.rows)) or take(r, decay)
     opt.loss(model(inputs), targets)
     opt._blocks.take = take
     return found[0]

@@ -160,3 +160,26 @@ def test_errors_at_the_door(case: str):
     with pytest.raises(kind) as caught:
         build()
     assert words in str(caught.value)
+
+
+def test_a_reading_whose_moments_would_overflow_is_refused_as_a_whole():
+    model = net().float()
+    opt = ng.kfac(model, CE, 1e-3, update_every=1)
+    iterate(opt, model, X.float())
+    before = copy.deepcopy(opt.state_dict()["state"])
+    opt.loss(model(1e17 * X.float()), Y)  # finite, and so are the factors: their running sums might not stay so
+    assert opt.state_report().failures == 1
+    for i, numbers in opt.state_dict()["state"].items():
+        assert numbers.get("weight") == before[i].get("weight")
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise])
+def test_new_statistics_leave_the_inverse_of_the_old_ones_alone(recipe: Any):
+    model = net()
+    opt = recipe(model, CE, 1e-3)
+    iterate(opt, model)
+    inverses = [copy.deepcopy(block.inverse.dense()) for block in opt._blocks]
+    opt._reader.taps.armed = True
+    opt.loss(model(2 * X), Y)  # read into the same storage; nothing is inverted before a step
+    for block, before in zip(opt._blocks, inverses, strict=True):
+        assert torch.equal(block.inverse.dense(), before)

@@ -60,7 +60,10 @@ __all__ = [
 EXPERIMENTS = {
     "digits": "natgrad.experiments.digits:RACE",
     "fashion": "natgrad.experiments.fashion:RACE",
+    "fashion_cnn": "natgrad.experiments.fashion_cnn:RACE",
     "autoencoder": "natgrad.experiments.autoencoder:RACE",
+    "char_transformer": "natgrad.experiments.char_transformer:RACE",
+    "ang_2020_cifar": "natgrad.experiments.ang_2020_cifar:RACE",
     "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
     "pascanu_2013_figure1": "natgrad.experiments.pascanu_2013_figure1:STUDY",
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.experiments.frame import Choice, Contestant
+from natgrad.experiments.frame import Choice, Contestant, LabError
 
 
 def natural_gradient(grid: Iterable[Choice]) -> Contestant:
@@ -47,6 +48,34 @@ def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
     return Contestant("Krylov subspace", tuple(grid), build)
 
 
+def structured(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: Iterable[Choice]) -> Contestant:
+    """A recipe with one block per layer: `ng.kfac` and its family.
+
+    Choices: batch; every other key is an argument of the recipe, so that batch alone means its defaults.
+    """
+
+    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
+        return recipe(model, criterion, **{key: value for key, value in choice.items() if key != "batch"})
+
+    return Contestant(name, tuple(grid), build)
+
+
+FAMILY = {
+    "kfac": ("K-FAC", ng.kfac),
+    "ekfac": ("EKFAC", ng.ekfac),
+    "unitwise": ("unit-wise", ng.unitwise),
+    "diagonal": ("diagonal", ng.diagonal),
+    "online_ng": ("Kaldi-style", ng.online_ng),
+    "tonga": ("TONGA", ng.tonga),
+}
+GROUPS = {"structures": (*FAMILY, "adam", "muon", "soap", "sgd")}
+
+
+def by_default(batch: int) -> dict[str, Contestant]:
+    """The recipes with one block per layer, as they come: nothing but the size of the batch is said."""
+    return {key: structured(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
+
+
 def adam(grid: Iterable[Choice]) -> Contestant:
     """torch.optim.Adam with its own defaults. Choices: batch, lr."""
 
@@ -65,13 +94,29 @@ def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
     return Contestant("SGD-momentum", tuple(grid), build)
 
 
-def muon(grid: Iterable[Choice]) -> Contestant:
-    """Muon on the weight matrices (float32), Adam on the rest. Choices: batch, lr, adam_lr."""
+def soap(grid: Iterable[Choice]) -> Contestant:
+    """SOAP of the package pytorch_optimizer, without weight decay, else with its defaults. Choices: batch, lr."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if p.dim() != 2]
-        return Together(Muon(matrices, choice["lr"]), torch.optim.Adam(rest, lr=choice["adam_lr"]))
+        from pytorch_optimizer import SOAP
+
+        return SOAP(model.parameters(), lr=choice["lr"], weight_decay=0.0)
+
+    return Contestant("SOAP", tuple(grid), build, needs="pytorch_optimizer")
+
+
+def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
+    """Muon on the weight matrices (float32), Adam on the rest. Choices: batch, lr, adam_lr.
+
+    Filters of convolutions count as matrices, a row per filter. but: names of matrices that Adam takes, too: those
+    who made Muon leave it embeddings and the layer of the logits.
+    """
+
+    def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
+        named = dict(model.named_parameters())
+        matrices = {name: p for name, p in named.items() if p.dim() >= 2 and name not in but}
+        rest = [p for name, p in named.items() if name not in matrices]
+        return Together(Muon(matrices.values(), choice["lr"]), torch.optim.Adam(rest, lr=choice["adam_lr"]))
 
     return Contestant("Muon and Adam", tuple(grid), build)
 
@@ -93,8 +138,9 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 1 - group["momentum"])
-                direction = orthogonal(p.grad.lerp(momentum, group["momentum"]))
-                p.add_(direction, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+                matrix = p.grad.lerp(momentum, group["momentum"]).flatten(1)
+                scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                p.add_(orthogonal(matrix).view_as(p), alpha=-group["lr"] * scale)
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -136,3 +182,27 @@ def grid(**axes: Iterable[float]) -> list[Choice]:
     for name, values in axes.items():
         choices = [{**choice, name: value} for choice in choices for value in values]
     return list(choices)
+
+
+def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Sequence[str]]) -> tuple[Contestant, ...]:
+    """Contestants by words joined by commas: keys of `among`, or groups of such keys; each once, in the order of among.
+
+    One that needs a package that is not installed is left out of a group; called by its own name, it is a LabError, and
+    so is an unknown word.
+    """
+    wanted: set[str] = set()
+    for word in words.split(","):
+        if word in groups:
+            wanted |= {key for key in groups[word] if key in among and missing(among[key]) is None}
+        elif word not in among:
+            raise LabError(f"methods has the word {word!r}, expected words among {', '.join([*groups, *among])}")
+        elif package := missing(among[word]):
+            raise LabError(f"{word} needs the package {package}: pip install {package}, or race without it")
+        else:
+            wanted.add(word)
+    return tuple(contestant for key, contestant in among.items() if key in wanted)
+
+
+def missing(contestant: Contestant) -> str | None:
+    """The package that a contestant needs and that is not installed."""
+    return contestant.needs if contestant.needs and find_spec(contestant.needs) is None else None

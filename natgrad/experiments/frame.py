@@ -29,6 +29,7 @@ class Contestant:
     or shorter than the settings say. schedule(t): the factor on the learning rate in update t, counted from 1.
     observes(examples, rows, seed, step): inputs on which natgrad takes the metric of a step, drawn from seed and step
     alone (see `natgrad.experiments.elsewhere`); rows are the gradient's. None: the gradient's own batch.
+    needs: a package beyond those of the laboratory, by the name it is imported by.
     """
 
     name: str
@@ -37,6 +38,12 @@ class Contestant:
     steps: int | None = None
     schedule: Callable[[int], float] | None = None
     observes: Callable[[Examples, Rows, int, int], Tensor] | None = None
+    needs: str | None = None
+
+    @property
+    def tuned(self) -> bool:
+        """Whether there is anything to choose: one choice races as it is."""
+        return len(self.grid) > 1
 
     @property
     def slug(self) -> str:
@@ -222,8 +229,10 @@ def _task_plan(task: Task) -> dict[str, Any]:
         "unit": task.unit,
         "contestants": [_contestant_plan(contestant) for contestant in task.contestants],
     }
+    if task.note:
+        made["note"] = task.note
     if task.tuned_on != "train_loss":
-        made |= {"tuned_on": task.tuned_on, "paper": task.paper, "note": task.note}
+        made |= {"tuned_on": task.tuned_on, "paper": task.paper}
     return made
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
@@ -88,15 +89,15 @@ def mirrored(sizes: Sequence[int]) -> list[int]:
     return [*sizes, *reversed(sizes[:-1])]
 
 
-def categorical_divergence(before: Tensor, after: Tensor) -> Tensor:
-    """KL(p, q) in nats, a mean over examples. before, after: logits (b, classes)."""
-    p, q = before.log_softmax(-1), after.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).mean()
+def categorical_divergence(before: Tensor, after: Tensor, dim: int = -1) -> Tensor:
+    """KL(p, q) in nats, a mean over examples, and places. before, after: logits, the classes along dim."""
+    p, q = before.log_softmax(dim), after.log_softmax(dim)
+    return (p.exp() * (p - q)).sum(dim).mean()
 
 
 def bernoulli_divergence(before: Tensor, after: Tensor) -> Tensor:
     """KL in nats between products of coins, a mean over examples. before, after: logits (b, coins)."""
-    heads, tails = nn.functional.logsigmoid, lambda r: nn.functional.logsigmoid(-r)
+    heads, tails = functional.logsigmoid, lambda r: functional.logsigmoid(-r)
     p = before.sigmoid()
     return (p * (heads(before) - heads(after)) + (1 - p) * (tails(before) - tails(after))).sum(-1).mean()
 
@@ -111,6 +112,19 @@ def squared_error(logits: Tensor, images: Tensor) -> Tensor:
     return (logits.sigmoid() - images).square().sum(1).mean()
 
 
-def mistakes(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Share of examples whose largest logit is not that of their label."""
-    return (outputs.argmax(-1) != labels).to(torch.float32).mean()
+def mistakes(outputs: Tensor, labels: Tensor, dim: int = -1) -> Tensor:
+    """Share of examples, or places, whose largest logit is not that of their label. outputs: the classes along dim."""
+    return (outputs.argmax(dim) != labels).to(torch.float32).mean()
+
+
+def precision(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Macro precision: a mean over the classes that somebody has or gets, of right over all who get the class.
+
+    Nobody gets the class: 0. outputs: logits (b, classes), labels (b,).
+    """
+    classes = outputs.shape[-1]
+    given = functional.one_hot(outputs.argmax(-1), classes)
+    true = functional.one_hot(labels, classes)
+    counts = given.sum(0)
+    shares = (given * true).sum(0) / counts.clamp(min=1)
+    return shares[(counts + true.sum(0)) > 0].mean()

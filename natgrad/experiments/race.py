@@ -2,7 +2,7 @@
 
 The protocol, the same for all: each choice of the grid is trained once from the tuning seed for the full budget; the
 choice with the lowest training loss at the end, or the lowest validation error where the task says so, is then trained
-from every seed. Tuning and racing use different seeds.
+from every seed. Tuning and racing use different seeds. A contestant with one choice has nothing to tune and only races.
 """
 
 from __future__ import annotations
@@ -186,23 +186,29 @@ def _race(runner: Runner, task: Task, seeds: Sequence[int]) -> None:
         tried[job.contestant.name].append(runner.carry_out(job, pool))
     for seed in seeds:
         for contestant in task.contestants:
-            best = choose(tried[contestant.name], task.tuned_on)
+            best = choose(tried[contestant.name], task.tuned_on) if tried[contestant.name] else 0
             runner.carry_out(Job(task, contestant, best, seed, "race"), pool)
 
 
 def tuning(task: Task, seed: int) -> Iterator[Job]:
-    """Every choice of every grid, contestants taking turns. LabError when the grids differ in size."""
-    sizes = {contestant.name: len(contestant.grid) for contestant in task.contestants}
-    if len(set(sizes.values())) != 1:
-        raise LabError(f"the grids of {task.name} have sizes {sizes}, expected the same number for every contestant")
-    for index in range(max(sizes.values())):
-        for contestant in task.contestants:
+    """Every choice of every grid, contestants taking turns; none of a contestant with a single choice.
+
+    LabError when the grids of those that are tuned differ in size.
+    """
+    tuned = [contestant for contestant in task.contestants if contestant.tuned]
+    sizes = {contestant.name: len(contestant.grid) for contestant in tuned}
+    if len(set(sizes.values())) > 1:
+        raise LabError(
+            f"the grids of {task.name} have sizes {sizes}, expected the same number for every contestant that is tuned"
+        )
+    for index in range(max(sizes.values(), default=0)):
+        for contestant in tuned:
             yield Job(task, contestant, index, seed, "tune")
 
 
 def count_runs(task: Task, seeds: int) -> int:
     """How many runs a task has: the grids, and every contestant from every seed."""
-    return sum(len(contestant.grid) + seeds for contestant in task.contestants)
+    return sum((len(contestant.grid) if contestant.tuned else 0) + seeds for contestant in task.contestants)
 
 
 def choose(tried: Sequence[Record], by: str = "train_loss") -> int:

@@ -18,6 +18,7 @@ import natgrad as ng
 from natgrad.experiments.frame import Budget, Examples, Job, Rows
 
 Row = dict[str, Any]  # plain numbers, one step
+OURS = (ng.NaturalGradient, ng.StructuredNaturalGradient)  # they compute the loss themselves
 PROBE = 1000  # training examples on which the KL moved by a step is measured
 CHUNK = 200  # examples evaluated at once: with 1000 and more a small convolutional network took up to twice the time
 
@@ -25,10 +26,10 @@ CHUNK = 200  # examples evaluated at once: with 1000 and more a small convolutio
 class Training:
     """Iterate over it for the rows of a run: row 0 is the state before the first step.
 
-    Each row has step, seconds (of training so far), loss (on the step's batch) and what the optimiser reports of
-    itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error, and valid_loss, valid_error
-    where there is such a part; the row after an evaluated one has kl_measured, KL(before the step, after the step) on
-    the first 1000 training examples. pool: what the task's data() gave.
+    Each row has step, epoch (a fraction), seconds (of training so far), loss (on the step's batch) and what the
+    optimiser reports of itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error, and
+    valid_loss, valid_error where there is such a part; the row after an evaluated one has kl_measured, KL(before the
+    step, after the step) on the first 1000 training examples. pool: what the task's data() gave.
     """
 
     def __init__(self, job: Job, budget: Budget, pool: Examples, device: str = "cpu") -> None:
@@ -49,7 +50,7 @@ class Training:
 
     def __iter__(self) -> Iterator[Row]:
         if self.evaluated < 0:
-            yield self._evaluated({"step": 0, "seconds": 0.0})
+            yield self._evaluated({"step": 0, "epoch": 0.0, "seconds": 0.0})
         while not self.finished:
             yield self.advance()
 
@@ -58,7 +59,8 @@ class Training:
         before = self._probe() if self.evaluated == self.steps else None
         marks = self.budget.marks(self.steps, self.seconds)
         loss = self._step()
-        row = {"step": self.steps, "seconds": self.seconds, "loss": loss, **report(self.optimizer)}
+        row = {"step": self.steps, "epoch": self.order.epochs(self.steps), "seconds": self.seconds, "loss": loss}
+        row |= report(self.optimizer)
         if before is not None:
             row["kl_measured"] = self.job.task.divergence(before, self._probe()).item()
         return self._evaluated(row) if self._due(marks) else row
@@ -80,8 +82,7 @@ class Training:
         self.steps, self.seconds, self.evaluated, self.finite = state["counters"]
 
     def _step(self) -> float:
-        synchronise(self.device)
-        start = time.perf_counter()
+        start = clock(self.device)
         rows = self.order.batch(self.steps, self.device)
         loss = self._backward(rows)
         self.finite = math.isfinite(loss)
@@ -89,8 +90,7 @@ class Training:
             self._schedule()
             self._observe(rows)
             self.optimizer.step()
-        synchronise(self.device)
-        self.seconds += time.perf_counter() - start
+        self.seconds += clock(self.device) - start
         self.steps += 1
         return loss
 
@@ -111,7 +111,7 @@ class Training:
         task, inputs, targets = self.job.task, self.examples.train_x[batch], self.examples.train_y[batch]
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
-        if isinstance(self.optimizer, ng.NaturalGradient):
+        if isinstance(self.optimizer, OURS):
             loss, rest = self.optimizer.loss(outputs, targets), task.scale
         else:
             loss, rest = task.scale * task.criterion(outputs, targets), 1.0
@@ -155,13 +155,18 @@ class Order:
 
     def __init__(self, n: int, size: int, seed: int) -> None:
         self.n, self.size, self.seed = n, min(size, n) or n, seed
+        self.per_epoch = self.n // self.size
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def epochs(self, steps: int) -> float:
+        """How many times the examples were seen after so many steps."""
+        return steps / self.per_epoch
 
     def batch(self, step: int, device: str) -> Rows:
         """Indices (b,) of the examples for step number `step`, counted from 0."""
         if self.size == self.n:
             return slice(None)
-        epoch, place = divmod(step, self.n // self.size)
+        epoch, place = divmod(step, self.per_epoch)
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self.epoch, self.permutation = epoch, torch.randperm(self.n, generator=generator).to(device)
@@ -169,20 +174,26 @@ class Order:
 
 
 REPORTED = ("kl", "damping", "ratio", "solver_steps", "residual", "rate", "status", "failures")
+OF_STRUCTURES = ("kl", "rate", "status", "failures")  # they solve in closed form
 
 
 def report(optimizer: torch.optim.Optimizer) -> Row:
     """What a natgrad optimiser tells of its last step; nothing for others."""
-    if not isinstance(optimizer, ng.NaturalGradient):
+    if not isinstance(optimizer, OURS):
         return {}
     told = optimizer.state_report()
-    return {name: getattr(told, name) for name in REPORTED}
+    names = REPORTED if isinstance(optimizer, ng.NaturalGradient) else OF_STRUCTURES
+    return {name: getattr(told, name) for name in names}
 
 
-def synchronise(device: str) -> None:
-    """Wait for an accelerator, so that the clock counts its work."""
+def clock(device: str) -> float:
+    """Seconds: of CPU time where one thread does the work, which other work on the machine then hardly disturbs.
+
+    Of the wall clock for more threads, whose CPU times would add up, and for an accelerator, once it is idle.
+    """
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
+    return time.process_time() if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def warm_up(job: Job, budget: Budget, pool: Examples, device: str) -> None:

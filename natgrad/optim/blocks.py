@@ -16,8 +16,10 @@ from natgrad.structures import Layerwise
 from natgrad.structures.exchange import exchanging
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Statistics, accumulated
+from natgrad.structures.statistics import Seen
 
 ENTRIES = ("totals", "weight", "inverse", "level")
+HEADROOM = 1e-6  # of the largest number: running averages add up
 
 
 @dataclass
@@ -49,24 +51,35 @@ class Blocks:
         return self.state[self.named[block.layout.names[0]]]
 
     def take(self, reading: Reading, decay: float) -> bool:
-        """A reading into the averages, weighted by its rows: as a whole, or not at all where it is not finite."""
-        share = float(reading.rows)
-        fresh: list[tuple[str, Block, Statistics]] = []
+        """A reading into the averages, weighted by its rows; where it is not finite or near overflow, nothing of it.
+
+        Layer after layer, so that the old and the new averages are never all there at once; the reading is emptied on
+        the way, from its end, as the first layers of a network tend to be the largest.
+        """
+        if not agreed(sound(reading), reading):
+            return False
+        share, taken = float(reading.rows), True
         with exchanging(reading.exchange):
-            for seen in reading.layers:
-                total = self.structure.statistics(seen.counted(share), self._totals(seen.key), decay)
-                fresh.append((seen.key, Block(seen.layer.layout, seen.layer), total))
+            while reading.layers:
+                seen = reading.layers.pop().counted(share)
+                taken &= self._take_layer(seen, decay, float(reading.weights.get(seen.key, share)))
             for name, squares in reading.squares.items():
                 total = accumulated(self._totals(name), {"squares": share * squares}, decay)
-                fresh.append((name, Block(single(name, self.named[name]), None), total))
-        # one pass over each, no copy: a sum with an infinity or a NaN in it is not finite
-        if not all(bool(torch.isfinite(t.sum())) for _, _, total in fresh for t in total.values()):
+                rows = float(reading.weights.get(name, share))
+                taken &= self._average(name, Block(single(name, self.named[name]), None), total, decay, rows)
+        return taken
+
+    def _take_layer(self, seen: Seen, decay: float, rows: float) -> bool:
+        totals = self.structure.statistics(seen, self._totals(seen.key), decay)
+        return self._average(seen.key, Block(seen.layer.layout, seen.layer), totals, decay, rows)
+
+    def _average(self, key: str, block: Block, totals: Statistics, decay: float, rows: float) -> bool:
+        """One block's new totals, unless something in them is not finite: an eigendecomposition may have failed."""
+        if not all(bool(torch.isfinite(t.sum())) for t in totals.values()):
             return False
-        for key, block, total in fresh:
-            numbers = self.of(self._known(key, block))
-            rows = float(reading.weights.get(key, share))
-            weight = decay * numbers["weight"] + rows if "totals" in numbers else rows
-            numbers.update(totals=total, weight=weight)
+        numbers = self.of(self._known(key, block))
+        weight = decay * numbers["weight"] + rows if "totals" in numbers else rows
+        numbers.update(totals=renewed(numbers, "totals", totals), weight=weight)
         return True
 
     def invert(self, damping: Callable[[str], float]) -> int:
@@ -84,8 +97,8 @@ class Blocks:
             if inverse is None:
                 failures += 1
                 continue
-            block.inverse = inverse
-            numbers.update(inverse=packed(inverse), level=level)
+            numbers.update(inverse=renewed(numbers, "inverse", packed(inverse)), level=level)
+            block.inverse = unpacked(numbers["inverse"])
         return failures
 
     def operator(self, block: Block) -> Operator:
@@ -95,16 +108,24 @@ class Blocks:
             return Diagonal((numbers["totals"]["squares"] / numbers["weight"]).reshape(-1))
         return self.structure.operator(block.layer, numbers["totals"], numbers["weight"])
 
-    def direction(self, block: Block, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(G + damping I)^-1 m by name. A parameter without a gradient counts as one whose gradient is zero."""
+    def direction(
+        self, block: Block, means: Mapping[str, Tensor], rates: Mapping[str, float]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """d = (G + damping I)^-1 m by name, and d^T m by name, under the first for all parameters that share a rate.
+
+        A parameter without a gradient counts as one whose gradient is zero, and does not move.
+        """
         assert block.inverse is not None
+        names = block.layout.names
         whole = {
-            n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=block.inverse.dtype)
-            for n in block.layout.names
+            n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=block.inverse.dtype) for n in names
         }
         matrix = block.layout.join(whole).to(block.inverse.dtype)
         solved = block.inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        return {name: part for name, part in block.layout.split(solved).items() if name in means}
+        found = {name: part for name, part in block.layout.split(solved).items() if name in means}
+        if len(found) == len(names) and len({rates[n] for n in names}) == 1:  # the usual case, without copies
+            return found, {names[0]: dot(matrix, solved)}
+        return found, {name: dot(means[name], part) for name, part in found.items()}
 
     def saved(self) -> dict[str, list[str]]:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""
@@ -134,6 +155,57 @@ class Blocks:
                     numbers.pop(entry, None)
             self.all[key] = block
         return self.all[key]
+
+
+def sound(reading: Reading) -> bool:
+    """Whether no second moment of the reading can overflow, sums of many such readings included.
+
+    Every entry of a factor is at most the squared norm of its side, every entry of a block the product of both.
+    """
+    norms = [squares.sum().sqrt() for squares in reading.squares.values()]
+    for seen in reading.layers:
+        for part in getattr(seen, "parts", (seen,)):
+            sides = [norm(deltas) for deltas in part.deltas]
+            sides = [torch.stack(sides).norm()] + ([] if part.by_token else [norm(part.activations)])
+            norms += [*sides, torch.stack(sides).prod()]
+    if not norms:
+        return True
+    largest = min(torch.finfo(n.dtype).max for n in norms)
+    # in one synchronisation; comparisons with a NaN are false
+    return bool((torch.stack([n.double() for n in norms]).square() <= HEADROOM * largest).all())
+
+
+def agreed(fine: bool, reading: Reading) -> bool:
+    """Whether all processes find their parts of a reading fine."""
+    if reading.exchange is None:
+        return fine
+    like = next(iter(reading.squares.values()), None)
+    like = reading.layers[0].activations if like is None else like
+    return not bool(reading.exchange({"bad": torch.tensor(float(not fine), device=like.device)})["bad"])
+
+
+def renewed(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict[str, Any]:
+    """The new values of `totals` or `inverse`, in the old ones' storage where they fit and nobody else uses it.
+
+    What lives from step to step then stays where it is, and what is freed leaves no holes between: the heap of a
+    classifier 784-1000-500-250-10 grew to 94 MiB without this, of which 49 were in use between steps.
+    """
+    old, other = (numbers.get(key, {}) for key in (entry, "inverse" if entry == "totals" else "totals"))
+    used = {t.data_ptr() for t in other.values() if isinstance(t, Tensor)}  # EKFAC's inverse lies in its totals' basis
+    return {key: written(old.get(key), value, used) for key, value in new.items()}
+
+
+def written(old: Any, new: Any, used: set[int]) -> Any:
+    """`new`, in old's storage if it is a tensor of old's kind; new itself otherwise."""
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor) or {old.data_ptr(), new.data_ptr()} & used:
+        return new
+    alike = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    return old.copy_(new) if alike else new
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """Root of the sum of squares, a scalar tensor."""
+    return torch.linalg.vector_norm(tensor)
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.blocks import Block, Blocks, dot
+from natgrad.optim.blocks import Block, Blocks
 from natgrad.optim.distributed import together
 from natgrad.optim.door import check_number, named_parameters
 from natgrad.optim.reading import Reader
@@ -247,9 +247,11 @@ class StructuredNaturalGradient(Optimizer):
                 # labels that a metric was estimated from measure it too short along the direction that it gives
                 apart = None if not self.measure or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
-                taken = reading is not None and self._blocks.take(reading, decay)
-                if reading is not None and taken and self.measure:
-                    self._stride.sample = sampled(reading)
+                if reading is not None:
+                    sample = sampled(reading) if self.measure else None
+                    reading.apart.clear()
+                    taken = self._blocks.take(reading, decay)
+                    self._stride.sample = sample if taken else None
         else:
             self._reader.skip(value)
         value.register_hook(Release(self._reader.taps))
@@ -264,7 +266,8 @@ class StructuredNaturalGradient(Optimizer):
             return
         losses = self._recall.losses or self._recall.computed
         loss, self._nats, scale = self._ranks.pooled(losses, self._nats, self._recall.scale, active[0][1].device)
-        gradients = {name: dense(p) / scale for name, p in active}
+        plain = isinstance(scale, float) and scale == 1
+        gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
@@ -295,9 +298,9 @@ class StructuredNaturalGradient(Optimizer):
         means = {name: self._mean(self._named[name], g, groups[name]["momentum"]) for name, g in gradients.items()}
         for block in self._blocks:
             if block.inverse is not None and any(name in means for name in block.layout.names):
-                found = self._blocks.direction(block, means)
+                found, promised = self._blocks.direction(block, means, rates)
                 steps |= found
-                slopes |= {name: dot(means[name], step) for name, step in found.items()}
+                slopes |= promised
         self._warn(means.keys() - {name for block in self._blocks for name in block.layout.names})
         if not steps:
             return

@@ -18,8 +18,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, GRID = "#1b1f24", "#dfe3e8"
-PALETTE = ("#c2410c", "#1d4ed8", "#0f766e", "#7c3aed", "#a16207", "#be185d")
-DARK = ("#fb923c", "#7aa2ff", "#4fd1b5", "#b79cff", "#e0b84a", "#f28ab8")  # PALETTE on a dark ground
+PALETTE = (
+    "#c2410c", "#1d4ed8", "#0f766e", "#7c3aed", "#a16207", "#be185d", "#4d7c0f", "#57534e", "#0891b2", "#7f1d1d",
+)  # fmt: skip
+DARK = (  # PALETTE on a dark ground
+    "#fb923c", "#7aa2ff", "#4fd1b5", "#b79cff", "#e0b84a", "#f28ab8", "#a3e635", "#a8a29e", "#22d3ee", "#fca5a5",
+)  # fmt: skip
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "font.family": "sans-serif",

@@ -12,8 +12,9 @@ from natgrad.report.paired import DECIDED
 from natgrad.report.summary import Result, Summary, lead, plural, short
 from natgrad.report.table import differences, grid, rows
 from natgrad.report.template import Provenance, fill
+from natgrad.report.words import listed
 
-DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2")
+DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2", "10 2 3 2", "5 2 1 2 1 2", "13 4", "4 1")
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,20 @@ def _paired_method(summary: Summary) -> str:
 
 def _race_method(summary: Summary) -> str:
     steps = summary.settings["steps"]
-    choices = len(summary.results[0].entries[0].grid)
+    entries = summary.results[0].entries
+    choices = max(len(entry.grid) for entry in entries)
     bound = f"{steps} steps" if steps else "the same seconds"
     seeds = plural(len(summary.seeds), "seed")
+    if not choices:
+        return (
+            f"Nobody was tuned: every contestant ran for {bound} from {seeds}. Evaluation does not count as training."
+        )
+    untuned = [entry.name for entry in entries if not entry.grid]
+    but = f" but {listed(untuned)}, not tuned at all," if untuned else ""
     return (
-        f"Every contestant was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed that "
-        f"the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does not "
-        "count as training."
+        f"Every contestant{but} was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed "
+        f"that the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does "
+        "not count as training."
     )
 
 
@@ -124,7 +132,7 @@ def note(result: Result) -> str:
     return (
         f"{over}Losses are in {result.unit}, at the end of training. {short(result.target)} is the training loss that "
         "the second-best contestant ended with; a dash means that it was not reached. In the plots lines are medians "
-        "and bands reach from the lowest to the highest seed."
+        f"and bands reach from the lowest to the highest seed. {result.note}"
     )
 
 

@@ -14,7 +14,11 @@ from natgrad.report import figures
 from natgrad.report.figures import PALETTE
 from natgrad.report.summary import Entry, Result, curve, short
 
-DASHES = ("-", (0, (6, 1.5)), (0, (2, 1.2)), "-.", ":", (0, (1, 1)))
+DASHES = (
+    "-", (0, (6, 1.5)), (0, (2, 1.2)), "-.", ":", (0, (1, 1)),
+    (0, (7, 1.2, 2, 1.2)), (0, (4, 1.2, 1, 1.2, 1, 1.2)), (0, (9, 2.5)), (0, (3, 0.7)),
+)  # fmt: skip
+CROWD = 6  # entries of a legend that stand below one another
 SIZE = (4.5, 3.3)  # inches
 
 
@@ -32,9 +36,32 @@ class Plot:
     log_y: bool = True
 
 
+PRECISION = (
+    Plot(
+        "precision-epochs",
+        "Precision on the test part, by epoch",
+        "epoch",
+        "test_precision",
+        "epochs",
+        "precision",
+        log_y=False,
+    ),
+    Plot(
+        "precision-seconds",
+        "Precision on the test part, by second",
+        "seconds",
+        "test_precision",
+        "seconds of training",
+        "precision",
+        log_y=False,
+    ),
+)
+
+
 def plots(result: Result) -> list[Plot]:
     """The plots of a task, those for which its records have numbers."""
     wanted = _by_updates(result) if result.pairs else _by_seconds(result)
+    wanted = [*PRECISION, *wanted]
     return [plot for plot in wanted if any(len(curve(r, plot.x, plot.y)[0]) for e in result.entries for r in e.records)]
 
 
@@ -80,7 +107,7 @@ def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> Figure:
         axes.grid(visible=True, axis="y")
         axes.set_axisbelow(True)
         if sum(drawn) > 1:
-            axes.legend(fontsize=10, handlelength=2.2)
+            axes.legend(**({"fontsize": 10} if sum(drawn) <= CROWD else {"fontsize": 7, "ncols": 2}), handlelength=2.2)
 
     return figures.draw(fill, SIZE)
 

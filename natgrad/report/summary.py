@@ -19,7 +19,7 @@ from natgrad.experiments.records import Folder, Record
 from natgrad.report.paired import Pair, balance, pair_all, told
 from natgrad.report.words import capital, factor, plural, short, unique
 
-OURS = "natural gradient"
+OURS = ("K-FAC", "natural gradient")  # whom a verdict is about: the first of them that is in the race
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def summarise(folder: Folder) -> Summary:
     raced = [r for r in records if r.header["phase"] == "race"]
     seeds = tuple(sorted({r.header["seed"] for r in raced}))
     entries = [entry for task in plan["tasks"] for entry in task["contestants"]]
-    planned = sum(len(entry["grid"]) + len(seeds) for entry in entries)
+    planned = sum((len(entry["grid"]) if len(entry["grid"]) > 1 else 0) + len(seeds) for entry in entries)
     return Summary(
         experiment=plan["experiment"],
         settings=plan["settings"],
@@ -152,6 +152,7 @@ def result(task: dict[str, Any], records: Sequence[Record]) -> Result | None:
         examples=header["examples"],
         entries=tuple(entries),
         verdict="",
+        note=task.get("note", ""),
     )
     return _paired(made, task, raced) if "tuned_on" in task else _ranked(made)
 
@@ -170,7 +171,6 @@ def _paired(made: Result, task: dict[str, Any], raced: dict[str, list[Record]]) 
         tuned_on=task["tuned_on"],
         pairs=pairs,
         paper=paper,
-        note=task["note"],
     )
 
 
@@ -217,8 +217,7 @@ def lead(results: Sequence[Result]) -> str:
     if results[0].pairs:
         return balance([pair for result in results for pair in result.pairs])
     name, of = results[0].entries[0].name, plural(len(results), "task")
-    if any(entry.name == OURS for entry in results[0].entries):
-        name = OURS
+    name = next((ours for ours in OURS if any(entry.name == ours for entry in results[0].entries)), name)
     first = sum(result.entries[0].name == name for result in results)
     if any(result.seconds is None for result in results):
         return f"{capital(name)} had the lowest training loss on {first} of {of}."
@@ -245,7 +244,7 @@ def verdict(entries: Sequence[Entry], unit: str, seconds: float | None, steps: i
         return "Every contestant broke down."
     when = f"After {seconds:g} s of training each" if seconds is not None else "At the end"
     said = [f"{when}, {best.name} has the lowest training loss: {short(best.train_loss.middle)} {unit}."]
-    ours = next((e for e in entries if e.name == OURS), best)
+    ours = next((e for name in OURS for e in entries if e.name == name), best)
     for other in entries:
         if other is not ours and (other is best or ours is best):
             said.append(_compared(ours, other))

@@ -97,7 +97,13 @@ def grid(result: Result) -> Rows:
     """Every choice of every contestant, for the page; the last cell tells which was chosen."""
     validated = bool(result.pairs)
     heads = ["contestant", "choice", "training loss", *(["validation error"] if validated else []), "steps", ""]
-    return heads, [_tried(entry.name, one, validated) for entry in result.entries for one in entry.grid]
+    body = [_tried(entry.name, one, validated) for entry in result.entries for one in entry.grid]
+    return heads, body + [_untuned(entry, len(heads)) for entry in result.entries if not entry.grid]
+
+
+def _untuned(entry: Entry, cells: int) -> list[Cell]:
+    words = [entry.name, chosen(entry.choice), *["-"] * (cells - 3), "not tuned"]
+    return [(word, "") for word in words]
 
 
 def _tried(name: str, one: Tried, validated: bool) -> list[Cell]:

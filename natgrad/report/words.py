@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -18,6 +19,11 @@ def unique(values: Any) -> tuple[Any, ...]:
 def plural(number: int, word: str) -> str:
     """1 seed, 3 seeds."""
     return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def listed(words: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
 
 
 def capital(text: str) -> str:

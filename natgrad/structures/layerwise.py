@@ -99,14 +99,14 @@ class Layerwise(Structure):
 
 
 def accumulated(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
-    """decay * before + fresh, entry by entry; without the past where that is of another kind.
+    """decay * before + fresh, entry by entry, in fresh's storage; without the past where that is of another kind.
 
     fresh is a sum over examples: with several processes, over the examples of all.
     """
     fresh = exchanged(fresh)
     if before is None or before.keys() != fresh.keys():
         return fresh
-    return {key: torch.add(value, before[key], alpha=decay) for key, value in fresh.items()}
+    return {key: value.add_(before[key], alpha=decay) for key, value in fresh.items()}
 
 
 def diagonal_part(space: Space, name: str, squares: Tensor) -> tuple[Layout, Operator]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import KroneckerEigen
+from natgrad.linalg import KroneckerEigen, gram
 from natgrad.structures.layers import Layer
 
 NUMBERS = 2**24
@@ -68,14 +68,13 @@ def total(parts: list[Tensor]) -> Tensor:
 
 def input_moment(a: Tensor, share: float = 1.0) -> Tensor:
     """A = share * mean over examples and positions of a a^T, (G, d, d); (d, d) for one group."""
-    return output_moment((share / (a.shape[0] * a.shape[1])) ** 0.5 * a)
+    return output_moment(a, share / (a.shape[0] * a.shape[1]))
 
 
-def output_moment(deltas: Tensor) -> Tensor:
-    """S = sum over examples and positions of delta delta^T, (G, o, o); (o, o) for one group."""
+def output_moment(deltas: Tensor, scale: float = 1.0) -> Tensor:
+    """S = scale * sum over examples and positions of delta delta^T, (G, o, o); (o, o) for one group."""
     flat = deltas.flatten(0, 1).transpose(0, 1)  # (G, b t, o)
-    flat = flat[0] if len(flat) == 1 else flat  # a plain product is faster than a batch of one
-    return flat.mT @ flat
+    return gram(flat[0], scale) if len(flat) == 1 else scale * (flat.mT @ flat)
 
 
 def diagonal_moment(deltas: Tensor) -> Tensor:
