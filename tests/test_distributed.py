@@ -201,7 +201,7 @@ def act(rank: int, folder: str) -> None:
     """All scenes, in one of two processes."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", store, timedelta(seconds=60), world_size=2, rank=rank)
+    distributed.init_process_group("gloo", store, timedelta(seconds=120), world_size=2, rank=rank)
     torch.save({name: scene() for name, scene in SCENES.items()}, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 

@@ -58,7 +58,12 @@ class Ranks:
         own = torch.tensor([nats * rows, rows, scale], dtype=torch.float64, device=device)
         loss, nats_rows, all_rows, scales = self.sum(torch.cat([total.reshape(1).to(own), own]))
         scale_mean = torch.where(scales > 0, scales / self.size, 1.0)
-        return loss / all_rows, torch.where(all_rows > 0, nats_rows / all_rows, 1.0), scale_mean
+        # without rows the loss says nothing: infinite
+        return (
+            torch.where(all_rows > 0, loss / all_rows, torch.inf),
+            torch.where(all_rows > 0, nats_rows / all_rows, 1.0),
+            scale_mean,
+        )
 
     def summed(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """`sum`, entry by entry."""

@@ -342,7 +342,7 @@ class StructuredNaturalGradient(Optimizer):
         share = self._nats * min(float(group["kl_share"]) for group in self.param_groups)
         bound = torch.full_like(like, share)
         if self._bounded and "loss" in self._told:
-            bound = bound * self._told["loss"].to(like)
+            bound = bound * self._told["loss"].to(like).nan_to_num(nan=math.inf)
         return bound.clamp(max=most) * min(1.0, (self._clock["step"] + 1) / WARM)
 
     def _mean(self, p: Tensor, gradient: Tensor, decay: float) -> Tensor:
