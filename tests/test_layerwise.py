@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.operators import Arranged, Kronecker, Units
+from natgrad.structures.kronecker import misfit
 from natgrad.testing import check_operator, check_structure
 
 EXACT = ng.ExactLabels()
@@ -373,3 +374,29 @@ def test_wide_nets_train_with_kronecker_factors():
         opt.step()
         opt_losses.append(float(value.detach()))
     assert opt_losses[-1] < 0.3 * opt_losses[0]
+
+
+def test_eigenvectors_are_kept_while_they_fit():
+    model = net()
+    metric, params = ng.fisher(model, ng.Categorical()), ng.trainable(model)
+    structure, fresh = ng.EigenKronecker(0.9, EXACT, stale=0.3), ng.EigenKronecker(0.9, EXACT)
+    x = draw(50, 3)
+    _, memory = structure.update(None, metric, params, x)
+    _, later = structure.update(memory, metric, params, x + 0.01 * draw(50, 3, seed=1))
+    _, far = structure.update(memory, metric, params, 30 * draw(50, 3, seed=2) * torch.tensor([3.0, 1.0, 0.1]))
+    _, exact = fresh.update(memory, metric, params, x)
+    for key, totals in memory["totals"].items():
+        assert torch.equal(later["totals"][key]["right_vectors"], totals["right_vectors"])
+        assert misfit(exact["totals"][key]["right"], exact["totals"][key]["right_vectors"]) < 1e-7
+    first = "0.weight 0.bias"
+    assert not torch.equal(far["totals"][first]["right_vectors"], memory["totals"][first]["right_vectors"])
+    with pytest.raises(ValueError, match="stale is 1"):
+        ng.EigenKronecker(stale=1.0)
+
+
+def test_misfit_is_the_share_off_the_diagonal():
+    factor, other = (m @ m.mT for m in (draw(2, 5, 5), draw(2, 5, 5, seed=1)))
+    vectors = torch.linalg.eigh(other)[1]
+    turned = vectors.mT @ factor @ vectors
+    off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
+    assert_close(misfit(factor, vectors), (off.norm(dim=(1, 2)) / factor.norm(dim=(1, 2))).max(), 1e-12)

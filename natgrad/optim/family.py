@@ -242,7 +242,7 @@ def tonga(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.1,
+    damping: float = 0.3,
     update_every: int = 10,
     invert_every: int = 10,
     max_kl: float = math.inf,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from natgrad.linalg import KroneckerEigen
+from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import Kronecker as KroneckerOperator
 from natgrad.operators import Operator, Spectral, Units
 from natgrad.structures.exchange import exchanged
@@ -59,29 +60,56 @@ class EigenKronecker(Layerwise):
     The diagonal is that of the examples' own gradients, exact for shared weights too. With a running average, earlier
     diagonals move to the new basis as the diagonal of what they were.
     reduce, largest: as in `Kronecker`. Memory: the factors, their eigenvectors and one number per parameter.
+    stale: a factor's eigenvectors are kept from the last update while V^T M V is off its diagonal by at most this share
+    of its norm, which one product tells; 0 takes an eigendecomposition at every update. ValueError outside [0, 1).
     George et al. 2018.
     """
 
     sums = True
     reduce: bool = False
     largest: int = 8192
+    stale: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.stale < 1:
+            raise ValueError(f"stale is {self.stale}, expected a share in [0, 1)")
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.single:
             return accumulated(before, factors(seen, self.reduce, self.largest), decay)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
         totals = accumulated(moments, factors(seen, self.reduce, self.largest), decay)
-        eigen = KroneckerEigen.of(totals["left"], totals["right"])
+        vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
+        kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
+        eigen = basis_of(totals | kept)
         spectrum = exchanged({"spectrum": corrected(seen, eigen)})["spectrum"]
         if before is not None:
-            spectrum = spectrum + decay * moved(before["spectrum"], basis_of(before), eigen)
-        vectors = {"left_vectors": eigen.left_vectors, "right_vectors": eigen.right_vectors}
-        return totals | {"spectrum": spectrum} | {key: v for key, v in vectors.items() if v is not None}
+            same = all(before[key] is basis for key, basis in kept.items())
+            past = before["spectrum"] if same else moved(before["spectrum"], basis_of(before), eigen)
+            spectrum = spectrum + decay * past
+        return totals | {"spectrum": spectrum} | kept
+
+    def _vectors(self, side: str, totals: Statistics, before: Statistics | None) -> Tensor | None:
+        """A factor's eigenvectors, the last ones where they still fit; None for a diagonal."""
+        if totals[side].dim() == 1:
+            return None
+        old = None if before is None else before.get(f"{side}_vectors")
+        if old is not None and self.stale and bool(misfit(totals[side], old) <= self.stale):
+            return old
+        return eigh(totals[side])[1]
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
         return Spectral(basis_of(totals), totals["spectrum"] / weight)
+
+
+def misfit(factor: Tensor, vectors: Tensor) -> Tensor:
+    """|off-diagonal part of V^T M V| / |M| for M (..., n, n), the largest over the blocks, by one product."""
+    found = (vectors * (factor @ vectors)).sum(-2).square().sum(-1)
+    whole = factor.square().sum((-2, -1))
+    return (1 - torch.where(whole > 0, found / whole, 1)).clamp(min=0).sqrt().max()
 
 
 def factors(seen: Seen, reduce: bool, largest: int) -> Statistics:
