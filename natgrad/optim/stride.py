@@ -15,7 +15,7 @@ from natgrad.structures.statistics import Seen
 
 SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
 SLOWEST = 0.5  # that the ratio falls to, per measurement
-FEWEST = 128  # examples that a measurement takes, if the pass has as many
+FEWEST = 64  # examples that a measurement takes, if the pass has as many
 PART = 4  # of the examples of a larger pass, one in so many
 
 
