@@ -69,6 +69,28 @@ def test_the_first_step_is_the_dense_formula(structure: Any):
     assert_close(torch.tensor(opt.state_report().kl, dtype=F64), promised, 1e-10)
 
 
+def test_a_penalty_enters_gradient_metric_and_length():
+    model, l2 = net(), 0.3
+    operator, _ = ng.Diagonal(0.9, EXACT).update(None, ng.fisher(model, CE), ng.trainable(model), X)
+    before = flat(model)
+    opt = ng.StructuredNaturalGradient(model, CE, ng.Diagonal(0.9, EXACT), 0.1, damping=1e-6, l2=l2, **FREE)
+    opt.loss(model(X), Y).backward()
+    gradient = flat_gradient(model)
+    opt.step()
+    expected = -0.1 * (gradient + l2 * before) / (operator.diagonal() + l2)
+    assert_close(flat(model) - before, expected, 1e-5)
+    model = net()
+    opt = ng.StructuredNaturalGradient(model, CE, ng.Diagonal(0.9, EXACT), momentum=0.0, l2=l2, kl_share=math.inf)
+    metric = ng.fisher(model, CE).at(ng.trainable(model), X)
+    before = flat(model)
+    opt.loss(model(X), Y).backward()
+    slope = flat_gradient(model) + l2 * before
+    opt.step()
+    step = flat(model) - before
+    assert opt.state_report().rate < 1
+    assert_close(-step @ slope, step @ metric.mv(step) + l2 * step @ step, 1e-8)
+
+
 def test_momentum_is_the_corrected_mean_of_gradients_before_the_metric():
     model, plain, lr = net(), net(), 1e-6  # so small a rate that neither the metric nor the gradients move on the way
     opt = ng.kfac(model, CE, lr, estimate=EXACT, decay=0.0, **(FREE | {"momentum": 0.5}))

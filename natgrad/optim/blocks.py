@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,16 @@ class Blocks:
         numbers.update(totals=renewed(numbers, "totals", totals), weight=weight)
         return True
 
-    def invert(self, damping: Callable[[str], float]) -> int:
+    def invert(self, levels: Mapping[str, tuple[float, float]]) -> int:
         """Damped inverses from today's averages; the number of those that failed and keep their last good one.
 
-        damping: of a parameter, by name, in units of the block's mean eigenvalue.
+        levels: by parameter, damping in units of the block's mean eigenvalue, and damping as it is.
         """
         failures = 0
         for block in self:
             operator, numbers = self.operator(block), self.of(block)
-            level = damping(block.layout.names[0]) * float(operator.mean_eigenvalue())
+            relative, absolute = levels[block.layout.names[0]]
+            level = relative * float(operator.mean_eigenvalue()) + absolute
             if not level > 0:  # nothing was seen of this block yet: no derivative reached it
                 continue
             inverse = robust_inverse(operator, level)
@@ -206,6 +207,13 @@ def written(old: Any, new: Any, used: set[int]) -> Any:
 def norm(tensor: Tensor) -> Tensor:
     """Root of the sum of squares, a scalar tensor."""
     return torch.linalg.vector_norm(tensor)
+
+
+def dense(p: Tensor) -> Tensor:
+    """p.grad, dense, at least in float32."""
+    assert p.grad is not None
+    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from numbers import Integral
@@ -17,6 +18,9 @@ from natgrad.rules import LineSearch, Rule
 from natgrad.solvers import CG, Auto, Solver
 from natgrad.spaces import check_parameters, trainable
 from natgrad.structures import Structure
+
+LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.inf, "kl_share": math.inf}
+LIMITS |= {"weight_decay": math.inf, "l2": math.inf}
 
 
 def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,3 +93,12 @@ def check_number(name: str, value: float, most: float = sys.float_info.max) -> N
         raise TypeError(f"{name} is {value!r}, expected a number >= 0")
     if not 0 <= value <= most:
         raise ValueError(f"{name} is {value}, expected a number >= 0" + (f" and <= {most}" if most == 1 else ""))
+
+
+def check_key(key: str, value: float, most: float) -> None:
+    """ValueError or TypeError unless a group key is a number in its range: momentum below 1, a bound above 0."""
+    check_number(key, value, most)
+    if key == "momentum" and value == 1:
+        raise ValueError("momentum is 1, expected less than 1: a running mean that forgets nothing takes nothing in")
+    if key in ("damping", "max_kl", "kl_share") and value == 0:
+        raise ValueError(f"{key} is 0, expected a number > 0" + ("" if key == "damping" else "; math.inf for no bound"))

@@ -49,9 +49,16 @@ class Stride:
         return 0.5 * nats * self.known(slope) * slope * rate.square()
 
     def measure(
-        self, steps: Mapping[str, Tensor], promised: Mapping[str, Tensor], named: Mapping[str, Tensor], ranks: Ranks
+        self,
+        steps: Mapping[str, Tensor],
+        promised: Mapping[str, Tensor],
+        named: Mapping[str, Tensor],
+        ranks: Ranks,
+        penalty: Tensor | float = 0.0,
     ) -> None:
         """Take the ratio from the sample, if there is one. promised: the steps' d^T m, by parameter as they are.
+
+        penalty: what the form has besides the metric.
 
         A form that is not finite makes the steps from here on shorter by a factor of ten.
         """
@@ -61,7 +68,7 @@ class Stride:
         found, names = form_along(sample, steps, named)
         whole = sum(promised[name] for name in names if name in promised)
         like = next(iter(promised.values()))
-        pair = torch.stack([torch.as_tensor(part).to(like) for part in (found, whole)])
+        pair = torch.stack([torch.as_tensor(part).to(like) for part in (found + penalty, whole)])
         found, whole = ranks.sum(sample.rows * pair)  # the same bits on all ranks, in the ratio too
         before = self.ratio
         fresh = found / whole

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.blocks import Block, Blocks
+from natgrad.optim.blocks import Block, Blocks, dense
 from natgrad.optim.distributed import together
-from natgrad.optim.door import check_number, named_parameters
+from natgrad.optim.door import LIMITS, check_key, named_parameters
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport
@@ -26,8 +26,6 @@ from natgrad.structures.taps import Release
 
 Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
-LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.inf, "kl_share": math.inf}
-LIMITS["weight_decay"] = math.inf
 RAMP = 10  # steps after which the intervals between updates grow by one
 WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
 
@@ -43,10 +41,11 @@ class StructuredNaturalGradient(Optimizer):
     units of the mean eigenvalue of the block, which frees it of all scales.   max_kl: a step moves at most this many
     nats per example, to second order.   kl_share: nor more than this share of the loss: where little is left to gain,
     little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
-    (1 - lr * weight_decay) theta.   update_every, invert_every: steps between updates of the statistics and of the
+    (1 - lr * weight_decay) theta.   l2: of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient
+    and in the metric.   update_every, invert_every: steps between updates of the statistics and of the
     inverses, at most: both are made at every step in the first ten, and one step later after each ten more.   measure:
-    False trusts the blocks and takes a = 1 within the bounds.   params: parameter groups; all from lr to weight_decay
-    are group keys, max_kl and kl_share the least over the groups.
+    False trusts the blocks and takes a = 1 within the bounds.   params: parameter groups; all from lr to l2 are group
+    keys, max_kl and kl_share the least over the groups.
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
@@ -68,6 +67,7 @@ class StructuredNaturalGradient(Optimizer):
         max_kl: float = math.inf,
         kl_share: float = 0.05,
         weight_decay: float = 0.0,
+        l2: float = 0.0,
         update_every: int = 20,
         invert_every: int = 20,
         measure: bool = True,
@@ -90,7 +90,8 @@ class StructuredNaturalGradient(Optimizer):
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "max_kl": max_kl, "kl_share": kl_share}
         super().__init__(
-            list(self._named.values()) if params is None else params, {**defaults, "weight_decay": weight_decay}
+            list(self._named.values()) if params is None else params,
+            {**defaults, "weight_decay": weight_decay, "l2": l2},
         )
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Tensor] = {}
@@ -290,19 +291,21 @@ class StructuredNaturalGradient(Optimizer):
         if self._clock["updated"] <= self._clock["inverted"] or not self._due("inverted", self.invert_every):
             return
         groups = self._groups()
-        self._clock["failures"] += self._blocks.invert(lambda name: float(groups[name]["damping"]))
+        levels = {name: (float(group["damping"]), float(group["l2"])) for name, group in groups.items()}
+        self._clock["failures"] += self._blocks.invert(levels)
         self._clock["inverted"] = self._clock["step"]
 
     def _move(self, gradients: dict[str, Tensor]) -> None:
         groups, steps, slopes = self._groups(), dict[str, Tensor](), dict[str, Tensor]()
         rates = {name: float(group["lr"]) for name, group in groups.items()}
-        means = {name: self._mean(self._named[name], g, groups[name]["momentum"]) for name, g in gradients.items()}
         for block in self._blocks:
-            if block.inverse is not None and any(name in means for name in block.layout.names):
+            names = [name for name in block.layout.names if name in gradients]
+            means = {name: self._mean(self._named[name], gradients[name], groups[name]) for name in names}
+            if block.inverse is not None and means:
                 found, promised = self._blocks.direction(block, means, rates)
                 steps |= found
                 slopes |= promised
-        self._warn(means.keys() - {name for block in self._blocks for name in block.layout.names})
+        self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
         if not steps:
             return
         for name in steps:
@@ -315,15 +318,21 @@ class StructuredNaturalGradient(Optimizer):
         scaled = {name: rates[name] ** 2 * slope for name, slope in slopes.items()}
         whole = torch.stack(list(scaled.values())).sum()
         bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
-        moves = {name: rates[name] * step for name, step in steps.items()}
         if self._stride.sample is not None:
-            self._stride.measure(moves, scaled, self._named, self._ranks)
+            even = len({rates[name] for name in steps}) == 1  # a common rate cancels: no copies
+            moves = steps if even else {name: rates[name] * step for name, step in steps.items()}
+            self._stride.measure(moves, slopes if even else scaled, self._named, self._ranks, self._penalty(moves))
             self._clock["measured"] = self._clock["step"]
         rate = self._stride.rate(bounding, self._radius(whole), self._nats)
         for name, step in steps.items():
             p = self._named[name]
             p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
         self._told |= {"kl": self._stride.kl(whole, rate, self._nats), "rate": rate}
+
+    def _penalty(self, moves: dict[str, Tensor]) -> Tensor | float:
+        """moves^T (l2 I) moves."""
+        strengths = {name: float(group["l2"]) for name, group in self._groups().items()}
+        return sum(strengths[name] * move.square().sum() for name, move in moves.items() if strengths[name])
 
     def _warn(self, strangers: Set[str]) -> None:
         """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""
@@ -345,11 +354,13 @@ class StructuredNaturalGradient(Optimizer):
             bound = bound * self._told["loss"].to(like).nan_to_num(nan=math.inf)
         return bound.clamp(max=most) * min(1.0, (self._clock["step"] + 1) / WARM)
 
-    def _mean(self, p: Tensor, gradient: Tensor, decay: float) -> Tensor:
-        """The gradient's running mean, corrected for its start."""
+    def _mean(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """The gradient's running mean, corrected for its start; with the penalty's gradient."""
+        decay, state = group["momentum"], self.state[p]
+        if group["l2"]:
+            gradient = torch.add(gradient, p, alpha=group["l2"])
         if decay == 0:
             return gradient
-        state = self.state[p]
         state["count"] = state.get("count", 0) + 1
         state["mean"] = state["mean"].lerp_(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
         return state["mean"] / (1 - decay ** state["count"])
@@ -372,25 +383,9 @@ class StructuredNaturalGradient(Optimizer):
         return "Diagonal" if block.layer is None else self.structure.kind(self._blocks.of(block)["totals"])
 
 
-def dense(p: Tensor) -> Tensor:
-    """p.grad, dense, at least in float32."""
-    assert p.grad is not None
-    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-
-
 def count_rows(criterion: Criterion, outputs: Any) -> int:
     """Rows of outputs: what a micro-batch weighs."""
     return len(criterion.family.rows(map_tensors(outputs, torch.detach)))
-
-
-def check_key(key: str, value: float, most: float) -> None:
-    """ValueError or TypeError unless a group key is a number in its range: momentum below 1, a bound above 0."""
-    check_number(key, value, most)
-    if key == "momentum" and value == 1:
-        raise ValueError("momentum is 1, expected less than 1: a running mean that forgets nothing takes nothing in")
-    if key in ("damping", "max_kl", "kl_share") and value == 0:
-        raise ValueError(f"{key} is 0, expected a number > 0" + ("" if key == "damping" else "; math.inf for no bound"))
 
 
 def release(reader: Reader, listener: Any) -> None:
