@@ -137,15 +137,29 @@ def test_the_rate_scales_what_was_found_and_never_beyond_the_bound():
     assert_close(steps[2], steps[0], 1e-6)  # the bound was met already
 
 
+class Scaled(nn.Module):
+    """A linear layer, and a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(3, dtype=F64)), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x)
+
+
+@pytest.mark.parametrize("estimate", [ng.ExactLabels(), ng.Empirical()])
+def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: Any):
+    model = seeded(Scaled).to(F64)
+    metric = ng.empirical_fisher if isinstance(estimate, ng.Empirical) else ng.fisher
+    inputs = (X, Y) if isinstance(estimate, ng.Empirical) else X
+    expected = metric(model, CE).at(ng.trainable(model), inputs).diagonal()[: len(model.scale)]
+    opt = ng.kfac(model, CE, estimate=estimate)
+    drawn = torch.stack([read(opt, model, X, Y).squares["scale"] for _ in range(600)])
+    assert_close(drawn.mean(0), expected, 5 * float((drawn.std(0) / 600**0.5).max() / expected.max()))
+
+
 def test_parameters_without_a_layer_are_measured_by_their_summed_scores():
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.linear = nn.Parameter(torch.ones(3, dtype=F64)), linear()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale * self.linear(x)
-
     model = seeded(Scaled).to(F64)
     params = ng.trainable(model)
     step = ng.Space(params).unflatten(draw(sum(p.numel() for p in params.values())))

@@ -15,7 +15,7 @@ from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.recall import Recall
 from natgrad.pure import Labelled, leaves, map_tensors
 from natgrad.spaces import Space
-from natgrad.structures import Estimate
+from natgrad.structures import Estimate, Sampled
 from natgrad.structures.collect import collect, explains, seconds
 from natgrad.structures.estimates import Outputs
 from natgrad.structures.exchange import Exchange
@@ -231,8 +231,17 @@ class Reader:
         rows = family.rows(tree)
         batch = examples if len(rows) % examples == 0 else 1
         with torch.no_grad():
-            known = Outputs(tree, rows, family, weights, batch, slope)
-            return list(estimate.cotangents(known, self.ranks.generator(self.generator_on(rows.device))))
+            generator = self.ranks.generator(self.generator_on(rows.device))
+            found = list(estimate.cotangents(Outputs(tree, rows, family, weights, batch, slope), generator))
+            if isinstance(estimate, Sampled) or self._named_by_layers():
+                return found
+            return [signed(cotangent, batch, generator) for cotangent in found]
+
+    def _named_by_layers(self) -> bool:
+        """Whether every parameter belongs to a layer, whose examples' scores are told apart."""
+        layers = [layer for layer in [*self.layers.values(), *self.matrices] if not self._refuses(layer)]
+        claimed = {name for layer in layers for name in layer.layout.names}
+        return claimed.issuperset(self.named)
 
     def _replayed(
         self, criterion: Criterion, targets: Any, recall: Recall, rows: int
@@ -258,6 +267,17 @@ class Reader:
             )
         apart = [one for whole in found.layers for one in separate(whole)]
         return Reading(found.layers, found.squares, rows, apart), {one.key: True for one in found.layers}
+
+
+def signed(cotangent: Tensor, examples: int, generator: torch.Generator) -> Tensor:
+    """A random sign on every example's rows.
+
+    The statistics of layers do not change. The square of a sum over examples becomes, on average, the sum of squares;
+    for labels drawn at random it is one already.
+    """
+    bits = torch.randint(0, 2, (examples,), generator=generator, device=cotangent.device)
+    signs = (2 * bits - 1).to(cotangent.dtype).repeat_interleave(len(cotangent) // examples)
+    return signs.unsqueeze(1) * cotangent
 
 
 def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
