@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import iterative, kfac, preconditioners, products, solves, steps, training
+from benchmarks import iterative, kfac, learning, preconditioners, products, solves, steps, training
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -53,6 +54,13 @@ def kfac_tables(repeats: int) -> None:
     table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
 
 
+def learning_table(repeats: int) -> None:
+    if "NATGRAD_DATA" not in os.environ:
+        print("\nFashion-MNIST: left out, set NATGRAD_DATA to the folder with the data")
+        return
+    table("Fashion-MNIST, 784-1000-500-250-10, batch 512, three seeds", learning.report(), learning.HEADS)
+
+
 TABLES: dict[str, Callable[[int], None]] = {
     "products": product_tables,
     "solves": solve_tables,
@@ -60,6 +68,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "iterative": iterative_table,
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
+    "learning": learning_table,
 }
 
 

@@ -18,7 +18,7 @@ from benchmarks.timing import Ratio, ratio
 from benchmarks.training import Training, classifier
 from natgrad.experiments.contestants import Muon, Together
 
-CYCLE = 10  # steps that are timed together: one update of the statistics and one of the inverses
+CYCLE = 20  # steps that are timed together: one update of the statistics and one of the inverses
 HEADS = ("step / SGD step",)
 Make = Callable[[nn.Module, nn.Module], torch.optim.Optimizer]
 RATE = 1e-4  # small: the networks stay where they are
@@ -131,7 +131,7 @@ def memory_report(names: Iterable[str] = CONTESTANTS) -> list[tuple[str, str]]:
 
 
 def growth(name: str) -> float:
-    """Growth of the highest resident memory over two cycles on the classifier, in MiB, in a fresh process."""
+    """Growth of the highest resident memory over twenty steps on the classifier, in MiB, in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.kfac", name, str(torch.get_num_threads())]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -152,7 +152,7 @@ def main() -> None:
         import pytorch_optimizer  # noqa: F401
     before = resident("VmRSS")
     step = iteration(work, CONTESTANTS[name], late=False)
-    for _ in range(2 * CYCLE):
+    for _ in range(20):
         step()
     print(resident("VmHWM") - before)
 

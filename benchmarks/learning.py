@@ -1,0 +1,100 @@
+"""Processor seconds to a training loss: the classifier of the step benchmark on Fashion-MNIST (needs the data)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import natgrad as ng
+from benchmarks.training import classifier
+from natgrad.data import fashion_mnist
+from natgrad.experiments.contestants import Muon, Together
+
+GOAL, SECONDS, SEEDS = 0.25, 30.0, (0, 1, 2)
+HEADS = (f"seconds to {GOAL}", "loss after 15 s", "best test loss")
+Make = Callable[[nn.Module, nn.Module], torch.optim.Optimizer]
+
+
+def adam(rate: float) -> Make:
+    return lambda model, criterion: torch.optim.Adam(model.parameters(), lr=rate)
+
+
+def muon(rate: float) -> Make:
+    """In float32, with Adam on the biases."""
+
+    def make(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
+        matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == want] for want in (True, False))
+        return Together(Muon(matrices, rate), torch.optim.Adam(rest, lr=1e-3))
+
+    return make
+
+
+CONTESTANTS: dict[str, Make] = {
+    "kfac": ng.kfac,
+    "online_ng": ng.online_ng,
+    "Adam, .0005": adam(5e-4),
+    "Adam, .001": adam(1e-3),
+    "Muon, .02": muon(0.02),
+    "Muon, .05": muon(0.05),
+}
+
+
+@dataclass
+class Run:
+    """Evaluations (seconds, training loss, test loss) of one run, about one a second."""
+
+    rows: list[tuple[float, float, float]]
+
+    @property
+    def reached(self) -> float:
+        """Seconds to the goal, infinite if it was not reached."""
+        return next((seconds for seconds, loss, _ in self.rows if loss <= GOAL), float("inf"))
+
+    @property
+    def halfway(self) -> float:
+        """The training loss at half of the time."""
+        return next(loss for seconds, loss, _ in self.rows if seconds >= SECONDS / 2)
+
+
+def run(make: Make, seed: int) -> Run:
+    """Train for SECONDS with batches of 512; evaluations do not count."""
+    torch.manual_seed(seed)
+    work, data = classifier(), fashion_mnist().flat()
+    model = work.build()
+    optimizer = make(model, work.criterion)
+    loss_of = getattr(optimizer, "loss", work.criterion)
+    spent, found = 0.0, Run([])
+    while spent < SECONDS:
+        picked = torch.randint(0, len(data.train_x), (512,))
+        start = time.process_time()
+        optimizer.zero_grad()
+        loss_of(model(data.train_x[picked]), data.train_y[picked]).backward()
+        optimizer.step()
+        spent += time.process_time() - start
+        if spent >= len(found.rows) + 1:
+            with torch.no_grad():
+                train = float(work.criterion(model(data.train_x[:5000]), data.train_y[:5000]))
+                test = float(work.criterion(model(data.test_x[:5000]), data.test_y[:5000]))
+            found.rows.append((spent, train, test))
+    return found
+
+
+def report() -> list[tuple[str, ...]]:
+    """Rows (optimizer, median and range over the seeds of each figure)."""
+    rows = []
+    for name, make in CONTESTANTS.items():
+        runs = [run(make, seed) for seed in SEEDS]
+        figures = ([r.reached for r in runs], [r.halfway for r in runs], [min(row[2] for row in r.rows) for r in runs])
+        rows.append((name, *(spread(values) for values in figures)))
+        print("  ".join(rows[-1]), flush=True)  # progress
+    return rows
+
+
+def spread(values: list[float]) -> str:
+    """Median (lowest-highest)."""
+    return f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})"
