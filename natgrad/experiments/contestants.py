@@ -98,7 +98,7 @@ def soap(grid: Iterable[Choice]) -> Contestant:
     """SOAP of the package pytorch_optimizer, without weight decay, else with its defaults. Choices: batch, lr."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        from pytorch_optimizer import SOAP
+        from pytorch_optimizer import SOAP  # pyright: ignore[reportMissingImports]
 
         return SOAP(model.parameters(), lr=choice["lr"], weight_decay=0.0)
 
