@@ -28,6 +28,7 @@ Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
 RAMP = 10  # steps after which the intervals between updates grow by one
 WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
+MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
 
 
 class StructuredNaturalGradient(Optimizer):
@@ -246,7 +247,7 @@ class StructuredNaturalGradient(Optimizer):
         if bool(torch.isfinite(value.detach()).all()):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 # labels that a metric was estimated from measure it too short along the direction that it gives
-                measuring = self.measure and self._due("measured", max(20, self.update_every))
+                measuring = self.measure and self._due("measured", max(MEASURED, self.update_every))
                 apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
                 if reading is not None:
