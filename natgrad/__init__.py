@@ -37,6 +37,8 @@ from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, Trus
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
+    AdaptiveInverse,
+    Averaged,
     Dense,
     Diagonal,
     DiagonalPreconditioner,
@@ -45,6 +47,7 @@ from natgrad.structures import (
     EmpiricalPreconditioner,
     Exact,
     ExactLabels,
+    FirstOrder,
     Kronecker,
     LowRankCovariance,
     OnlineLowRank,
@@ -52,13 +55,17 @@ from natgrad.structures import (
     Sampled,
     Structure,
     UnitWise,
+    Update,
+    Woodbury,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "AdaptiveInverse",
     "Auto",
+    "Averaged",
     "Bernoulli",
     "Categorical",
     "Constant",
@@ -72,6 +79,7 @@ __all__ = [
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
+    "FirstOrder",
     "Gaussian",
     "Heads",
     "HeteroscedasticGaussian",
@@ -103,6 +111,8 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
+    "Update",
+    "Woodbury",
     "covariance",
     "diagonal",
     "divergence",

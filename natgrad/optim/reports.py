@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -37,7 +38,7 @@ class StateReport:
     the gradient that the metric leaves to the damping: near 1 where the gradient lies outside the metric's range, as on
     other data, or where the damping drowns the metric.   rate: length of the step relative to the proposal; 0 for a
     rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the start that were skipped for
-    numerical trouble.
+    numerical trouble.   counts: what the structure counted since it began: updates it refused, inverses it kept.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class StateReport:
     rate: float = math.nan
     gradient: float = math.nan
     failures: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "  ".join(f"{name} {show(value)}" for name, value in vars(self).items())

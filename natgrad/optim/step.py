@@ -101,6 +101,7 @@ def told(
         rate=size / proposed if proposed else 0.0,
         gradient=norm,
         failures=last.failures + failed,
+        counts=dict(model.operator.counts),
     )
 
 
