@@ -4,10 +4,18 @@ metric x structure x solver x damping x rule in any combination: from `fisher(mo
 operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimizer`.
 """
 
-from natgrad import families, metrics, operators, optim, solvers, structures
+from natgrad import applications, families, metrics, operators, optim, solvers, structures
+from natgrad.applications import (
+    denoising_score_matching_loss,
+    ratio_matching_loss,
+    score_matching_loss,
+    sliced_score_matching_loss,
+)
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
+from natgrad.densities import Density
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
 from natgrad.metrics import (
+    Langevin,
     Metric,
     covariance,
     divergence,
@@ -16,7 +24,9 @@ from natgrad.metrics import (
     gauss_newton,
     hessian,
     kl,
+    ratio_metric,
     sampled_fisher,
+    score_metric,
 )
 from natgrad.operators import Operator
 from natgrad.optim import (
@@ -71,6 +81,7 @@ __all__ = [
     "Constant",
     "Damping",
     "Dense",
+    "Density",
     "Diagonal",
     "DiagonalPreconditioner",
     "Direct",
@@ -85,6 +96,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Kronecker",
     "KrylovSubspace",
+    "Langevin",
     "LevenbergMarquardt",
     "Likelihood",
     "LineSearch",
@@ -113,7 +125,9 @@ __all__ = [
     "UnitWise",
     "Update",
     "Woodbury",
+    "applications",
     "covariance",
+    "denoising_score_matching_loss",
     "diagonal",
     "divergence",
     "ekfac",
@@ -132,7 +146,12 @@ __all__ = [
     "online_ng",
     "operators",
     "optim",
+    "ratio_matching_loss",
+    "ratio_metric",
     "sampled_fisher",
+    "score_matching_loss",
+    "score_metric",
+    "sliced_score_matching_loss",
     "solvers",
     "structures",
     "tonga",

@@ -28,7 +28,7 @@ from natgrad.optim.door import (
     named_parameters,
 )
 from natgrad.optim.objective import Objective, objective_of
-from natgrad.optim.recall import Data, Recall, listen
+from natgrad.optim.recall import Data, Recall, listen, overhear
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.step import Point, check_solution, judge, quadratic, told
 from natgrad.pure import RandomState, map_tensors
@@ -56,10 +56,11 @@ class NaturalGradient(Optimizer):
     enough; default all.   preconditioner: for CG, MinresQLP and KrylovSubspace, `ng.DiagonalPreconditioner()` and
     others, or a structure with a closed-form inverse.
 
-    The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step,
-    with the same dropout masks; or on `observe(inputs)`. A parameter whose gradient is None is left alone. Use
-    `loss = opt.loss(outputs, targets)` so that targets, reduction='sum' and the loss's value are known; rules and
-    dampings that re-evaluate the loss then need no closure, and replay the same pass.
+    The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step, with
+    the same dropout masks; or on `observe(inputs)`; a density's on the X of its last loss that went backward. A
+    parameter whose gradient is None is left alone. Use `loss = opt.loss(outputs, targets)` so that targets,
+    reduction='sum' and the loss's value are known; rules and dampings that re-evaluate the loss then need no closure,
+    and replay the same pass.
 
     Raises ValueError at `step` for a non-finite gradient or metric, for no remembered forward, and where a rule needs a
     loss that it cannot evaluate; parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
@@ -105,6 +106,7 @@ class NaturalGradient(Optimizer):
         self._last = StateReport()
         self._recall = Recall()
         self._finalizer: weakref.finalize | None = None
+        overhear(metric, self._recall)
         if isinstance(model, nn.Module):
             self._finalizer = weakref.finalize(self, listen(model, self._recall).remove)
 

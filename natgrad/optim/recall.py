@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.densities import listen_to
 from natgrad.families import Criterion
+from natgrad.metrics import Metric
 from natgrad.pure import Call, RandomState, is_evaluating, map_tensors
 
 
@@ -31,11 +33,14 @@ class Pass:
     call: Call
     random: RandomState
     versions: tuple[int, ...]
-    modes: tuple[bool, ...]
+    modes: tuple[bool, ...] | None
 
     @contextmanager
     def modes_of(self, model: nn.Module) -> Iterator[None]:
-        """Inside, every submodule is in the mode (train or eval) that it had during the pass."""
+        """Inside, every submodule is in the mode (train or eval) that it had during the pass, where that is known."""
+        if self.modes is None:
+            yield
+            return
         now = modes_of(model)
         try:
             set_modes(model, self.modes)
@@ -131,6 +136,11 @@ class Recall:
         random = RandomState.capture(*{t.device for t in call.tensors()})
         self.last = Pass(kept, random, versions_of(kept), modes_of(model))
 
+    def hear(self, log_p: object, inputs: Tensor) -> None:
+        """A loss of a density went backward on X: the metric of that density is taken there."""
+        call = Call((inputs,))
+        self.last = Pass(call, RandomState.capture(inputs.device), versions_of(call), None)
+
     def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0) -> None:
         """Keep the targets and units of a loss. rows: what it weighs among the losses of a step."""
         outputs = map_tensors(outputs, torch.detach)
@@ -187,6 +197,13 @@ class Listener:
 def listen(model: nn.Module, recall: Recall, *, traceable: bool = False) -> Any:
     """Attach a listener; returns the handle whose remove() takes it off. traceable: it may be part of a graph."""
     return model.register_forward_pre_hook(Listener(recall, traceable), with_kwargs=True)
+
+
+def overhear(metric: Metric, recall: Recall) -> None:
+    """Tell `recall` about the losses of the density that a metric belongs to, if it belongs to one."""
+    log_p = getattr(metric, "log_p", None)
+    if log_p is not None:
+        listen_to(log_p, recall)
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:
