@@ -32,6 +32,7 @@ from natgrad.operators import Operator
 from natgrad.optim import (
     NaturalGradient,
     StructuredNaturalGradient,
+    ang,
     diagonal,
     ekfac,
     hessian_free,
@@ -43,7 +44,8 @@ from natgrad.optim import (
     tonga,
     unitwise,
 )
-from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
+from natgrad.positive import positive
+from natgrad.rules import LineSearch, Momentum, OnlineRadius, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
@@ -106,6 +108,7 @@ __all__ = [
     "Momentum",
     "NaturalGradient",
     "OnlineLowRank",
+    "OnlineRadius",
     "Operator",
     "Poisson",
     "Preconditioner",
@@ -125,6 +128,7 @@ __all__ = [
     "UnitWise",
     "Update",
     "Woodbury",
+    "ang",
     "applications",
     "covariance",
     "denoising_score_matching_loss",
@@ -146,6 +150,7 @@ __all__ = [
     "online_ng",
     "operators",
     "optim",
+    "positive",
     "ratio_matching_loss",
     "ratio_metric",
     "sampled_fisher",

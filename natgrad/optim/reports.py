@@ -38,7 +38,7 @@ class StateReport:
     the gradient that the metric leaves to the damping: near 1 where the gradient lies outside the metric's range, as on
     other data, or where the damping drowns the metric.   rate: length of the step relative to the proposal; 0 for a
     rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the start that were skipped for
-    numerical trouble.   counts: what the structure counted since it began: updates it refused, inverses it kept.
+    numerical trouble.   counts: what the structure counted: examples seen, updates refused, inverses kept.
     """
 
     step: int = 0
