@@ -64,6 +64,8 @@ EXPERIMENTS = {
     "autoencoder": "natgrad.experiments.autoencoder:RACE",
     "char_transformer": "natgrad.experiments.char_transformer:RACE",
     "ang_2020_cifar": "natgrad.experiments.ang_2020_cifar:RACE",
+    "karakida_2016_table1": "natgrad.experiments.karakida_2016:TABLE1",
+    "karakida_2016_figure1": "natgrad.experiments.karakida_2016:FIGURE1",
     "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
     "pascanu_2013_figure1": "natgrad.experiments.pascanu_2013_figure1:STUDY",
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
