@@ -6,6 +6,9 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 
 from natgrad import applications, families, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
+    HelmholtzMachine,
+    NaturalWakeSleep,
+    WakeSleep,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
@@ -85,6 +88,7 @@ __all__ = [
     "ExactLabels",
     "Gaussian",
     "Heads",
+    "HelmholtzMachine",
     "HeteroscedasticGaussian",
     "Kronecker",
     "KrylovSubspace",
@@ -97,6 +101,7 @@ __all__ = [
     "MinresQLP",
     "Momentum",
     "NaturalGradient",
+    "NaturalWakeSleep",
     "OnlineLowRank",
     "Operator",
     "Poisson",
@@ -115,6 +120,7 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
+    "WakeSleep",
     "applications",
     "covariance",
     "denoising_score_matching_loss",

@@ -1,5 +1,14 @@
 """Floor 6: one file per kind of problem."""
 
+from natgrad.applications.helmholtz import (
+    Algorithm,
+    Bidirectional,
+    Classic,
+    HelmholtzMachine,
+    NaturalWakeSleep,
+    Reweighted,
+    WakeSleep,
+)
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -8,6 +17,13 @@ from natgrad.applications.score_matching import (
 )
 
 __all__ = [
+    "Algorithm",
+    "Bidirectional",
+    "Classic",
+    "HelmholtzMachine",
+    "NaturalWakeSleep",
+    "Reweighted",
+    "WakeSleep",
     "denoising_score_matching_loss",
     "ratio_matching_loss",
     "score_matching_loss",

@@ -11,6 +11,7 @@ from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
+from natgrad.operators.shared import SharedRows
 from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
 from natgrad.operators.units import QuasiDiagonal, Units
 
@@ -33,6 +34,7 @@ __all__ = [
     "QuasiDiagonal",
     "Rows",
     "Scaled",
+    "SharedRows",
     "Shifted",
     "Spectral",
     "Spiked",
