@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
@@ -60,3 +61,12 @@ class StateReport:
 def show(value: float | str | None) -> str:
     """A number in four digits, anything else as it is."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def state_report(told: Mapping[str, Any], clock: Mapping[str, int]) -> StateReport:
+    """From what a structured step told, as tensors of one number, and its clock."""
+    numbers = {key: float(value) for key, value in told.items()}
+    step = clock["step"]
+    status = "stepped" if "kl" in numbers else "skipped" if step else "no step yet"
+    rate = {"rate": 0.0 if step else math.nan}
+    return StateReport(step=step, status=status, failures=clock["failures"], **rate | numbers)

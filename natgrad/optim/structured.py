@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.blocks import Block, Blocks, dense
+from natgrad.optim.blocks import Block, Blocks, dense, penalised, running_mean
+from natgrad.optim.clock import due, started
 from natgrad.optim.distributed import together
-from natgrad.optim.door import LIMITS, check_key, named_parameters
+from natgrad.optim.door import check_blocks, checked_group, named_parameters
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
-from natgrad.optim.reports import Report, Row, StateReport
+from natgrad.optim.reports import Report, Row, StateReport, state_report
 from natgrad.optim.stride import Stride, bounded_below, sampled
 from natgrad.pure import full_precision, leaves, map_tensors
 from natgrad.structures import ExactLabels, Layerwise, Sampled
@@ -26,7 +27,6 @@ from natgrad.structures.taps import Release
 
 Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
-RAMP = 10  # steps after which the intervals between updates grow by one
 WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
 
@@ -74,13 +74,7 @@ class StructuredNaturalGradient(Optimizer):
         measure: bool = True,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module: its layers are the blocks")
-        if not isinstance(structure, Layerwise):
-            raise TypeError(f"structure is {structure!r}, expected one in blocks per layer such as ng.Kronecker(0.95)")
-        for name, every in (("update_every", update_every), ("invert_every", invert_every)):
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"{name} is {every}, expected an integer >= 1")
+        check_blocks(model, structure, update_every=update_every, invert_every=invert_every)
         self.model, self._ranks = together(model)
         self._ranks.check(structure)
         self.criterion, self.structure = as_criterion(criterion), structure
@@ -96,7 +90,7 @@ class StructuredNaturalGradient(Optimizer):
         )
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Tensor] = {}
-        self._clock = {"step": 0, "updated": -1, "inverted": -1, "measured": -1, "failures": 0}
+        self._clock = started()
         self._stride = Stride()
         self._pending = 0  # readings since the last step
         self._nats: Any = 1.0
@@ -157,17 +151,7 @@ class StructuredNaturalGradient(Optimizer):
 
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, share of the full step taken, the gradient's norm, failures so far."""
-        told = {key: float(value) for key, value in self._told.items()}
-        status = "stepped" if "kl" in told else "skipped" if self._clock["step"] else "no step yet"
-        return StateReport(
-            step=self._clock["step"],
-            loss=told.get("loss", math.nan),
-            kl=told.get("kl", math.nan),
-            status=status,
-            rate=told.get("rate", 0.0 if self._clock["step"] else math.nan),
-            gradient=told.get("gradient", math.nan),
-            failures=self._clock["failures"],
-        )
+        return state_report(self._told, self._clock)
 
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""
@@ -175,14 +159,8 @@ class StructuredNaturalGradient(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters (unfrozen, created later). ValueError for parameters of another model or a bad number."""
-        given = param_group["params"]
-        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
         known = {id(p): name for name, p in self.model.named_parameters()}
-        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
-        if strangers:
-            raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
-        for key, most in LIMITS.items():
-            check_key(key, group.get(key, self.defaults[key]), most)
+        group = checked_group(param_group, known, self.defaults)
         super().add_param_group(group)
         fresh = {known[id(p)]: p for p in group["params"] if known[id(p)] not in self._named and p.requires_grad}
         if fresh:
@@ -221,7 +199,7 @@ class StructuredNaturalGradient(Optimizer):
         for i, p in zip(ids, ours, strict=True):
             if i in state_dict["state"]:  # in its own dtype: the statistics of half-precision parameters are float32
                 self.state[p] = map_tensors(state_dict["state"][i], lambda t, p=p: t.to(p.device).clone())
-        self._clock = dict(extra["clock"])
+        self._clock = started() | extra["clock"]
         self._stride.ratio = extra["ratio"]
         self._reader.trusted, self._reader.refused = set(extra["trusted"]), set(extra["refused"])
         self._blocks.state = self.state
@@ -301,7 +279,7 @@ class StructuredNaturalGradient(Optimizer):
         rates = {name: float(group["lr"]) for name, group in groups.items()}
         for block in self._blocks:
             names = [name for name in block.layout.names if name in gradients]
-            means = {name: self._mean(self._named[name], gradients[name], groups[name]) for name in names}
+            means = {name: self._mean(name, gradients[name], groups[name]) for name in names}
             if block.inverse is not None and means:
                 found, promised = self._blocks.direction(block, means, rates)
                 steps |= found
@@ -355,20 +333,12 @@ class StructuredNaturalGradient(Optimizer):
             bound = bound * self._told["loss"].to(like).nan_to_num(nan=math.inf)
         return bound.clamp(max=most) * min(1.0, (self._clock["step"] + 1) / WARM)
 
-    def _mean(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """The gradient's running mean, corrected for its start; with the penalty's gradient."""
-        decay, state = group["momentum"], self.state[p]
-        if group["l2"]:
-            gradient = torch.add(gradient, p, alpha=group["l2"])
-        if decay == 0:
-            return gradient
-        state["count"] = state.get("count", 0) + 1
-        state["mean"] = state["mean"].lerp_(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
-        return state["mean"] / (1 - decay ** state["count"])
+    def _mean(self, name: str, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        p = self._named[name]
+        return running_mean(self.state[p], penalised(gradient, p, group["l2"]), group["momentum"])
 
     def _due(self, event: str, every: int) -> bool:
-        step = self._clock["step"]
-        return step - self._clock[event] >= min(every, 1 + step // RAMP)
+        return due(self._clock, event, every)
 
     def _by_group(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(p): name for name, p in self._named.items()}
