@@ -7,8 +7,11 @@ RAMP = 10  # steps after which the intervals between updates grow by one
 
 
 def started() -> Clock:
-    """The clock of a fresh optimizer. failures: steps, readings and inverses that came to nothing."""
-    return {"step": 0, "updated": -1, "inverted": -1, "measured": -1, "failures": 0}
+    """The clock of a fresh optimizer.
+
+    failures: steps, readings and inverses that came to nothing.   refused: steps that would have raised the loss.
+    """
+    return {"step": 0, "updated": -1, "inverted": -1, "measured": -1, "judged": -1, "failures": 0, "refused": 0}
 
 
 def due(clock: Clock, event: str, every: int) -> bool:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from natgrad.damping import Damping
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.optim.blocks import Block, Blocks, dense, penalised, running_mean
 from natgrad.optim.clock import due, started
 from natgrad.optim.distributed import together
 from natgrad.optim.door import check_blocks, checked_group, named_parameters
+from natgrad.optim.judge import Judge, replaying, slope_along
+from natgrad.optim.objective import Closure, Objective
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport, state_report
@@ -25,7 +28,6 @@ from natgrad.pure import full_precision, leaves, map_tensors
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 from natgrad.structures.taps import Release
 
-Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
 WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
@@ -39,9 +41,10 @@ class StructuredNaturalGradient(Optimizer):
     is found: the minimum of the quadratic model along the direction, or where the bound on the KL is met, with the
     true metric there as the last update step measured it.   momentum: decay of the gradient's running mean
     (bias-corrected), taken before the metric, so that the whole step is in today's metric.   damping: lambda in
-    units of the mean eigenvalue of the block, which frees it of all scales.   max_kl: a step moves at most this many
-    nats per example, to second order.   kl_share: nor more than this share of the loss: where little is left to gain,
-    little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
+    units of the mean eigenvalue of the block, which frees it of all scales; with `ng.LevenbergMarquardt` it follows
+    how every fifth step does on its own pass, and one that raises the loss is not taken.   max_kl: a step moves at most
+    this many nats per example, to second order.   kl_share: nor more than this share of the loss: where little is left
+    to gain, little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
     (1 - lr * weight_decay) theta.   l2: of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient
     and in the metric.   update_every, invert_every: steps between updates of the statistics and of the
     inverses, at most: both are made at every step in the first ten, and one step later after each ten more.   measure:
@@ -64,7 +67,7 @@ class StructuredNaturalGradient(Optimizer):
         lr: float = 1.0,
         *,
         momentum: float = 0.9,
-        damping: float = 0.03,
+        damping: float | Damping = 0.03,
         max_kl: float = math.inf,
         kl_share: float = 0.05,
         weight_decay: float = 0.0,
@@ -80,16 +83,15 @@ class StructuredNaturalGradient(Optimizer):
         self.criterion, self.structure = as_criterion(criterion), structure
         self._bounded = bounded_below(self.criterion)
         self.update_every, self.invert_every, self.measure = update_every, invert_every, measure
+        self._judge = Judge(damping)
         self._named = named_parameters(self.model)
         self._recall = Recall()
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
-        defaults = {"lr": lr, "momentum": momentum, "damping": damping, "max_kl": max_kl, "kl_share": kl_share}
-        super().__init__(
-            list(self._named.values()) if params is None else params,
-            {**defaults, "weight_decay": weight_decay, "l2": l2},
-        )
+        defaults = {"lr": lr, "momentum": momentum, "damping": self._judge.start, "max_kl": max_kl}
+        defaults |= {"kl_share": kl_share, "weight_decay": weight_decay, "l2": l2}
+        super().__init__(list(self._named.values()) if params is None else params, defaults)
         self._blocks = Blocks(structure, self._named, self.state)
-        self._told: dict[str, Tensor] = {}
+        self._told: dict[str, Any] = {}
         self._clock = started()
         self._stride = Stride()
         self._pending = 0  # readings since the last step
@@ -126,9 +128,10 @@ class StructuredNaturalGradient(Optimizer):
         value = None
         try:
             if closure is not None:
+                self._judge.begins(next(iter(self._named.values())).device, closure)
                 with torch.enable_grad():
                     value = closure()
-            self._step()
+            self._step(closure, value)
         finally:
             self._recall.clear()
             self._reader.taps.take()
@@ -241,7 +244,7 @@ class StructuredNaturalGradient(Optimizer):
         if taken:
             self._clock["updated"] = self._clock["step"]
 
-    def _step(self) -> None:
+    def _step(self, closure: Closure | None, value: Tensor | None) -> None:
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
@@ -256,10 +259,12 @@ class StructuredNaturalGradient(Optimizer):
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode, and call "
                 "backward() on it"
             )
-        self._told = {"gradient": norm} | ({} if loss is None else {"loss": loss})
+        self._told = {"gradient": norm, "damping": self.param_groups[0]["damping"]}
+        self._told |= {} if loss is None else {"loss": loss}
         if finite:
+            self._reader.arm(False)  # what follows may call the model again
             self._invert()
-            self._move(gradients)
+            self._move(gradients, lambda: self._objective(closure, value))
         else:
             self._clock["failures"] += 1
         self._pending = 0
@@ -274,7 +279,11 @@ class StructuredNaturalGradient(Optimizer):
         self._clock["failures"] += self._blocks.invert(levels)
         self._clock["inverted"] = self._clock["step"]
 
-    def _move(self, gradients: dict[str, Tensor]) -> None:
+    def _objective(self, closure: Closure | None, value: Tensor | None) -> Objective:
+        params = {name: p for name, p in self._by_group() if p.grad is not None}
+        return self._judge.objective(self.model, self.criterion, self._recall, params, closure, value)
+
+    def _move(self, gradients: dict[str, Tensor], objective: Callable[[], Objective]) -> None:
         groups, steps, slopes = self._groups(), dict[str, Tensor](), dict[str, Tensor]()
         rates = {name: float(group["lr"]) for name, group in groups.items()}
         for block in self._blocks:
@@ -287,13 +296,22 @@ class StructuredNaturalGradient(Optimizer):
         self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
         if not steps:
             return
-        for name in steps:
-            if groups[name]["weight_decay"]:
-                self._named[name].mul_(1 - rates[name] * groups[name]["weight_decay"])
-        self._follow(steps, rates, slopes)
+        rate, kl = self._length(steps, rates, slopes)
+        if self._judge.due(self._clock):
+            moves = {name: -rates[name] * rate.to(step) * step for name, step in steps.items()}
+            if self._refuses(moves, gradients, float(kl / self._nats), objective):
+                return
+        self._told |= {"kl": kl, "rate": rate}
+        for name, step in steps.items():
+            p, decay = self._named[name], groups[name]["weight_decay"]
+            if decay:
+                p.mul_(1 - rates[name] * decay)
+            p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
 
-    def _follow(self, steps: dict[str, Tensor], rates: dict[str, float], slopes: dict[str, Tensor]) -> None:
-        """theta <- theta - rate * lr * d, the rate common to all."""
+    def _length(
+        self, steps: dict[str, Tensor], rates: dict[str, float], slopes: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The a of theta <- theta - a lr d, common to all, and the KL that it moves, in nats per example."""
         scaled = {name: rates[name] ** 2 * slope for name, slope in slopes.items()}
         whole = torch.stack(list(scaled.values())).sum()
         bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
@@ -303,10 +321,21 @@ class StructuredNaturalGradient(Optimizer):
             self._stride.measure(moves, slopes if even else scaled, self._named, self._ranks, self._penalty(moves))
             self._clock["measured"] = self._clock["step"]
         rate = self._stride.rate(bounding, self._radius(whole), self._nats)
-        for name, step in steps.items():
-            p = self._named[name]
-            p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
-        self._told |= {"kl": self._stride.kl(whole, rate, self._nats), "rate": rate}
+        return rate, self._stride.kl(whole, rate, self._nats)
+
+    def _refuses(
+        self, moves: dict[str, Tensor], gradients: dict[str, Tensor], form: float, objective: Callable[[], Objective]
+    ) -> bool:
+        """Whether a step would raise the loss; and the damping from here on. form: half the metric's along it."""
+        strengths = {name: float(group["l2"]) for name, group in self._groups().items()}
+        slope, penalty = slope_along(moves, gradients, self._named, strengths)
+        rows = sum(count for _, count in self._recall.losses or self._recall.computed)
+        with replaying(self.model, self._recall):
+            change = self._judge.change(objective(), moves, rows, self._ranks) + penalty
+        ratio, refused = self._judge.verdict(change, slope, form)
+        self._judge.adapt(self.param_groups, self._clock, ratio, refused)
+        self._told["ratio"] = ratio
+        return refused
 
     def _penalty(self, moves: dict[str, Tensor]) -> Tensor | float:
         """moves^T (l2 I) moves."""
