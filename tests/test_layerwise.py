@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.operators import Arranged, Kronecker, Units
-from natgrad.structures.kronecker import misfit
+from natgrad.structures.kronecker import fits, misfit
 from natgrad.testing import check_operator, check_structure
 
 EXACT = ng.ExactLabels()
@@ -392,6 +392,16 @@ def test_eigenvectors_are_kept_while_they_fit():
     assert not torch.equal(far["totals"][first]["right_vectors"], memory["totals"][first]["right_vectors"])
     with pytest.raises(ValueError, match="stale is 1"):
         ng.EigenKronecker(stale=1.0)
+
+
+def test_some_eigenvectors_bound_the_misfit_from_above():
+    factor = draw(3, 16, 16) @ torch.diag(torch.logspace(-3, 0, 16).to(F64))
+    factor = factor @ factor.mT
+    vectors = torch.linalg.eigh(factor + 0.01 * draw(16, 16, seed=5))[1]
+    whole = float(misfit(factor, vectors))
+    assert whole <= float(misfit(factor, vectors[..., -2:])) < 1
+    for stale in (0.5 * whole, 0.99 * whole, 1.01 * whole, 0.9):
+        assert fits(factor, vectors, stale) == (whole <= stale)
 
 
 def test_misfit_is_the_share_off_the_diagonal():

@@ -27,6 +27,9 @@ from natgrad.structures.statistics import (
     unit_blocks,
 )
 
+PART = 8
+"""One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
+
 
 @dataclass(frozen=True)
 class Kronecker(Layerwise):
@@ -96,7 +99,7 @@ class EigenKronecker(Layerwise):
         if totals[side].dim() == 1:
             return None
         old = None if before is None else before.get(f"{side}_vectors")
-        if old is not None and self.stale and bool(misfit(totals[side], old) <= self.stale):
+        if old is not None and self.stale and fits(totals[side], old, self.stale):
             return old
         return eigh(totals[side])[1]
 
@@ -104,6 +107,15 @@ class EigenKronecker(Layerwise):
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
         return Spectral(basis_of(totals), totals["spectrum"] / weight)
+
+
+def fits(factor: Tensor, vectors: Tensor, stale: float) -> bool:
+    """Whether the misfit is at most `stale`. Of some eigenvectors alone it is an upper bound.
+
+    The largest eigenvalues come last, and mostly hold nearly all of the norm: then a part of the product tells.
+    """
+    largest = vectors[..., -max(1, vectors.shape[-1] // PART) :]
+    return bool(misfit(factor, largest) <= stale) or bool(misfit(factor, vectors) <= stale)
 
 
 def misfit(factor: Tensor, vectors: Tensor) -> Tensor:
