@@ -50,6 +50,8 @@ from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, Trus
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
+    AdaptiveInverse,
+    Averaged,
     Dense,
     Diagonal,
     DiagonalPreconditioner,
@@ -58,6 +60,7 @@ from natgrad.structures import (
     EmpiricalPreconditioner,
     Exact,
     ExactLabels,
+    FirstOrder,
     Kronecker,
     LowRankCovariance,
     OnlineLowRank,
@@ -65,13 +68,17 @@ from natgrad.structures import (
     Sampled,
     Structure,
     UnitWise,
+    Update,
+    Woodbury,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "AdaptiveInverse",
     "Auto",
+    "Averaged",
     "Bernoulli",
     "Categorical",
     "Constant",
@@ -86,6 +93,7 @@ __all__ = [
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
+    "FirstOrder",
     "Gaussian",
     "Heads",
     "HelmholtzMachine",
@@ -121,6 +129,8 @@ __all__ = [
     "TrustRegion",
     "UnitWise",
     "WakeSleep",
+    "Update",
+    "Woodbury",
     "applications",
     "covariance",
     "denoising_score_matching_loss",

@@ -6,6 +6,7 @@ from natgrad.operators.block import Block
 from natgrad.operators.centred import Centred
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
+from natgrad.operators.factored import Factored, FactoredInverse, Inverted
 from natgrad.operators.kronecker import Kronecker, Spectral
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
@@ -23,7 +24,10 @@ __all__ = [
     "Curvature",
     "Dense",
     "Diagonal",
+    "Factored",
+    "FactoredInverse",
     "Form",
+    "Inverted",
     "Kronecker",
     "Layout",
     "Linearization",

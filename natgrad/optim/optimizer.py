@@ -35,7 +35,7 @@ from natgrad.pure import RandomState, map_tensors
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
-from natgrad.structures import Dense, Exact, Preconditioner, Structure, as_preconditioner
+from natgrad.structures import Exact, Preconditioner, Structure, as_preconditioner
 
 Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
@@ -191,7 +191,7 @@ class NaturalGradient(Optimizer):
         total = sum(p.numel() for group in self.param_groups for p in group["params"])
         for group in self.param_groups:
             for p in group["params"]:
-                held = p.numel() * total if isinstance(self.structure, Dense) and self.structure.decay else 0
+                held = self.structure.held(p.numel(), total)
                 held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
                 name = type(self.structure).__name__ if p.requires_grad else "frozen"
                 rows.append(Row(known[id(p)], name, p.numel(), held))

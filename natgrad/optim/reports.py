@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class Row(NamedTuple):
@@ -41,6 +43,7 @@ class StateReport:
     numerical trouble.   refused: steps that were not taken because they raised the loss.
 
     Structured optimizers give damping in units of a block's mean eigenvalue, as their first parameter group has it.
+    numerical trouble.   counts: what the structure counted since it began: updates it refused, inverses it kept.
     """
 
     step: int = 0
@@ -56,6 +59,7 @@ class StateReport:
     gradient: float = math.nan
     failures: int = 0
     refused: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "  ".join(f"{name} {show(value)}" for name, value in vars(self).items())

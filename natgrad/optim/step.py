@@ -112,6 +112,7 @@ def told(
         gradient=norm,
         failures=last.failures + failed,
         refused=last.refused + refused,
+        counts=dict(model.operator.counts),
     )
 
 
