@@ -6,6 +6,8 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 
 from natgrad import applications, families, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
+    Boltzmann,
+    GaussMarkov,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
@@ -70,6 +72,7 @@ __all__ = [
     "CG",
     "Auto",
     "Bernoulli",
+    "Boltzmann",
     "Categorical",
     "Constant",
     "Damping",
@@ -83,6 +86,7 @@ __all__ = [
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
+    "GaussMarkov",
     "Gaussian",
     "Heads",
     "HeteroscedasticGaussian",

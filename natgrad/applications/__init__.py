@@ -1,5 +1,7 @@
 """Floor 6: one file per kind of problem."""
 
+from natgrad.applications.boltzmann import Boltzmann
+from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -8,6 +10,8 @@ from natgrad.applications.score_matching import (
 )
 
 __all__ = [
+    "Boltzmann",
+    "GaussMarkov",
     "denoising_score_matching_loss",
     "ratio_matching_loss",
     "score_matching_loss",
