@@ -9,6 +9,8 @@ from natgrad.applications.helmholtz import (
     Reweighted,
     WakeSleep,
 )
+from natgrad.applications.boltzmann import Boltzmann
+from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -24,6 +26,8 @@ __all__ = [
     "NaturalWakeSleep",
     "Reweighted",
     "WakeSleep",
+    "Boltzmann",
+    "GaussMarkov",
     "denoising_score_matching_loss",
     "ratio_matching_loss",
     "score_matching_loss",
