@@ -6,11 +6,11 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 
 from natgrad import applications, families, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
+    Boltzmann,
+    GaussMarkov,
     HelmholtzMachine,
     NaturalWakeSleep,
     WakeSleep,
-    Boltzmann,
-    GaussMarkov,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
@@ -132,8 +132,8 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
-    "WakeSleep",
     "Update",
+    "WakeSleep",
     "Woodbury",
     "applications",
     "covariance",

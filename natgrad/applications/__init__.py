@@ -1,5 +1,7 @@
 """Floor 6: one file per kind of problem."""
 
+from natgrad.applications.boltzmann import Boltzmann
+from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.helmholtz import (
     Algorithm,
     Bidirectional,
@@ -9,8 +11,6 @@ from natgrad.applications.helmholtz import (
     Reweighted,
     WakeSleep,
 )
-from natgrad.applications.boltzmann import Boltzmann
-from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -21,13 +21,13 @@ from natgrad.applications.score_matching import (
 __all__ = [
     "Algorithm",
     "Bidirectional",
+    "Boltzmann",
     "Classic",
+    "GaussMarkov",
     "HelmholtzMachine",
     "NaturalWakeSleep",
     "Reweighted",
     "WakeSleep",
-    "Boltzmann",
-    "GaussMarkov",
     "denoising_score_matching_loss",
     "ratio_matching_loss",
     "score_matching_loss",
