@@ -12,6 +12,7 @@ from natgrad.operators.low_rank import LowRank
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
 from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
+from natgrad.operators.tiled import Tiled
 from natgrad.operators.units import QuasiDiagonal, Units
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "SpikedKronecker",
     "Spikes",
     "Sum",
+    "Tiled",
     "Units",
 ]
