@@ -4,10 +4,23 @@ metric x structure x solver x damping x rule in any combination: from `fisher(mo
 operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimizer`.
 """
 
-from natgrad import families, metrics, operators, optim, solvers, structures
+from natgrad import applications, families, metrics, operators, optim, solvers, structures
+from natgrad.applications import (
+    HelmholtzMachine,
+    NaturalWakeSleep,
+    WakeSleep,
+    Boltzmann,
+    GaussMarkov,
+    denoising_score_matching_loss,
+    ratio_matching_loss,
+    score_matching_loss,
+    sliced_score_matching_loss,
+)
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
+from natgrad.densities import Density
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
 from natgrad.metrics import (
+    Langevin,
     Metric,
     covariance,
     divergence,
@@ -16,7 +29,9 @@ from natgrad.metrics import (
     gauss_newton,
     hessian,
     kl,
+    ratio_metric,
     sampled_fisher,
+    score_metric,
 )
 from natgrad.operators import Operator
 from natgrad.optim import (
@@ -37,6 +52,8 @@ from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, Trus
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
+    AdaptiveInverse,
+    Averaged,
     Dense,
     Diagonal,
     DiagonalPreconditioner,
@@ -45,6 +62,7 @@ from natgrad.structures import (
     EmpiricalPreconditioner,
     Exact,
     ExactLabels,
+    FirstOrder,
     Kronecker,
     LowRankCovariance,
     OnlineLowRank,
@@ -52,18 +70,24 @@ from natgrad.structures import (
     Sampled,
     Structure,
     UnitWise,
+    Update,
+    Woodbury,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "AdaptiveInverse",
     "Auto",
+    "Averaged",
     "Bernoulli",
+    "Boltzmann",
     "Categorical",
     "Constant",
     "Damping",
     "Dense",
+    "Density",
     "Diagonal",
     "DiagonalPreconditioner",
     "Direct",
@@ -72,11 +96,15 @@ __all__ = [
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
+    "FirstOrder",
+    "GaussMarkov",
     "Gaussian",
     "Heads",
+    "HelmholtzMachine",
     "HeteroscedasticGaussian",
     "Kronecker",
     "KrylovSubspace",
+    "Langevin",
     "LevenbergMarquardt",
     "Likelihood",
     "LineSearch",
@@ -85,6 +113,7 @@ __all__ = [
     "MinresQLP",
     "Momentum",
     "NaturalGradient",
+    "NaturalWakeSleep",
     "OnlineLowRank",
     "Operator",
     "Poisson",
@@ -103,7 +132,12 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
+    "WakeSleep",
+    "Update",
+    "Woodbury",
+    "applications",
     "covariance",
+    "denoising_score_matching_loss",
     "diagonal",
     "divergence",
     "ekfac",
@@ -122,7 +156,12 @@ __all__ = [
     "online_ng",
     "operators",
     "optim",
+    "ratio_matching_loss",
+    "ratio_metric",
     "sampled_fisher",
+    "score_matching_loss",
+    "score_metric",
+    "sliced_score_matching_loss",
     "solvers",
     "structures",
     "tonga",

@@ -163,6 +163,15 @@ def sampled() -> dict[str, Any]:
     return {"flat": flat(model), "labels": labels[0], "resumed": torch.equal(flat(model), flat(twin))}
 
 
+def judged() -> dict[str, Any]:
+    """Uneven parts; each judges by its own examples, and all take the mean of what they find."""
+    model = net()
+    outer = wrapped(model)
+    opt = ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), damping=ng.LevenbergMarquardt(0.1), **FREE)
+    train(opt, outer, UNEVEN, steps=5)
+    return {"flat": flat(model), "ratio": opt.state_report().ratio, "damping": opt.param_groups[0]["damping"]}
+
+
 def refused() -> dict[str, Any]:
     words = []
     for build in (
@@ -190,6 +199,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "inner": inner,
     "sums": sums,
     "accumulated": accumulated,
+    "judged": judged,
     "partly": partly,
     "infinite": infinite,
     "sampled": sampled,
@@ -218,11 +228,11 @@ def test_parameters_are_equal_bit_for_bit(both: list[dict[str, Any]], scene: str
     assert torch.equal(both[0][scene]["flat"], both[1][scene]["flat"])
 
 
-@pytest.mark.parametrize("scene", ["kfac", "ekfac", "diagonal", "unitwise", "inner", "sums", "accumulated"])
+@pytest.mark.parametrize("scene", ["kfac", "ekfac", "diagonal", "unitwise", "inner", "sums", "accumulated", "judged"])
 def test_two_processes_train_as_one_on_the_joined_batch(both: list[dict[str, Any]], scene: str):
     alone = SCENES[scene]()
     assert_close(both[0][scene]["flat"], alone["flat"], 1e-9)
-    for number in {"loss", "kl"} & alone.keys():
+    for number in {"loss", "kl", "ratio", "damping"} & alone.keys():
         assert both[0][scene][number] == pytest.approx(alone[number], rel=1e-8)
 
 

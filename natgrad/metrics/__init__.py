@@ -13,6 +13,9 @@ from natgrad.metrics.fisher import (
 )
 from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
 from natgrad.metrics.hessian import Hessian, hessian
+from natgrad.metrics.langevin import Langevin
+from natgrad.metrics.ratio import RatioMetric, ratio_metric
+from natgrad.metrics.score import ScoreMetric, score_metric
 
 __all__ = [
     "Covariance",
@@ -21,10 +24,13 @@ __all__ = [
     "Fisher",
     "GaussNewton",
     "Hessian",
+    "Langevin",
     "LossGaussNewton",
     "Metric",
     "PullbackMetric",
+    "RatioMetric",
     "SampledFisher",
+    "ScoreMetric",
     "covariance",
     "divergence",
     "empirical_fisher",
@@ -32,5 +38,7 @@ __all__ = [
     "gauss_newton",
     "hessian",
     "kl",
+    "ratio_metric",
     "sampled_fisher",
+    "score_metric",
 ]

@@ -6,11 +6,13 @@ from natgrad.operators.block import Block
 from natgrad.operators.centred import Centred
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
+from natgrad.operators.factored import Factored, FactoredInverse, Inverted
 from natgrad.operators.kronecker import Kronecker, Spectral
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
+from natgrad.operators.shared import SharedRows
 from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
 from natgrad.operators.units import QuasiDiagonal, Units
 
@@ -22,7 +24,10 @@ __all__ = [
     "Curvature",
     "Dense",
     "Diagonal",
+    "Factored",
+    "FactoredInverse",
     "Form",
+    "Inverted",
     "Kronecker",
     "Layout",
     "Linearization",
@@ -33,6 +38,7 @@ __all__ = [
     "QuasiDiagonal",
     "Rows",
     "Scaled",
+    "SharedRows",
     "Shifted",
     "Spectral",
     "Spiked",

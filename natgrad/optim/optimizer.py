@@ -28,14 +28,14 @@ from natgrad.optim.door import (
     named_parameters,
 )
 from natgrad.optim.objective import Objective, objective_of
-from natgrad.optim.recall import Data, Recall, listen
+from natgrad.optim.recall import Data, Recall, listen, overhear
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.step import Point, check_solution, judge, quadratic, told
 from natgrad.pure import RandomState, map_tensors
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
-from natgrad.structures import Dense, Exact, Preconditioner, Structure, as_preconditioner
+from natgrad.structures import Exact, Preconditioner, Structure, as_preconditioner
 
 Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
@@ -56,10 +56,11 @@ class NaturalGradient(Optimizer):
     enough; default all.   preconditioner: for CG, MinresQLP and KrylovSubspace, `ng.DiagonalPreconditioner()` and
     others, or a structure with a closed-form inverse.
 
-    The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step,
-    with the same dropout masks; or on `observe(inputs)`. A parameter whose gradient is None is left alone. Use
-    `loss = opt.loss(outputs, targets)` so that targets, reduction='sum' and the loss's value are known; rules and
-    dampings that re-evaluate the loss then need no closure, and replay the same pass.
+    The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step, with
+    the same dropout masks; or on `observe(inputs)`; a density's on the X of its last loss that went backward. A
+    parameter whose gradient is None is left alone. Use `loss = opt.loss(outputs, targets)` so that targets,
+    reduction='sum' and the loss's value are known; rules and dampings that re-evaluate the loss then need no closure,
+    and replay the same pass.
 
     Raises ValueError at `step` for a non-finite gradient or metric, for no remembered forward, and where a rule needs a
     loss that it cannot evaluate; parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
@@ -105,6 +106,7 @@ class NaturalGradient(Optimizer):
         self._last = StateReport()
         self._recall = Recall()
         self._finalizer: weakref.finalize | None = None
+        overhear(metric, self._recall)
         if isinstance(model, nn.Module):
             self._finalizer = weakref.finalize(self, listen(model, self._recall).remove)
 
@@ -189,7 +191,7 @@ class NaturalGradient(Optimizer):
         total = sum(p.numel() for group in self.param_groups for p in group["params"])
         for group in self.param_groups:
             for p in group["params"]:
-                held = p.numel() * total if isinstance(self.structure, Dense) and self.structure.decay else 0
+                held = self.structure.held(p.numel(), total)
                 held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
                 name = type(self.structure).__name__ if p.requires_grad else "frozen"
                 rows.append(Row(known[id(p)], name, p.numel(), held))
@@ -219,6 +221,7 @@ class NaturalGradient(Optimizer):
             "preconditioner": self._prepared,
             "steps": self._last.step,
             "failures": self._last.failures,
+            "refused": self._last.refused,
             "generator": None if generator is None else generator.get_state(),
         }
         return {**super().state_dict(), EXTRA: extra}
@@ -241,7 +244,7 @@ class NaturalGradient(Optimizer):
             kept and map_tensors(kept, lambda t: t.to(device).clone())
             for kept in (extra["memory"], extra.get("preconditioner"))
         )
-        self._last = StateReport(step=extra["steps"], failures=extra["failures"])
+        self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
         if generator is not None:
             generator.set_state(extra["generator"].cpu())
 
@@ -291,7 +294,7 @@ class NaturalGradient(Optimizer):
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
-        report = told(self._last, model, step, solution, ratio, failed)
+        report = told(self._last, model, step, solution, ratio, failed, refused)
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
         self._commit(point, step, velocities, solution, decay=not (failed or refused))

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.densities import listen_to
 from natgrad.families import Criterion
+from natgrad.metrics import Metric
 from natgrad.pure import Call, RandomState, is_evaluating, map_tensors
+from natgrad.pure import Call, RandomState, is_evaluating, leaves, map_tensors
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,14 @@ class Pass:
     call: Call
     random: RandomState
     versions: tuple[int, ...]
-    modes: tuple[bool, ...]
+    modes: tuple[bool, ...] | None
 
     @contextmanager
     def modes_of(self, model: nn.Module) -> Iterator[None]:
-        """Inside, every submodule is in the mode (train or eval) that it had during the pass."""
+        """Inside, every submodule is in the mode (train or eval) that it had during the pass, where that is known."""
+        if self.modes is None:
+            yield
+            return
         now = modes_of(model)
         try:
             set_modes(model, self.modes)
@@ -56,9 +62,10 @@ class Recall:
     """What happened since the last step: the last training pass, the last loss's targets, data to observe.
 
     paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
-    divided by.   scale: the same under reduction='sum', added up over the losses that `backward` went through since the
-    gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.   losses: those same
-    losses in units of their means, each with its rows.   computed: all losses since the last step, with theirs.
+    divided by.   dtype: of its outputs.   scale: the divisors under reduction='sum', added up over the losses that
+    `backward` went through since the gradients were cleared (a sum over micro-batches has the sum of their counts); 0
+    for none.   losses: those same losses in units of their means, each with its rows.   computed: all losses since the
+    last step, with theirs.
     observed: for the metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on
     observed data.
     """
@@ -74,6 +81,7 @@ class Recall:
         self.target_versions: tuple[int, ...] = ()
         self.loss: Tensor | None = None
         self.last_scale = 1.0
+        self.dtype: torch.dtype | None = None
         self.computed: list[tuple[Tensor, int]] = []
         self.forget_gradients()
         self.observed: Data | None = None
@@ -131,6 +139,11 @@ class Recall:
         random = RandomState.capture(*{t.device for t in call.tensors()})
         self.last = Pass(kept, random, versions_of(kept), modes_of(model))
 
+    def hear(self, log_p: object, inputs: Tensor) -> None:
+        """A loss of a density went backward on X: the metric of that density is taken there."""
+        call = Call((inputs,))
+        self.last = Pass(call, RandomState.capture(inputs.device), versions_of(call), None)
+
     def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0) -> None:
         """Keep the targets and units of a loss. rows: what it weighs among the losses of a step."""
         outputs = map_tensors(outputs, torch.detach)
@@ -138,7 +151,7 @@ class Recall:
         self.target_versions = versions_of(Call((targets,)))
         self.paired = self.last
         self.last_scale = float(criterion.scale(outputs, targets))
-        self.loss = value.detach() / self.last_scale
+        self.loss, self.dtype = value.detach() / self.last_scale, next(leaves(outputs)).dtype
         self.computed.append((self.loss, rows))
         if value.requires_grad:
             value.register_hook(Counter(self, self.last_scale if criterion.summed else 0.0, self.computed[-1]))
@@ -187,6 +200,13 @@ class Listener:
 def listen(model: nn.Module, recall: Recall, *, traceable: bool = False) -> Any:
     """Attach a listener; returns the handle whose remove() takes it off. traceable: it may be part of a graph."""
     return model.register_forward_pre_hook(Listener(recall, traceable), with_kwargs=True)
+
+
+def overhear(metric: Metric, recall: Recall) -> None:
+    """Tell `recall` about the losses of the density that a metric belongs to, if it belongs to one."""
+    log_p = getattr(metric, "log_p", None)
+    if log_p is not None:
+        listen_to(log_p, recall)
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:

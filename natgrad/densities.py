@@ -1,0 +1,281 @@
+"""Unnormalised models: log p(x) up to a constant, its derivatives in x, its change when a bit is flipped."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from natgrad.layered import chain_of
+from natgrad.linalg import all_finite
+from natgrad.pure import Call, PureModel, check_call, mixes_examples
+from natgrad.spaces import Params, check_parameters
+
+LogP = Callable[[Params, Tensor], Tensor]
+
+
+class Density(ABC):
+    """log p(x; params) + constant over batches X (b, ...), N variables per example.
+
+    One method to write; the others come from derivatives of it, and a model with closed forms overrides them.
+    """
+
+    @abstractmethod
+    def log_p(self, params: Params, inputs: Tensor) -> Tensor:
+        """log p of every example, shape (b,), without its constant."""
+
+    def scores(self, params: Params, inputs: Tensor) -> Tensor:
+        """d log p / dx_i of every example, shape (b, N)."""
+        return torch.func.grad(lambda x: self.log_p(params, x).sum())(inputs).flatten(1)
+
+    def curvatures(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+        """d^2 log p / dx_i^2 of every example for the variables in dims (default all), shape (b, len(dims))."""
+        return self.scores_and_curvatures(params, inputs, dims)[1]
+
+    def scores_and_curvatures(
+        self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both, (b, N) and (b, len(dims)): one backward pass of the score per variable, all at once."""
+        scores, pull = vjp(lambda x: self.scores(params, x), inputs)
+        chosen = torch.arange(scores.shape[1]) if dims is None else torch.as_tensor(dims)
+        units = torch.eye(scores.shape[1], dtype=scores.dtype, device=scores.device)[chosen.to(scores.device)]
+
+        def second(unit: Tensor) -> Tensor:
+            (image,) = pull(unit.expand_as(scores))
+            return image.flatten(1) @ unit
+
+        return scores, torch.func.vmap(second, randomness="same")(units).mT
+
+    def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
+        """d score_i / d params, shape (b, N, K), params flat in their own order; None where no closed form is known."""
+        return None
+
+    def ratios(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+        """log p(x) - log p(x with bit i flipped), x in {0, 1}, for the variables in dims (default all), (b, len)."""
+        flat = inputs.flatten(1)
+        chosen = torch.arange(flat.shape[1]) if dims is None else torch.as_tensor(dims)
+        units = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device)[chosen.to(flat.device)]
+
+        def flipped(unit: Tensor) -> Tensor:
+            return self.log_p(params, (flat + unit * (1 - 2 * flat)).view(inputs.shape))
+
+        there = torch.func.vmap(flipped, randomness="same")(units)
+        return self.log_p(params, inputs).unsqueeze(1) - there.mT
+
+    def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
+        """d ratio_i / d params, (b, N, K), params flat in their own order; None where no closed form is known."""
+        return None
+
+
+class Plain(Density):
+    """A function log_p(params, x) of one example x (N,) with a scalar back."""
+
+    def __init__(self, function: LogP) -> None:
+        self.function = function
+
+    def log_p(self, params: Params, inputs: Tensor) -> Tensor:
+        return torch.func.vmap(self._one, in_dims=(None, 0), randomness="same")(params, inputs)
+
+    def _one(self, params: Params, x: Tensor) -> Tensor:
+        value = self.function(params, x)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"log_p(params, x) returned {came} for one example x of shape {tuple(x.shape)}, expected a scalar "
+                "tensor: the library batches it"
+            )
+        return value
+
+
+class Energy(Density):
+    """A module that maps X (b, ...) to energies (b,) or (b, 1): log p(x) = -energy(x)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def log_p(self, params: Params, inputs: Tensor) -> Tensor:
+        # fused attention has no second derivatives
+        with sdpa_kernel(SDPBackend.MATH):
+            energies = PureModel(self.module, Call((inputs,)))(params)
+        if not isinstance(energies, Tensor) or energies.shape not in ((len(inputs),), (len(inputs), 1)):
+            came = tuple(energies.shape) if isinstance(energies, Tensor) else type(energies).__name__
+            raise ValueError(
+                f"the energy network returned {came} for {len(inputs)} examples, expected one energy each: "
+                f"({len(inputs)},) or ({len(inputs)}, 1); log p(x) = -energy(x)"
+            )
+        return -energies.reshape(-1)
+
+    def scores_and_curvatures(
+        self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both, (b, N) and (b, len(dims)): through the layers of an `nn.Sequential`, else as for any density."""
+        chain = chain_of(self.module, params, inputs)
+        if chain is None:
+            return super().scores_and_curvatures(params, inputs, dims)
+        return chain.scores_and_curvatures(params, inputs, dims)
+
+
+def vjp(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
+    """The value there, and the function cotangent -> (its image,)."""
+    found = torch.func.vjp(function, at)
+    return found[0], found[1]
+
+
+def as_density(log_p: Density | nn.Module | LogP) -> Density:
+    """A function log_p(params, x), an `nn.Module` of energies, or a `Density` as it is. TypeError for anything else."""
+    if isinstance(log_p, Density):
+        return log_p
+    if isinstance(log_p, nn.Module):
+        return Energy(log_p)
+    if not callable(log_p) or isinstance(log_p, type):
+        hint = "; did you forget the parentheses?" if isinstance(log_p, type) else ""
+        raise TypeError(
+            f"log_p is {log_p!r}, expected a function log_p(params, x) -> scalar, an nn.Module whose outputs are "
+            f"energies, or a Density{hint}"
+        )
+    return Plain(log_p)
+
+
+def check_density(density: Density, params: Params, inputs: Any) -> Tensor:
+    """X as given, after the checks that every use of a density has. ValueError naming what is wrong."""
+    check_parameters(params)
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        came = f"a tensor of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise ValueError(f"X is {came}, expected a tensor of examples (b, N); one example is X.unsqueeze(0)")
+    if inputs.shape[0] == 0 or inputs[0].numel() == 0:
+        raise ValueError(f"X has shape {tuple(inputs.shape)}: it is empty; give at least one example of one variable")
+    if isinstance(density, Energy):
+        check_call(density.module, Call((inputs,)), params)
+        if mixes_examples(density.module):
+            raise ValueError(
+                "the energy network has a batch norm in training mode: one example's energy depends on the others, and "
+                "log_p(x) is not a function of x; use model.eval(), or a layer or group norm"
+            )
+    else:
+        check_call(density.log_p, Call((inputs,)), params)
+    if settled(inputs) and not all_finite(inputs):
+        raise ValueError("X holds a NaN or an infinity; remove these examples first, or mask the variables they are in")
+    return inputs
+
+
+@contextmanager
+def guarded(density: Density, params: Params, inputs: Tensor) -> Iterator[None]:
+    """Inside, an error of log_p on X becomes a ValueError that names both, if a single example raises it too."""
+    try:
+        yield
+    except (RuntimeError, IndexError):
+        try:
+            with torch.no_grad():
+                density.log_p(params, inputs[:1])
+        except (RuntimeError, IndexError) as cause:
+            raise ValueError(
+                f"log_p fails on X of shape {tuple(inputs.shape)} ({str(cause).splitlines()[0]}): does the number of "
+                "variables fit the model's?"
+            ) from cause
+        raise
+
+
+def check_mask(mask: Tensor | None, inputs: Tensor) -> Tensor | None:
+    """The mask as (b, N) or (1, N) of weights 0 and 1. ValueError for another shape, or if it hides everything."""
+    if mask is None:
+        return None
+    size = inputs[0].numel()
+    flat = mask.reshape(1, -1) if mask.shape in ((size,), inputs.shape[1:]) else mask.flatten(1)
+    if flat.shape not in ((1, size), (len(inputs), size)):
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, expected ({size},) for the variables that count, or that of X, "
+            f"{tuple(inputs.shape)}"
+        )
+    if settled(flat) and not (is_binary(flat) and bool(flat.any())):
+        raise ValueError("mask must hold True for the variables that count and False for the others, at least one True")
+    return flat.to(inputs.dtype)
+
+
+def check_weights(weights: Tensor | None, inputs: Tensor) -> Tensor | None:
+    """The weights (b,) scaled to sum to one. ValueError for another shape, a negative one, or a sum of zero."""
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor) or weights.shape != (len(inputs),):
+        came = f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is {type(weights).__name__}"
+        raise ValueError(f"weights {came}, expected a tensor ({len(inputs)},): how often each example of X came")
+    if settled(weights) and not (bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
+        raise ValueError("weights must be counts or probabilities: finite, none below 0, at least one above")
+    return (weights / weights.sum()).to(inputs.device)
+
+
+def check_continuous(inputs: Tensor) -> None:
+    """ValueError for integers, and for data of zeros and ones."""
+    if not inputs.is_floating_point():
+        raise ValueError(f"X is {inputs.dtype}, expected floating point: score matching differentiates in x")
+    if settled(inputs) and is_binary(inputs) and 0 < float(inputs.mean()) < 1:
+        raise ValueError(
+            "X holds only 0 and 1: score matching is for continuous x; use ng.ratio_matching_loss and ng.ratio_metric, "
+            "or the denoising loss, which adds noise"
+        )
+
+
+def check_binary(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """X in floating point (in dtype if it was not). ValueError unless every entry is 0 or 1."""
+    if settled(inputs) and not is_binary(inputs):
+        low, high = float(inputs.min()), float(inputs.max())
+        hint = "map -1 to 0" if (low, high) == (-1.0, 1.0) else "use ng.score_matching_loss for continuous data"
+        raise ValueError(f"X has entries between {low:.3g} and {high:.3g}, expected 0 and 1 only; {hint}")
+    return inputs if inputs.is_floating_point() else inputs.to(dtype)
+
+
+def is_binary(inputs: Tensor) -> bool:
+    """Whether every entry is 0 or 1."""
+    return bool(((inputs == 0) | (inputs == 1)).all())
+
+
+def settled(tensor: Tensor) -> bool:
+    """Whether values can be looked at: not inside vmap or another transform."""
+    return torch.func.debug_unwrap(tensor) is tensor
+
+
+class Listener(Protocol):
+    """Who wants to know which examples a loss of a density went backward on."""
+
+    def hear(self, log_p: object, inputs: Tensor) -> None:
+        """inputs: X (b, ...), detached."""
+        ...
+
+
+_LISTENERS: weakref.WeakKeyDictionary[object, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+def listen_to(log_p: object, listener: Listener) -> None:
+    """Tell `listener` at every backward of a loss of log_p. Neither is kept alive; a log_p without weak references is
+    not heard."""
+    try:
+        _LISTENERS.setdefault(_source(log_p), weakref.WeakSet()).add(listener)
+    except TypeError:  # unhashable, or no weak references: the optimizer then asks for observe(X)
+        return
+
+
+def announce(log_p: object, inputs: Tensor, value: Tensor) -> Tensor:
+    """The loss's value, which tells log_p's listeners about X once `backward` reaches it."""
+    if value.requires_grad and settled(value) and settled(inputs):
+        source, kept = _source(log_p), inputs.detach()
+
+        def tell(_: Tensor) -> None:
+            try:
+                listeners = list(_LISTENERS.get(source, ()))
+            except TypeError:
+                return
+            for listener in listeners:
+                listener.hear(log_p, kept)
+
+        value.register_hook(tell)
+    return value
+
+
+def _source(log_p: object) -> object:
+    """What stays the same between two mentions: the object behind a bound method, a new one at each mention."""
+    return getattr(log_p, "__self__", log_p)

@@ -1,0 +1,71 @@
+"""Draws from a model without its constant: Langevin dynamics with Metropolis' correction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.densities import Density
+from natgrad.spaces import Params
+
+
+@dataclass(frozen=True)
+class Langevin:
+    """x <- x + step grad log p(x) + sqrt(2 step) z, z ~ N(0, I), `steps` times from where it starts.
+
+    step: in squared units of x.   adjusted: accept or refuse each move (Metropolis; MALA), so that p is what is drawn
+    whatever the step; False: every move, with a bias of order step.   ValueError for steps < 1 or step <= 0.
+    """
+
+    steps: int = 20
+    step: float = 0.01
+    adjusted: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"steps is {self.steps!r}, expected an integer >= 1")
+        if not 0 < self.step < math.inf:
+            raise ValueError(f"step is {self.step}, expected a number > 0")
+
+    @torch.no_grad()
+    def draw(self, density: Density, params: Params, start: Tensor, generator: torch.Generator) -> Tensor:
+        """One draw per example of `start`, (b, ...) -> (b, ...)."""
+        point = {name: p.detach() for name, p in params.items()}
+        x, here = start, self._at(density, point, start)
+        for _ in range(self.steps):
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+            moved = x + self.step * here[1] + math.sqrt(2 * self.step) * noise
+            there = self._at(density, point, moved)
+            if self.adjusted:
+                kept = self._accepted(x, moved, here, there, generator)
+                moved = torch.where(_like(kept, x), moved, x)
+                there = (torch.where(kept, there[0], here[0]), torch.where(_like(kept, x), there[1], here[1]))
+            x, here = moved, there
+        return x
+
+    def _at(self, density: Density, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+        return density.log_p(params, x), density.scores(params, x).view(x.shape)
+
+    def _accepted(
+        self,
+        x: Tensor,
+        moved: Tensor,
+        here: tuple[Tensor, Tensor],
+        there: tuple[Tensor, Tensor],
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Metropolis and Hastings: log u < log p(y) + log q(x | y) - log p(x) - log q(y | x); a NaN is a refusal."""
+
+        def log_q(to: Tensor, origin: Tensor, slope: Tensor) -> Tensor:
+            return -(to - origin - self.step * slope).flatten(1).square().sum(1) / (4 * self.step)
+
+        gain = there[0] - here[0] + log_q(x, moved, there[1]) - log_q(moved, x, here[1])
+        drawn = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device)
+        return drawn.log() < gain
+
+
+def _like(flags: Tensor, x: Tensor) -> Tensor:
+    return flags.view(-1, *[1] * (x.dim() - 1))

@@ -1,0 +1,152 @@
+"""The metric of score matching: how far d log p / dx moves with the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.densities import Density, LogP, as_density, check_continuous, check_density, check_mask, guarded
+from natgrad.metrics.base import Metric, Scores
+from natgrad.metrics.langevin import Langevin
+from natgrad.operators import Chunked, Form, Linearization, LowRank, Operator, OutputMap, Pullback, Scaled
+from natgrad.pure import Call, Labelled, PureModel, RandomState, as_call
+from natgrad.spaces import Params
+
+LARGEST_ROOT = 2**24
+"""Numbers in a closed-form root up to which it is formed: beyond, products go through the graph."""
+
+
+def score_metric(
+    log_p: LogP | nn.Module | Density,
+    *,
+    slices: int | None = None,
+    langevin: Langevin | None = None,
+    mask: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> ScoreMetric:
+    """G = sum_i E_x[grad d_i log p(x) grad d_i log p(x)^T] over the data, Karakida, Okada & Amari 2016, eq. 1.
+
+    `.at(params, X)`, X (b, N) continuous: the mean over its examples. It is the Hessian of the mean of l
+    (`ng.score_matching_loss`) where the data come from the model, and its Gauss-Newton part everywhere. log_p, mask: as
+    for the loss.   slices: take that many random directions v per example instead of all N variables: an unbiased
+    estimate, with a root of K x b slices.   langevin: draw x from the model, starting at X, instead of taking X itself:
+    the expectation under p of eq. 1 (ng.Langevin()).   chunk_size: examples per graph, to bound memory.
+
+    An operator: products through the graph of the score, a root (K, b N), the diagonal, and `dense()` on demand.
+    """
+    if slices is not None and (not isinstance(slices, int) or slices < 1):
+        raise ValueError(f"slices is {slices!r}, expected an integer >= 1 or None for all variables")
+    if langevin is not None and not isinstance(langevin, Langevin):
+        raise TypeError(f"langevin is {langevin!r}, expected ng.Langevin(...) or None")
+    check_chunks(chunk_size)
+    return ScoreMetric(as_density(log_p), log_p, slices, langevin, mask, chunk_size)
+
+
+@dataclass(frozen=True)
+class ScoreMetric(Metric):
+    """See `score_metric`."""
+
+    density: Density
+    log_p: Any
+    slices: int | None = None
+    langevin: Langevin | None = None
+    mask: Tensor | None = field(default=None, compare=False)
+    chunk_size: int | None = None
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        examples = check_density(self.density, params, examples_of(inputs)).detach()
+        check_continuous(examples)
+        with guarded(self.density, params, examples):
+            if self.langevin is not None:
+                examples = self.langevin.draw(self.density, params, examples, self.generator)
+            return chunked(examples, self.chunk_size, partial(self._term, params, random))
+
+    def _term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
+        seed = int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
+        closed = self._closed(params, examples)
+        if closed is not None:
+            return closed
+        return pulled(self.density.scores, params, examples, random, partial(self._form, examples, seed))
+
+    def _form(self, examples: Tensor, seed: int, scores: Tensor) -> Form:
+        """Row i of the factor is what the score's variable i counts with: the identity, or random directions."""
+        weights = check_mask(self.mask, examples)
+        if self.slices is None:
+            return Diagonals(torch.ones_like(scores) if weights is None else weights.expand_as(scores))
+        generator = torch.Generator(scores.device).manual_seed(seed)
+        size = (*scores.shape, self.slices)
+        signs = 2 * torch.randint(0, 2, size, generator=generator, device=scores.device).to(scores.dtype) - 1
+        signs = signs if weights is None else signs * weights.unsqueeze(2)
+        return Scores(signs / self.slices**0.5)
+
+    def _closed(self, params: Params, examples: Tensor) -> LowRank | None:
+        """The root from the density's own Jacobian of the score, where it has one and it is small enough."""
+        size = sum(p.numel() for p in params.values()) * examples.numel()
+        if self.slices is not None or size > LARGEST_ROOT:
+            return None
+        with torch.no_grad():
+            jacobian = self.density.score_jacobian(params, examples)  # (b, N, K)
+        if jacobian is None:
+            return None
+        weights = check_mask(self.mask, examples)
+        jacobian = jacobian if weights is None else jacobian * weights.unsqueeze(2)
+        return LowRank(jacobian.flatten(0, 1).mT / len(examples) ** 0.5)
+
+
+class Diagonals:
+    """The form diag(d) on every row of outputs, d (R, m) >= 0."""
+
+    def __init__(self, entries: Tensor) -> None:
+        self.entries = entries
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        """d o t: (R, m) -> (R, m)."""
+        return self.entries * tangents
+
+    def root(self, outputs: Tensor) -> Tensor:
+        """diag(sqrt d), (R, m, m)."""
+        return torch.diag_embed(self.entries[: len(outputs)].sqrt())
+
+
+def pulled(
+    outputs: Callable[[Params, Tensor], Tensor],
+    params: Params,
+    examples: Tensor,
+    random: RandomState | None,
+    form: Callable[[Tensor], Form],
+) -> Pullback:
+    """A form on outputs(params, X) (b, m), pulled back to the parameters, as a mean over examples."""
+    rows = OutputMap(PureModel(outputs, Call((examples,)), random), lambda found: found)
+    linearization = Linearization(rows, params)
+    return Pullback(linearization, form(linearization.outputs))
+
+
+def chunked(examples: Tensor, size: int | None, term: Callable[[Tensor], Operator]) -> Operator:
+    """The mean over examples, in one graph or in chunks of them that are rebuilt for every product."""
+    if size is None or size >= len(examples):
+        return term(examples)
+    parts = examples.split(size)
+
+    def share(part: Tensor) -> Operator:
+        return Scaled(term(part), len(part) / len(examples))
+
+    return Chunked([partial(share, part) for part in parts])
+
+
+def examples_of(inputs: Any) -> Any:
+    """X as an optimizer hands it over: alone, as a call, or with targets."""
+    inner = inputs.inputs if isinstance(inputs, Labelled) else inputs
+    call = as_call(inner)
+    return call.args[0] if len(call.args) == 1 and not call.kwargs else inner
+
+
+def check_chunks(chunk_size: int | None) -> None:
+    """ValueError unless None or an integer >= 1."""
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected an integer >= 1 or None")
