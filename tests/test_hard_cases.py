@@ -232,6 +232,20 @@ def test_one_example_is_a_batch():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("labels", [torch.empty(0, dtype=torch.int64), torch.full((8,), -100)], ids=["none", "ignored"])
+def test_a_batch_without_labels_skips_its_step(labels: Tensor):
+    model = net()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model)
+    kept = flat(model)
+    iterate(opt, model, X[: len(labels)], labels)  # its loss is 0 / 0, its gradient zero, and there is momentum
+    assert torch.equal(flat(model), kept)
+    assert opt.state_report().status == "skipped"
+    losses = [float(iterate(opt, model)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
 # scale
 
 

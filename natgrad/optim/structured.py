@@ -53,8 +53,8 @@ class StructuredNaturalGradient(Optimizer):
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
-    A gradient that is not finite skips the step, statistics that are not finite are not taken, an inverse that fails
-    leaves its last good one in place; all are counted in `state_report().failures`.
+    A gradient that is not finite or a loss that is no number skips the step, statistics that are not finite are not
+    taken, an inverse that fails leaves its last good one in place; all are counted in `state_report().failures`.
     With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
     and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
     """
@@ -253,7 +253,9 @@ class StructuredNaturalGradient(Optimizer):
         plain = isinstance(scale, float) and scale == 1
         gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
-        finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
+        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
+        known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
+        finite = bool(known)  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
             raise ValueError(
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode, and call "
