@@ -37,6 +37,7 @@ from natgrad.operators import Operator
 from natgrad.optim import (
     NaturalGradient,
     StructuredNaturalGradient,
+    ang,
     diagonal,
     ekfac,
     hessian_free,
@@ -48,7 +49,8 @@ from natgrad.optim import (
     tonga,
     unitwise,
 )
-from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
+from natgrad.positive import positive
+from natgrad.rules import LineSearch, Momentum, OnlineRadius, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
@@ -115,6 +117,7 @@ __all__ = [
     "NaturalGradient",
     "NaturalWakeSleep",
     "OnlineLowRank",
+    "OnlineRadius",
     "Operator",
     "Poisson",
     "Preconditioner",
@@ -135,6 +138,7 @@ __all__ = [
     "Update",
     "WakeSleep",
     "Woodbury",
+    "ang",
     "applications",
     "covariance",
     "denoising_score_matching_loss",
@@ -156,6 +160,7 @@ __all__ = [
     "online_ng",
     "operators",
     "optim",
+    "positive",
     "ratio_matching_loss",
     "ratio_metric",
     "sampled_fisher",

@@ -17,6 +17,7 @@ from natgrad.applications.score_matching import (
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.two_layer import TwoLayer
 
 __all__ = [
     "Algorithm",
@@ -28,6 +29,7 @@ __all__ = [
     "NaturalWakeSleep",
     "Reweighted",
     "WakeSleep",
+    "TwoLayer",
     "denoising_score_matching_loss",
     "ratio_matching_loss",
     "score_matching_loss",

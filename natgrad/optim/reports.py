@@ -42,6 +42,7 @@ class StateReport:
     counted since it began: updates it refused, inverses it kept.
 
     Structured optimizers give damping in units of a block's mean eigenvalue, as their first parameter group has it.
+    numerical trouble.   counts: what the structure counted: examples seen, updates refused, inverses kept.
     """
 
     step: int = 0
