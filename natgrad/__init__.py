@@ -11,6 +11,7 @@ from natgrad.applications import (
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
@@ -84,6 +85,7 @@ __all__ = [
     "Exact",
     "ExactLabels",
     "Gaussian",
+    "GaussianSearch",
     "Heads",
     "HeteroscedasticGaussian",
     "Kronecker",
@@ -131,6 +133,7 @@ __all__ = [
     "kl",
     "krylov_subspace",
     "metrics",
+    "minimize",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
