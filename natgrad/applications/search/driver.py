@@ -65,9 +65,9 @@ def minimize(
 
     f: values (popsize,) of a batch of points (popsize, d), or with vectorized=False the value of one point (d,); gets
     tensors, gives tensors, arrays or numbers. NaN or an exception is a worst value.   x0, sigma0, popsize, bounds,
-    model, tolerances, seed: as for `GaussianSearch`.   ftarget: stop at a value as low.   maxfevals: stop before it is passed;
-    default no limit.   restarts: a number, `IPOP(times)` or `BIPOP(times)`; they start at x0, or, where all bounds are
-    finite, anywhere within.   callback: called with the search after each generation; stops if it returns True.
+    model, tolerances, seed: as for `GaussianSearch`.   ftarget: stop at a value as low.   maxfevals: a bound on
+    evaluations, default none.   restarts: a number, `IPOP(times)` or `BIPOP(times)`; they start at x0, or anywhere
+    within bounds if all are finite.   callback: called with the search after each generation; stops if it returns True.
     executor: evaluates points in parallel, needs vectorized=False.   checkpoint: a file that is written every so many
     generations and at the end, and from which the same call goes on, bit for bit.
 
