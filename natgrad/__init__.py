@@ -16,6 +16,7 @@ from natgrad.applications import (
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
@@ -101,6 +102,7 @@ __all__ = [
     "FirstOrder",
     "GaussMarkov",
     "Gaussian",
+    "GaussianSearch",
     "Heads",
     "HelmholtzMachine",
     "HeteroscedasticGaussian",
@@ -155,6 +157,7 @@ __all__ = [
     "kl",
     "krylov_subspace",
     "metrics",
+    "minimize",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",

@@ -1,4 +1,4 @@
-"""Floor 6: one file per kind of problem."""
+"""Floor 6: one file, or folder, per kind of problem."""
 
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
@@ -11,6 +11,7 @@ from natgrad.applications.helmholtz import (
     Reweighted,
     WakeSleep,
 )
+from natgrad.applications import search
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -33,5 +34,6 @@ __all__ = [
     "denoising_score_matching_loss",
     "ratio_matching_loss",
     "score_matching_loss",
+    "search",
     "sliced_score_matching_loss",
 ]
