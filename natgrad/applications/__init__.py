@@ -1,5 +1,6 @@
 """Floor 6: one file, or folder, per kind of problem."""
 
+from natgrad.applications import search
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.helmholtz import (
@@ -11,7 +12,6 @@ from natgrad.applications.helmholtz import (
     Reweighted,
     WakeSleep,
 )
-from natgrad.applications import search
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -29,8 +29,8 @@ __all__ = [
     "HelmholtzMachine",
     "NaturalWakeSleep",
     "Reweighted",
-    "WakeSleep",
     "TwoLayer",
+    "WakeSleep",
     "denoising_score_matching_loss",
     "ratio_matching_loss",
     "score_matching_loss",
