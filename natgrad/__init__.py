@@ -6,16 +6,17 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 
 from natgrad import applications, families, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
+    Boltzmann,
+    GaussMarkov,
     HelmholtzMachine,
     NaturalWakeSleep,
     WakeSleep,
-    Boltzmann,
-    GaussMarkov,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
@@ -37,6 +38,7 @@ from natgrad.operators import Operator
 from natgrad.optim import (
     NaturalGradient,
     StructuredNaturalGradient,
+    ang,
     diagonal,
     ekfac,
     hessian_free,
@@ -48,7 +50,8 @@ from natgrad.optim import (
     tonga,
     unitwise,
 )
-from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
+from natgrad.positive import positive
+from natgrad.rules import LineSearch, Momentum, OnlineRadius, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
@@ -99,6 +102,7 @@ __all__ = [
     "FirstOrder",
     "GaussMarkov",
     "Gaussian",
+    "GaussianSearch",
     "Heads",
     "HelmholtzMachine",
     "HeteroscedasticGaussian",
@@ -115,6 +119,7 @@ __all__ = [
     "NaturalGradient",
     "NaturalWakeSleep",
     "OnlineLowRank",
+    "OnlineRadius",
     "Operator",
     "Poisson",
     "Preconditioner",
@@ -132,9 +137,10 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
-    "WakeSleep",
     "Update",
+    "WakeSleep",
     "Woodbury",
+    "ang",
     "applications",
     "covariance",
     "denoising_score_matching_loss",
@@ -151,11 +157,13 @@ __all__ = [
     "kl",
     "krylov_subspace",
     "metrics",
+    "minimize",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
     "operators",
     "optim",
+    "positive",
     "ratio_matching_loss",
     "ratio_metric",
     "sampled_fisher",

@@ -219,7 +219,7 @@ def test_numbers_that_are_not_finite_leave_the_last_inverse_in_place(method: ng.
     kept, following = structure.update(memory, Overflowing(), huge, X)
     assert torch.equal(kept.dense(), before.dense())
     assert kept.counts["kept"] == 1
-    assert following["step"] == memory["step"]
+    assert (following["step"], following["seen"]) == (memory["step"], memory["seen"]) == (1, 8)
     with pytest.raises(ValueError, match="the metric is not finite"):
         structure.update(None, Overflowing(), params, X)
 
@@ -278,11 +278,11 @@ class Matrices(TorchDispatchMode):
 def test_an_update_writes_at_most_two_matrices(method: ng.Update) -> None:
     n, root = 40, draw(40, 3)
     operator = ng.operators.LowRank(root)
-    memory = {"step": 1, **method.start(operator)}
-    memory = {**memory, **(method.step(memory, root, 3) or {})}
+    memory = {"step": 1, "seen": 3, **method.start(operator)}
+    memory = {**memory, **(method.step(memory, root) or {})}
     for step in (2, 3, 16):
         with Matrices(n) as counted:
-            found = method.step({**memory, "step": step}, draw(n, 3, seed=step), 3)
+            found = method.step({**memory, "step": step}, draw(n, 3, seed=step))
         assert found is not None
         assert counted.made <= 2
         with Matrices(n) as counted:  # nor does solving

@@ -113,6 +113,31 @@ def partly() -> dict[str, Any]:
     return {"flat": flat(model), "kinds": [row.structure for row in opt.report()]}
 
 
+class Table(nn.Module):
+    """(b, 3) -> three logits, and rows of a bare table by the first input's sign, if wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(3, 3), nn.Parameter(torch.linspace(-1, 1, 15).view(5, 3))
+        self.use = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x)
+        return found + nn.functional.embedding((x[:, 0] > 0).long(), self.table) if self.use else found
+
+
+def looked_up() -> dict[str, Any]:
+    """The first process does not look rows up at first: the others' statistics of the table are all there are."""
+    model = seeded(Table)
+    outer = wrapped(model, find_unused_parameters=True)
+    opt = ng.kfac(outer, CE, **FREE)
+    for step in range(4):
+        model.use = not (distributed.is_initialized() and distributed.get_rank() == 0 and step < 2)
+        train(opt, outer, steps=1)
+    left = opt.state[model.table]["totals"]["left"]
+    return {"flat": flat(model), "left": left}
+
+
 def infinite() -> dict[str, Any]:
     """A bad batch on one process only: nobody steps, nobody takes statistics."""
     model = net()
@@ -201,6 +226,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "accumulated": accumulated,
     "judged": judged,
     "partly": partly,
+    "looked up": looked_up,
     "infinite": infinite,
     "sampled": sampled,
     "refused": refused,
@@ -238,6 +264,11 @@ def test_two_processes_train_as_one_on_the_joined_batch(both: list[dict[str, Any
 
 def test_a_layer_that_one_process_does_not_use_is_trained_on_both(both: list[dict[str, Any]]):
     assert both[0]["partly"]["kinds"] == both[1]["partly"]["kinds"] == ["Kronecker"] * 4 + ["Diagonal"] * 2
+
+
+def test_a_table_that_one_process_does_not_look_up_keeps_its_frequencies(both: list[dict[str, Any]]):
+    for rank in both:
+        assert rank["looked up"]["left"].shape == (5,)
 
 
 def test_one_infinite_batch_skips_everywhere_and_training_goes_on(both: list[dict[str, Any]]):

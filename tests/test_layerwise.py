@@ -241,16 +241,6 @@ def test_many_row_gradients_are_replaced_by_combinations_with_random_signs(monke
     assert_close(operator.diagonal(), dense.diagonal(), 6 * 2**0.5 / 4000**0.5)
 
 
-def test_a_large_factor_keeps_its_diagonal():
-    operator, _, _ = operator_of(ng.Kronecker(estimate=EXACT, largest=4), "mlp")
-    whole, _, _ = operator_of(ng.Kronecker(estimate=EXACT), "mlp")
-    found, expected = operator.parts[1][1], whole.parts[1][1]
-    assert isinstance(found, Kronecker)
-    assert isinstance(expected, Kronecker)
-    assert_close(found.right, expected.right.diagonal(), 1e-14)
-    assert_close(found.left, expected.left, 1e-14)
-
-
 @pytest.mark.parametrize("structure", [s for s in STRUCTURES if s.decay == 0], ids=repr)
 def test_the_optimizer_s_step_is_the_dense_formula(structure: ng.Structure):
     model = net()

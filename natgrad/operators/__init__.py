@@ -14,6 +14,7 @@ from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
 from natgrad.operators.shared import SharedRows
 from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
+from natgrad.operators.tiled import Tiled
 from natgrad.operators.units import QuasiDiagonal, Units
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "SpikedKronecker",
     "Spikes",
     "Sum",
+    "Tiled",
     "Units",
 ]

@@ -27,7 +27,7 @@ class Operator(ABC):
     inverse_kept: bool = False
     """Whether G^-1 is what is held, so that products with G cost more than a solve: then none is made to check one."""
     counts: Mapping[str, int] = MappingProxyType({})
-    """What a structure counted on its way here: updates that it refused, steps at which it kept the last one."""
+    """What a structure counted on its way here: examples of this step and seen so far, updates refused."""
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:

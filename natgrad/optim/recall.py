@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from natgrad.densities import listen_to
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
-from natgrad.pure import Call, RandomState, is_evaluating, map_tensors
 from natgrad.pure import Call, RandomState, is_evaluating, leaves, map_tensors
 
 

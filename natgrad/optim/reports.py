@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
@@ -40,10 +38,10 @@ class StateReport:
     the gradient that the metric leaves to the damping: near 1 where the gradient lies outside the metric's range, as on
     other data, or where the damping drowns the metric.   rate: length of the step relative to the proposal; 0 for a
     rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the start that were skipped for
-    numerical trouble.   refused: steps that were not taken because they raised the loss.
+    numerical trouble.   refused: steps that were not taken because they raised the loss.   counts: what the structure
+    counted: examples seen, updates refused, inverses kept.
 
     Structured optimizers give damping in units of a block's mean eigenvalue, as their first parameter group has it.
-    numerical trouble.   counts: what the structure counted since it began: updates it refused, inverses it kept.
     """
 
     step: int = 0

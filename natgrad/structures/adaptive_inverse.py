@@ -35,8 +35,11 @@ class Update(ABC):
         """The memory before the first update."""
 
     @abstractmethod
-    def step(self, memory: Memory, root: Tensor, examples: int) -> Memory | None:
-        """The memory after U (n, r) from so many examples; None where it would not be finite. Writes anew."""
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
+        """The memory after U (n, r); None where it would not be finite. Writes anew.
+
+        memory: with `step`, this one's number from 1, and `seen`, examples up to and with this step's.
+        """
 
     @abstractmethod
     def operator(self, memory: Memory) -> Operator:
@@ -67,7 +70,7 @@ class FirstOrder(Update):
     def start(self, operator: Operator) -> Memory:
         return {"inverse": scaled_identity(operator, 1 / self.start_at), "refused": 0}
 
-    def step(self, memory: Memory, root: Tensor, examples: int) -> Memory | None:
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
         before, rate = memory["inverse"], adaptation_rate(memory["step"], self.offset, self.floor)
         image = before @ root
         positive = bool(stays_positive(before, root, rate, image=image))
@@ -102,7 +105,7 @@ class Woodbury(Update):
     def start(self, operator: Operator) -> Memory:
         return {"inverse": scaled_identity(operator, 1 / self.start_at)}
 
-    def step(self, memory: Memory, root: Tensor, examples: int) -> Memory | None:
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
         rate = adaptation_rate(memory["step"], self.offset, self.floor)
         found = kept_symmetric(woodbury_inverse(memory["inverse"], compressed(root), rate), memory["step"])
         return {"inverse": found} if all_finite(found) else None
@@ -125,9 +128,9 @@ class Averaged(Update):
     every such step; until then the last factor solves. ValueError unless horizon, damping, decay > 0 and every >= 1.
     """
 
-    horizon: float = 12.0
-    damping: float = 1e-2
-    decay: float = 3.0
+    horizon: float = 8.0
+    damping: float = 3e-3
+    decay: float = 1.0
     every: int = 1
 
     def __post_init__(self) -> None:
@@ -137,16 +140,16 @@ class Averaged(Update):
             raise ValueError(f"every is {self.every}, expected an integer >= 1, steps between factorisations")
 
     def start(self, operator: Operator) -> Memory:
-        return {"metric": scaled_identity(operator, 0.0), "columns": 0.0, "examples": 0}
+        return {"metric": scaled_identity(operator, 0.0), "columns": 0.0}
 
-    def step(self, memory: Memory, root: Tensor, examples: int) -> Memory | None:
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
         n, r = root.shape
-        columns, seen = min(memory["columns"] + r, max(self.horizon * n, r)), memory["examples"] + examples
+        columns = min(memory["columns"] + r, max(self.horizon * n, r))
         metric = average_metric(memory["metric"], root, r / columns)
-        found = {"metric": metric, "columns": columns, "examples": seen}
+        found = {"metric": metric, "columns": columns}
         if "lower" in memory and memory["step"] % self.every:
             return {**found, "lower": memory["lower"]} if all_finite(metric) else None
-        lower = factorised(metric, self.amount(seen))
+        lower = factorised(metric, self.amount(memory["seen"]))
         return None if lower is None else {**found, "lower": lower}
 
     def amount(self, seen: int) -> float:
@@ -190,31 +193,30 @@ class AdaptiveInverse(Structure):
             raise ValueError("the metric may be indefinite: an inverse is kept of positive semi-definite ones only")
         shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
         if memory is None or memory["parameters"] != shapes:
-            memory = {"parameters": shapes, "step": 0, "kept": 0, **self.method.start(now)}
-        following = self._follow({**memory, "step": memory["step"] + 1}, now, inputs)
+            memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
+        following = self._follow(memory, now, count(inputs))
         operator = self.method.operator(following)
-        operator.nats, operator.counts = (
-            now.nats,
-            {key: following[key] for key in ("kept", "refused") if key in following},
-        )
+        operator.nats = now.nats
+        operator.counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
         return operator, following
 
     def held(self, size: int, total: int) -> int:
         return self.method.matrices * size * total
 
-    def _follow(self, memory: Memory, now: Operator, inputs: Any) -> Memory:
+    def _follow(self, memory: Memory, now: Operator, examples: int) -> Memory:
         """The memory after this step's metric; where that is not finite, the last one with a count."""
         root = now.root()
         root = psd_root(now.dense()) if root is None else root
-        found = self.method.step(memory, root, examples(inputs)) if all_finite(root) else None
+        counted = {**memory, "step": memory["step"] + 1, "seen": memory["seen"] + examples, "examples": examples}
+        found = self.method.step(counted, root) if all_finite(root) else None
         if found is not None:
-            return {**memory, **found}
-        if memory["step"] == 1:
+            return {**counted, **found}
+        if memory["step"] == 0:
             raise ValueError(
                 "the metric is not finite: its root overflows or is NaN; nothing was changed. Look for infinite "
                 "derivatives (a square root at 0) or an overflow in the model"
             )
-        return {**memory, "step": memory["step"] - 1, "kept": memory["kept"] + 1}
+        return {**memory, "kept": memory["kept"] + 1}
 
 
 def adaptation_rate(step: int, offset: float, floor: float) -> float:
@@ -243,7 +245,7 @@ def scaled_identity(operator: Operator, scale: float) -> Tensor:
     return matrix
 
 
-def examples(inputs: Any) -> int:
+def count(inputs: Any) -> int:
     """How many examples a metric was given."""
     return as_call(inputs.inputs if isinstance(inputs, Labelled) else inputs).batch()
 
