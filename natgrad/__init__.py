@@ -12,7 +12,7 @@ from natgrad.applications import (
     sliced_score_matching_loss,
 )
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
-from natgrad.densities import Density
+from natgrad.densities import Density, Score
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
 from natgrad.metrics import (
     Langevin,
@@ -47,6 +47,7 @@ from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, Trus
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
+    Blocks,
     Dense,
     Diagonal,
     DiagonalPreconditioner,
@@ -70,6 +71,7 @@ __all__ = [
     "CG",
     "Auto",
     "Bernoulli",
+    "Blocks",
     "Categorical",
     "Constant",
     "Damping",
@@ -106,6 +108,7 @@ __all__ = [
     "Rule",
     "SampleSpace",
     "Sampled",
+    "Score",
     "Solution",
     "Solver",
     "Space",

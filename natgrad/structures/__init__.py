@@ -1,6 +1,7 @@
 """Floor 4: how a metric is remembered, and what makes solving with it faster."""
 
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.blocks import Blocks
 from natgrad.structures.covariance import LowRankCovariance
 from natgrad.structures.diagonal import Diagonal, UnitWise
 from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Sampled
@@ -17,6 +18,7 @@ from natgrad.structures.preconditioners import (
 )
 
 __all__ = [
+    "Blocks",
     "Dense",
     "Diagonal",
     "DiagonalPreconditioner",

@@ -25,3 +25,7 @@ class Structure(ABC):
         memory: what the last call returned, None at first; tensors and plain values only, so that a checkpoint
         holds all of it. params, inputs, random: as for `Metric.at`. The memory passed in is not changed.
         """
+
+    def kind_of(self, name: str, memory: Memory | None) -> str:
+        """What a parameter got at the last update, for reports."""
+        return type(self).__name__
