@@ -6,11 +6,17 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 
 from natgrad import applications, families, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
+    Boltzmann,
+    GaussMarkov,
+    HelmholtzMachine,
+    NaturalWakeSleep,
+    WakeSleep,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
@@ -32,6 +38,7 @@ from natgrad.operators import Operator
 from natgrad.optim import (
     NaturalGradient,
     StructuredNaturalGradient,
+    ang,
     diagonal,
     ekfac,
     hessian_free,
@@ -43,10 +50,13 @@ from natgrad.optim import (
     tonga,
     unitwise,
 )
-from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
+from natgrad.positive import positive
+from natgrad.rules import LineSearch, Momentum, OnlineRadius, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
+    AdaptiveInverse,
+    Averaged,
     Blocks,
     Dense,
     Diagonal,
@@ -56,6 +66,7 @@ from natgrad.structures import (
     EmpiricalPreconditioner,
     Exact,
     ExactLabels,
+    FirstOrder,
     Kronecker,
     LowRankCovariance,
     OnlineLowRank,
@@ -63,15 +74,20 @@ from natgrad.structures import (
     Sampled,
     Structure,
     UnitWise,
+    Update,
+    Woodbury,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "AdaptiveInverse",
     "Auto",
+    "Averaged",
     "Bernoulli",
     "Blocks",
+    "Boltzmann",
     "Categorical",
     "Constant",
     "Damping",
@@ -85,8 +101,12 @@ __all__ = [
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
+    "FirstOrder",
+    "GaussMarkov",
     "Gaussian",
+    "GaussianSearch",
     "Heads",
+    "HelmholtzMachine",
     "HeteroscedasticGaussian",
     "Kronecker",
     "KrylovSubspace",
@@ -99,7 +119,9 @@ __all__ = [
     "MinresQLP",
     "Momentum",
     "NaturalGradient",
+    "NaturalWakeSleep",
     "OnlineLowRank",
+    "OnlineRadius",
     "Operator",
     "Poisson",
     "Preconditioner",
@@ -118,6 +140,10 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
+    "Update",
+    "WakeSleep",
+    "Woodbury",
+    "ang",
     "applications",
     "covariance",
     "denoising_score_matching_loss",
@@ -134,11 +160,13 @@ __all__ = [
     "kl",
     "krylov_subspace",
     "metrics",
+    "minimize",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
     "operators",
     "optim",
+    "positive",
     "ratio_matching_loss",
     "ratio_metric",
     "sampled_fisher",

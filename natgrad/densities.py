@@ -68,6 +68,10 @@ class Density(ABC):
         there = torch.func.vmap(flipped, randomness="same")(units)
         return self.log_p(params, inputs).unsqueeze(1) - there.mT
 
+    def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
+        """d ratio_i / d params, (b, N, K), params flat in their own order; None where no closed form is known."""
+        return None
+
 
 class Plain(Density):
     """A function log_p(params, x) of one example x (N,) with a scalar back."""
@@ -225,6 +229,18 @@ def check_mask(mask: Tensor | None, inputs: Tensor) -> Tensor | None:
     if settled(flat) and not (is_binary(flat) and bool(flat.any())):
         raise ValueError("mask must hold True for the variables that count and False for the others, at least one True")
     return flat.to(inputs.dtype)
+
+
+def check_weights(weights: Tensor | None, inputs: Tensor) -> Tensor | None:
+    """The weights (b,) scaled to sum to one. ValueError for another shape, a negative one, or a sum of zero."""
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor) or weights.shape != (len(inputs),):
+        came = f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is {type(weights).__name__}"
+        raise ValueError(f"weights {came}, expected a tensor ({len(inputs)},): how often each example of X came")
+    if settled(weights) and not (bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
+        raise ValueError("weights must be counts or probabilities: finite, none below 0, at least one above")
+    return (weights / weights.sum()).to(inputs.device)
 
 
 def check_continuous(inputs: Tensor) -> None:

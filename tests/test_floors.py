@@ -19,6 +19,7 @@ FLOORS: dict[str, int] = {
     "pure": 0,
     "linalg": 0,
     "layered": 0,
+    "positive": 0,
     "densities": 0,
     "operators": 1,
     "solvers": 2,

@@ -1,5 +1,6 @@
 """Floor 4: how a metric is remembered, and what makes solving with it faster."""
 
+from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.blocks import Blocks
 from natgrad.structures.covariance import LowRankCovariance
@@ -18,6 +19,8 @@ from natgrad.structures.preconditioners import (
 )
 
 __all__ = [
+    "AdaptiveInverse",
+    "Averaged",
     "Blocks",
     "Dense",
     "Diagonal",
@@ -28,6 +31,7 @@ __all__ = [
     "Estimate",
     "Exact",
     "ExactLabels",
+    "FirstOrder",
     "Kronecker",
     "Layerwise",
     "LowRankCovariance",
@@ -38,5 +42,7 @@ __all__ = [
     "Structure",
     "StructurePreconditioner",
     "UnitWise",
+    "Update",
+    "Woodbury",
     "as_preconditioner",
 ]

@@ -29,3 +29,7 @@ class Structure(ABC):
     def kind_of(self, name: str, memory: Memory | None) -> str:
         """What a parameter got at the last update, for reports."""
         return type(self).__name__
+
+    def held(self, size: int, total: int) -> int:
+        """How many numbers are remembered between steps for a parameter of `size` entries, `total` being trained."""
+        return 0
