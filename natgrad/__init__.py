@@ -18,7 +18,7 @@ from natgrad.applications import (
 )
 from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
-from natgrad.densities import Density
+from natgrad.densities import Density, Score
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
 from natgrad.metrics import (
     Langevin,
@@ -57,6 +57,7 @@ from natgrad.spaces import Space, trainable
 from natgrad.structures import (
     AdaptiveInverse,
     Averaged,
+    Blocks,
     Dense,
     Diagonal,
     DiagonalPreconditioner,
@@ -85,6 +86,7 @@ __all__ = [
     "Auto",
     "Averaged",
     "Bernoulli",
+    "Blocks",
     "Boltzmann",
     "Categorical",
     "Constant",
@@ -128,6 +130,7 @@ __all__ = [
     "Rule",
     "SampleSpace",
     "Sampled",
+    "Score",
     "Solution",
     "Solver",
     "Space",

@@ -103,13 +103,7 @@ class Energy(Density):
         # fused attention has no second derivatives
         with sdpa_kernel(SDPBackend.MATH):
             energies = PureModel(self.module, Call((inputs,)))(params)
-        if not isinstance(energies, Tensor) or energies.shape not in ((len(inputs),), (len(inputs), 1)):
-            came = tuple(energies.shape) if isinstance(energies, Tensor) else type(energies).__name__
-            raise ValueError(
-                f"the energy network returned {came} for {len(inputs)} examples, expected one energy each: "
-                f"({len(inputs)},) or ({len(inputs)}, 1); log p(x) = -energy(x)"
-            )
-        return -energies.reshape(-1)
+        return -energies_of(energies, len(inputs))
 
     def scores_and_curvatures(
         self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
@@ -119,6 +113,46 @@ class Energy(Density):
         if chain is None:
             return super().scores_and_curvatures(params, inputs, dims)
         return chain.scores_and_curvatures(params, inputs, dims)
+
+
+def energies_of(outputs: Any, count: int) -> Tensor:
+    """An energy network's outputs as (b,). ValueError for another shape."""
+    if not isinstance(outputs, Tensor) or outputs.shape not in ((count,), (count, 1)):
+        came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"the energy network returned {came} for {count} examples, expected one energy each: ({count},) or "
+            f"({count}, 1); log p(x) = -energy(x)"
+        )
+    return outputs.reshape(-1)
+
+
+class Score(nn.Module):
+    """x -> d log p / dx for an energy E(x), log p = -E: a module with the energy's parameters, (b, ...) -> (b, ...).
+
+    So that denoising score matching is a regression, and everything that trains one trains an energy:
+    `opt = ng.kfac(ng.Score(energy), nn.MSELoss())` and `loss = opt.loss(score(x + noise * z), -z / noise)`. The Fisher
+    metric of that Gaussian is the score metric.   energy: a module, (b, ...) -> (b,) or (b, 1).
+    """
+
+    def __init__(self, energy: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(energy, nn.Module):
+            raise TypeError(f"energy is {type(energy).__name__}, expected a torch.nn.Module of energies (b,) or (b, 1)")
+        self.energy = energy
+
+    def forward(self, x: Tensor) -> Tensor:
+        if any(not settled(t) for t in (x, *self.energy.parameters())):  # inside torch.func
+            return torch.func.grad(lambda y: -self.energies(y).sum())(x)
+        with torch.enable_grad():
+            point = x if x.requires_grad else x.detach().requires_grad_()
+            value = -self.energies(point).sum()
+            (found,) = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)
+        return found if torch.is_grad_enabled() else found.detach()
+
+    def energies(self, x: Tensor) -> Tensor:
+        """E of every example, (b,)."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return energies_of(self.energy(x), len(x))
 
 
 def vjp(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:

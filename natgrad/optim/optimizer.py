@@ -193,8 +193,8 @@ class NaturalGradient(Optimizer):
             for p in group["params"]:
                 held = self.structure.held(p.numel(), total)
                 held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
-                name = type(self.structure).__name__ if p.requires_grad else "frozen"
-                rows.append(Row(known[id(p)], name, p.numel(), held))
+                kind = self.structure.kind_of(known[id(p)], self._memory) if p.requires_grad else "frozen"
+                rows.append(Row(known[id(p)], kind, p.numel(), held))
         return rows
 
     def state_report(self) -> StateReport:

@@ -21,6 +21,7 @@ from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.exchange import exchanged
 from natgrad.structures.layers import Layer
 from natgrad.structures.statistics import Seen
+from natgrad.structures.traced import SECOND
 
 Statistics = dict[str, Tensor]
 
@@ -78,6 +79,11 @@ class Layerwise(Structure):
         held = [claim for one in found.layers for claim in one.layer.claims]
         kept = totals if self.decay else {}
         return arranged, {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
+
+    def kind_of(self, name: str, memory: Memory | None) -> str:
+        if memory is None or name not in memory["names"]:
+            return "not read yet"
+        return type(self).__name__ if name in {claim.removeprefix(SECOND) for claim in memory["held"]} else "Diagonal"
 
     def averaged(
         self, layers: Iterable[Seen], squares: Mapping[str, Tensor], memory: Memory | None

@@ -20,6 +20,8 @@ from natgrad.spaces import Space
 from natgrad.structures.layers import Layer
 from natgrad.structures.taps import Tap, version_of
 
+SECOND = "products with "
+
 
 @dataclass(frozen=True, eq=False)
 class Traced(Layer):
@@ -35,7 +37,7 @@ class Traced(Layer):
 
     @property
     def claims(self) -> tuple[str, ...]:
-        return tuple(f"products with {name}" if self.second else name for name in self.layout.names)
+        return tuple(f"{SECOND}{name}" if self.second else name for name in self.layout.names)
 
     @property
     def key(self) -> str:
@@ -102,6 +104,12 @@ def second_layers(known: Iterable[Layer]) -> list[Traced]:
     layouts = [layer.layout for layer in known if layer.layout.weight is not None and len(layer.layout.shape) == 2]
     alone = [replace(layout, bias=None, groups=1, outputs=layout.shape[0]) for layout in layouts]
     return [Traced(None, layout, second=True) for layout in alone]
+
+
+def matrices_of(params: Mapping[str, Tensor]) -> list[Traced]:
+    """The matrices among the parameters of a function, each alone."""
+    found = {name: p for name, p in params.items() if p.dim() == 2}
+    return [Traced(None, Layout(name, None, 1, len(p), p.shape[1], tuple(p.shape))) for name, p in found.items()]
 
 
 def layout_of(module: nn.Module, key: str, p: Tensor, name: str, bias: str | None) -> Layout:
