@@ -143,3 +143,13 @@ def test_errors_name_what_is_wrong(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_many_examples_are_solved_as_a_matrix():
+    """A root wider than the number of parameters: its own square would be the larger system."""
+    params = conditioned(FIELD, 0.5)
+    assert ng.score_metric(FIELD).at(params, draw(2, 4)).closed_form
+    assert not ng.score_metric(FIELD).at(params, draw(3, 4)).closed_form
+    operator, gradient = ng.score_metric(FIELD).at(params, draw(50, 4)), draw(8)
+    found = ng.natural_gradient(operator, gradient).value
+    assert_close(found, torch.linalg.solve(operator.dense(), gradient), rtol=1e-9)
