@@ -8,11 +8,15 @@ from natgrad import applications, families, metrics, operators, optim, solvers, 
 from natgrad.applications import (
     Boltzmann,
     GaussMarkov,
+    HelmholtzMachine,
+    NaturalWakeSleep,
+    WakeSleep,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
@@ -34,6 +38,7 @@ from natgrad.operators import Operator
 from natgrad.optim import (
     NaturalGradient,
     StructuredNaturalGradient,
+    ang,
     diagonal,
     ekfac,
     hessian_free,
@@ -45,10 +50,13 @@ from natgrad.optim import (
     tonga,
     unitwise,
 )
-from natgrad.rules import LineSearch, Momentum, Rate, Rule, SubspaceSearch, TrustRegion
+from natgrad.positive import positive
+from natgrad.rules import LineSearch, Momentum, OnlineRadius, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable
 from natgrad.structures import (
+    AdaptiveInverse,
+    Averaged,
     Dense,
     Diagonal,
     DiagonalPreconditioner,
@@ -57,6 +65,7 @@ from natgrad.structures import (
     EmpiricalPreconditioner,
     Exact,
     ExactLabels,
+    FirstOrder,
     Kronecker,
     LowRankCovariance,
     OnlineLowRank,
@@ -64,13 +73,17 @@ from natgrad.structures import (
     Sampled,
     Structure,
     UnitWise,
+    Update,
+    Woodbury,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "AdaptiveInverse",
     "Auto",
+    "Averaged",
     "Bernoulli",
     "Boltzmann",
     "Categorical",
@@ -86,9 +99,12 @@ __all__ = [
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
+    "FirstOrder",
     "GaussMarkov",
     "Gaussian",
+    "GaussianSearch",
     "Heads",
+    "HelmholtzMachine",
     "HeteroscedasticGaussian",
     "Kronecker",
     "KrylovSubspace",
@@ -101,7 +117,9 @@ __all__ = [
     "MinresQLP",
     "Momentum",
     "NaturalGradient",
+    "NaturalWakeSleep",
     "OnlineLowRank",
+    "OnlineRadius",
     "Operator",
     "Poisson",
     "Preconditioner",
@@ -119,6 +137,10 @@ __all__ = [
     "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
+    "Update",
+    "WakeSleep",
+    "Woodbury",
+    "ang",
     "applications",
     "covariance",
     "denoising_score_matching_loss",
@@ -135,11 +157,13 @@ __all__ = [
     "kl",
     "krylov_subspace",
     "metrics",
+    "minimize",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
     "operators",
     "optim",
+    "positive",
     "ratio_matching_loss",
     "ratio_metric",
     "sampled_fisher",

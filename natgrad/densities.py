@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.layered import chain_of
 from natgrad.linalg import all_finite
 from natgrad.pure import Call, PureModel, check_call, mixes_examples
 from natgrad.spaces import Params, check_parameters
@@ -109,6 +110,15 @@ class Energy(Density):
                 f"({len(inputs)},) or ({len(inputs)}, 1); log p(x) = -energy(x)"
             )
         return -energies.reshape(-1)
+
+    def scores_and_curvatures(
+        self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both, (b, N) and (b, len(dims)): through the layers of an `nn.Sequential`, else as for any density."""
+        chain = chain_of(self.module, params, inputs)
+        if chain is None:
+            return super().scores_and_curvatures(params, inputs, dims)
+        return chain.scores_and_curvatures(params, inputs, dims)
 
 
 def vjp(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:

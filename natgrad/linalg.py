@@ -121,7 +121,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if matrix.dtype != at_least_single(matrix.dtype):
         values, vectors = eigh(matrix.float())
         return values.to(matrix.dtype), vectors.to(matrix.dtype)
-    if not bool(torch.isfinite(matrix).all()):
+    if not all_finite(matrix):
         return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
     try:
         values, vectors = torch.linalg.eigh(matrix)
@@ -310,3 +310,9 @@ def damp(matrix: Tensor, damping: float | Tensor) -> Tensor:
     damped = matrix.to(at_least_single(matrix.dtype), copy=True)
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(damping, dtype=damped.dtype).to(damped.device).unsqueeze(-1))
     return damped
+
+
+def damped_inverse(inverse: Tensor, damping: float) -> Tensor:
+    """(A + damping I)^-1 = (I + damping P)^-1 P from P = A^-1 (n, n), symmetric, in O(n^3)."""
+    factor = cholesky(shifted(damping * inverse, 1.0))
+    return symmetrise(factor.solve(inverse))

@@ -160,6 +160,35 @@ class TrustRegion(Rule):
 
 
 @dataclass(frozen=True)
+class OnlineRadius(Rule):
+    """The proposal, shortened to a length sqrt(d^T G d) <= bound * sqrt(b), from `hold` examples on times hold / seen.
+
+    For learning from a stream, as in `ng.ang`. Where noise dominates, lr * sqrt(g^T G^-1 g) is about lr * sqrt(n / b)
+    for b examples a step, whatever the gradient's signal; a bound that grows with sqrt(b) lets the same number of
+    examples move the parameters as far for every b, and 1 / seen averages the noise away in the end (Amari 1998).
+    bound: per sqrt(example).   hold: math.inf for a constant bound. Needs `ng.AdaptiveInverse`, which counts examples.
+    ValueError unless bound, hold > 0.
+    """
+
+    bound: float = 0.16
+    hold: float = 6000.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bound < math.inf:
+            raise ValueError(f"bound is {self.bound}, expected a positive number, per square root of an example")
+        if not self.hold > 0:
+            raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        counts, step = model.operator.counts, model.proposal
+        if "seen" not in counts:
+            raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
+        bound = self.bound * math.sqrt(counts["examples"]) * min(1.0, self.hold / max(counts["seen"], 1))
+        length = math.sqrt(max(float(step.image @ step.vector), 0.0))
+        return step.scaled(bound / length) if length > bound else step, memory
+
+
+@dataclass(frozen=True)
 class LineSearch(Rule):
     """Backtracking from the proposal until loss(theta + d) <= loss(theta) + sufficient * g . d (Armijo).
 

@@ -6,12 +6,15 @@ from natgrad.operators.block import Block
 from natgrad.operators.centred import Centred
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
+from natgrad.operators.factored import Factored, FactoredInverse, Inverted
 from natgrad.operators.kronecker import Kronecker, Spectral
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
+from natgrad.operators.shared import SharedRows
 from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
+from natgrad.operators.tiled import Tiled
 from natgrad.operators.units import QuasiDiagonal, Units
 
 __all__ = [
@@ -22,7 +25,10 @@ __all__ = [
     "Curvature",
     "Dense",
     "Diagonal",
+    "Factored",
+    "FactoredInverse",
     "Form",
+    "Inverted",
     "Kronecker",
     "Layout",
     "Linearization",
@@ -33,11 +39,13 @@ __all__ = [
     "QuasiDiagonal",
     "Rows",
     "Scaled",
+    "SharedRows",
     "Shifted",
     "Spectral",
     "Spiked",
     "SpikedKronecker",
     "Spikes",
     "Sum",
+    "Tiled",
     "Units",
 ]

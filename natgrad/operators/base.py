@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,6 +24,10 @@ class Operator(ABC):
     """Nats per example in one unit of d^T G d / 2, where the metric's loss is a mean over an example's entries."""
     indefinite: bool = False
     """Whether G may have negative eigenvalues after all: a Hessian's products."""
+    inverse_kept: bool = False
+    """Whether G^-1 is what is held, so that products with G cost more than a solve: then none is made to check one."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """What a structure counted on its way here: examples of this step and seen so far, updates refused."""
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:

@@ -22,6 +22,16 @@ class Dense(Operator):
         tolerance = 1e3 * torch.finfo(matrix.dtype).eps * matrix.abs().max() if matrix.numel() else 0.0
         if ((matrix - matrix.mT).abs() > tolerance).any():
             raise ValueError("matrix is not symmetric, expected a metric; symmetrise it with (A + A.mT) / 2")
+        self._hold(matrix)
+
+    @classmethod
+    def trusted(cls, matrix: Tensor) -> Dense:
+        """A matrix that is symmetric by construction: looking for asymmetry takes three more of its size."""
+        operator = cls.__new__(cls)
+        operator._hold(matrix)
+        return operator
+
+    def _hold(self, matrix: Tensor) -> None:
         self.matrix = matrix
         self.size, self.dtype, self.device = len(matrix), matrix.dtype, matrix.device
 

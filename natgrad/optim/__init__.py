@@ -3,7 +3,7 @@
 from natgrad.optim.family import diagonal, ekfac, kfac, online_ng, tonga, unitwise
 from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.recipes import hessian_free, krylov_subspace, natgrad_cg
+from natgrad.optim.recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.structured import StructuredNaturalGradient
 
@@ -13,6 +13,7 @@ __all__ = [
     "Row",
     "StateReport",
     "StructuredNaturalGradient",
+    "ang",
     "diagonal",
     "ekfac",
     "hessian_free",

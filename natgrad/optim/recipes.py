@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 
 from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.families import Likelihood, as_criterion
-from natgrad.metrics import gauss_newton
+from natgrad.metrics import Metric, gauss_newton
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.rules import LineSearch, Rule, SubspaceSearch
+from natgrad.rules import LineSearch, OnlineRadius, Rule, SubspaceSearch
 from natgrad.solvers import CG, KrylovSubspace, Solver
-from natgrad.structures import Preconditioner, Structure
+from natgrad.structures import AdaptiveInverse, Averaged, Preconditioner, Structure, Update
 
 
 def hessian_free(
@@ -118,5 +120,37 @@ def natgrad_cg(
         solver=solver or CG(rtol=1e-4, max_steps=20),
         damping=damping,
         rule=rule,
+        weight_decay=weight_decay,
+    )
+
+
+def ang(
+    params_or_model: nn.Module | Mapping[str, Tensor],
+    metric: Metric,
+    lr: float = 0.5,
+    *,
+    method: Update | None = None,
+    bound: float = 0.16,
+    hold: float = 6000.0,
+    rule: Rule | None = None,
+    weight_decay: float = 0.0,
+) -> NaturalGradient:
+    """Adaptive natural gradient (Karakida, Okada & Amari 2016): an online average of G, its inverse, a bounded step.
+
+    params_or_model: a dict of tensors, or a module.   metric: any with a root, `ng.score_metric(log_p)` in the paper.
+    method: how the average is inverted, default `ng.Averaged()`; the paper's eq. 4 is `ng.FirstOrder()`.
+    bound, hold: lr * sqrt(g^T G^-1 g) stays below bound * sqrt(b) for b examples a step, and falls as 1 / seen once
+    `hold` examples were seen: `ng.OnlineRadius`; in place of both a `rule`, ng.Rate() for the paper's plain rate.
+
+    For up to some thousand parameters: memory 2 K^2 numbers, time O(r K^2 + K^3 / 3) a step, O(r K^2) with the other
+    methods, r columns of the root. Loop: `ng.score_matching_loss(log_p, params, X).backward(); opt.step()`.
+    """
+    return NaturalGradient(
+        params_or_model,
+        metric,
+        lr,
+        structure=AdaptiveInverse(method or Averaged()),
+        damping=0.0,
+        rule=rule or OnlineRadius(bound, hold),
         weight_decay=weight_decay,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from natgrad.linalg import absolute, solve_psd, solve_symmetric
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, check_system, measured
+from natgrad.solvers.base import Solution, Solver, check_system, measured, taken
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Direct(Solver):
             matrix = absolute(operator.dense())
             return measured(lambda v: matrix @ v, rhs, damping, solve_psd(matrix, rhs, damping), 0)
         inverse = operator.inverse(damping) if operator.closed_form else None
+        if inverse is not None and operator.inverse_kept and damping == 0:
+            return taken(rhs, inverse.mv(rhs))
         if inverse is not None:
             return measured(operator.mv, rhs, damping, inverse.mv(rhs), 0)
         solve = solve_symmetric if operator.indefinite else solve_psd

@@ -1,5 +1,6 @@
 """Floor 4: how a metric is remembered, and what makes solving with it faster."""
 
+from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.covariance import LowRankCovariance
 from natgrad.structures.diagonal import Diagonal, UnitWise
@@ -17,6 +18,8 @@ from natgrad.structures.preconditioners import (
 )
 
 __all__ = [
+    "AdaptiveInverse",
+    "Averaged",
     "Dense",
     "Diagonal",
     "DiagonalPreconditioner",
@@ -26,6 +29,7 @@ __all__ = [
     "Estimate",
     "Exact",
     "ExactLabels",
+    "FirstOrder",
     "Kronecker",
     "Layerwise",
     "LowRankCovariance",
@@ -36,5 +40,7 @@ __all__ = [
     "Structure",
     "StructurePreconditioner",
     "UnitWise",
+    "Update",
+    "Woodbury",
     "as_preconditioner",
 ]

@@ -25,3 +25,7 @@ class Structure(ABC):
         memory: what the last call returned, None at first; tensors and plain values only, so that a checkpoint
         holds all of it. params, inputs, random: as for `Metric.at`. The memory passed in is not changed.
         """
+
+    def held(self, size: int, total: int) -> int:
+        """How many numbers are remembered between steps for a parameter of `size` entries, `total` being trained."""
+        return 0

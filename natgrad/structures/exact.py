@@ -48,3 +48,6 @@ class Dense(Structure):
         average = DenseOperator(total / weight)
         average.nats, average.indefinite = operator.nats, operator.indefinite
         return average, {"total": total, "weight": weight, "names": names} if self.decay else {}
+
+    def held(self, size: int, total: int) -> int:
+        return size * total if self.decay else 0

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Diagonal, Layout, Operator
 from natgrad.pure import RandomState
@@ -92,7 +93,7 @@ class Layerwise(Structure):
         if not before or memory is None:
             return totals, 1.0
         if before.keys() >= totals.keys() and not all(
-            bool(torch.isfinite(t).all()) for total in totals.values() for t in total.values()
+            all_finite(t) for total in totals.values() for t in total.values()
         ):
             return before, memory["weight"]
         return totals, self.decay * memory["weight"] + 1.0

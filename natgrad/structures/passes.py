@@ -122,7 +122,7 @@ class Fold:
     def of(layer: Traced, calls: Products, examples: int | None) -> Fold:
         """By the number of examples: each has as many rows in every product, or every product holds some of them."""
         counts = [call.rows(deltas[0]) for call, deltas in calls]
-        if any(call.bare for call, _ in calls):
+        if any(call.loose for call, _ in calls):
             return Fold(layer.positions_first, 1, 1, True)
         if examples is not None and all(n and n % examples == 0 for n in counts):
             return Fold(layer.positions_first, examples)

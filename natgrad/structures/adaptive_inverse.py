@@ -1,0 +1,264 @@
+"""G^-1 kept from step to step and updated online (Karakida, Okada & Amari 2016, section 2)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
+from natgrad.metrics import Metric
+from natgrad.operators import Factored, Inverted, Operator
+from natgrad.pure import Labelled, RandomState, as_call
+from natgrad.spaces import Params
+from natgrad.structures.base import Memory, Structure
+from natgrad.structures.inverse_updates import (
+    adapt_inverse,
+    average_metric,
+    compressed,
+    stays_positive,
+    woodbury_inverse,
+)
+
+SYMMETRISE = 16
+"""Steps between which round-off may make a kept inverse unsymmetric: forgetting amplifies that part."""
+
+
+class Update(ABC):
+    """How the average of eq. 3, G <- (1 - eps) G + eps U U^T, is inverted."""
+
+    @abstractmethod
+    def start(self, operator: Operator) -> Memory:
+        """The memory before the first update."""
+
+    @abstractmethod
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
+        """The memory after U (n, r); None where it would not be finite. Writes anew.
+
+        memory: with `step`, this one's number from 1, and `seen`, examples up to and with this step's.
+        """
+
+    @abstractmethod
+    def operator(self, memory: Memory) -> Operator:
+        """What is solved with."""
+
+    @property
+    @abstractmethod
+    def matrices(self) -> int:
+        """How many numbers are remembered, in units of n^2."""
+
+
+@dataclass(frozen=True)
+class FirstOrder(Update):
+    """Eq. 4 as printed: G^-1 <- (1 + eps) G^-1 - eps (G^-1 U)(G^-1 U)^T, eps = max(1 / (t + offset), floor).
+
+    Where eq. 4 would lose positivity (eps lambda_max(U^T G^-1 U) >= 1 + eps, tested exactly) the exact update is taken
+    instead, and counted as "refused". start_at: G is start_at * I at first; with a small offset most updates are
+    refused. ValueError unless offset > 0, 0 <= floor < 1 and start_at > 0.
+    """
+
+    offset: float = 100.0
+    floor: float = 0.0
+    start_at: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_inverse(self)
+
+    def start(self, operator: Operator) -> Memory:
+        return {"inverse": scaled_identity(operator, 1 / self.start_at), "refused": 0}
+
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
+        before, rate = memory["inverse"], adaptation_rate(memory["step"], self.offset, self.floor)
+        image = before @ root
+        positive = bool(stays_positive(before, root, rate, image=image))
+        update = adapt_inverse if positive else woodbury_inverse
+        found = kept_symmetric(update(before, root, rate, image=image), memory["step"])
+        return {"inverse": found, "refused": memory["refused"] + (not positive)} if all_finite(found) else None
+
+    def operator(self, memory: Memory) -> Operator:
+        return Inverted(memory["inverse"])
+
+    @property
+    def matrices(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Woodbury(Update):
+    """The exact inverse of eq. 3 by Woodbury's formula, at the cost of eq. 4 and an (r, r) factorisation.
+
+    eps = max(1 / (t + offset), floor), G = start_at * I at first. There is no damping: with floor > 0, G^-1 grows by
+    1 / (1 - floor) per step in directions that the data never show; `Averaged` bounds it.
+    ValueError unless offset > 0, 0 <= floor < 1 and start_at > 0.
+    """
+
+    offset: float = 30.0
+    floor: float = 0.0
+    start_at: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_inverse(self)
+
+    def start(self, operator: Operator) -> Memory:
+        return {"inverse": scaled_identity(operator, 1 / self.start_at)}
+
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
+        rate = adaptation_rate(memory["step"], self.offset, self.floor)
+        found = kept_symmetric(woodbury_inverse(memory["inverse"], compressed(root), rate), memory["step"])
+        return {"inverse": found} if all_finite(found) else None
+
+    def operator(self, memory: Memory) -> Operator:
+        return Inverted(memory["inverse"])
+
+    @property
+    def matrices(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Averaged(Update):
+    """Keeps G itself (eq. 3), and factorises G + damping I every few steps. The default.
+
+    horizon: G is the mean over the last horizon * n columns of roots (n parameters): eps = r / (horizon n) for U (n, r)
+    once as many were seen, before that the mean over all of them. So it does not depend on the batch.
+    damping, decay: absolute damping max(damping, decay / (decay + examples seen)), in units of G. every: Cholesky at
+    every such step; until then the last factor solves. ValueError unless horizon, damping, decay > 0 and every >= 1.
+    """
+
+    horizon: float = 8.0
+    damping: float = 3e-3
+    decay: float = 1.0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("horizon", "damping", "decay"):
+            check_positive(name, getattr(self, name))
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every is {self.every}, expected an integer >= 1, steps between factorisations")
+
+    def start(self, operator: Operator) -> Memory:
+        return {"metric": scaled_identity(operator, 0.0), "columns": 0.0}
+
+    def step(self, memory: Memory, root: Tensor) -> Memory | None:
+        n, r = root.shape
+        columns = min(memory["columns"] + r, max(self.horizon * n, r))
+        metric = average_metric(memory["metric"], root, r / columns)
+        found = {"metric": metric, "columns": columns}
+        if "lower" in memory and memory["step"] % self.every:
+            return {**found, "lower": memory["lower"]} if all_finite(metric) else None
+        lower = factorised(metric, self.amount(memory["seen"]))
+        return None if lower is None else {**found, "lower": lower}
+
+    def amount(self, seen: int) -> float:
+        """The damping after so many examples."""
+        return max(self.damping, self.decay / (self.decay + seen))
+
+    def operator(self, memory: Memory) -> Operator:
+        return Factored(memory["lower"])
+
+    @property
+    def matrices(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
+class AdaptiveInverse(Structure):
+    """Keeps the inverse of a running average of G: O(r n^2) per step for a root U (n, r), r = N b for the score metric.
+
+    method: `ng.Averaged()` (default), `ng.Woodbury()` or `ng.FirstOrder()`, eq. 4 as printed. For any metric; one
+    without a root is written out, O(n^3). Solve with damping=0, as `ng.ang` does: the updates hold what they need, and
+    more of it costs a factorisation per step. Numbers that are not finite leave the last inverse in place, which
+    `opt.state_report().counts` tells ("kept"), as it tells the updates of eq. 4 that were "refused". Parameters that
+    come or go start the average anew. Memory: n^2 numbers, 2 n^2 for `Averaged`. A step writes at most two more.
+    TypeError for a method that is none; ValueError for a metric that may be indefinite.
+    """
+
+    method: Update = field(default_factory=Averaged)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, Update):
+            hint = "; did you forget the parentheses?" if isinstance(self.method, type) else ""
+            raise TypeError(
+                f"method is {self.method!r}, expected ng.Averaged(), ng.Woodbury() or ng.FirstOrder(){hint}"
+            )
+
+    def update(
+        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
+    ) -> tuple[Operator, Memory]:
+        now = metric.at(params, inputs, random=random)
+        if now.indefinite:
+            raise ValueError("the metric may be indefinite: an inverse is kept of positive semi-definite ones only")
+        shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
+        if memory is None or memory["parameters"] != shapes:
+            memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
+        following = self._follow(memory, now, count(inputs))
+        operator = self.method.operator(following)
+        operator.nats = now.nats
+        operator.counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
+        return operator, following
+
+    def held(self, size: int, total: int) -> int:
+        return self.method.matrices * size * total
+
+    def _follow(self, memory: Memory, now: Operator, examples: int) -> Memory:
+        """The memory after this step's metric; where that is not finite, the last one with a count."""
+        root = now.root()
+        root = psd_root(now.dense()) if root is None else root
+        counted = {**memory, "step": memory["step"] + 1, "seen": memory["seen"] + examples, "examples": examples}
+        found = self.method.step(counted, root) if all_finite(root) else None
+        if found is not None:
+            return {**counted, **found}
+        if memory["step"] == 0:
+            raise ValueError(
+                "the metric is not finite: its root overflows or is NaN; nothing was changed. Look for infinite "
+                "derivatives (a square root at 0) or an overflow in the model"
+            )
+        return {**memory, "kept": memory["kept"] + 1}
+
+
+def adaptation_rate(step: int, offset: float, floor: float) -> float:
+    """eps_t = max(1 / (t + offset), floor), t = 1, 2, ...: at offset 0 the first update would forget the start."""
+    return max(1 / (step + offset), floor)
+
+
+def factorised(metric: Tensor, damping: float) -> Tensor | None:
+    """L (n, n) with L L^T = G + damping I, in one new matrix; more damping where that fails, None where it must."""
+    lower, info = cholesky_over(damp(metric, damping))
+    if int(info) == 0 and all_finite(lower):
+        return lower.to(metric.dtype)
+    factor = cholesky(damp(metric, damping))
+    return None if factor.failed else factor.lower.to(metric.dtype)
+
+
+def kept_symmetric(matrix: Tensor, step: int) -> Tensor:
+    """The matrix, every `SYMMETRISE` steps with its round-off made symmetric."""
+    return (matrix + matrix.mT).mul_(0.5) if step % SYMMETRISE == 0 else matrix
+
+
+def scaled_identity(operator: Operator, scale: float) -> Tensor:
+    """scale * I (n, n), where the operator lives."""
+    matrix = torch.zeros(operator.size, operator.size, dtype=operator.dtype, device=operator.device)
+    matrix.diagonal().fill_(scale)
+    return matrix
+
+
+def count(inputs: Any) -> int:
+    """How many examples a metric was given."""
+    return as_call(inputs.inputs if isinstance(inputs, Labelled) else inputs).batch()
+
+
+def check_inverse(update: FirstOrder | Woodbury) -> None:
+    """ValueError unless the rates lie in (0, 1) and the start is positive definite."""
+    check_positive("offset", update.offset)
+    check_positive("start_at", update.start_at)
+    if not 0 <= update.floor < 1:
+        raise ValueError(f"floor is {update.floor}, expected a number in [0, 1): the least weight of new data")
+
+
+def check_positive(name: str, value: float) -> None:
+    """ValueError unless value is a finite number > 0."""
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}, expected a finite number > 0")
