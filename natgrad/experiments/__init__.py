@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 EXPERIMENTS = {
+    "boltzmann_ratio": "natgrad.experiments.boltzmann_ratio:STUDY",
     "digits": "natgrad.experiments.digits:RACE",
     "fashion": "natgrad.experiments.fashion:RACE",
     "fashion_cnn": "natgrad.experiments.fashion_cnn:RACE",
