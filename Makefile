@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-8s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.lab  ## natural gradient beside SGD and Adam on the embedded digits, with a report page
+demo: $(VENV)/.lab  ## K-FAC and the natural gradient beside SGD and Adam on the embedded digits, with a report page
 	$(BIN)/natgrad run digits $(ARGS)
 
 test: $(VENV)/.test  ## every claim of the library, checked

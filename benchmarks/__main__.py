@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import iterative, kfac, learning, preconditioners, products, solves, steps, training
+from benchmarks import ekfac, iterative, kfac, learning, preconditioners, products, solves, steps, training
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -51,6 +51,7 @@ def kfac_tables(repeats: int) -> None:
         cycles = max(3, repeats // 4)
         title = f"{work.name}, batch {len(work.inputs)}: one step, from {cycles} cycles of {kfac.CYCLE}"
         table(title, kfac.report(work, cycles), kfac.HEADS)
+    table("classifier: EKFAC's parts", ekfac.report(repeats), ekfac.HEADS)
     table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
 
 

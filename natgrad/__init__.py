@@ -6,13 +6,19 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 
 from natgrad import applications, families, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
+    Boltzmann,
+    GaussMarkov,
+    HelmholtzMachine,
+    NaturalWakeSleep,
+    WakeSleep,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
-from natgrad.densities import Density
+from natgrad.densities import Density, Score
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
 from natgrad.metrics import (
     Langevin,
@@ -51,6 +57,7 @@ from natgrad.spaces import Space, trainable
 from natgrad.structures import (
     AdaptiveInverse,
     Averaged,
+    Blocks,
     Dense,
     Diagonal,
     DiagonalPreconditioner,
@@ -79,6 +86,8 @@ __all__ = [
     "Auto",
     "Averaged",
     "Bernoulli",
+    "Blocks",
+    "Boltzmann",
     "Categorical",
     "Constant",
     "Damping",
@@ -93,8 +102,11 @@ __all__ = [
     "Exact",
     "ExactLabels",
     "FirstOrder",
+    "GaussMarkov",
     "Gaussian",
+    "GaussianSearch",
     "Heads",
+    "HelmholtzMachine",
     "HeteroscedasticGaussian",
     "Kronecker",
     "KrylovSubspace",
@@ -107,6 +119,7 @@ __all__ = [
     "MinresQLP",
     "Momentum",
     "NaturalGradient",
+    "NaturalWakeSleep",
     "OnlineLowRank",
     "OnlineRadius",
     "Operator",
@@ -117,6 +130,7 @@ __all__ = [
     "Rule",
     "SampleSpace",
     "Sampled",
+    "Score",
     "Solution",
     "Solver",
     "Space",
@@ -127,6 +141,7 @@ __all__ = [
     "TrustRegion",
     "UnitWise",
     "Update",
+    "WakeSleep",
     "Woodbury",
     "ang",
     "applications",
@@ -145,6 +160,7 @@ __all__ = [
     "kl",
     "krylov_subspace",
     "metrics",
+    "minimize",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.layered import chain_of
 from natgrad.linalg import all_finite
 from natgrad.pure import Call, PureModel, check_call, mixes_examples
 from natgrad.spaces import Params, check_parameters
@@ -67,6 +68,10 @@ class Density(ABC):
         there = torch.func.vmap(flipped, randomness="same")(units)
         return self.log_p(params, inputs).unsqueeze(1) - there.mT
 
+    def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
+        """d ratio_i / d params, (b, N, K), params flat in their own order; None where no closed form is known."""
+        return None
+
 
 class Plain(Density):
     """A function log_p(params, x) of one example x (N,) with a scalar back."""
@@ -98,13 +103,56 @@ class Energy(Density):
         # fused attention has no second derivatives
         with sdpa_kernel(SDPBackend.MATH):
             energies = PureModel(self.module, Call((inputs,)))(params)
-        if not isinstance(energies, Tensor) or energies.shape not in ((len(inputs),), (len(inputs), 1)):
-            came = tuple(energies.shape) if isinstance(energies, Tensor) else type(energies).__name__
-            raise ValueError(
-                f"the energy network returned {came} for {len(inputs)} examples, expected one energy each: "
-                f"({len(inputs)},) or ({len(inputs)}, 1); log p(x) = -energy(x)"
-            )
-        return -energies.reshape(-1)
+        return -energies_of(energies, len(inputs))
+
+    def scores_and_curvatures(
+        self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both, (b, N) and (b, len(dims)): through the layers of an `nn.Sequential`, else as for any density."""
+        chain = chain_of(self.module, params, inputs)
+        if chain is None:
+            return super().scores_and_curvatures(params, inputs, dims)
+        return chain.scores_and_curvatures(params, inputs, dims)
+
+
+def energies_of(outputs: Any, count: int) -> Tensor:
+    """An energy network's outputs as (b,). ValueError for another shape."""
+    if not isinstance(outputs, Tensor) or outputs.shape not in ((count,), (count, 1)):
+        came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"the energy network returned {came} for {count} examples, expected one energy each: ({count},) or "
+            f"({count}, 1); log p(x) = -energy(x)"
+        )
+    return outputs.reshape(-1)
+
+
+class Score(nn.Module):
+    """x -> d log p / dx for an energy E(x), log p = -E: a module with the energy's parameters, (b, ...) -> (b, ...).
+
+    So that denoising score matching is a regression, and everything that trains one trains an energy:
+    `opt = ng.kfac(ng.Score(energy), nn.MSELoss())` and `loss = opt.loss(score(x + noise * z), -z / noise)`. The Fisher
+    metric of that Gaussian is the score metric.   energy: a module, (b, ...) -> (b,) or (b, 1).
+    """
+
+    def __init__(self, energy: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(energy, nn.Module):
+            raise TypeError(f"energy is {type(energy).__name__}, expected a torch.nn.Module of energies (b,) or (b, 1)")
+        self.energy = energy
+
+    def forward(self, x: Tensor) -> Tensor:
+        if any(not settled(t) for t in (x, *self.energy.parameters())):  # inside torch.func
+            return torch.func.grad(lambda y: -self.energies(y).sum())(x)
+        with torch.enable_grad():
+            point = x if x.requires_grad else x.detach().requires_grad_()
+            value = -self.energies(point).sum()
+            (found,) = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)
+        return found if torch.is_grad_enabled() else found.detach()
+
+    def energies(self, x: Tensor) -> Tensor:
+        """E of every example, (b,)."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return energies_of(self.energy(x), len(x))
 
 
 def vjp(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
@@ -181,6 +229,18 @@ def check_mask(mask: Tensor | None, inputs: Tensor) -> Tensor | None:
     if settled(flat) and not (is_binary(flat) and bool(flat.any())):
         raise ValueError("mask must hold True for the variables that count and False for the others, at least one True")
     return flat.to(inputs.dtype)
+
+
+def check_weights(weights: Tensor | None, inputs: Tensor) -> Tensor | None:
+    """The weights (b,) scaled to sum to one. ValueError for another shape, a negative one, or a sum of zero."""
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor) or weights.shape != (len(inputs),):
+        came = f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is {type(weights).__name__}"
+        raise ValueError(f"weights {came}, expected a tensor ({len(inputs)},): how often each example of X came")
+    if settled(weights) and not (bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
+        raise ValueError("weights must be counts or probabilities: finite, none below 0, at least one above")
+    return (weights / weights.sum()).to(inputs.device)
 
 
 def check_continuous(inputs: Tensor) -> None:

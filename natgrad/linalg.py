@@ -121,7 +121,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if matrix.dtype != at_least_single(matrix.dtype):
         values, vectors = eigh(matrix.float())
         return values.to(matrix.dtype), vectors.to(matrix.dtype)
-    if not bool(torch.isfinite(matrix).all()):
+    if not all_finite(matrix):
         return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
     try:
         values, vectors = torch.linalg.eigh(matrix)

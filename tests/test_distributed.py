@@ -113,6 +113,31 @@ def partly() -> dict[str, Any]:
     return {"flat": flat(model), "kinds": [row.structure for row in opt.report()]}
 
 
+class Table(nn.Module):
+    """(b, 3) -> three logits, and rows of a bare table by the first input's sign, if wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(3, 3), nn.Parameter(torch.linspace(-1, 1, 15).view(5, 3))
+        self.use = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x)
+        return found + nn.functional.embedding((x[:, 0] > 0).long(), self.table) if self.use else found
+
+
+def looked_up() -> dict[str, Any]:
+    """The first process does not look rows up at first: the others' statistics of the table are all there are."""
+    model = seeded(Table)
+    outer = wrapped(model, find_unused_parameters=True)
+    opt = ng.kfac(outer, CE, **FREE)
+    for step in range(4):
+        model.use = not (distributed.is_initialized() and distributed.get_rank() == 0 and step < 2)
+        train(opt, outer, steps=1)
+    left = opt.state[model.table]["totals"]["left"]
+    return {"flat": flat(model), "left": left}
+
+
 def infinite() -> dict[str, Any]:
     """A bad batch on one process only: nobody steps, nobody takes statistics."""
     model = net()
@@ -163,6 +188,15 @@ def sampled() -> dict[str, Any]:
     return {"flat": flat(model), "labels": labels[0], "resumed": torch.equal(flat(model), flat(twin))}
 
 
+def judged() -> dict[str, Any]:
+    """Uneven parts; each judges by its own examples, and all take the mean of what they find."""
+    model = net()
+    outer = wrapped(model)
+    opt = ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), damping=ng.LevenbergMarquardt(0.1), **FREE)
+    train(opt, outer, UNEVEN, steps=5)
+    return {"flat": flat(model), "ratio": opt.state_report().ratio, "damping": opt.param_groups[0]["damping"]}
+
+
 def refused() -> dict[str, Any]:
     words = []
     for build in (
@@ -190,7 +224,9 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "inner": inner,
     "sums": sums,
     "accumulated": accumulated,
+    "judged": judged,
     "partly": partly,
+    "looked up": looked_up,
     "infinite": infinite,
     "sampled": sampled,
     "refused": refused,
@@ -218,16 +254,21 @@ def test_parameters_are_equal_bit_for_bit(both: list[dict[str, Any]], scene: str
     assert torch.equal(both[0][scene]["flat"], both[1][scene]["flat"])
 
 
-@pytest.mark.parametrize("scene", ["kfac", "ekfac", "diagonal", "unitwise", "inner", "sums", "accumulated"])
+@pytest.mark.parametrize("scene", ["kfac", "ekfac", "diagonal", "unitwise", "inner", "sums", "accumulated", "judged"])
 def test_two_processes_train_as_one_on_the_joined_batch(both: list[dict[str, Any]], scene: str):
     alone = SCENES[scene]()
     assert_close(both[0][scene]["flat"], alone["flat"], 1e-9)
-    for number in {"loss", "kl"} & alone.keys():
+    for number in {"loss", "kl", "ratio", "damping"} & alone.keys():
         assert both[0][scene][number] == pytest.approx(alone[number], rel=1e-8)
 
 
 def test_a_layer_that_one_process_does_not_use_is_trained_on_both(both: list[dict[str, Any]]):
     assert both[0]["partly"]["kinds"] == both[1]["partly"]["kinds"] == ["Kronecker"] * 4 + ["Diagonal"] * 2
+
+
+def test_a_table_that_one_process_does_not_look_up_keeps_its_frequencies(both: list[dict[str, Any]]):
+    for rank in both:
+        assert rank["looked up"]["left"].shape == (5,)
 
 
 def test_one_infinite_batch_skips_everywhere_and_training_goes_on(both: list[dict[str, Any]]):

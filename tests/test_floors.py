@@ -18,6 +18,7 @@ FLOORS: dict[str, int] = {
     "spaces": 0,
     "pure": 0,
     "linalg": 0,
+    "layered": 0,
     "positive": 0,
     "densities": 0,
     "operators": 1,

@@ -7,7 +7,18 @@ import torch
 from models import F64, assert_close, draw
 
 from natgrad.linalg import KroneckerEigen, inverse_psd, pseudo_inverse
-from natgrad.operators import Arranged, Dense, Diagonal, Kronecker, Layout, Operator, QuasiDiagonal, Spectral, Units
+from natgrad.operators import (
+    Arranged,
+    Dense,
+    Diagonal,
+    Kronecker,
+    Layout,
+    Operator,
+    QuasiDiagonal,
+    SharedRows,
+    Spectral,
+    Units,
+)
 from natgrad.spaces import Space
 from natgrad.testing import check_operator
 
@@ -40,6 +51,7 @@ def arranged() -> Arranged:
     return Arranged(space, [turned, bare, first])
 
 
+MASK = torch.ones(4, 4, dtype=F64).tril()
 ALL = {
     "kronecker, blocks": lambda: Kronecker(spd(2, 3), spd(2, 4, seed=1)),
     "kronecker, diagonal left": lambda: Kronecker(draw(3).square(), spd(4)),
@@ -55,6 +67,13 @@ ALL = {
     "quasi-diagonal": quasi,
     "quasi-diagonal, a dead unit": lambda: QuasiDiagonal(torch.zeros(2, 4, dtype=F64), torch.zeros(2, 3, dtype=F64)),
     "inverse of quasi-diagonal": lambda: quasi().inverse(0.1),
+    "shared rows, few: dead directions": lambda: SharedRows(draw(3, 5), draw(4, 3, seed=1).square()),
+    "shared rows, many": lambda: SharedRows(draw(7, 3), draw(4, 7, seed=1).square()),
+    "shared rows, a dead unit": lambda: SharedRows(draw(3, 5), torch.eye(3, dtype=F64)[:2] * 0),
+    "shared rows under a mask: dead columns": lambda: SharedRows(draw(3, 4), draw(4, 3, seed=1).square(), MASK),
+    "inverse of few shared rows under a mask": lambda: SharedRows(draw(3, 4), draw(4, 3).square(), MASK).inverse(0.1),
+    "inverse of few shared rows": lambda: SharedRows(draw(3, 5), draw(4, 3, seed=1).square()).inverse(0.1),
+    "inverse of many shared rows": lambda: SharedRows(draw(7, 3), draw(4, 7, seed=1).square()).inverse(0.1),
     "arranged": arranged,
     "inverse of arranged": lambda: arranged().inverse(0.1),
 }
@@ -171,6 +190,14 @@ BAD = {
     "factors of two numbers of blocks": (lambda: Kronecker(spd(2, 3), spd(3, 3)), "expected as many blocks"),
     "a number as factor": (lambda: Kronecker(torch.tensor(1.0), spd(3)), "left has shape ()"),
     "units of one matrix": (lambda: Units(spd(3)), "matrices has shape (3, 3), expected (k, d, d)"),
+    "shared rows with weights of other rows": (
+        lambda: SharedRows(torch.ones(3, 2), torch.ones(4, 2)),
+        "weights (4, 2)",
+    ),
+    "shared rows with a mask of other columns": (
+        lambda: SharedRows(torch.ones(3, 2), torch.ones(4, 3), torch.ones(4, 3)),
+        "mask",
+    ),
     "a quasi-diagonal without cross terms": (lambda: QuasiDiagonal(torch.ones(2, 3), torch.ones(2, 3)), "cross (2, 3)"),
     "parts that leave a parameter out": (lambda: Arranged(arranged().space, arranged().parts[:2]), "parts cover"),
     "an operator of another size": (
@@ -186,3 +213,18 @@ def test_what_does_not_fit_is_refused(case: str):
     with pytest.raises(ValueError) as caught:
         build()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", [3, 7], ids=["fewer than columns", "more than columns"])
+def test_shared_rows_are_the_units_blocks(rows, masked):
+    activations, weights = draw(rows, 4), draw(4, rows, seed=1).square()
+    mask = MASK if masked else torch.ones(4, 4, dtype=F64)
+    each = activations * mask.unsqueeze(1)
+    blocks = torch.einsum("ks,ksd,kse->kde", weights, each, each)
+    operator = SharedRows(activations, weights, mask if masked else None)
+    assert_close(operator.blocks(), blocks)
+    vector = draw(16, seed=2)
+    for damping in (1e-6, 0.1, 10.0):
+        expected = torch.linalg.solve(torch.block_diag(*blocks) + damping * torch.eye(16, dtype=F64), vector)
+        assert_close(operator.inverse(damping).mv(vector), expected, rtol=1e-7 if damping < 0.1 else 1e-11)

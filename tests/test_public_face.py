@@ -74,10 +74,15 @@ def test_every_public_name_has_a_docstring(name: str):
     assert inspect.getdoc(module)
 
 
+def nearest(module: str) -> str:
+    """The module or the innermost folder around it that says what is public."""
+    return max((name for name in MODULES if f"{module}.".startswith(f"{name}.")), key=len, default="")
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_the_api_docs_list_every_public_name(name: str):
-    """Under `::: the folder`, or under the module of it that holds the name."""
-    listed = [n for module, names in documented().items() if f"{module}.".startswith(f"{name}.") for n in names]
+    """Under `::: the folder`, or under the module of it that holds the name; a folder within speaks for itself."""
+    listed = [n for module, names in documented().items() if nearest(module) == name for n in names]
     assert sorted(listed) == sorted(MODULES[name].__all__), f"docs/api: the members of {name} are not its __all__"
 
 

@@ -10,7 +10,7 @@ from lab import Settings, contestants, race, task
 
 import natgrad as ng
 from natgrad.experiments import LabError, execute
-from natgrad.experiments.contestants import grid, structured
+from natgrad.experiments.contestants import grid, sgd, structured
 from natgrad.experiments.race import final_loss
 from natgrad.experiments.records import Record
 from natgrad.report import build, summarise
@@ -169,6 +169,11 @@ def test_the_verdict_says_who_lost(ours, theirs, said):
     assert said in verdict(entries, "nats", 1.0, 100)
 
 
+def test_sentences_begin_with_a_capital():
+    said = verdict([made("K-FAC", (1.0, 1.1)), made("natural gradient", (3.0, 3.2))], "nats", 1.0, 100)
+    assert ". Natural gradient ends 3 times higher (3.1)." in said
+
+
 def test_step_for_step_is_told_beside_second_for_second():
     entries = [made("Adam", (1.0, 1.1), steps=400), made("natural gradient", (3.0, 3.2), steps=60)]
     said = verdict(entries, "nats", 1.0, 60)
@@ -186,6 +191,15 @@ def test_the_verdict_says_who_is_ahead_on_the_test_part():
 def test_a_contestant_that_broke_down_is_named():
     entries = [made("Adam", (1.0, 1.1)), made("natural gradient", (float("nan"), float("inf")))]
     assert "Natural gradient broke down" in verdict(entries, "nats", 1.0, 10)
+
+
+def test_a_choice_that_broke_down_in_the_tuning_leaves_the_race_on_equal_seconds(tmp_path):
+    among = race(task(among=(sgd(grid(batch=(8,), lr=(0.1, 3e38))), contestants()[1])))
+    result = summarise(execute(among, Settings(seconds=0.05, steps=None), [0], tmp_path)).results[0]
+    broken = next(one for entry in result.entries for one in entry.grid if one.choice.get("lr") == 3e38)
+    assert broken.loss == float("inf")
+    assert not broken.chosen
+    assert result.seconds == 0.05
 
 
 def test_what_came_after_the_budget_does_not_count():

@@ -394,12 +394,6 @@ def test_a_tied_embedding_s_corrected_block_is_closer():
     assert distances[1] < 0.999 * distances[0]
 
 
-def test_a_large_tied_table_keeps_the_diagonal_of_its_left_factor():
-    whole, small = (tied_parts(ng.Kronecker(estimate=EXACT, largest=n))[0] for n in (8192, 4))
-    assert_close(small.left, whole.left.diagonal(), 1e-13)
-    assert_close(small.right, whole.right, 1e-13)
-
-
 def test_linear_layers_with_one_weight_count_all_their_calls():
     # as one layer called twice: the same positions, the same factors
     tied, params = ALL_CASES["tied"].make()

@@ -18,6 +18,7 @@ from natgrad.densities import (
     check_continuous,
     check_density,
     check_mask,
+    check_weights,
     guarded,
     settled,
     vjp,
@@ -135,21 +136,25 @@ def ratio_matching_loss(
     X: Tensor,
     *,
     mask: Tensor | None = None,
+    weights: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """mean over X of J(x) = sum_i sigmoid(-r_i)^2, r_i = log p(x) - log p(x with bit i flipped), Hyvarinen 2007.
 
-    X: (b, N) of 0 and 1. The rest as in `score_matching_loss`. The divergence is 2 J + const; the metric that belongs
-    to J is `ng.ratio_metric`. Costs N + 1 evaluations of log_p. ValueError for data that is not binary.
+    X: (b, N) of 0 and 1.   weights: (b,), how often each example came, or its probability: the mean is then weighted,
+    and X may be a table of distinct states. The rest as in `score_matching_loss`. The divergence is 2 J + const; the
+    metric that belongs to J is `ng.ratio_metric`. Costs N + 1 evaluations of log_p. ValueError for data that is not
+    binary.
     """
     density = as_density(log_p)
     dtype = next(iter(params.values())).dtype if params else torch.get_default_dtype()
     inputs = check_binary(check_density(density, params, X).detach(), dtype)
-    weights = check_mask(mask, inputs)
+    counted, shares = check_mask(mask, inputs), check_weights(weights, inputs)
 
     def term(point: Params, dims: list[int]) -> Tensor:
         entries = torch.sigmoid(-density.ratios(point, inputs, dims)).square()
-        return (entries if weights is None else entries * weights[:, dims]).sum(1).mean()
+        each = (entries if counted is None else entries * counted[:, dims]).sum(1)
+        return each.mean() if shares is None else shares.to(each.dtype) @ each
 
     return announce(log_p, inputs, _summed(density, term, params, inputs, chunk_size))
 

@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 EXPERIMENTS = {
+    "boltzmann_ratio": "natgrad.experiments.boltzmann_ratio:STUDY",
     "digits": "natgrad.experiments.digits:RACE",
     "fashion": "natgrad.experiments.fashion:RACE",
     "fashion_cnn": "natgrad.experiments.fashion_cnn:RACE",
@@ -71,6 +72,11 @@ EXPERIMENTS = {
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
     "pascanu_2013_order": "natgrad.experiments.pascanu_2013_order:STUDY",
     "pascanu_2013_restricted_mnist": "natgrad.experiments.pascanu_2013_restricted_mnist:RACE",
+    "varady_2022_lines": "natgrad.experiments.varady_2022:LINES",
+    "varady_2022_digits": "natgrad.experiments.varady_2022:DIGITS",
+    "varady_2022_mnist": "natgrad.experiments.varady_2022:MNIST",
+    "varady_2022_fashion": "natgrad.experiments.varady_2022:FASHION",
+    "varady_2022_faces": "natgrad.experiments.varady_2022:FACES",
 }
 
 

@@ -60,6 +60,11 @@ def structured(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: It
     return Contestant(name, tuple(grid), build)
 
 
+def kfac(grid: Iterable[Choice]) -> Contestant:
+    """K-FAC as a drop-in: `ng.kfac`. Choices: batch, and arguments of the recipe."""
+    return structured("K-FAC", ng.kfac, grid)
+
+
 FAMILY = {
     "kfac": ("K-FAC", ng.kfac),
     "ekfac": ("EKFAC", ng.ekfac),

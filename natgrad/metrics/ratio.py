@@ -9,25 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.densities import Density, LogP, as_density, check_binary, check_density, check_mask, guarded
+from natgrad.densities import (
+    Density,
+    LogP,
+    as_density,
+    check_binary,
+    check_density,
+    check_mask,
+    check_weights,
+    guarded,
+)
 from natgrad.metrics.base import Metric
-from natgrad.metrics.score import Diagonals, check_chunks, chunked, examples_of, pulled
-from natgrad.operators import Form, Operator
+from natgrad.metrics.score import LARGEST_ROOT, Diagonals, check_chunks, chunked, examples_of, pulled
+from natgrad.operators import Form, LowRank, Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params
 
 
 def ratio_metric(
-    log_p: LogP | nn.Module | Density, *, mask: Tensor | None = None, chunk_size: int | None = None
+    log_p: LogP | nn.Module | Density,
+    *,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> RatioMetric:
     """G = 2 E_x sum_i [s_i (1 - s_i)]^2 grad r_i grad r_i^T, s_i = sigmoid(r_i).
 
     r_i = log p(x) - log p(x with bit i flipped). `.at(params, X)`, X (b, N) of 0 and 1: the mean over its examples. It
     is the Hessian of the mean of J (`ng.ratio_matching_loss`; Hyvarinen 2007) where the data come from the model.
-    log_p, mask, chunk_size: as in `score_metric`.
+    log_p, mask, chunk_size: as in `score_metric`.   weights: (b,), how often each example of X came, as for the loss;
+    with the model's own probabilities of all states, the expectation is the model's. Not together with chunk_size.
     """
     check_chunks(chunk_size)
-    return RatioMetric(as_density(log_p), log_p, mask, chunk_size)
+    if weights is not None and chunk_size is not None:
+        raise ValueError("weights and chunk_size do not go together: leave one of them out")
+    return RatioMetric(as_density(log_p), log_p, mask, weights, chunk_size)
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class RatioMetric(Metric):
     density: Density
     log_p: Any
     mask: Tensor | None = field(default=None, compare=False)
+    weights: Tensor | None = field(default=None, compare=False)
     chunk_size: int | None = None
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
@@ -46,10 +63,30 @@ class RatioMetric(Metric):
             return chunked(examples, self.chunk_size, partial(self._term, params, random))
 
     def _term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
-        return pulled(self.density.ratios, params, examples, random, partial(self._form, examples))
+        closed = self._closed(params, examples)
+        if closed is not None:
+            return closed
 
-    def _form(self, examples: Tensor, ratios: Tensor) -> Form:
+        def form(ratios: Tensor) -> Form:
+            return Diagonals(self.entries(examples, ratios))
+
+        return pulled(self.density.ratios, params, examples, random, form)
+
+    def entries(self, examples: Tensor, ratios: Tensor) -> Tensor:
+        """What grad r_i grad r_i^T counts with, (b, N)."""
         slopes = torch.sigmoid(ratios) * torch.sigmoid(-ratios)  # not s (1 - s), which rounds to 0
         entries = 2 * slopes.square()
-        weights = check_mask(self.mask, examples)
-        return Diagonals(entries if weights is None else entries * weights)
+        counted, shares = check_mask(self.mask, examples), check_weights(self.weights, examples)
+        entries = entries if counted is None else entries * counted
+        return entries if shares is None else entries * (len(examples) * shares.to(entries)).unsqueeze(1)
+
+    def _closed(self, params: Params, examples: Tensor) -> LowRank | None:
+        """The root from the density's own Jacobian of the ratios, where it has one and it is small enough."""
+        if sum(p.numel() for p in params.values()) * examples.numel() > LARGEST_ROOT:
+            return None
+        with torch.no_grad():
+            jacobian = self.density.ratio_jacobian(params, examples)  # (b, N, K)
+            if jacobian is None:
+                return None
+            entries = self.entries(examples, self.density.ratios(params, examples)) / len(examples)
+        return LowRank((entries.sqrt().unsqueeze(2) * jacobian).flatten(0, 1).mT)

@@ -60,18 +60,30 @@ class ScoreMetric(Metric):
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        examples = check_density(self.density, params, examples_of(inputs)).detach()
-        check_continuous(examples)
+        examples = self._examples(params, inputs)
         with guarded(self.density, params, examples):
-            if self.langevin is not None:
-                examples = self.langevin.draw(self.density, params, examples, self.generator)
             return chunked(examples, self.chunk_size, partial(self._term, params, random))
 
+    def graph(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Pullback:
+        """The same, pulled back through one graph of the score, whatever closed forms there are and in no chunks."""
+        examples = self._examples(params, inputs)
+        with guarded(self.density, params, examples):
+            return self._pulled(params, random, examples)
+
+    def _examples(self, params: Params, inputs: Any) -> Tensor:
+        examples = check_density(self.density, params, examples_of(inputs)).detach()
+        check_continuous(examples)
+        if self.langevin is None:
+            return examples
+        with guarded(self.density, params, examples):
+            return self.langevin.draw(self.density, params, examples, self.generator)
+
     def _term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
-        seed = int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
         closed = self._closed(params, examples)
-        if closed is not None:
-            return closed
+        return self._pulled(params, random, examples) if closed is None else closed
+
+    def _pulled(self, params: Params, random: RandomState | None, examples: Tensor) -> Pullback:
+        seed = int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
         return pulled(self.density.scores, params, examples, random, partial(self._form, examples, seed))
 
     def _form(self, examples: Tensor, seed: int, scores: Tensor) -> Form:

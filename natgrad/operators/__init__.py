@@ -12,7 +12,9 @@ from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
+from natgrad.operators.shared import SharedRows
 from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
+from natgrad.operators.tiled import Tiled
 from natgrad.operators.units import QuasiDiagonal, Units
 
 __all__ = [
@@ -37,11 +39,13 @@ __all__ = [
     "QuasiDiagonal",
     "Rows",
     "Scaled",
+    "SharedRows",
     "Shifted",
     "Spectral",
     "Spiked",
     "SpikedKronecker",
     "Spikes",
     "Sum",
+    "Tiled",
     "Units",
 ]

@@ -14,7 +14,8 @@ class Kronecker(Operator):
 
     For a linear layer y = W x, A is the output factor E[d d^T] and B the input factor E[x x^T]. A leading dimension
     stands for independent blocks (the groups of a convolution): A (k, p, p), B (k, q, q), n = k p q. A factor (p,)
-    stands for its diagonal matrix (the token frequencies of an embedding).
+    stands for its diagonal matrix (the token frequencies of an embedding). Two leading dimensions broadcast: A
+    (k, 1, p, p) with B (1, m, q, q) or B (q, q) are the products of `Tiled`.
     factored: `inverse` is K-FAC's (A + pi sqrt(damping) I)^-1 (x) (B + sqrt(damping) / pi I)^-1, cheaper than the exact
     inverse, whose eigendecompositions it does without, and different from it.
     ValueError if a factor is not square, or if the factors differ in dtype, device or number of blocks.
@@ -28,13 +29,14 @@ class Kronecker(Operator):
             raise ValueError(
                 f"left is {left.dtype} on {left.device}, right {right.dtype} on {right.device}; convert one with .to()"
             )
-        if left.shape[:-2] != right.shape[:-2]:
+        if left.shape[:-2] != right.shape[:-2] and 4 not in (left.dim(), right.dim()):
             raise ValueError(
                 f"left has shape {tuple(left.shape)}, right {tuple(right.shape)}, expected as many blocks of one as of "
                 "the other"
             )
         self.left, self.right, self.factored = left, right, factored
-        self.matrix_shape = (*right.shape[:-2], left.shape[-1], right.shape[-1])
+        lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        self.matrix_shape = (*lead, left.shape[-1], right.shape[-1])
         self.size = torch.Size(self.matrix_shape).numel()
         self.dtype, self.device = left.dtype, left.device
 

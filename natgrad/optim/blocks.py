@@ -216,6 +216,20 @@ def dense(p: Tensor) -> Tensor:
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
+def penalised(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
+    """The gradient of loss + l2 / 2 |theta|^2."""
+    return torch.add(gradient, p, alpha=l2) if l2 else gradient
+
+
+def running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tensor:
+    """The gradient's running mean, kept in a parameter's state, corrected for its start."""
+    if decay == 0:
+        return gradient
+    state["count"] = state.get("count", 0) + 1
+    state["mean"] = state["mean"].lerp_(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
+    return state["mean"] / (1 - decay ** state["count"])
+
+
 def dot(first: Tensor, second: Tensor) -> Tensor:
     """Inner product of two tensors, without a copy where they lie in one piece."""
     return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))

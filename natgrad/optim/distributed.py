@@ -6,7 +6,7 @@ running averages, weighted by rows. All else follows from equal numbers: every p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +100,15 @@ class Roll:
     """Who heard what in one pass, over all processes.
 
     failed: whether anybody's pass was not finite.   layers, names: rows by layer and by parameter without a layer.
-    refused: layers that did not explain somebody's gradients.
+    refused: layers that did not explain somebody's gradients.   tokens: matrices that somebody looked rows up in, and
+    did nothing else with.
     """
 
     failed: bool
     layers: dict[str, int]
     names: dict[str, int]
     refused: set[str]
+    tokens: set[str]
 
 
 def call_roll(
@@ -117,28 +119,32 @@ def call_roll(
     heard: Mapping[str, bool] | None,
     squares: Sequence[str] = (),
     rows: int = 0,
+    tokens: Collection[str] = (),
 ) -> Roll:
     """Agree on one pass. heard: this process's layers, and whether they explained its gradients; None: it failed."""
     known = {} if heard is None else heard
     entries = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
     entries += [known.get(key) is False for key in layers]
+    entries += [key in tokens for key in layers]
     entries += [rows if name in squares else 0 for name in names]
     failed, *found = entries
     if ranks.size > 1:
         failed, *found = ranks.sum(torch.tensor([int(entry) for entry in entries], device=device)).tolist()
     size = len(layers)
+    used, refused, looked = (found[i * size : (i + 1) * size] for i in range(3))
     return Roll(
         bool(failed),
-        {key: count for key, count in zip(layers, found[:size], strict=True) if count},
-        {name: count for name, count in zip(names, found[2 * size :], strict=True) if count},
-        {key for key, count in zip(layers, found[size : 2 * size], strict=True) if count},
+        {key: count for key, count in zip(layers, used, strict=True) if count},
+        {name: count for name, count in zip(names, found[3 * size :], strict=True) if count},
+        {key for key, count in zip(layers, refused, strict=True) if count},
+        {key for key, count in zip(layers, looked, strict=True) if count},
     )
 
 
-def unheard(layer: Layer, cotangents: int, like: Tensor) -> Seen:
-    """A pass of a layer that this process did not use: it adds zeros to the others' sums."""
+def unheard(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
+    """A pass of a layer that this process did not use: it adds zeros to the others' sums, in the shapes of theirs."""
     groups, outputs, columns = layer.layout.matrix_shape
-    if isinstance(layer, EmbeddingLayer):
+    if by_token or isinstance(layer, EmbeddingLayer):
         tokens = torch.zeros(1, 1, dtype=torch.long, device=like.device)
         return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0)
     deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents

@@ -17,7 +17,7 @@ from natgrad.pure import Labelled, as_call
 from natgrad.rules import LineSearch, Rule
 from natgrad.solvers import CG, Auto, Solver
 from natgrad.spaces import check_parameters, trainable
-from natgrad.structures import Structure
+from natgrad.structures import Layerwise, Structure
 
 LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.inf, "kl_share": math.inf}
 LIMITS |= {"weight_decay": math.inf, "l2": math.inf}
@@ -102,3 +102,29 @@ def check_key(key: str, value: float, most: float) -> None:
         raise ValueError("momentum is 1, expected less than 1: a running mean that forgets nothing takes nothing in")
     if key in ("damping", "max_kl", "kl_share") and value == 0:
         raise ValueError(f"{key} is 0, expected a number > 0" + ("" if key == "damping" else "; math.inf for no bound"))
+
+
+def check_blocks(model: Any, structure: Any, **intervals: int) -> None:
+    """TypeError unless a module and a structure in blocks per layer, ValueError for an interval below one step."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module: its layers are the blocks")
+    if not isinstance(structure, Layerwise):
+        raise TypeError(f"structure is {structure!r}, expected one in blocks per layer such as ng.Kronecker(0.95)")
+    for name, every in intervals.items():
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"{name} is {every}, expected an integer >= 1")
+
+
+def checked_group(group: Mapping[str, Any], known: Mapping[int, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group with its parameters as a list. ValueError for strangers, or a key outside its range.
+
+    known: names of the model's parameters by id.
+    """
+    given = group["params"]
+    params = [given] if isinstance(given, Tensor) else list(given)
+    strangers = [tuple(p.shape) for p in params if id(p) not in known]
+    if strangers:
+        raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
+    for key, most in LIMITS.items():
+        check_key(key, group.get(key, defaults[key]), most)
+    return {**group, "params": params}

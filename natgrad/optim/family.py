@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from natgrad.damping import Damping
 from natgrad.families import Likelihood
 from natgrad.optim.structured import StructuredNaturalGradient
 from natgrad.structures import (
@@ -28,7 +29,7 @@ def kfac(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.03,
+    damping: float | Damping = 0.03,
     update_every: int = 20,
     invert_every: int = 20,
     max_kl: float = math.inf,
@@ -72,7 +73,7 @@ def ekfac(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.03,
+    damping: float | Damping = 0.03,
     update_every: int = 20,
     invert_every: int = 20,
     max_kl: float = math.inf,
@@ -117,7 +118,7 @@ def diagonal(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.1,
+    damping: float | Damping = 0.1,
     update_every: int = 20,
     invert_every: int = 20,
     max_kl: float = math.inf,
@@ -161,7 +162,7 @@ def unitwise(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.1,
+    damping: float | Damping = 0.1,
     update_every: int = 20,
     invert_every: int = 20,
     max_kl: float = math.inf,
@@ -205,7 +206,7 @@ def online_ng(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.1,
+    damping: float | Damping = 0.1,
     update_every: int = 20,
     invert_every: int = 20,
     max_kl: float = math.inf,
@@ -252,7 +253,7 @@ def tonga(
     lr: float = 1.0,
     *,
     momentum: float = 0.9,
-    damping: float = 0.3,
+    damping: float | Damping = 0.3,
     update_every: int = 20,
     invert_every: int = 20,
     max_kl: float = math.inf,

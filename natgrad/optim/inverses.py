@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from natgrad.linalg import KroneckerEigen
-from natgrad.operators import Diagonal, Kronecker, Operator, QuasiDiagonal, Spectral, Spiked, Units
+from natgrad.operators import Diagonal, Kronecker, Operator, QuasiDiagonal, Spectral, Spiked, Tiled, Units
 from natgrad.operators.units import QuasiDiagonalInverse
+from natgrad.pure import leaves
 
 Packed = dict[str, Any]
 
@@ -23,6 +23,9 @@ def packed(inverse: Operator) -> Packed:
         return {"kind": "spectral", "spectrum": inverse.spectrum} | vectors
     if isinstance(inverse, Spiked):
         return {"kind": "spiked", "spectrum": inverse.spectrum, "left": inverse.left, "right": inverse.right}
+    if isinstance(inverse, Tiled):
+        grid, shape = list(inverse.grid), list(inverse.matrix_shape)
+        return {"kind": "tiled", "grid": grid, "shape": shape, "tiles": packed(inverse.tiles)}
     if isinstance(inverse, Units):
         return {"kind": "units", "matrices": inverse.matrices}
     if isinstance(inverse, QuasiDiagonalInverse):
@@ -45,6 +48,8 @@ def unpacked(found: Packed) -> Operator:
         return Spectral(eigen, spectrum)
     if kind == "spiked":
         return Spiked(found["left"], found["right"], found["spectrum"])
+    if kind == "tiled":
+        return Tiled(unpacked(found["tiles"]), tuple(found["grid"]), tuple(found["shape"]))
     if kind == "units":
         return Units(found["matrices"])
     if kind == "quasi":
@@ -54,7 +59,7 @@ def unpacked(found: Packed) -> Operator:
 
 def finite(inverse: Operator) -> bool:
     """Whether every number of a packed inverse is finite."""
-    return all(bool(torch.isfinite(t.sum())) for t in packed(inverse).values() if isinstance(t, Tensor))
+    return all(bool(torch.isfinite(t.sum())) for t in leaves(packed(inverse)))
 
 
 def robust_inverse(operator: Operator, damping: float) -> Operator | None:

@@ -41,6 +41,11 @@ class Objective(ABC):
         self._keep(vector, value)
         return self(vector), self.space.flatten(parts)
 
+    def at(self, step: dict[str, Tensor]) -> float:
+        """The loss at theta + step, by name; NaN where it is not finite."""
+        value = self._evaluate(step)
+        return value if math.isfinite(value) else math.nan
+
     def _keep(self, vector: Tensor, value: float) -> None:
         self._last = vector, value if math.isfinite(value) else math.nan
 

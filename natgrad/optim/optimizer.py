@@ -193,8 +193,8 @@ class NaturalGradient(Optimizer):
             for p in group["params"]:
                 held = self.structure.held(p.numel(), total)
                 held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
-                name = type(self.structure).__name__ if p.requires_grad else "frozen"
-                rows.append(Row(known[id(p)], name, p.numel(), held))
+                kind = self.structure.kind_of(known[id(p)], self._memory) if p.requires_grad else "frozen"
+                rows.append(Row(known[id(p)], kind, p.numel(), held))
         return rows
 
     def state_report(self) -> StateReport:
@@ -221,6 +221,7 @@ class NaturalGradient(Optimizer):
             "preconditioner": self._prepared,
             "steps": self._last.step,
             "failures": self._last.failures,
+            "refused": self._last.refused,
             "generator": None if generator is None else generator.get_state(),
         }
         return {**super().state_dict(), EXTRA: extra}
@@ -243,7 +244,7 @@ class NaturalGradient(Optimizer):
             kept and map_tensors(kept, lambda t: t.to(device).clone())
             for kept in (extra["memory"], extra.get("preconditioner"))
         )
-        self._last = StateReport(step=extra["steps"], failures=extra["failures"])
+        self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
         if generator is not None:
             generator.set_state(extra["generator"].cpu())
 
@@ -293,7 +294,7 @@ class NaturalGradient(Optimizer):
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
-        report = told(self._last, model, step, solution, ratio, failed)
+        report = told(self._last, model, step, solution, ratio, failed, refused)
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
         self._commit(point, step, velocities, solution, decay=not (failed or refused))

@@ -181,8 +181,10 @@ class Reader:
 
     def _agreed(self, own: Reading, heard: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
-        layers = self._all
-        roll = call_roll(self.ranks, self._device, list(layers), list(self.named), heard, list(own.squares), own.rows)
+        layers, tokens = self._all, {one.key for one in own.layers if one.by_token}
+        roll = call_roll(
+            self.ranks, self._device, list(layers), list(self.named), heard, list(own.squares), own.rows, tokens
+        )
         if roll.failed:
             return None
         self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
@@ -191,7 +193,9 @@ class Reader:
         self.trusted |= {claim for layer in kept.values() for claim in layer.claims}
         seen, cotangents = {one.key: one for one in own.layers}, max((len(one.deltas) for one in own.layers), default=1)
         passed = [
-            seen[key] if key in seen else unheard(layer, cotangents, self._zeros(layer.layout.names[0]))
+            seen[key]
+            if key in seen
+            else unheard(layer, cotangents, self._zeros(layer.layout.names[0]), key in roll.tokens)
             for key, layer in kept.items()
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}

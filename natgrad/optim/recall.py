@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from natgrad.densities import listen_to
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
-from natgrad.pure import Call, RandomState, is_evaluating, map_tensors
+from natgrad.pure import Call, RandomState, is_evaluating, leaves, map_tensors
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class Recall:
     """What happened since the last step: the last training pass, the last loss's targets, data to observe.
 
     paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
-    divided by.   scale: the same under reduction='sum', added up over the losses that `backward` went through since the
-    gradients were cleared (a sum over micro-batches has the sum of their counts); 0 for none.   losses: those same
-    losses in units of their means, each with its rows.   computed: all losses since the last step, with theirs.
+    divided by.   dtype: of its outputs.   scale: the divisors under reduction='sum', added up over the losses that
+    `backward` went through since the gradients were cleared (a sum over micro-batches has the sum of their counts); 0
+    for none.   losses: those same losses in units of their means, each with its rows.   computed: all losses since the
+    last step, with theirs.
     observed: for the metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on
     observed data.
     """
@@ -79,6 +80,7 @@ class Recall:
         self.target_versions: tuple[int, ...] = ()
         self.loss: Tensor | None = None
         self.last_scale = 1.0
+        self.dtype: torch.dtype | None = None
         self.computed: list[tuple[Tensor, int]] = []
         self.forget_gradients()
         self.observed: Data | None = None
@@ -148,7 +150,7 @@ class Recall:
         self.target_versions = versions_of(Call((targets,)))
         self.paired = self.last
         self.last_scale = float(criterion.scale(outputs, targets))
-        self.loss = value.detach() / self.last_scale
+        self.loss, self.dtype = value.detach() / self.last_scale, next(leaves(outputs)).dtype
         self.computed.append((self.loss, rows))
         if value.requires_grad:
             value.register_hook(Counter(self, self.last_scale if criterion.summed else 0.0, self.computed[-1]))

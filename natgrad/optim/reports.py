@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
@@ -38,7 +38,10 @@ class StateReport:
     the gradient that the metric leaves to the damping: near 1 where the gradient lies outside the metric's range, as on
     other data, or where the damping drowns the metric.   rate: length of the step relative to the proposal; 0 for a
     rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the start that were skipped for
-    numerical trouble.   counts: what the structure counted: examples seen, updates refused, inverses kept.
+    numerical trouble.   refused: steps that were not taken because they raised the loss.   counts: what the structure
+    counted: examples seen, updates refused, inverses kept.
+
+    Structured optimizers give damping in units of a block's mean eigenvalue, as their first parameter group has it.
     """
 
     step: int = 0
@@ -53,6 +56,7 @@ class StateReport:
     rate: float = math.nan
     gradient: float = math.nan
     failures: int = 0
+    refused: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -62,3 +66,13 @@ class StateReport:
 def show(value: float | str | None) -> str:
     """A number in four digits, anything else as it is."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def state_report(told: Mapping[str, Any], clock: Mapping[str, int]) -> StateReport:
+    """From what a structured step told, as tensors of one number, and its clock."""
+    numbers = {key: float(value) for key, value in told.items()}
+    step = clock["step"]
+    skipped = "refused" if "ratio" in numbers else "skipped" if step else "no step yet"
+    known: dict[str, Any] = {"rate": 0.0 if step else math.nan} | numbers
+    status = "stepped" if "kl" in numbers else skipped
+    return StateReport(step=step, status=status, failures=clock["failures"], refused=clock["refused"], **known)

@@ -67,7 +67,11 @@ def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective |
     if not damping.needs_ratio or objective is None:
         return None, False
     predicted = damping.predicted(model.change(step), model.slope(step))
-    change = objective(step.vector) - objective.before
+    return verdict(predicted, objective(step.vector) - objective.before)
+
+
+def verdict(predicted: float, change: float) -> tuple[float, bool]:
+    """`judge` from the two numbers."""
     if predicted < 0:
         return change / predicted, math.isnan(change)
     return math.nan, not change <= 0
@@ -83,7 +87,13 @@ def check_solution(solution: Solution) -> None:
 
 
 def told(
-    last: StateReport, model: Quadratic, step: Step, solution: Solution, ratio: float | None, failed: bool
+    last: StateReport,
+    model: Quadratic,
+    step: Step,
+    solution: Solution,
+    ratio: float | None,
+    failed: bool,
+    refused: bool,
 ) -> StateReport:
     """The report of a step after `last`."""
     size, proposed = float(step.vector.norm()), float(model.proposal.vector.norm())
@@ -101,6 +111,7 @@ def told(
         rate=size / proposed if proposed else 0.0,
         gradient=norm,
         failures=last.failures + failed,
+        refused=last.refused + refused,
         counts=dict(model.operator.counts),
     )
 

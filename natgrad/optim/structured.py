@@ -12,21 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from natgrad.damping import Damping
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.blocks import Block, Blocks, dense
+from natgrad.optim.blocks import Block, Blocks, dense, penalised, running_mean
+from natgrad.optim.clock import due, started
 from natgrad.optim.distributed import together
-from natgrad.optim.door import LIMITS, check_key, named_parameters
+from natgrad.optim.door import check_blocks, checked_group, named_parameters
+from natgrad.optim.judge import Judge, replaying, slope_along
+from natgrad.optim.objective import Closure, Objective
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
-from natgrad.optim.reports import Report, Row, StateReport
+from natgrad.optim.reports import Report, Row, StateReport, state_report
 from natgrad.optim.stride import Stride, bounded_below, sampled
 from natgrad.pure import full_precision, leaves, map_tensors
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 from natgrad.structures.taps import Release
 
-Closure = Callable[[], Tensor]
 EXTRA = "natgrad"
-RAMP = 10  # steps after which the intervals between updates grow by one
 WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
 
@@ -39,9 +41,10 @@ class StructuredNaturalGradient(Optimizer):
     is found: the minimum of the quadratic model along the direction, or where the bound on the KL is met, with the
     true metric there as the last update step measured it.   momentum: decay of the gradient's running mean
     (bias-corrected), taken before the metric, so that the whole step is in today's metric.   damping: lambda in
-    units of the mean eigenvalue of the block, which frees it of all scales.   max_kl: a step moves at most this many
-    nats per example, to second order.   kl_share: nor more than this share of the loss: where little is left to gain,
-    little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
+    units of the mean eigenvalue of the block, which frees it of all scales; with `ng.LevenbergMarquardt` it follows
+    how every fifth step does on its own pass, and one that raises the loss is not taken.   max_kl: a step moves at most
+    this many nats per example, to second order.   kl_share: nor more than this share of the loss: where little is left
+    to gain, little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
     (1 - lr * weight_decay) theta.   l2: of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient
     and in the metric.   update_every, invert_every: steps between updates of the statistics and of the
     inverses, at most: both are made at every step in the first ten, and one step later after each ten more.   measure:
@@ -50,8 +53,8 @@ class StructuredNaturalGradient(Optimizer):
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
-    A gradient that is not finite skips the step, statistics that are not finite are not taken, an inverse that fails
-    leaves its last good one in place; all are counted in `state_report().failures`.
+    A gradient that is not finite or a loss that is no number skips the step, statistics that are not finite are not
+    taken, an inverse that fails leaves its last good one in place; all are counted in `state_report().failures`.
     With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
     and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
     """
@@ -64,7 +67,7 @@ class StructuredNaturalGradient(Optimizer):
         lr: float = 1.0,
         *,
         momentum: float = 0.9,
-        damping: float = 0.03,
+        damping: float | Damping = 0.03,
         max_kl: float = math.inf,
         kl_share: float = 0.05,
         weight_decay: float = 0.0,
@@ -74,29 +77,22 @@ class StructuredNaturalGradient(Optimizer):
         measure: bool = True,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module: its layers are the blocks")
-        if not isinstance(structure, Layerwise):
-            raise TypeError(f"structure is {structure!r}, expected one in blocks per layer such as ng.Kronecker(0.95)")
-        for name, every in (("update_every", update_every), ("invert_every", invert_every)):
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"{name} is {every}, expected an integer >= 1")
+        check_blocks(model, structure, update_every=update_every, invert_every=invert_every)
         self.model, self._ranks = together(model)
         self._ranks.check(structure)
         self.criterion, self.structure = as_criterion(criterion), structure
         self._bounded = bounded_below(self.criterion)
         self.update_every, self.invert_every, self.measure = update_every, invert_every, measure
+        self._judge = Judge(damping)
         self._named = named_parameters(self.model)
         self._recall = Recall()
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
-        defaults = {"lr": lr, "momentum": momentum, "damping": damping, "max_kl": max_kl, "kl_share": kl_share}
-        super().__init__(
-            list(self._named.values()) if params is None else params,
-            {**defaults, "weight_decay": weight_decay, "l2": l2},
-        )
+        defaults = {"lr": lr, "momentum": momentum, "damping": self._judge.start, "max_kl": max_kl}
+        defaults |= {"kl_share": kl_share, "weight_decay": weight_decay, "l2": l2}
+        super().__init__(list(self._named.values()) if params is None else params, defaults)
         self._blocks = Blocks(structure, self._named, self.state)
-        self._told: dict[str, Tensor] = {}
-        self._clock = {"step": 0, "updated": -1, "inverted": -1, "measured": -1, "failures": 0}
+        self._told: dict[str, Any] = {}
+        self._clock = started()
         self._stride = Stride()
         self._pending = 0  # readings since the last step
         self._nats: Any = 1.0
@@ -132,9 +128,10 @@ class StructuredNaturalGradient(Optimizer):
         value = None
         try:
             if closure is not None:
+                self._judge.begins(next(iter(self._named.values())).device, closure)
                 with torch.enable_grad():
                     value = closure()
-            self._step()
+            self._step(closure, value)
         finally:
             self._recall.clear()
             self._reader.taps.take()
@@ -157,17 +154,7 @@ class StructuredNaturalGradient(Optimizer):
 
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, share of the full step taken, the gradient's norm, failures so far."""
-        told = {key: float(value) for key, value in self._told.items()}
-        status = "stepped" if "kl" in told else "skipped" if self._clock["step"] else "no step yet"
-        return StateReport(
-            step=self._clock["step"],
-            loss=told.get("loss", math.nan),
-            kl=told.get("kl", math.nan),
-            status=status,
-            rate=told.get("rate", 0.0 if self._clock["step"] else math.nan),
-            gradient=told.get("gradient", math.nan),
-            failures=self._clock["failures"],
-        )
+        return state_report(self._told, self._clock)
 
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""
@@ -175,14 +162,8 @@ class StructuredNaturalGradient(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters (unfrozen, created later). ValueError for parameters of another model or a bad number."""
-        given = param_group["params"]
-        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
         known = {id(p): name for name, p in self.model.named_parameters()}
-        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
-        if strangers:
-            raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
-        for key, most in LIMITS.items():
-            check_key(key, group.get(key, self.defaults[key]), most)
+        group = checked_group(param_group, known, self.defaults)
         super().add_param_group(group)
         fresh = {known[id(p)]: p for p in group["params"] if known[id(p)] not in self._named and p.requires_grad}
         if fresh:
@@ -221,7 +202,7 @@ class StructuredNaturalGradient(Optimizer):
         for i, p in zip(ids, ours, strict=True):
             if i in state_dict["state"]:  # in its own dtype: the statistics of half-precision parameters are float32
                 self.state[p] = map_tensors(state_dict["state"][i], lambda t, p=p: t.to(p.device).clone())
-        self._clock = dict(extra["clock"])
+        self._clock = started() | extra["clock"]
         self._stride.ratio = extra["ratio"]
         self._reader.trusted, self._reader.refused = set(extra["trusted"]), set(extra["refused"])
         self._blocks.state = self.state
@@ -263,7 +244,7 @@ class StructuredNaturalGradient(Optimizer):
         if taken:
             self._clock["updated"] = self._clock["step"]
 
-    def _step(self) -> None:
+    def _step(self, closure: Closure | None, value: Tensor | None) -> None:
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
@@ -272,16 +253,20 @@ class StructuredNaturalGradient(Optimizer):
         plain = isinstance(scale, float) and scale == 1
         gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
-        finite = bool(torch.isfinite(norm))  # the one synchronisation of a step between updates
+        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
+        known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
+        finite = bool(known)  # the one synchronisation of a step between updates
         if finite and not self._blocks.all:
             raise ValueError(
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode, and call "
                 "backward() on it"
             )
-        self._told = {"gradient": norm} | ({} if loss is None else {"loss": loss})
+        self._told = {"gradient": norm, "damping": self.param_groups[0]["damping"]}
+        self._told |= {} if loss is None else {"loss": loss}
         if finite:
+            self._reader.arm(False)  # what follows may call the model again
             self._invert()
-            self._move(gradients)
+            self._move(gradients, lambda: self._objective(closure, value))
         else:
             self._clock["failures"] += 1
         self._pending = 0
@@ -296,12 +281,16 @@ class StructuredNaturalGradient(Optimizer):
         self._clock["failures"] += self._blocks.invert(levels)
         self._clock["inverted"] = self._clock["step"]
 
-    def _move(self, gradients: dict[str, Tensor]) -> None:
+    def _objective(self, closure: Closure | None, value: Tensor | None) -> Objective:
+        params = {name: p for name, p in self._by_group() if p.grad is not None}
+        return self._judge.objective(self.model, self.criterion, self._recall, params, closure, value)
+
+    def _move(self, gradients: dict[str, Tensor], objective: Callable[[], Objective]) -> None:
         groups, steps, slopes = self._groups(), dict[str, Tensor](), dict[str, Tensor]()
         rates = {name: float(group["lr"]) for name, group in groups.items()}
         for block in self._blocks:
             names = [name for name in block.layout.names if name in gradients]
-            means = {name: self._mean(self._named[name], gradients[name], groups[name]) for name in names}
+            means = {name: self._mean(name, gradients[name], groups[name]) for name in names}
             if block.inverse is not None and means:
                 found, promised = self._blocks.direction(block, means, rates)
                 steps |= found
@@ -309,13 +298,22 @@ class StructuredNaturalGradient(Optimizer):
         self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
         if not steps:
             return
-        for name in steps:
-            if groups[name]["weight_decay"]:
-                self._named[name].mul_(1 - rates[name] * groups[name]["weight_decay"])
-        self._follow(steps, rates, slopes)
+        rate, kl = self._length(steps, rates, slopes)
+        if self._judge.due(self._clock):
+            moves = {name: -rates[name] * rate.to(step) * step for name, step in steps.items()}
+            if self._refuses(moves, gradients, float(kl / self._nats), objective):
+                return
+        self._told |= {"kl": kl, "rate": rate}
+        for name, step in steps.items():
+            p, decay = self._named[name], groups[name]["weight_decay"]
+            if decay:
+                p.mul_(1 - rates[name] * decay)
+            p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
 
-    def _follow(self, steps: dict[str, Tensor], rates: dict[str, float], slopes: dict[str, Tensor]) -> None:
-        """theta <- theta - rate * lr * d, the rate common to all."""
+    def _length(
+        self, steps: dict[str, Tensor], rates: dict[str, float], slopes: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The a of theta <- theta - a lr d, common to all, and the KL that it moves, in nats per example."""
         scaled = {name: rates[name] ** 2 * slope for name, slope in slopes.items()}
         whole = torch.stack(list(scaled.values())).sum()
         bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
@@ -325,10 +323,21 @@ class StructuredNaturalGradient(Optimizer):
             self._stride.measure(moves, slopes if even else scaled, self._named, self._ranks, self._penalty(moves))
             self._clock["measured"] = self._clock["step"]
         rate = self._stride.rate(bounding, self._radius(whole), self._nats)
-        for name, step in steps.items():
-            p = self._named[name]
-            p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
-        self._told |= {"kl": self._stride.kl(whole, rate, self._nats), "rate": rate}
+        return rate, self._stride.kl(whole, rate, self._nats)
+
+    def _refuses(
+        self, moves: dict[str, Tensor], gradients: dict[str, Tensor], form: float, objective: Callable[[], Objective]
+    ) -> bool:
+        """Whether a step would raise the loss; and the damping from here on. form: half the metric's along it."""
+        strengths = {name: float(group["l2"]) for name, group in self._groups().items()}
+        slope, penalty = slope_along(moves, gradients, self._named, strengths)
+        rows = sum(count for _, count in self._recall.losses or self._recall.computed)
+        with replaying(self.model, self._recall):
+            change = self._judge.change(objective(), moves, rows, self._ranks) + penalty
+        ratio, refused = self._judge.verdict(change, slope, form)
+        self._judge.adapt(self.param_groups, self._clock, ratio, refused)
+        self._told["ratio"] = ratio
+        return refused
 
     def _penalty(self, moves: dict[str, Tensor]) -> Tensor | float:
         """moves^T (l2 I) moves."""
@@ -355,20 +364,12 @@ class StructuredNaturalGradient(Optimizer):
             bound = bound * self._told["loss"].to(like).nan_to_num(nan=math.inf)
         return bound.clamp(max=most) * min(1.0, (self._clock["step"] + 1) / WARM)
 
-    def _mean(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """The gradient's running mean, corrected for its start; with the penalty's gradient."""
-        decay, state = group["momentum"], self.state[p]
-        if group["l2"]:
-            gradient = torch.add(gradient, p, alpha=group["l2"])
-        if decay == 0:
-            return gradient
-        state["count"] = state.get("count", 0) + 1
-        state["mean"] = state["mean"].lerp_(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
-        return state["mean"] / (1 - decay ** state["count"])
+    def _mean(self, name: str, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        p = self._named[name]
+        return running_mean(self.state[p], penalised(gradient, p, group["l2"]), group["momentum"])
 
     def _due(self, event: str, every: int) -> bool:
-        step = self._clock["step"]
-        return step - self._clock[event] >= min(every, 1 + step // RAMP)
+        return due(self._clock, event, every)
 
     def _by_group(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(p): name for name, p in self._named.items()}

@@ -140,7 +140,7 @@ def result(task: dict[str, Any], records: Sequence[Record]) -> Result | None:
     target = losses[min(1, len(losses) - 1)]
     entries = [entry(name, runs, _of(mine, name, "tune"), target) for name, runs in raced.items()]
     header = mine[0].header
-    in_time = all(r.end["end"] == "seconds" for r in mine)
+    in_time = all(r.end["end"] == "seconds" for runs in raced.values() for r in runs)
     made = Result(
         name=task["name"],
         title=task["title"],
@@ -280,7 +280,7 @@ def _compared(ours: Entry, other: Entry) -> str:
     times = (high.middle or math.inf) / max(low.middle or 0.0, 1e-300)
     certainty = ", on one seed" if one else ""
     if ahead:
-        return f"{other.name} ends {factor(times)} higher ({short(b.middle)}{certainty})."
+        return f"{capital(other.name)} ends {factor(times)} higher ({short(b.middle)}{certainty})."
     return f"{capital(ours.name)} loses here: it ends {factor(times)} higher ({short(a.middle)}{certainty})."
 
 

@@ -2,6 +2,7 @@
 
 from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.blocks import Blocks
 from natgrad.structures.covariance import LowRankCovariance
 from natgrad.structures.diagonal import Diagonal, UnitWise
 from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Sampled
@@ -20,6 +21,7 @@ from natgrad.structures.preconditioners import (
 __all__ = [
     "AdaptiveInverse",
     "Averaged",
+    "Blocks",
     "Dense",
     "Diagonal",
     "DiagonalPreconditioner",

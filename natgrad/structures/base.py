@@ -26,6 +26,10 @@ class Structure(ABC):
         holds all of it. params, inputs, random: as for `Metric.at`. The memory passed in is not changed.
         """
 
+    def kind_of(self, name: str, memory: Memory | None) -> str:
+        """What a parameter got at the last update, for reports."""
+        return type(self).__name__
+
     def held(self, size: int, total: int) -> int:
         """How many numbers are remembered between steps for a parameter of `size` entries, `total` being trained."""
         return 0

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.densities import Density, Energy
 from natgrad.metrics import Metric
-from natgrad.operators import Linearization, Pullback, Rows
-from natgrad.pure import RandomState
+from natgrad.metrics.score import ScoreMetric
+from natgrad.operators import Linearization, OutputMap, Pullback, Rows
+from natgrad.operators.linearization import output_map
+from natgrad.operators.rows import batch_of
+from natgrad.pure import PureModel, RandomState
 from natgrad.spaces import Params, Space
 from natgrad.structures.estimates import Estimate, Outputs
 from natgrad.structures.layers import known_layers
 from natgrad.structures.passes import passes
 from natgrad.structures.statistics import Seen
 from natgrad.structures.taps import Tap, derivatives
-from natgrad.structures.traced import Product, Traced, products, second_layers, traced_layers
+from natgrad.structures.traced import Product, Traced, matrices_of, products, second_layers, traced_layers
 
 PROBES = 8
 LARGEST = 2**25  # entries of row gradients that are written out for parameters without a layer
@@ -77,9 +81,12 @@ def tapped(
 
     With `trusted`, those of trusted layers alone.
     """
-    model, taps = getattr(metric, "model", None), list[Tap]()
+    model, density, taps = getattr(metric, "model", None), getattr(metric, "density", None), list[Tap]()
     known = known_layers(model, Space(params)) if isinstance(model, nn.Module) else {}
     matrices = traced_layers(model, Space(params), known.values()) if isinstance(model, nn.Module) else []
+    if isinstance(density, Density):  # its layers' calls lie inside a derivative: their matrices are found in the graph
+        inside = isinstance(density, Energy)
+        matrices = traced_layers(density.module, Space(params), ()) if inside else matrices_of(params)
     spare = second_layers(known.values())
     if trusted is not None:
         known = {module: layer for module, layer in known.items() if trusted.issuperset(layer.claims)}
@@ -91,7 +98,8 @@ def tapped(
 
     handles = [module.register_forward_hook(hook) for module in known]
     try:
-        pullback = metric.at(params, inputs, random=random)
+        at = metric.graph if isinstance(metric, ScoreMetric) else metric.at
+        pullback = at(params, inputs, random=random)
     finally:
         for handle in handles:
             handle.remove()
@@ -101,7 +109,16 @@ def tapped(
             "ng.fisher(model, criterion) with chunk_size=None; or use the structure ng.Exact()"
         )
     line = pullback.linearization
-    return pullback, [*taps, *products(line.graph, matrices, line.leaves)], spare
+    found = products(line.graph, matrices, line.leaves)
+    if isinstance(density, Density):
+        found = by_example(found, batch_of(line.function, len(line.outputs)))
+    return pullback, [*taps, *found], spare
+
+
+def by_example(found: Sequence[Product], examples: int) -> list[Product]:
+    """The products of matrices that meet one row per example everywhere: whose rows are whose is certain there only."""
+    unclear = {product.layer for product in found if len(product.inputs) != examples}
+    return [product for product in found if product.layer not in unclear]
 
 
 def seconds(
@@ -117,13 +134,12 @@ def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.
 
     eps: of the coarsest dtype on the way (autocast), if that is not the layer's own.
     """
-    found, dense = seen.gradient(), {}
-    for name in seen.layer.layout.names:
-        gradient = gradients.get(name)
-        if gradient is None:
-            return False
-        dense[name] = gradient.to_dense().to(found.dtype)
-    expected = seen.layer.layout.join(dense)
+    found = seen.gradient()
+    reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
+    if not reached:
+        return False
+    parts = seen.layer.layout.split(torch.zeros_like(found))  # the bias of an energy moves no score
+    expected = seen.layer.layout.join(parts | {name: g.to_dense().to(found.dtype) for name, g in reached.items()})
     eps = max(eps, torch.finfo(found.dtype).eps)
     tolerance = eps**0.5 * expected.norm().clamp(min=torch.finfo(found.dtype).tiny)
     return bool((found - expected).norm() <= tolerance)
@@ -145,7 +161,7 @@ def squares_of(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, Te
 
 def row_squares(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, Tensor]:
     """`squares_of` parameters that the outputs depend on."""
-    rows = Rows(Linearization(pullback.linearization.function, rest), factor)
+    rows = Rows(Linearization(alone(pullback.linearization, rest), rest), factor)
     if rows.rank * rows.space.size <= LARGEST:
         return rows.space.unflatten(rows.squares())
     generator = torch.Generator(factor.device).manual_seed(0)
@@ -154,3 +170,17 @@ def row_squares(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, T
         bits = torch.randint(0, 2, (rows.rank,), generator=generator, device=factor.device)
         found += rows.backward((2 * bits - 1).to(rows.space.dtype)).square() / PROBES
     return rows.space.unflatten(found)
+
+
+def alone(linearization: Linearization, rest: Params) -> Callable[[Params], Tensor]:
+    """The outputs as a function of some parameters. A module fills in its own for the others, a function does not."""
+    known = output_map(linearization.function)
+    if known is None or isinstance(known.pure.model, nn.Module) or len(rest) == len(linearization.leaves):
+        return linearization.function
+    others = {name: leaf.detach() for name, leaf in linearization.leaves.items() if name not in rest}
+    model = known.pure.model
+
+    def filled(params: Params, *args: Any, **kwargs: Any) -> Any:
+        return model({**others, **params}, *args, **kwargs)
+
+    return OutputMap(PureModel(filled, known.pure.call, known.pure.random), known.rows)

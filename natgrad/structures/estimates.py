@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Likelihood
+from natgrad.metrics.score import Diagonals
 from natgrad.operators import Form, Pullback
 from natgrad.operators.linearization import output_map
 from natgrad.operators.rows import batch_of, position_cotangents
@@ -111,9 +112,15 @@ def drawn_score(outputs: Outputs, generator: torch.Generator) -> Tensor:
     form = outputs.form
     if isinstance(form, Likelihood):
         return form.score(outputs.tree, form.sample(outputs.tree, generator))
+    if isinstance(form, Diagonals):  # its root need not be written out
+        return form.entries.sqrt() * random_signs(form.entries, generator)
     root = root_of(outputs)
-    signs = torch.randint(0, 2, root[:, 0].shape, generator=generator, device=root.device).to(root.dtype) * 2 - 1
-    return torch.einsum("imq,iq->im", root, signs)
+    return torch.einsum("imq,iq->im", root, random_signs(root[:, 0], generator))
+
+
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """1 or -1 in every entry."""
+    return torch.randint(0, 2, like.shape, generator=generator, device=like.device).to(like.dtype) * 2 - 1
 
 
 def root_of(outputs: Outputs) -> Tensor:

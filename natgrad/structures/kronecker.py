@@ -9,7 +9,9 @@ from torch import Tensor
 
 from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import Kronecker as KroneckerOperator
-from natgrad.operators import Operator, Spectral, Units
+from natgrad.operators import Operator, Spectral, Tiled, Units
+from natgrad.operators.tiled import grid_of, tiled
+from natgrad.structures.cuts import Room, cut, diagonal_like
 from natgrad.structures.exchange import exchanged
 from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
@@ -24,8 +26,13 @@ from natgrad.structures.statistics import (
     token_moment,
     token_squares,
     total,
+    turned,
     unit_blocks,
 )
+
+PART = 8
+"""One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
+SIDES = ("left", "right")
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,11 @@ class Kronecker(Layerwise):
 
     reduce: take the positions of a sequence or image together (means of inputs, sums of derivatives), for losses that
     see their mean, instead of one by one.   factored: K-FAC's own damped inverse, with pi, instead of the exact one.
-    largest: a factor with more rows keeps its diagonal alone. An embedding's A is diagonal: token frequencies. Norms
-    and depthwise convolutions, with one output per group, get their exact blocks.
+    largest, budget: a factor with more rows, or more bytes, keeps as few equal blocks of its diagonal as fit; largest=1
+    keeps the diagonal. An embedding's A is diagonal: token frequencies. Norms and depthwise convolutions, with one
+    output per group, get their exact blocks.
     Exact for one example, and where inputs and derivatives are independent. Memory: the factors.
+    ValueError for a largest or a budget that no row fits.
     Martens & Grosse 2015; convolutions as in Grosse & Martens 2016; Eschenhagen et al. 2023 for shared weights.
     """
 
@@ -44,14 +53,25 @@ class Kronecker(Layerwise):
     reduce: bool = False
     factored: bool = False
     largest: int = 8192
+    budget: int = 2**28
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Room(self.largest, self.budget)
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulated(before, factors(seen, self.reduce, self.largest), decay)
+        return accumulated(before, factors(seen, self.reduce, Room(self.largest, self.budget)), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
-        return KroneckerOperator(totals["left"] / weight, totals["right"] / weight, factored=self.factored)
+        left, right = totals["left"] / weight, totals["right"] / weight
+        if is_cut(totals):
+            return Tiled.kronecker(left, right, layer.layout.matrix_shape[1:], factored=self.factored)
+        return KroneckerOperator(left, right, factored=self.factored)
+
+    def kind(self, totals: Statistics) -> str:
+        return super().kind(totals) + blocks_of(totals)
 
 
 @dataclass(frozen=True)
@@ -60,7 +80,7 @@ class EigenKronecker(Layerwise):
 
     The diagonal is that of the examples' own gradients, exact for shared weights too. With a running average, earlier
     diagonals move to the new basis as the diagonal of what they were.
-    reduce, largest: as in `Kronecker`. Memory: the factors, their eigenvectors and one number per parameter.
+    reduce, largest, budget: as in `Kronecker`. Memory: the factors, their eigenvectors and one number per parameter.
     stale: a factor's eigenvectors are kept from the last update while V^T M V is off its diagonal by at most this share
     of its norm, which one product tells; 0 takes an eigendecomposition at every update. ValueError outside [0, 1).
     George et al. 2018.
@@ -70,17 +90,20 @@ class EigenKronecker(Layerwise):
     reduce: bool = False
     largest: int = 8192
     stale: float = 0.0
+    budget: int = 2**28
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        Room(self.largest, self.budget)
         if not 0 <= self.stale < 1:
             raise ValueError(f"stale is {self.stale}, expected a share in [0, 1)")
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
+        room = Room(self.largest, self.budget)
         if seen.single:
-            return accumulated(before, factors(seen, self.reduce, self.largest), decay)
+            return accumulated(before, factors(seen, self.reduce, room), decay)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
-        totals = accumulated(moments, factors(seen, self.reduce, self.largest), decay)
+        totals = accumulated(moments, factors(seen, self.reduce, room), decay)
         vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
         kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
         eigen = basis_of(totals | kept)
@@ -96,14 +119,41 @@ class EigenKronecker(Layerwise):
         if totals[side].dim() == 1:
             return None
         old = None if before is None else before.get(f"{side}_vectors")
-        if old is not None and self.stale and bool(misfit(totals[side], old) <= self.stale):
+        if old is not None and self.stale and fits(totals[side], old, self.stale):
             return old
         return eigh(totals[side])[1]
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
-        return Spectral(basis_of(totals), totals["spectrum"] / weight)
+        found = Spectral(basis_of(totals), totals["spectrum"] / weight)
+        if not is_cut(totals):
+            return found
+        return Tiled(found, grid_of(tuple(found.spectrum.shape)), layer.layout.matrix_shape[1:])
+
+    def kind(self, totals: Statistics) -> str:
+        return super().kind(totals) + blocks_of(totals)
+
+
+def is_cut(totals: Statistics) -> bool:
+    """Whether a factor is block-diagonal: (k, 1, s, s) on the left, (1, m, t, t) on the right."""
+    return any(totals[side].dim() == 4 for side in SIDES if side in totals)
+
+
+def blocks_of(totals: Statistics) -> str:
+    """What to say of factors that are cut."""
+    cut_sides = [side for side in SIDES if side in totals and totals[side].dim() == 4]
+    cuts = [f"{side} in {totals[side].shape[:2].numel()} blocks" for side in cut_sides]
+    return f" ({', '.join(cuts)})" if cuts else ""
+
+
+def fits(factor: Tensor, vectors: Tensor, stale: float) -> bool:
+    """Whether the misfit is at most `stale`. Of some eigenvectors alone it is an upper bound.
+
+    The largest eigenvalues come last, and mostly hold nearly all of the norm: then a part of the product tells.
+    """
+    largest = vectors[..., -max(1, vectors.shape[-1] // PART) :]
+    return bool(misfit(factor, largest) <= stale) or bool(misfit(factor, vectors) <= stale)
 
 
 def misfit(factor: Tensor, vectors: Tensor) -> Tensor:
@@ -113,27 +163,31 @@ def misfit(factor: Tensor, vectors: Tensor) -> Tensor:
     return (1 - torch.where(whole > 0, found / whole, 1)).clamp(min=0).sqrt().max()
 
 
-def factors(seen: Seen, reduce: bool, largest: int) -> Statistics:
-    """left S and right A of one pass: (G, n, n), or for one group (n, n) or its diagonal (n,); or exact blocks."""
+def factors(seen: Seen, reduce: bool, room: Room) -> Statistics:
+    """left S and right A of one pass, or exact blocks.
+
+    (G, n, n); for one group (n, n), its diagonal (n,), or its blocks: (k, 1, s, s) on the left, (1, m, t, t) on the
+    right.
+    """
     if isinstance(seen, Mixed):
-        return mixed_factors([factors(part, reduce, largest) for part in seen.parts], seen.share)
+        return mixed_factors([factors(part, reduce, room) for part in seen.parts], seen.share)
     if seen.single:
         return {"blocks": total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])}
     if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
-        moment = total([factor(deltas.unsqueeze(2), largest) for deltas in seen.deltas])
+        moment = total([factor(deltas.unsqueeze(2), room, 0) for deltas in seen.deltas])
         counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
         return {"left": seen.share * counts, "right": moment}
     reduce = reduce and not seen.pooled
     pairs = [reduced(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
     a = pairs[0][0]
-    if a.shape[2] == 1 and a.shape[3] > largest:
-        right = diagonal_moment(a) * (seen.share / (a.shape[0] * a.shape[1]))
+    if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size()) > 1:
+        right = factor(a, room, 0) * (seen.share / (a.shape[0] * a.shape[1]))
     else:
         right = input_moment(a, seen.share)
     if seen.counts is not None:
         mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
         right = right * (mean.square() if reduce else mean)
-    return {"left": total([factor(deltas, largest) for _, deltas in pairs]), "right": right}
+    return {"left": total([factor(deltas, room, 1) for _, deltas in pairs]), "right": right}
 
 
 def mixed_factors(parts: list[Statistics], share: float) -> Statistics:
@@ -151,37 +205,50 @@ def mixed_factors(parts: list[Statistics], share: float) -> Statistics:
 
 def add_factors(parts: list[Tensor]) -> Tensor:
     """The sum of factors, some of which may be diagonals (n,)."""
-    diagonals = [part for part in parts if part.dim() == 1]
-    if len(diagonals) == len(parts):
+    whole = next((part for part in parts if part.dim() > 1), None)
+    if whole is None:
         return total(parts)
-    return total([torch.diag(part) if part.dim() == 1 else part for part in parts])
+    return total([diagonal_like(part, whole) if part.dim() == 1 else part for part in parts])
 
 
 def trace(factor: Tensor) -> Tensor:
-    """tr of (n, n), or of the diagonal (n,)."""
-    return factor.sum() if factor.dim() == 1 else factor.diagonal().sum()
+    """tr of (n, n), of its blocks, or of the diagonal (n,)."""
+    return factor.sum() if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).sum()
 
 
-def factor(deltas: Tensor, largest: int) -> Tensor:
-    """The deltas' second moment, or its diagonal where that is too large."""
-    return diagonal_moment(deltas) if deltas.shape[2] == 1 and deltas.shape[3] > largest else output_moment(deltas)
+def factor(deltas: Tensor, room: Room, axis: int) -> Tensor:
+    """The deltas' second moment, or blocks of it or its diagonal where that is too large.
+
+    axis: 1 for left factors (k, 1, s, s), 0 for right ones (1, m, t, t).
+    """
+    size = deltas.shape[3]
+    pieces = room.pieces(size, deltas.element_size()) if deltas.shape[2] == 1 else 1
+    if pieces == 1:
+        return output_moment(deltas)
+    return diagonal_moment(deltas) if pieces == size else output_moment(cut(deltas, pieces)).unsqueeze(axis)
 
 
 def corrected(seen: Seen, eigen: KroneckerEigen) -> Tensor:
     """The pass's diagonal in a Kronecker eigenbasis, in the shape of the eigenvalues."""
     shape = eigen.values().shape
     if seen.by_token:
-        turned = [deltas if eigen.right_vectors is None else deltas @ eigen.right_vectors for deltas in seen.deltas]
-        found = [token_squares(seen.activations, deltas, shape[0], seen.padding) for deltas in turned]
+        rows = seen.layer.layout.outputs
+        turns = [turned(deltas.unsqueeze(2), eigen.right_vectors).squeeze(2) for deltas in seen.deltas]
+        found = [token_squares(seen.activations, deltas, rows, seen.padding) for deltas in turns]
     else:
         found = [rotated_squares(seen.activations, deltas, eigen) for deltas in seen.deltas]
-    return total(found).reshape(shape)
+    if len(shape) < 4:
+        return total(found).reshape(shape)
+    return tiled(total(found).flatten(0, -2), grid_of(tuple(shape)))
 
 
 def moved(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) -> Tensor:
     """The diagonal, in the new basis, of the operator with this spectrum in the old one."""
-    (old_left, old_right), (left, right) = old.vectors(), new.vectors()
-    return (left.mT @ old_left).square() @ spectrum @ (old_right.mT @ right).square()
+    if new.left_vectors is not None and old.left_vectors is not None:
+        spectrum = (new.left_vectors.mT @ old.left_vectors).square() @ spectrum
+    if new.right_vectors is not None and old.right_vectors is not None:
+        spectrum = spectrum @ (old.right_vectors.mT @ new.right_vectors).square()
+    return spectrum
 
 
 def basis_of(totals: Statistics) -> KroneckerEigen:

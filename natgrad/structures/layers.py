@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from natgrad.densities import Score
 from natgrad.operators.arranged import Layout
 from natgrad.spaces import Space
 
@@ -145,14 +146,21 @@ KINDS: dict[tuple[type[nn.Module], ...], type[Layer]] = {
 def known_layers(model: nn.Module, space: Space) -> dict[nn.Module, Layer]:
     """The modules with a layer's treatment, by module. Exact types only: a subclass may compute anything.
 
-    Left out: modules that share a parameter with another one, and modules without a parameter in the space.
+    Left out: modules that share a parameter with another one, modules without a parameter in the space, and those of an
+    energy inside a `Score`, whose calls are not all there is to their use: a derivative passes through them again.
     """
+    inside = {part for module in model.modules() if isinstance(module, Score) for part in module.modules()}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = {}
     for prefix, module in model.named_modules():
         kind = next((layer for types, layer in KINDS.items() if type(module) in types), None)
         own = dict(module.named_parameters(recurse=False))
-        if kind is None or not own.keys() <= {"weight", "bias"} or any(uses[id(p)] > 1 for p in own.values()):
+        if (
+            kind is None
+            or module in inside
+            or not own.keys() <= {"weight", "bias"}
+            or any(uses[id(p)] > 1 for p in own.values())
+        ):
             continue
         dot = f"{prefix}." if prefix else ""
         weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))

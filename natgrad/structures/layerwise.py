@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Diagonal, Layout, Operator
 from natgrad.pure import RandomState
@@ -20,6 +21,7 @@ from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.exchange import exchanged
 from natgrad.structures.layers import Layer
 from natgrad.structures.statistics import Seen
+from natgrad.structures.traced import SECOND
 
 Statistics = dict[str, Tensor]
 
@@ -78,6 +80,11 @@ class Layerwise(Structure):
         kept = totals if self.decay else {}
         return arranged, {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
 
+    def kind_of(self, name: str, memory: Memory | None) -> str:
+        if memory is None or name not in memory["names"]:
+            return "not read yet"
+        return type(self).__name__ if name in {claim.removeprefix(SECOND) for claim in memory["held"]} else "Diagonal"
+
     def averaged(
         self, layers: Iterable[Seen], squares: Mapping[str, Tensor], memory: Memory | None
     ) -> tuple[dict[str, Statistics], float]:
@@ -92,7 +99,7 @@ class Layerwise(Structure):
         if not before or memory is None:
             return totals, 1.0
         if before.keys() >= totals.keys() and not all(
-            bool(torch.isfinite(t).all()) for total in totals.values() for t in total.values()
+            all_finite(t) for total in totals.values() for t in total.values()
         ):
             return before, memory["weight"]
         return totals, self.decay * memory["weight"] + 1.0

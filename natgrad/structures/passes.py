@@ -96,7 +96,7 @@ def traced_pass(layer: Traced, calls: Products, dtype: torch.dtype, examples: in
         kinds.setdefault((call.turned, call.inputs.is_floating_point(), call.padding), []).append((call, deltas))
     parts: list[Seen | None] = []
     for (turned, dense, _), of_kind in kinds.items():
-        if turned and (layer.layout.groups > 1 or layer.layout.bias is not None):
+        if turned and layer.layout.groups > 1:
             return None
         part = straight_part if not turned else turned_part if dense else token_part
         parts.append(part(layer, of_kind, fold, dtype))
@@ -122,7 +122,7 @@ class Fold:
     def of(layer: Traced, calls: Products, examples: int | None) -> Fold:
         """By the number of examples: each has as many rows in every product, or every product holds some of them."""
         counts = [call.rows(deltas[0]) for call, deltas in calls]
-        if any(call.bare for call, _ in calls):
+        if any(call.loose for call, _ in calls):
             return Fold(layer.positions_first, 1, 1, True)
         if examples is not None and all(n and n % examples == 0 for n in counts):
             return Fold(layer.positions_first, examples)
@@ -158,12 +158,16 @@ def straight_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype
 
 
 def turned_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen:
-    """y = x W: the inputs meet the rows of the matrix and the derivatives its columns; cotangents are more examples."""
+    """y = x W: the inputs meet the rows of the matrix and the derivatives its columns; cotangents are more examples.
+
+    A bias, added where the matrix is used as y = W x, has no part in it: its column is zero.
+    """
     rows = layer.layout.shape[0]
     inputs = joined([padded(fold(call.inputs.to(dtype), call), call.piece, rows) for call, _ in calls], fold.along)
     found = arrived(calls, fold)
-    left = inputs.repeat(len(found), 1, 1).unsqueeze(2)
-    return Seen(layer, torch.cat(found).unsqueeze(2), [left], pooled=fold.pooled, cotangents=len(found))
+    left, right = inputs.repeat(len(found), 1, 1).unsqueeze(2), torch.cat(found).unsqueeze(2)
+    right = right if layer.layout.bias is None else functional.pad(right, (0, 1))
+    return Seen(layer, right, [left], pooled=fold.pooled, cotangents=len(found))
 
 
 def token_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.linalg import KroneckerEigen, gram
+from natgrad.structures.cuts import cut
 from natgrad.structures.layers import Layer
 
 NUMBERS = 2**24
@@ -194,10 +195,16 @@ def rotated_squares(a: Tensor, deltas: Tensor, eigen: KroneckerEigen) -> Tensor:
 
 
 def turned(tensor: Tensor, vectors: Tensor | None) -> Tensor:
-    """(b, t, G, d) in the basis of vectors (d, d) or (G, d, d); None: as it is."""
+    """(b, t, G, d) in the basis of vectors (d, d) or (G, d, d); None: as it is.
+
+    (b, t, 1, n) in that of a cut factor's blocks, with as many zeros at the end as they are larger.
+    """
     if vectors is None:
         return tensor
-    return tensor @ vectors if vectors.dim() == 2 else (tensor.unsqueeze(-2) @ vectors).squeeze(-2)
+    if vectors.dim() == 4:
+        blocks = vectors.flatten(0, 1)
+        return torch.einsum("btgd,gde->btge", cut(tensor, len(blocks)), blocks).flatten(2).unsqueeze(2)
+    return tensor @ vectors if vectors.dim() == 2 else torch.einsum("btgd,gde->btge", tensor, vectors)
 
 
 def unit_blocks(a: Tensor, deltas: Tensor) -> Tensor:

@@ -20,12 +20,15 @@ from natgrad.spaces import Space
 from natgrad.structures.layers import Layer
 from natgrad.structures.taps import Tap, version_of
 
+SECOND = "products with "
+
 
 @dataclass(frozen=True, eq=False)
 class Traced(Layer):
     """A matrix found by its products in the graph. positions_first: their rows run over positions, then examples.
 
     Its activations are (b, t, groups, d) and its deltas (b, t, groups, outputs) already.
+    module: the recurrent one that it belongs to, if any: packed sequences are noticed by all its products together.
     second: it stands in for a layer whose own calls do not explain the matrix.
     """
 
@@ -34,7 +37,7 @@ class Traced(Layer):
 
     @property
     def claims(self) -> tuple[str, ...]:
-        return tuple(f"products with {name}" if self.second else name for name in self.layout.names)
+        return tuple(f"{SECOND}{name}" if self.second else name for name in self.layout.names)
 
     @property
     def key(self) -> str:
@@ -53,8 +56,8 @@ class Product(Tap):
 
     turned: y = x W instead: the matrix's rows meet the inputs, as in a look-up.   columns: y is laid out as (o, R).
     piece: the rows of the matrix that take part.   padding: the token that a look-up does not train.
-    shape: of the inputs before they were laid out as rows, where the graph tells; else ().   bare: the other factor is
-    a parameter too (W + B A), so that the rows have nothing to do with examples.
+    shape: of the inputs before they were laid out as rows, where the graph tells; else ().   loose: rows cannot be
+    told apart by examples: the other factor is a parameter too (W + B A), or sequences are packed.
     """
 
     turned: bool = False
@@ -62,7 +65,7 @@ class Product(Tap):
     piece: tuple[int, int] = (0, 0)
     padding: int | None = None
     shape: tuple[int, ...] = ()
-    bare: bool = False
+    loose: bool = False
 
     def rows(self, delta: Tensor) -> int:
         """R, from the derivative at the product."""
@@ -92,7 +95,7 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
                 bias = own.get(key.replace("weight", "bias")) if isinstance(module, WITH_BIAS) else None
                 fits = bias is not None and bias.shape == (len(p),) and owners[id(bias)] == owners[id(p)]
                 layout = layout_of(module, key, p, name, names.get(id(bias)) if fits else None)
-                found[name] = Traced(None, layout, first)
+                found[name] = Traced(module if isinstance(module, nn.RNNBase) else None, layout, first)
     return list(found.values())
 
 
@@ -101,6 +104,12 @@ def second_layers(known: Iterable[Layer]) -> list[Traced]:
     layouts = [layer.layout for layer in known if layer.layout.weight is not None and len(layer.layout.shape) == 2]
     alone = [replace(layout, bias=None, groups=1, outputs=layout.shape[0]) for layout in layouts]
     return [Traced(None, layout, second=True) for layout in alone]
+
+
+def matrices_of(params: Mapping[str, Tensor]) -> list[Traced]:
+    """The matrices among the parameters of a function, each alone."""
+    found = {name: p for name, p in params.items() if p.dim() == 2}
+    return [Traced(None, Layout(name, None, 1, len(p), p.shape[1], tuple(p.shape))) for name, p in found.items()]
 
 
 def layout_of(module: nn.Module, key: str, p: Tensor, name: str, bias: str | None) -> Layout:
@@ -125,8 +134,23 @@ def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Ten
         if product is None:
             opaque.add(source.layer)
         else:
-            found.append(replace(product, bare=count[node] > 1))
-    return [product for product in found if product.layer not in opaque]
+            found.append(replace(product, loose=count[node] > 1))
+    clear = [product for product in found if product.layer not in opaque]
+    uneven = packed(clear)
+    return [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
+
+
+def packed(found: Iterable[Product]) -> set[nn.Module]:
+    """The recurrent modules that met packed sequences of different lengths: fewer rows at later steps.
+
+    Their rows run over steps, and over the examples that are left, the longest first. Products with the inputs are of
+    all steps together, whose number may be a multiple of the examples' by accident.
+    """
+    counts: dict[nn.Module, set[int]] = defaultdict(set)
+    for product in found:
+        if product.layer.module is not None and "weight_hh" in product.layer.layout.names[0]:
+            counts[product.layer.module].add(len(product.inputs))
+    return {module for module, sizes in counts.items() if len(sizes) > 1}
 
 
 Leaves = Mapping[Node, tuple[Traced, torch.dtype]]

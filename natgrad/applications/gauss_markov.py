@@ -1,0 +1,148 @@
+"""The Gauss-Markov field: a normal distribution whose precision is zero wherever two variables have no edge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.densities import Density, check_continuous, check_density
+from natgrad.linalg import symmetrise
+from natgrad.spaces import Params
+
+
+class GaussMarkov(Density):
+    """log p(x) = -1/2 x^T P x + constant, P symmetric, P_ij = 0 unless i = j or (i, j) is an edge.
+
+    size: N.   edges: pairs of different variables, each once.
+
+    Parameters: {"diagonal": (N,), "edges": (E,)}, the entries of P. The scores -P x are linear in them, so the
+    score-matching loss is a quadratic whose Hessian is the score metric everywhere: one natural step at rate 1 ends at
+    the optimum, from anywhere, and `fit` solves for it. With all edges it is maximum likelihood; without some of them
+    it is not, but both find the same P as the data grow (Hyvarinen 2007).
+    """
+
+    def __init__(self, size: int, edges: Iterable[tuple[int, int]]) -> None:
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"size is {size!r}, expected the number of variables, an integer >= 1")
+        self.size = size
+        self.edges = tuple((min(pair), max(pair)) for pair in edges)
+        wrong = [(i, j) for i, j in self.edges if not 0 <= i < j < size]
+        if wrong or len(set(self.edges)) < len(self.edges):
+            what = f"the pair {wrong[0]}" if wrong else "a pair twice"
+            raise ValueError(f"edges hold {what}, expected pairs of different variables 0 to {size - 1}, each once")
+        self._ends = torch.tensor(self.edges, dtype=torch.long).view(-1, 2).unbind(1)
+
+    def parameters(self, precision: Tensor | None = None) -> dict[str, Tensor]:
+        """The entries of P (N, N) on the graph, default the identity; they require gradients."""
+        matrix = torch.eye(self.size) if precision is None else precision.detach()
+        if matrix.shape != (self.size, self.size):
+            raise ValueError(f"precision has shape {tuple(matrix.shape)}, expected ({self.size}, {self.size})")
+        first, second = self._ends
+        parts = {"diagonal": matrix.diagonal().clone(), "edges": matrix[first, second].clone()}
+        return {name: value.requires_grad_() for name, value in parts.items()}
+
+    def precision(self, params: Params) -> Tensor:
+        """P (N, N)."""
+        self.check(params)
+        first, second = (ends.to(params["edges"].device) for ends in self._ends)
+        upper = params["edges"].new_zeros(self.size**2).scatter(0, first * self.size + second, params["edges"])
+        upper = upper.view(self.size, self.size)
+        return torch.diag_embed(params["diagonal"]) + upper + upper.mT
+
+    def log_p(self, params: Params, inputs: Tensor) -> Tensor:
+        return 0.5 * (inputs * self.scores(params, inputs)).sum(1)
+
+    def scores(self, params: Params, inputs: Tensor) -> Tensor:
+        """-P x."""
+        return -inputs @ self.precision(params)
+
+    def scores_and_curvatures(
+        self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """-P x and -diag P, the same for every example."""
+        curvatures = -params["diagonal"].expand(len(inputs), -1)
+        return self.scores(params, inputs), curvatures if dims is None else curvatures[:, list(dims)]
+
+    def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
+        """The derivative of -(P x)_i in P_ii is -x_i, that in P_ij is -x_j."""
+        self.check(params)
+        (first, second), count = self._ends, len(self.edges)
+        pairs, columns = inputs.new_zeros(len(inputs), self.size, count), torch.arange(count)
+        pairs[:, first, columns] = -inputs[:, second]
+        pairs[:, second, columns] = -inputs[:, first]
+        parts = {"diagonal": torch.diag_embed(-inputs), "edges": pairs}
+        return torch.cat([parts[name] for name in params], dim=2)
+
+    def fit(self, X: Tensor) -> dict[str, Tensor]:
+        """The minimum of the score-matching loss on X (b, N): G theta = d tr(P) / d theta, G the score metric.
+
+        ValueError where X does not determine P: too few examples, or a variable that is always zero.
+        """
+        check_continuous(X)
+        start = self.parameters(torch.zeros(self.size, self.size, dtype=X.dtype, device=X.device))
+        x = self.condensed(check_density(self, start, X))
+        root = self.score_jacobian(start, x).flatten(0, 1)
+        metric = symmetrise(root.mT @ root) / len(x)
+        slope = torch.cat([torch.ones_like(start["diagonal"]), torch.zeros_like(start["edges"])])
+        factor, info = torch.linalg.cholesky_ex(metric)
+        if bool(info):
+            raise ValueError(
+                f"X has {len(X)} examples of {self.size} variables and leaves some of the {len(slope)} entries of P "
+                "undetermined: give more examples, or take the variables out that never move"
+            )
+        found = torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1).split([self.size, len(self.edges)])
+        return {name: value.clone().requires_grad_() for name, value in zip(start, found, strict=True)}
+
+    def condensed(self, X: Tensor) -> Tensor:
+        """N examples with the second moments of X (b, N), b >= N: the loss and the metric depend on nothing else."""
+        return X if len(X) <= self.size else torch.linalg.qr(X, mode="r").R * (self.size / len(X)) ** 0.5
+
+    def sample(self, params: Params, count: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Independent draws (count, N). ValueError unless P is positive definite."""
+        factor = self._factor(params).detach()
+        z = torch.randn(self.size, count, generator=generator, dtype=factor.dtype, device=factor.device)
+        return torch.linalg.solve_triangular(factor.mT, z, upper=True).mT
+
+    def log_partition(self, params: Params) -> Tensor:
+        """N/2 log 2 pi - 1/2 log det P, the constant that is left out. ValueError unless P is positive definite."""
+        return self.size / 2 * math.log(2 * math.pi) - self._factor(params).diagonal().log().sum()
+
+    def kl(self, params: Params, other: Params) -> Tensor:
+        """KL(p(.; params), p(.; other)) in nats. ValueError unless both precisions are positive definite."""
+        overlap = torch.cholesky_solve(self.precision(other), self._factor(params)).trace()  # tr(P^-1 Q)
+        return 0.5 * (overlap - self.size) + self.log_partition(other) - self.log_partition(params)
+
+    def check(self, params: Params) -> None:
+        """ValueError unless params are the diagonal (N,) and the edges (E,)."""
+        came = {name: tuple(value.shape) for name, value in params.items()}
+        if came != {"diagonal": (self.size,), "edges": (len(self.edges),)}:
+            raise ValueError(
+                f"params are {came}, expected {{'diagonal': ({self.size},), 'edges': ({len(self.edges)},)}}: the "
+                "entries of the precision; start from field.parameters()"
+            )
+
+    def _factor(self, params: Params) -> Tensor:
+        factor, info = torch.linalg.cholesky_ex(self.precision(params))
+        if bool(info):
+            raise ValueError(
+                "params give a precision that is not positive definite, which no distribution has; score matching "
+                "does not keep it so: take more examples or fewer edges"
+            )
+        return factor
+
+    def __repr__(self) -> str:
+        return f"GaussMarkov({self.size}, {len(self.edges)} edges)"
+
+
+def ring(size: int) -> list[tuple[int, int]]:
+    """Edges of a circle of variables."""
+    return [(i, (i + 1) % size) for i in range(size)]
+
+
+def lattice(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Edges of a rectangle of variables numbered row by row, each joined to its right and lower neighbour."""
+    right = [(columns * r + c, columns * r + c + 1) for r in range(rows) for c in range(columns - 1)]
+    return right + [(columns * r + c, columns * (r + 1) + c) for r in range(rows - 1) for c in range(columns)]

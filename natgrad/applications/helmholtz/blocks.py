@@ -1,0 +1,77 @@
+"""What is remembered of a layer's Fisher, one block per unit, and its damped inverse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.helmholtz.rows import Rows, fisher_rows
+from natgrad.linalg import all_finite
+from natgrad.operators import Operator, Scaled, SharedRows, Units
+
+
+@dataclass
+class Kept:
+    """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes."""
+
+    decay: float
+    damping: float
+    state: dict[str, Any]
+    mask: Tensor | None = None
+    inverse: Operator | None = None
+
+    def refresh(self, rows: Rows) -> bool:
+        """Take a batch into the running average and invert. False, with everything as it was, if that fails."""
+        fresh = fisher_rows(rows)
+        wide = self._window() * len(fresh.rows) < fresh.rows.shape[1] or "rows" in self.state
+        state = self._with_rows(fresh) if wide else self._with_blocks(fresh)
+        inverse = self._operator(state).inverse(self.damping)
+        if inverse is None or not all_finite(_spot(inverse)):
+            return False
+        self.state, self.inverse = state, Scaled(inverse, 1 + self.damping)
+        return True
+
+    def rebuild(self) -> None:
+        """The inverse of what was loaded."""
+        if self.state:
+            found = self._operator(self.state).inverse(self.damping)
+            assert found is not None
+            self.inverse = Scaled(found, 1 + self.damping)
+
+    def _window(self) -> int:
+        """Refreshes that a running average with this decay sees."""
+        return max(1, round(1 / (1 - self.decay)))
+
+    def _with_blocks(self, fresh: SharedRows) -> dict[str, Any]:
+        blocks, weight = fresh.blocks(), 1.0
+        if "blocks" in self.state:
+            blocks = self.decay * self.state["blocks"] + blocks
+            weight = self.decay * self.state["weight"] + weight
+        return {"blocks": blocks, "weight": weight}
+
+    def _with_rows(self, fresh: SharedRows) -> dict[str, Any]:
+        rows, weights = [fresh.rows], [fresh.weights]
+        counts = [len(fresh.rows)]
+        if "rows" in self.state:
+            past = self.state["counts"][: self._window() - 1]
+            rows.append(self.state["rows"][: sum(past)])
+            weights.append(self.decay * self.state["weights"][:, : sum(past)])
+            counts += past
+        return {"rows": torch.cat(rows), "weights": torch.cat(weights, dim=1), "counts": counts}
+
+    def _operator(self, state: dict[str, Any]) -> Operator:
+        if "blocks" in state:
+            return Units(state["blocks"] / state["weight"])
+        share = sum(self.decay**age for age in range(len(state["counts"])))
+        return SharedRows(state["rows"], state["weights"] / share, self.mask)
+
+
+def _spot(inverse: Operator) -> Tensor:
+    """A product with it: not finite if any part that matters is not."""
+    return inverse.mv(
+        torch.full((inverse.size,), 1 / math.sqrt(inverse.size), dtype=inverse.dtype, device=inverse.device)
+    )

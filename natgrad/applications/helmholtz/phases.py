@@ -1,0 +1,110 @@
+"""Wake and sleep: from samples to rows of logistic regressions, one per unit."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.helmholtz.machine import HelmholtzMachine
+from natgrad.applications.helmholtz.rows import Rows, States, generation_rows, mixed, recognition_rows
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Rows per layer of each network, None where a phase does not teach it, and the bound in nats (b,)."""
+
+    generation: list[Rows]
+    recognition: list[Rows]
+    bound: Tensor
+
+
+class Algorithm(ABC):
+    """How samples teach the two networks."""
+
+    @abstractmethod
+    def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
+        """x: (b, visible).   samples: draws of h per example."""
+
+
+@dataclass(frozen=True)
+class Classic(Algorithm):
+    """Wake-sleep (Hinton et al. 1995): p learns from q's draws with equal weights, q from p's dreams."""
+
+    def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
+        states = machine.recognise(x, samples, generator)
+        logs = machine.weights_of(states)
+        weights = torch.full_like(logs, 1 / logs.numel())
+        dreams = machine.dream(len(x), generator)
+        return Lesson(
+            generation_rows(machine.generation, states, weights),
+            recognition_rows(machine.recognition, dreams, _uniform(dreams)),
+            bound_of(logs),
+        )
+
+
+@dataclass(frozen=True)
+class Reweighted(Algorithm):
+    """Reweighted wake-sleep (Bornschein & Bengio 2015): p and q learn from q's draws with importance weights.
+
+    wake_phi: the share of that in what q learns; the rest is p's dreams (sleep-phi). ValueError outside [0, 1].
+    """
+
+    wake_phi: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wake_phi <= 1:
+            raise ValueError(f"wake_phi is {self.wake_phi}, expected a share between 0 and 1")
+
+    def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
+        states = machine.recognise(x, samples, generator)
+        logs = machine.weights_of(states)
+        weights = logs.softmax(0) / len(x)  # normalised over the draws of an example, in the logs
+        return Lesson(
+            generation_rows(machine.generation, states, weights),
+            self._recognition(machine, states, weights, generator),
+            bound_of(logs),
+        )
+
+    def _recognition(
+        self, machine: HelmholtzMachine, states: States, weights: Tensor, generator: torch.Generator | None
+    ) -> list[Rows]:
+        if self.wake_phi == 1:
+            return recognition_rows(machine.recognition, states, weights)
+        dreams = machine.dream(weights.shape[1], generator)
+        sleep = recognition_rows(machine.recognition, dreams, _uniform(dreams))
+        if self.wake_phi == 0:
+            return sleep
+        wake = recognition_rows(machine.recognition, states, weights)
+        return [mixed(w.scaled(self.wake_phi), s.scaled(1 - self.wake_phi)) for w, s in zip(wake, sleep, strict=True)]
+
+
+@dataclass(frozen=True)
+class Bidirectional(Algorithm):
+    """The bidirectional Helmholtz machine (Bornschein et al. 2016): its model is p* ~ sqrt(p(x, h) q(h | x)) squared.
+
+    Both networks learn from q's draws with weights sqrt(p / q). The bound is that of p*, without its constant 2 log Z,
+    which is at most 0.
+    """
+
+    def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
+        states = machine.recognise(x, samples, generator)
+        logs = 0.5 * machine.weights_of(states)
+        weights = logs.softmax(0) / len(x)
+        return Lesson(
+            generation_rows(machine.generation, states, weights),
+            recognition_rows(machine.recognition, states, weights),
+            2 * bound_of(logs),
+        )
+
+
+def bound_of(logs: Tensor) -> Tensor:
+    """log of the mean weight of every example: (samples, b) -> (b,)."""
+    return logs.logsumexp(0) - math.log(len(logs))
+
+
+def _uniform(states: States) -> Tensor:
+    return states[0].new_full(states[0].shape[:-1], 1 / len(states[0]))

@@ -1,0 +1,206 @@
+"""Wake-sleep training, plain and natural: every step draws, teaches both networks and returns the bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from natgrad.applications.helmholtz.blocks import Kept
+from natgrad.applications.helmholtz.machine import HelmholtzMachine
+from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
+from natgrad.applications.helmholtz.units import Conditional
+from natgrad.linalg import all_finite
+from natgrad.pure import map_tensors
+
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+
+
+class WakeSleep:
+    """Trains a Helmholtz machine by plain gradients: `bound = trainer.step(x)`.
+
+    machine: an `ng.HelmholtzMachine`.   lr: learning rate.   samples: draws of h per example.   algorithm:
+    `Reweighted()` (reweighted wake-sleep), `Classic()` or `Bidirectional()` from natgrad.applications.helmholtz.
+    momentum: of SGD.   optimizer: what takes the steps instead, a function params -> torch optimizer, such as
+    `lambda params: torch.optim.Adam(params, 1e-3)`; lr and momentum are not used then.   seed: of the draws.
+
+    `trainer.optimizer` is that optimizer: schedulers attach to it. ValueError for numbers out of range, and at `step`
+    for data that do not fit the machine; a batch whose gradients are not finite is skipped and counted in `failures`.
+    """
+
+    def __init__(
+        self,
+        machine: HelmholtzMachine,
+        lr: float = 0.1,
+        *,
+        samples: int = 5,
+        algorithm: Algorithm | None = None,
+        momentum: float = 0.0,
+        optimizer: MakeOptimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(machine, HelmholtzMachine):
+            raise TypeError(f"machine is {type(machine).__name__}, expected ng.HelmholtzMachine([784, 200, 10])")
+        if not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"samples is {samples!r}, expected an integer >= 1")
+        if not 0 < lr < math.inf:
+            raise ValueError(f"lr is {lr}, expected a number > 0")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}, expected a number in [0, 1)")
+        if algorithm is not None and not isinstance(algorithm, Algorithm):
+            raise TypeError(f"algorithm is {algorithm!r}, expected Reweighted(), Classic() or Bidirectional()")
+        self.machine, self.samples, self.algorithm = machine, samples, algorithm or Reweighted()
+        trained = [p for p in machine.parameters() if p.requires_grad]
+        self.optimizer = SGD(trained, lr, momentum=momentum) if optimizer is None else optimizer(trained)
+        self.generator = torch.Generator(trained[0].device).manual_seed(seed)
+        self.steps, self.failures = 0, 0
+
+    @torch.no_grad()
+    def step(self, x: Tensor) -> float:
+        """One step on examples x (b, visible). Returns the bound before it, in nats per example: the mean of log 1/K
+        sum_k p(x, h_k) / q(h_k | x)."""
+        lesson = self.algorithm.lesson(self.machine, self.machine.check(x), self.samples, self.generator)
+        found = self._directions(lesson)
+        if all(all_finite(direction) for _, direction in found):
+            for weight, direction in found:
+                weight.grad = -direction
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.failures += 1
+        self.steps += 1
+        return float(lesson.bound.mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, apart from the machine's own state_dict; `weights_only=True` reads it."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "steps": self.steps,
+            "failures": self.failures,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, bit for bit on the CPU."""
+        missing = {"optimizer", "generator", "steps", "failures"} - set(state)
+        if missing:
+            raise ValueError(f"state lacks {sorted(missing)}: it was not saved by {type(self).__name__}.state_dict()")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"].cpu())
+        self.steps, self.failures = state["steps"], state["failures"]
+
+    def _directions(self, lesson: Lesson) -> list[tuple[Tensor, Tensor]]:
+        return [(weight, rows.ascent()) for _, weight, rows in self._taught(lesson)]
+
+    def _taught(self, lesson: Lesson) -> list[tuple[str, Tensor, Rows]]:
+        """Name, weight and rows of every layer that is trained."""
+        lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
+        each = [(f"{network}.{i}", rows) for network, found in lessons.items() for i, rows in enumerate(found)]
+        named = [(name, self._layer(name).weight, rows) for name, rows in each]
+        return [(name, weight, rows) for name, weight, rows in named if weight.requires_grad]
+
+    def _layer(self, name: str) -> Conditional:
+        found = self.machine.get_submodule(name)
+        assert isinstance(found, Conditional)
+        return found
+
+
+class NaturalWakeSleep(WakeSleep):
+    """Natural (reweighted) wake-sleep, Varady, Volpi, Malago & Ay 2022: one Fisher block per unit, in both networks.
+
+    Each unit's gradient is multiplied by (1 + damping) (F_j + damping I)^-1, F_j = E[s'(W_j a) a a^T] over the samples
+    that the gradient is taken over, with their importance weights.   refresh: steps between new estimates and
+    inverses; None: so that they cost at most about half a plain step on average, counted in operations, but not more
+    often than every 10 steps.   decay: weight of the past in a block's running average.   The rest as in `WakeSleep`.
+    Inverses are batched over the units of a layer: by Woodbury where there are fewer samples than inputs, by Cholesky
+    otherwise. One that fails is counted in `failures` and the last good one is kept.
+    """
+
+    def __init__(
+        self,
+        machine: HelmholtzMachine,
+        lr: float = 0.1,
+        *,
+        samples: int = 5,
+        damping: float = 0.03,
+        refresh: int | None = None,
+        decay: float = 0.8,
+        algorithm: Algorithm | None = None,
+        momentum: float = 0.0,
+        optimizer: MakeOptimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < damping < math.inf:
+            raise ValueError(f"damping is {damping}, expected a number > 0: a unit's block may be singular")
+        if refresh is not None and (not isinstance(refresh, int) or refresh < 1):
+            raise ValueError(f"refresh is {refresh!r}, expected an integer >= 1, or None")
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay is {decay}, expected a number in [0, 1)")
+        super().__init__(
+            machine,
+            lr,
+            samples=samples,
+            algorithm=algorithm,
+            momentum=momentum,
+            optimizer=optimizer,
+            seed=seed,
+        )
+        self.damping, self.refresh, self.decay = damping, refresh, decay
+        self._kept: dict[str, Kept] = {}
+        self._refreshed = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = {name: dict(kept.state) for name, kept in self._kept.items()}
+        return {**super().state_dict(), "blocks": kept, "refreshed": self._refreshed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "blocks" not in state:
+            raise ValueError("state lacks 'blocks': it was not saved by NaturalWakeSleep.state_dict()")
+        super().load_state_dict(state)
+        device = self.generator.device
+        self._refreshed = state["refreshed"]
+        self._kept = {
+            name: Kept(
+                self.decay,
+                self.damping,
+                map_tensors(part, lambda t: t.to(device).clone()),
+                self._layer(name).seen(),
+            )
+            for name, part in state["blocks"].items()
+        }
+        for kept in self._kept.values():
+            kept.rebuild()
+
+    def _directions(self, lesson: Lesson) -> list[tuple[Tensor, Tensor]]:
+        taught = self._taught(lesson)
+        if self._due(taught):
+            for name, _, rows in taught:
+                kept = self._kept.setdefault(name, Kept(self.decay, self.damping, {}, rows.mask))
+                self.failures += not kept.refresh(rows)
+            self._refreshed = self.steps
+        return [(weight, self._natural(name, rows.ascent())) for name, weight, rows in taught]
+
+    def _natural(self, name: str, ascent: Tensor) -> Tensor:
+        inverse = self._kept[name].inverse
+        return ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
+
+    def _due(self, taught: list[tuple[str, Tensor, Rows]]) -> bool:
+        if self._refreshed < 0:
+            return True
+        every = self.refresh or self._affordable(taught)
+        return self.steps - self._refreshed >= every
+
+    def _affordable(self, taught: list[tuple[str, Tensor, Rows]]) -> int:
+        """Steps between refreshes at which these cost half of what plain steps do, in multiplications."""
+        plain = sum(6 * rows.inputs.numel() * len(weight) for _, weight, rows in taught)
+        return max(10, math.ceil(2 * sum(_refresh_cost(weight, rows) for _, weight, rows in taught) / plain))
+
+
+def _refresh_cost(weight: Tensor, rows: Rows) -> int:
+    units, columns = weight.shape
+    few = min(len(rows.inputs), columns)
+    return units * few * (columns * (len(rows.inputs) if few == columns else few) + few * few)

@@ -1,0 +1,38 @@
+"""Black-box search: a distribution over the candidates, moved by its natural gradient."""
+
+from natgrad.applications.search.base import Best, Search
+from natgrad.applications.search.cma import Adaptation
+from natgrad.applications.search.convergence import Tolerances
+from natgrad.applications.search.driver import SearchResult, minimize
+from natgrad.applications.search.full import Full
+from natgrad.applications.search.gaussian import GaussianSearch
+from natgrad.applications.search.history import History
+from natgrad.applications.search.low_rank import LowRank
+from natgrad.applications.search.model import GaussianModel
+from natgrad.applications.search.ranking import Ranking
+from natgrad.applications.search.restarts import BIPOP, IPOP, Restarts, Run
+from natgrad.applications.search.separable import Separable
+from natgrad.applications.search.sparse import SparsePrecision
+from natgrad.applications.search.xnes import XNES
+
+__all__ = [
+    "BIPOP",
+    "IPOP",
+    "XNES",
+    "Adaptation",
+    "Best",
+    "Full",
+    "GaussianModel",
+    "GaussianSearch",
+    "History",
+    "LowRank",
+    "Ranking",
+    "Restarts",
+    "Run",
+    "Search",
+    "SearchResult",
+    "Separable",
+    "SparsePrecision",
+    "Tolerances",
+    "minimize",
+]

@@ -1,0 +1,168 @@
+"""From the search's own coordinates, which know no bounds, to the points that the user sees, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Boxes and scales: x = fold(scale u), within lower <= x <= upper.
+
+    scale, lower, upper: (d,).   integer: (d,) of bool, the variables that are rounded.   The fold is the identity but
+    for a margin beside each bound, where it is a parabola that is flat on the bound; beyond it is mirrored. So every
+    point of the space has an image in the box, and a minimum on the bound looks like a smooth one.
+    """
+
+    scale: Tensor
+    lower: Tensor
+    upper: Tensor
+    integer: Tensor
+    bounded: bool
+    mixed: bool
+
+    @staticmethod
+    def of(scale: Tensor, lower: Tensor, upper: Tensor, integer: Tensor) -> Domain:
+        """With what is asked at every generation looked up once: whether there are bounds, or integers."""
+        bounded = bool(torch.isfinite(lower).any() or torch.isfinite(upper).any())
+        return Domain(scale, lower, upper, integer, bounded, bool(integer.any()))
+
+    def points(self, latent: Tensor) -> Tensor:
+        """x (..., d) for u (..., d)."""
+        x = latent * self.scale
+        if self.bounded:
+            x = torch.where(self.integer, x, fold(x, self.lower, self.upper))
+        if self.mixed:
+            x = torch.where(self.integer, x.round(), x)
+        return torch.maximum(torch.minimum(x, self.upper), self.lower) if self.bounded else x
+
+    def latent(self, points: Tensor) -> Tensor:
+        """A u (..., d) with x as its image."""
+        x = points
+        if self.bounded:
+            x = torch.where(self.integer, x, unfold(x, self.lower, self.upper))
+        return x / self.scale
+
+
+def margins(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Width of the parabola beside each bound (d,): (1 + |bound|) / 20, at most a quarter of the interval."""
+    quarter = (upper - lower) / 4
+    low, high = ((1 + bound.abs()) / 20 for bound in (lower, upper))
+    ones = torch.ones_like(lower)
+    return (
+        torch.where(torch.isfinite(lower), torch.minimum(low, quarter), ones),
+        torch.where(torch.isfinite(upper), torch.minimum(high, quarter), ones),
+    )
+
+
+def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """Any real x to lower <= x <= upper: the identity inside, parabolas at the bounds, mirrored beyond."""
+    a, b = margins(lower, upper)
+    first, last = lower - a, upper + b
+    length = last - first
+    both = torch.isfinite(length)
+    turned = torch.remainder(x - first, torch.where(both, 2 * length, 1))  # mirrored with a period of two lengths
+    turned = first + torch.minimum(turned, 2 * length - turned)
+    one = torch.where(torch.isfinite(lower), first + (x - first).abs(), last - (last - x).abs())
+    free = torch.isinf(lower) & torch.isinf(upper)
+    x = torch.where(free, x, torch.where(both, turned, one))
+    x = torch.where(x < lower + a, lower + (x - first).square() / (4 * a), x)
+    return torch.where(x > upper - b, upper - (last - x).square() / (4 * b), x)
+
+
+def unfold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """The inverse of `fold` that lies nearest to the box."""
+    a, b = margins(lower, upper)
+    low = lower - a + 2 * (a * (x - lower).clamp(min=0)).sqrt()
+    high = upper + b - 2 * (b * (upper - x).clamp(min=0)).sqrt()
+    return torch.where(x < lower + a, low, torch.where(x > upper - b, high, x))
+
+
+def as_point(value: Any, name: str) -> Tensor:
+    """A float64 vector (d,), on the device of a tensor. ValueError unless it is one, and finite."""
+    point = as_tensor(value, name)
+    if point.dim() != 1 or not len(point):
+        raise ValueError(f"{name} has shape {tuple(point.shape)}, expected a vector (d,) with d >= 1")
+    if not bool(torch.isfinite(point).all()):
+        bad = int((~torch.isfinite(point)).nonzero()[0])
+        raise ValueError(f"{name}[{bad}] is {float(point[bad])}, expected finite numbers: where does the search start?")
+    return point
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """A float64 tensor on the device of a tensor. TypeError for what is no array of numbers."""
+    try:
+        return torch.as_tensor(value, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is {type(value).__name__}, expected numbers: {error}") from error
+
+
+def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
+    """A common sigma and scales (d,) of geometric mean 1, from a number or one standard deviation per variable."""
+    sigmas = as_tensor(sigma0, "sigma0").to(x0.device)
+    if sigmas.shape not in (torch.Size([]), x0.shape):
+        raise ValueError(f"sigma0 has shape {tuple(sigmas.shape)}, expected a number or one per variable {(len(x0),)}")
+    if not bool((torch.isfinite(sigmas) & (sigmas > 0)).all()):
+        raise ValueError(f"sigma0 is {sigma0}, expected standard deviations > 0: about a third of the region to search")
+    if sigmas.dim() == 0:
+        return float(sigmas), torch.ones_like(x0)
+    common = float(sigmas.log().mean().exp())
+    return common, sigmas / common
+
+
+def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper (d,) from a pair (lower, upper) of numbers or vectors, None for none. ValueError if inverted."""
+    if bounds is None:
+        return torch.full_like(x0, -torch.inf), torch.full_like(x0, torch.inf)
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise ValueError(f"bounds is {bounds!r}, expected a pair (lower, upper) of numbers, vectors (d,) or None")
+    sides: list[Tensor] = []
+    for side, name, none in zip(bounds, ("lower", "upper"), (-torch.inf, torch.inf), strict=True):
+        bound = as_tensor(none if side is None else side, f"bounds: {name}").to(x0.device)
+        if bound.shape not in (torch.Size([]), x0.shape):
+            raise ValueError(f"bounds: {name} has shape {tuple(bound.shape)}, expected a number or {tuple(x0.shape)}")
+        if bool(bound.isnan().any()):
+            raise ValueError(f"bounds: {name} is {side}, NaN is no bound; infinity or None is no limit")
+        sides.append(bound.expand_as(x0).clone())
+    check_bounds(sides[0], sides[1], x0)
+    return sides[0], sides[1]
+
+
+def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
+    """ValueError unless lower < upper and x0 lies between."""
+    wrong = (~(lower < upper)).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        raise ValueError(
+            f"bounds are inverted at variable {i}: lower {float(lower[i])}, upper {float(upper[i])}, expected "
+            "lower < upper; leave a constant variable out of x"
+        )
+    outside = ((x0 < lower) | (x0 > upper)).nonzero()
+    if len(outside):
+        i = int(outside[0])
+        raise ValueError(
+            f"x0[{i}] is {float(x0[i])}, outside its bounds [{float(lower[i])}, {float(upper[i])}]: start inside"
+        )
+
+
+def as_integer(integers: Any, x0: Tensor) -> Tensor:
+    """(d,) of bool from None, indices, or a mask."""
+    mask = torch.zeros(len(x0), dtype=torch.bool, device=x0.device)
+    if integers is None:
+        return mask
+    chosen = torch.as_tensor(integers, device=x0.device)
+    if chosen.dtype == torch.bool:
+        if chosen.shape != x0.shape:
+            raise ValueError(f"integers is a mask of shape {tuple(chosen.shape)}, expected {tuple(x0.shape)}")
+        return chosen
+    if chosen.is_floating_point() and len(chosen):
+        raise ValueError(f"integers is {integers!r}, expected indices of variables or a mask of {len(x0)} booleans")
+    chosen = chosen.long()
+    if len(chosen) and not bool(((chosen >= -len(x0)) & (chosen < len(x0))).all()):
+        raise ValueError(f"integers is {integers!r}, expected indices below {len(x0)}, the number of variables")
+    mask[chosen] = True
+    return mask

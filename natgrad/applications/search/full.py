@@ -1,0 +1,71 @@
+"""CMA-ES: the whole covariance matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.search.cma import Adaptation, check_rate, constants
+from natgrad.applications.search.model import State, eye_like
+from natgrad.linalg import eigh, symmetrise
+
+CONDITION = 1e14
+
+
+@dataclass(frozen=True)
+class Full(Adaptation):
+    """Covariance matrix adaptation with d (d + 1) / 2 entries: the default, up to some hundreds of variables.
+
+    Invariant under rotations of the space.   rate: multiplies the learning rates of the covariance; it stays positive
+    definite for any.
+    """
+
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    def statistics(self, d: int) -> int:
+        return d * (d + 1) // 2
+
+    def begin(self, mean: Tensor) -> State:
+        eye = eye_like(mean)
+        return {"covariance": eye, "root": eye, "condition": 1.0, "rooted": 0}
+
+    def steps(self, state: State, normals: Tensor) -> Tensor:
+        return normals @ state["root"]
+
+    def whiten(self, state: State, steps: Tensor) -> Tensor:
+        return torch.linalg.solve(state["root"], steps, left=False)
+
+    def variances(self, state: State) -> Tensor:
+        return state["covariance"].diagonal()
+
+    def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
+        covariance = torch.addmm(state["covariance"], rows.mT * weights, rows, beta=keep)
+        d, age = rows.shape[1], state["age"] + 1
+        c = constants(d, len(rows) - 1, self.statistics(d), self.rate)
+        # the root is made anew once the covariance has moved by about a tenth of 1 / d: Hansen 2016, B.2
+        if age - state["rooted"] <= 1 / (10 * d * (c.c_1 + c.c_mu)):
+            return {"covariance": covariance}
+        return {**rooted(symmetrise(covariance)), "rooted": age}
+
+    def trouble(self, state: State) -> str | None:
+        if state["condition"] > CONDITION:
+            return f"condition: the covariance's condition number is above {CONDITION:g}"
+        return None
+
+
+def rooted(covariance: Tensor) -> State:
+    """C and its symmetric root C^1/2, whose eigenvalues are kept above lambda_max / 1e15."""
+    values, vectors = eigh(covariance)
+    largest = float(values[-1])
+    floor = largest / (10 * CONDITION)
+    smallest = float(values[0])
+    if smallest < floor:  # round-off
+        values = values.clamp(min=floor)
+        covariance = symmetrise((vectors * values) @ vectors.mT)
+    root = symmetrise((vectors * values.sqrt()) @ vectors.mT)
+    return {"covariance": covariance, "root": root, "condition": largest / max(smallest, floor)}

@@ -1,0 +1,150 @@
+"""Search of continuous variables by a Gaussian."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.search.base import Best, Search, as_popsize, new_generator
+from natgrad.applications.search.convergence import Tolerances, Watch
+from natgrad.applications.search.domain import Domain, as_bounds, as_integer, as_point, as_scales
+from natgrad.applications.search.full import Full
+from natgrad.applications.search.model import GaussianModel, State
+from natgrad.applications.search.ranking import Ranking
+
+Bounds = tuple[Any, Any] | list[Any] | None
+
+
+class GaussianSearch(Search):
+    """Search by a Gaussian N(mean, sigma^2 C) whose parameters follow the natural gradient of the expected rank.
+
+    x0: (d,), where to start.   sigma0: the standard deviation to start with, a number or one per variable (d,): about a
+    third of the distance at which you would look for the minimum.   popsize: candidates per generation, default
+    4 + floor(3 ln d).   seed: of the search's own generator.   bounds: (lower, upper), each a number, a vector (d,) or
+    None; every candidate lies within.   model: how C is stored and moved, default `Full()`.   tolerances: when to stop.
+
+    Everything is float64, on the device of x0. ValueError for an x0 that is not finite or out of bounds, inverted
+    bounds, a sigma0 that is not positive, a popsize below 2.
+    """
+
+    def __init__(
+        self,
+        x0: Tensor | Sequence[float],
+        sigma0: float | Tensor,
+        popsize: int | None = None,
+        seed: int | None = None,
+        bounds: Bounds = None,
+        *,
+        model: GaussianModel | None = None,
+        tolerances: Tolerances | None = None,
+    ) -> None:
+        start = as_point(x0, "x0")
+        sigma, scale = as_scales(sigma0, start)
+        lower, upper = as_bounds(bounds, start)
+        self.domain = Domain.of(scale, lower, upper, as_integer(None, start))
+        self.model = Full() if model is None else model
+        self.model.check(len(start))
+        self.popsize = as_popsize(popsize, self.model.popsize(len(start)))
+        self.nfev = self.nit = 0
+        self.best = Best(start, torch.inf, 0)
+        self._generator = new_generator(seed, start.device)
+        self._state: State = self.model.start(self.domain.latent(start), sigma, self.popsize)
+        self._asked: tuple[Tensor, Tensor, Tensor] | None = None
+        self._watch = Watch(Tolerances() if tolerances is None else tolerances, len(start), self.popsize, sigma)
+
+    @property
+    def state(self) -> State:
+        """The distribution in the search's own coordinates: `mean`, `sigma`, and what its model keeps."""
+        return self._state
+
+    @property
+    def mean(self) -> Tensor:
+        """The point at the centre of the distribution (d,)."""
+        return self.domain.points(self._state["mean"])
+
+    @property
+    def sigma(self) -> float:
+        """The common factor of the standard deviations."""
+        return self._state["sigma"]
+
+    def ask(self) -> Tensor:
+        mean = self._state["mean"]
+        normals = torch.randn(self.popsize, len(mean), generator=self._generator, dtype=mean.dtype, device=mean.device)
+        steps = self.model.steps(self._state, normals)
+        points = self.domain.points(torch.add(mean, steps, alpha=self.sigma))
+        self._asked = (points, normals, steps)
+        return points.clone()
+
+    def stop(self) -> str | None:
+        return self.model.trouble(self._state) or self._watch.verdict()
+
+    def measures(self) -> dict[str, float]:
+        """`sigma`, and the `condition` number of the covariance where it is known."""
+        found = {"sigma": self.sigma}
+        return found | {"condition": self._state["condition"]} if "condition" in self._state else found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "state": dict(self._state),
+            "asked": self._asked,
+            "generator": self._generator.get_state(),
+            "best": (self.best.x, self.best.fun, self.best.nfev),
+            "counts": (self.nfev, self.nit, self.popsize),
+            "watch": self._watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["best"][0].shape != self.best.x.shape or state["counts"][2] != self.popsize:
+            raise ValueError(
+                f"the state is of a search with {len(state['best'][0])} variables and popsize {state['counts'][2]}, "
+                f"this one has {len(self.best.x)} and {self.popsize}: build it with the same arguments"
+            )
+        if set(state["state"]) != set(self._state):
+            raise ValueError(f"the state is of another model than {self.model}: build the search with the same model")
+        self._state = dict(state["state"])
+        self._asked = None if state["asked"] is None else tuple(state["asked"])
+        self._generator.set_state(state["generator"])
+        self.best = Best(*state["best"])
+        self.nfev, self.nit, _ = state["counts"]
+        self._watch.load_state_dict(state["watch"])
+
+    def _dim(self) -> int:
+        return len(self.best.x)
+
+    def _move(self, points: Tensor, values: Tensor) -> None:
+        ranking = Ranking.of(values)
+        normals, steps = self._drawn(points)
+        self._asked = None
+        if not ranking.flat:
+            order = ranking.order
+            self._state = self.model.advance(self._state, normals[order], steps[order], ranking)
+        elif torch.isfinite(values[0]):  # a plateau: look farther
+            self._state = self._state | {"sigma": self.sigma * 1.2}
+        self._watch.see(values, self._spread(), self._state)
+
+    def _drawn(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z behind the points; those that were not asked for are taken as injected."""
+        if self._asked is not None:
+            asked, normals, steps = self._asked
+            if torch.equal(points, asked):
+                return normals, steps
+            same = (points == asked).all(1, keepdim=True)
+            z, y = self._injected(points)
+            return torch.where(same, normals, z), torch.where(same, steps, y)
+        return self._injected(points)
+
+    def _injected(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z of foreign points, shortened to the length that draws have: Hansen 2011."""
+        steps = (self.domain.latent(points) - self._state["mean"]) / self.sigma
+        normals = self.model.whiten(self._state, steps)
+        d = points.shape[1]
+        shrink = ((d**0.5 + 2 * d / (d + 2)) / normals.norm(dim=1, keepdim=True)).clamp(max=1)
+        return normals * shrink, steps * shrink
+
+    def _spread(self) -> float:
+        """The largest standard deviation, in the search's own coordinates."""
+        variances = self.model.variances(self._state)
+        return self.sigma * (1.0 if variances is None else float(variances.max()) ** 0.5)

@@ -1,0 +1,75 @@
+"""Exponential natural evolution strategy: nothing but the natural gradient of information-geometric optimisation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.search.cma import check_rate
+from natgrad.applications.search.model import GaussianModel, State, eye_like
+from natgrad.applications.search.ranking import Ranking
+from natgrad.linalg import eigh
+
+
+@dataclass(frozen=True)
+class XNES(GaussianModel):
+    """xNES, Glasmachers et al. 2010: the natural gradient in exponential coordinates around the present distribution.
+
+    At N(m, A A^T) with A = sigma B the coordinates are m + A delta and A exp(M / 2), where the Fisher matrix is the
+    identity up to a factor: the natural gradient is sum_i u_i z_i for delta and sum_i u_i (z_i z_i^T - I) for M. No
+    paths, no step-size control. exp is positive, so that the covariance is, at any rate.   rate_mean: of delta.
+    rate: of M, None for .6 (3 + ln d) / (d sqrt(d)), as in Wierstra et al. 2014.
+    """
+
+    rate_mean: float = 1.0
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate_mean)
+        check_rate(1.0 if self.rate is None else self.rate)
+
+    def start(self, mean: Tensor, sigma: float, popsize: int) -> State:
+        return {"mean": mean, "sigma": sigma, "shape": eye_like(mean)}
+
+    def steps(self, state: State, normals: Tensor) -> Tensor:
+        return normals @ state["shape"].mT
+
+    def whiten(self, state: State, steps: Tensor) -> Tensor:
+        return torch.linalg.solve(state["shape"].mT, steps, left=False)
+
+    def variances(self, state: State) -> Tensor:
+        return state["shape"].square().sum(1)
+
+    def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
+        popsize, d = normals.shape
+        weights = ranking.share(utilities(popsize).to(normals.device))
+        moment = (normals.mT * weights) @ normals - weights.sum() * eye_like(state["mean"])
+        rate = 0.6 * (3 + math.log(d)) / (d * math.sqrt(d)) if self.rate is None else self.rate
+        trace = moment.trace() / d
+        rest = moment - trace * eye_like(state["mean"])
+        return {
+            "mean": torch.add(state["mean"], weights @ steps, alpha=state["sigma"] * self.rate_mean),
+            "sigma": state["sigma"] * math.exp(bounded(rate / 2 * float(trace))),
+            "shape": state["shape"] @ half_exponential(rate * rest),
+        }
+
+
+def utilities(popsize: int) -> Tensor:
+    """u_i = max(0, ln(popsize / 2 + 1) - ln i), normalised to 1, minus 1 / popsize: Glasmachers et al. 2010."""
+    raw = (math.log(popsize / 2 + 1) - torch.arange(1, popsize + 1, dtype=torch.float64).log()).clamp(min=0)
+    return raw / raw.sum() - 1 / popsize
+
+
+def half_exponential(matrix: Tensor) -> Tensor:
+    """exp(M / 2) of a symmetric matrix (d, d), a factor of e^10 at most in any direction, scaled to determinant 1."""
+    values, vectors = eigh(matrix)
+    logs = (values / 2).clamp(-10, 10)
+    return (vectors * (logs - logs.mean()).exp()) @ vectors.mT
+
+
+def bounded(exponent: float) -> float:
+    """An exponent within +-10: a factor that stays a number."""
+    return max(-10.0, min(10.0, exponent))

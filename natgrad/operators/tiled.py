@@ -1,0 +1,84 @@
+"""Kronecker products of block-diagonal factors: dimensions too large for one factor, cut into equal pieces.
+
+diag(A_1, ..., A_k) (x) diag(B_1, ..., B_m)      on X (p, q):      tile X_ij becomes A_i X_ij B_j
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from natgrad.operators.base import Operator
+from natgrad.operators.kronecker import Kronecker, diagonal_of, inverse_factor
+
+
+class Tiled(Operator):
+    """An operator on the tiles (k, m, s, t) of a matrix (p, q), flattened row-major, k s >= p and m t >= q.
+
+    tiles: e.g. a `Kronecker` with factors (k, 1, s, s) and (1, m, t, t); a factor that is not cut is one (q, q), or
+    (q,) for its diagonal. Where the pieces hold more than the dimension, the last ones end in zeros.
+    ValueError if the tiles do not cover the matrix.
+    """
+
+    def __init__(self, tiles: Kronecker | Operator, grid: tuple[int, int, int, int], shape: tuple[int, int]) -> None:
+        (k, m, s, t), (p, q) = grid, shape
+        if not (k * s >= p and m * t >= q and k * m * s * t == tiles.size):
+            raise ValueError(f"tiles {grid} of an operator of size {tiles.size} do not cover a matrix {shape}")
+        self.tiles, self.grid, self.matrix_shape = tiles, grid, shape
+        self.size, self.dtype, self.device = p * q, tiles.dtype, tiles.device
+
+    @staticmethod
+    def kronecker(left: Tensor, right: Tensor, shape: tuple[int, int], *, factored: bool = False) -> Tiled:
+        """From factors of which one at least is cut, (k, 1, s, s) or (1, m, t, t)."""
+        tiles = Kronecker(left, right, factored=factored)
+        return Tiled(tiles, grid_of(tiles.matrix_shape), shape)
+
+    def mv(self, vector: Tensor) -> Tensor:
+        cut = tiled(vector.reshape(self.matrix_shape), self.grid)
+        return untiled(self.tiles.mv(cut.reshape(-1)).view(self.grid), self.matrix_shape).reshape(-1)
+
+    @property
+    def closed_form(self) -> bool:
+        return self.tiles.closed_form
+
+    def inverse(self, damping: float = 0.0) -> Tiled | None:
+        """For `factored` tiles K-FAC's, with the pi of the whole factors, so that cutting changes no damping."""
+        if isinstance(self.tiles, Kronecker) and self.tiles.factored:
+            found: Operator | None = self._factored(self.tiles, damping)
+        else:
+            found = self.tiles.inverse(damping)
+        return None if found is None else Tiled(found, self.grid, self.matrix_shape)
+
+    def _factored(self, tiles: Kronecker, damping: float) -> Kronecker:
+        p, q = self.matrix_shape
+        left, right = diagonal_of(tiles.left).sum() / p, diagonal_of(tiles.right).sum() / q
+        pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
+        shift = damping**0.5
+        return Kronecker(inverse_factor(tiles.left, shift * pi), inverse_factor(tiles.right, shift / pi))
+
+    def diagonal(self) -> Tensor:
+        return untiled(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)
+
+    def trace(self) -> Tensor:
+        return self.tiles.trace()
+
+
+def grid_of(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """(k, m, s, t) of factors that broadcast to (..., s, t)."""
+    *lead, s, t = shape
+    k, m = [1] * (2 - len(lead)) + lead
+    return k, m, s, t
+
+
+def tiled(matrix: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
+    """(p, q) -> (k, m, s, t), zeros where the pieces hold more."""
+    k, m, s, t = grid
+    padded = functional.pad(matrix, (0, m * t - matrix.shape[1], 0, k * s - matrix.shape[0]))
+    return padded.view(k, s, m, t).transpose(1, 2)
+
+
+def untiled(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
+    """(k, m, s, t) -> (p, q)."""
+    k, m, s, t = tiles.shape
+    return tiles.transpose(1, 2).reshape(k * s, m * t)[: shape[0], : shape[1]]
