@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -231,22 +230,6 @@ def test_evaluation_passes_are_ignored():
     model.train()
     iterate(opt, model)
     assert opt.state_report().failures == 0
-
-
-def test_statistics_are_read_at_every_step_first_and_ever_more_rarely():
-    model = net()
-    opt, updates = ng.kfac(model, CE, lr=0.01, update_every=4), []
-    for step in range(60):
-        opt.zero_grad()
-        loss = opt.loss(model(X), Y)
-        updates += [step] if opt._pending else []
-        loss.backward()
-        opt.step()
-        assert not opt._reader.taps.calls  # nothing holds a graph
-    gaps = [b - a for a, b in pairwise(updates)]
-    assert updates[:10] == list(range(10))
-    assert gaps == sorted(gaps)
-    assert gaps[-1] == 4
 
 
 def test_micro_batches_count_by_their_rows():

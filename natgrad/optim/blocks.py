@@ -42,6 +42,7 @@ class Blocks:
     ) -> None:
         self.structure, self.named, self.state = structure, named, state
         self.all: dict[str, Block] = {}
+        self._changes: list[Tensor] = []
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self.all.values())
@@ -79,8 +80,20 @@ class Blocks:
             return False
         numbers = self.of(self._known(key, block))
         weight = decay * numbers["weight"] + rows if "totals" in numbers else rows
+        if "totals" in numbers:
+            self._changes.append(change(numbers["totals"], totals, numbers["weight"] / weight))
         numbers.update(totals=renewed(numbers, "totals", totals), weight=weight)
         return True
+
+    def drift(self) -> float | None:
+        """How much the updates since the last call changed the averages, the mean over blocks; None if there was none.
+
+        Of structures whose statistics are no sums nothing is said: their numbers do not compare entry by entry.
+        """
+        found, self._changes = self._changes, []
+        if not found or not self.structure.sums:
+            return None
+        return float(torch.stack(found).nan_to_num(nan=1.0).clamp(max=1).mean())
 
     def invert(self, levels: Mapping[str, tuple[float, float]]) -> int:
         """Damped inverses from today's averages; the number of those that failed and keep their last good one.
@@ -183,6 +196,20 @@ def agreed(fine: bool, reading: Reading) -> bool:
     like = next(iter(reading.squares.values()), None)
     like = reading.layers[0].activations if like is None else like
     return not bool(reading.exchange({"bad": torch.tensor(float(not fine), device=like.device)})["bad"])
+
+
+def change(old: Statistics, new: Statistics, share: float) -> Tensor:
+    """|M' - M| / |M| in Frobenius norm, the largest over a block's moments; by inner products, without a copy.
+
+    share: the old totals' weight over the new ones', so that M' - M is new - old / share, up to a factor.
+    """
+    found = [torch.zeros((), dtype=torch.float64)]
+    for key in {"left", "right", "squares", "blocks"} & old.keys() & new.keys():
+        if old[key].shape == new[key].shape:
+            before = dot(old[key], old[key]).double()
+            moved = share**2 * dot(new[key], new[key]).double() - 2 * share * dot(new[key], old[key]).double() + before
+            found.append(torch.where(before > 0, moved.clamp(min=0) / before, 0).sqrt().to(found[0].device))
+    return torch.stack(found).max()
 
 
 def renewed(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict[str, Any]:

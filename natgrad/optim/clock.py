@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-Clock = dict[str, int]
+from typing import Any
+
+Clock = dict[str, Any]
 RAMP = 10  # steps after which the intervals between updates grow by one
+TOLERANCE = 0.1  # relative change of the running averages that one update may bring
+SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the next
 
 
 def started() -> Clock:
     """The clock of a fresh optimizer.
 
-    failures: steps, readings and inverses that came to nothing.   refused: steps that would have raised the loss.
+    interval: steps between updates that the statistics' drift asks for.   failures: steps, readings and inverses that
+    came to nothing.   refused: steps that would have raised the loss.
     """
-    return {"step": 0, "updated": -1, "inverted": -1, "measured": -1, "judged": -1, "failures": 0, "refused": 0}
+    events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
+    return {"step": 0, "interval": 1.0, **events, "failures": 0, "refused": 0}
 
 
 def due(clock: Clock, event: str, every: int) -> bool:
-    """Whether it is time: at every step in the first ten, one step later after each ten more, at most `every` apart."""
-    return clock["step"] - clock[event] >= min(every, 1 + clock["step"] // RAMP)
+    """Whether it is time: after the interval, at most `every` steps apart.
+
+    The interval is the drift's, and no shorter than one step in the first ten, and one more after each ten more.
+    """
+    return clock["step"] - clock[event] >= min(every, max(int(clock["interval"]), 1 + clock["step"] // RAMP))
+
+
+def pace(clock: Clock, change: float | None, most: int) -> None:
+    """The interval after an update that changed the averages by this share: one that would have brought the tolerance.
+
+    Where the statistics stand still, an update's change is what is left of a batch's noise: less and less.
+    """
+    if change is not None:
+        factor = min(max(TOLERANCE / max(change, 1e-9), SLOWEST), FASTEST)
+        clock["interval"] = min(max(clock["interval"] * factor, 1.0), float(most))

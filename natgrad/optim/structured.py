@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from natgrad.damping import Damping
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.optim.blocks import Block, Blocks, dense, penalised, running_mean
-from natgrad.optim.clock import due, started
+from natgrad.optim.clock import due, pace, started
 from natgrad.optim.distributed import together
 from natgrad.optim.door import check_blocks, checked_group, named_parameters
 from natgrad.optim.judge import Judge, replaying, slope_along
@@ -47,9 +47,9 @@ class StructuredNaturalGradient(Optimizer):
     to gain, little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
     (1 - lr * weight_decay) theta.   l2: of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient
     and in the metric.   update_every, invert_every: steps between updates of the statistics and of the
-    inverses, at most: both are made at every step in the first ten, and one step later after each ten more.   measure:
-    False trusts the blocks and takes a = 1 within the bounds.   params: parameter groups; all from lr to l2 are group
-    keys, max_kl and kl_share the least over the groups.
+    inverses, at most: at first one, and one more after each ten steps; more where an update changes the statistics
+    little.   measure: False trusts the blocks and takes a = 1 within the bounds.   params: parameter groups; all from
+    lr to l2 are group keys, max_kl and kl_share the least over the groups.
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
@@ -270,6 +270,7 @@ class StructuredNaturalGradient(Optimizer):
         else:
             self._clock["failures"] += 1
         self._pending = 0
+        pace(self._clock, self._blocks.drift(), self.update_every)
         self._clock["step"] += 1
         self._reader.arm(self._due("updated", self.update_every))
 
