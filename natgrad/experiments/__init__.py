@@ -64,6 +64,7 @@ EXPERIMENTS = {
     "autoencoder": "natgrad.experiments.autoencoder:RACE",
     "char_transformer": "natgrad.experiments.char_transformer:RACE",
     "ang_2020_cifar": "natgrad.experiments.ang_2020_cifar:RACE",
+    "koster_2010_natural_images": "natgrad.experiments.koster_2010_natural_images:STUDY",
     "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
     "pascanu_2013_figure1": "natgrad.experiments.pascanu_2013_figure1:STUDY",
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
