@@ -70,6 +70,7 @@ EXPERIMENTS = {
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",
     "pascanu_2013_order": "natgrad.experiments.pascanu_2013_order:STUDY",
     "pascanu_2013_restricted_mnist": "natgrad.experiments.pascanu_2013_restricted_mnist:RACE",
+    "score_energy_net": "natgrad.experiments.score_energy_net:STUDY",
     "varady_2022_lines": "natgrad.experiments.varady_2022:LINES",
     "varady_2022_digits": "natgrad.experiments.varady_2022:DIGITS",
     "varady_2022_mnist": "natgrad.experiments.varady_2022:MNIST",
