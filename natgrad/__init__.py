@@ -19,7 +19,18 @@ from natgrad.applications import (
 from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
-from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
+from natgrad.families import (
+    Bernoulli,
+    Categorical,
+    ExponentialFamily,
+    Gaussian,
+    Heads,
+    HeteroscedasticGaussian,
+    Ising,
+    Likelihood,
+    MultivariateNormal,
+    Poisson,
+)
 from natgrad.metrics import (
     Langevin,
     Metric,
@@ -101,6 +112,7 @@ __all__ = [
     "EmpiricalPreconditioner",
     "Exact",
     "ExactLabels",
+    "ExponentialFamily",
     "FirstOrder",
     "GaussMarkov",
     "Gaussian",
@@ -108,6 +120,7 @@ __all__ = [
     "Heads",
     "HelmholtzMachine",
     "HeteroscedasticGaussian",
+    "Ising",
     "Kronecker",
     "KrylovSubspace",
     "Langevin",
@@ -118,6 +131,7 @@ __all__ = [
     "Metric",
     "MinresQLP",
     "Momentum",
+    "MultivariateNormal",
     "NaturalGradient",
     "NaturalWakeSleep",
     "OnlineLowRank",

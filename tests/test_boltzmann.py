@@ -140,8 +140,8 @@ def test_pseudo_likelihood_is_the_sum_of_the_conditionals():
     machine = Boltzmann(3)
     params, x = drawn(machine), machine.states
     p = machine.log_probabilities(params).exp().view(2, 2, 2)
-    logs = sum((p / p.sum(axis, keepdim=True)).log().flatten() for axis in range(3))
-    assert_close(machine.pseudo_likelihood_loss(params, x), -logs.mean())
+    logs = torch.stack([(p / p.sum(axis, keepdim=True)).log().flatten() for axis in range(3)])
+    assert_close(machine.pseudo_likelihood_loss(params, x), -logs.sum(0).mean())
 
 
 @pytest.mark.parametrize("machine", [Boltzmann(3), Boltzmann(3, spins=True)], ids=str)

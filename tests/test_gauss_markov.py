@@ -93,6 +93,16 @@ def test_the_truth_is_found_from_its_own_moments():
         assert_close(found[name], truth[name], rtol=1e-10)
 
 
+def test_condensed_examples_have_the_same_loss_and_metric():
+    params, x = conditioned(FIELD, 0.5), draw(9, 4)
+    few = FIELD.condensed(x)
+    assert few.shape == (4, 4)
+    assert_close(ng.score_matching_loss(FIELD, params, few), ng.score_matching_loss(FIELD, params, x))
+    metrics = [ng.score_metric(FIELD).at(params, given).dense() for given in (few, x)]
+    assert_close(*metrics)
+    assert torch.equal(FIELD.condensed(x[:3]), x[:3])
+
+
 def test_with_all_edges_it_is_maximum_likelihood():
     field = GaussMarkov(3, [(0, 1), (0, 2), (2, 1)])
     x = draw(7, 3)
@@ -133,3 +143,13 @@ def test_errors_name_what_is_wrong(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_many_examples_are_solved_as_a_matrix():
+    """A root wider than the number of parameters: its own square would be the larger system."""
+    params = conditioned(FIELD, 0.5)
+    assert ng.score_metric(FIELD).at(params, draw(2, 4)).closed_form
+    assert not ng.score_metric(FIELD).at(params, draw(3, 4)).closed_form
+    operator, gradient = ng.score_metric(FIELD).at(params, draw(50, 4)), draw(8)
+    found = ng.natural_gradient(operator, gradient).value
+    assert_close(found, torch.linalg.solve(operator.dense(), gradient), rtol=1e-9)

@@ -43,16 +43,24 @@ class Boltzmann(Density):
     def matrix(self, params: Params) -> Tensor:
         """The couplings as a symmetric matrix (N, N) with a zero diagonal."""
         self.check(params)
-        first, second = torch.triu_indices(self.units, self.units, 1, device=params["J"].device)
-        upper = params["J"].new_zeros(self.units**2).scatter(0, first * self.units + second, params["J"])
+        upper = params["J"].new_zeros(self.units**2).scatter(0, self._places.to(params["J"].device), params["J"])
         return upper.view(self.units, -1) + upper.view(self.units, -1).mT
+
+    def pairs(self, matrix: Tensor) -> Tensor:
+        """The entries i < j of a matrix (N, N), in the order of J."""
+        return matrix.flatten()[self._places.to(matrix.device)]
+
+    @cached_property
+    def _places(self) -> Tensor:
+        first, second = torch.triu_indices(self.units, self.units, 1)
+        return first * self.units + second
 
     def fields(self, params: Params, inputs: Tensor) -> Tensor:
         """h + J v, (b, N): how strongly each unit is driven by the others."""
-        return torch.addmm(params["h"], self._values(inputs), self.matrix(params))
+        return torch.addmm(params["h"], self.values(inputs), self.matrix(params))
 
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
-        v = self._values(inputs)
+        v = self.values(inputs)
         return v @ params["h"] + 0.5 * (v @ self.matrix(params) * v).sum(1)
 
     def ratios(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
@@ -63,7 +71,7 @@ class Boltzmann(Density):
     def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
         """The derivative in h_i is the jump of v_i, that in J_ij the jump times the other unit's v."""
         self.check(params)
-        v, jumps, count = self._values(inputs), self._jumps(inputs), params["J"].numel()
+        v, jumps, count = self.values(inputs), self._jumps(inputs), params["J"].numel()
         first, second = torch.triu_indices(self.units, self.units, 1, device=v.device)
         pairs, columns = v.new_zeros(len(v), self.units, count), torch.arange(count, device=v.device)
         pairs[:, first, columns] = v[:, second]
@@ -110,7 +118,7 @@ class Boltzmann(Density):
             raise ValueError(f"sweeps is {sweeps!r}, expected an integer >= 1")
         state = check_binary(check_density(self, params, X).detach(), params["h"].dtype).clone()
         with torch.no_grad():
-            v, couplings = self._values(state).mT.contiguous(), self.matrix(params)  # (N, b): a unit is a row
+            v, couplings = self.values(state).mT.contiguous(), self.matrix(params)  # (N, b): a unit is a row
             low, gap = (-1.0, 2.0) if self.spins else (0.0, 1.0)
             for _ in range(sweeps):
                 chances = torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device).logit()
@@ -129,7 +137,8 @@ class Boltzmann(Density):
                 "J holds the couplings i < j row by row; start from machine.parameters()"
             )
 
-    def _values(self, inputs: Tensor) -> Tensor:
+    def values(self, inputs: Tensor) -> Tensor:
+        """v (b, N): what the biases and couplings multiply."""
         return 2 * inputs - 1 if self.spins else inputs
 
     def _jumps(self, inputs: Tensor) -> Tensor:

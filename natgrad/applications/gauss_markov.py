@@ -83,18 +83,22 @@ class GaussMarkov(Density):
         """
         check_continuous(X)
         start = self.parameters(torch.zeros(self.size, self.size, dtype=X.dtype, device=X.device))
-        x = check_density(self, start, X)
+        x = self.condensed(check_density(self, start, X))
         root = self.score_jacobian(start, x).flatten(0, 1)
         metric = symmetrise(root.mT @ root) / len(x)
         slope = torch.cat([torch.ones_like(start["diagonal"]), torch.zeros_like(start["edges"])])
         factor, info = torch.linalg.cholesky_ex(metric)
         if bool(info):
             raise ValueError(
-                f"X has {len(x)} examples of {self.size} variables and leaves some of the {len(slope)} entries of P "
+                f"X has {len(X)} examples of {self.size} variables and leaves some of the {len(slope)} entries of P "
                 "undetermined: give more examples, or take the variables out that never move"
             )
         found = torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1).split([self.size, len(self.edges)])
         return {name: value.clone().requires_grad_() for name, value in zip(start, found, strict=True)}
+
+    def condensed(self, X: Tensor) -> Tensor:
+        """N examples with the second moments of X (b, N), b >= N: the loss and the metric depend on nothing else."""
+        return X if len(X) <= self.size else torch.linalg.qr(X, mode="r").R * (self.size / len(X)) ** 0.5
 
     def sample(self, params: Params, count: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws (count, N). ValueError unless P is positive definite."""

@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 EXPERIMENTS = {
+    "boltzmann_ratio": "natgrad.experiments.boltzmann_ratio:STUDY",
     "digits": "natgrad.experiments.digits:RACE",
     "fashion": "natgrad.experiments.fashion:RACE",
     "fashion_cnn": "natgrad.experiments.fashion_cnn:RACE",
@@ -65,6 +66,8 @@ EXPERIMENTS = {
     "char_transformer": "natgrad.experiments.char_transformer:RACE",
     "ang_2020_cifar": "natgrad.experiments.ang_2020_cifar:RACE",
     "koster_2010_natural_images": "natgrad.experiments.koster_2010_natural_images:STUDY",
+    "karakida_2016_table1": "natgrad.experiments.karakida_2016:TABLE1",
+    "karakida_2016_figure1": "natgrad.experiments.karakida_2016:FIGURE1",
     "pascanu_2013_faces": "natgrad.experiments.pascanu_2013_faces:RACE",
     "pascanu_2013_figure1": "natgrad.experiments.pascanu_2013_figure1:STUDY",
     "pascanu_2013_mnist": "natgrad.experiments.pascanu_2013_mnist:RACE",

@@ -28,8 +28,8 @@ class Bits:
 def bits(name: str, train: int | None, test: int | None, signs: bool) -> Bits:
     """A set by name, cut to so many examples."""
     found = SETS[name]()
-    parts = [found.train[:train], found.valid[:test], found.test[:test]]
-    return Bits(*((2 * part - 1) if signs else part for part in parts), found.shape)
+    scale = (lambda part: 2 * part - 1) if signs else (lambda part: part)
+    return Bits(scale(found.train[:train]), scale(found.valid[:test]), scale(found.test[:test]), found.shape)
 
 
 def lines() -> Bits:

@@ -68,11 +68,11 @@ class RatioMetric(Metric):
             return closed
 
         def form(ratios: Tensor) -> Form:
-            return Diagonals(self._entries(examples, ratios))
+            return Diagonals(self.entries(examples, ratios))
 
         return pulled(self.density.ratios, params, examples, random, form)
 
-    def _entries(self, examples: Tensor, ratios: Tensor) -> Tensor:
+    def entries(self, examples: Tensor, ratios: Tensor) -> Tensor:
         """What grad r_i grad r_i^T counts with, (b, N)."""
         slopes = torch.sigmoid(ratios) * torch.sigmoid(-ratios)  # not s (1 - s), which rounds to 0
         entries = 2 * slopes.square()
@@ -88,5 +88,5 @@ class RatioMetric(Metric):
             jacobian = self.density.ratio_jacobian(params, examples)  # (b, N, K)
             if jacobian is None:
                 return None
-            entries = self._entries(examples, self.density.ratios(params, examples)) / len(examples)
+            entries = self.entries(examples, self.density.ratios(params, examples)) / len(examples)
         return LowRank((entries.sqrt().unsqueeze(2) * jacobian).flatten(0, 1).mT)

@@ -28,7 +28,7 @@ class LowRank(Operator):
 
     @property
     def closed_form(self) -> bool:
-        return True
+        return self.factor.shape[1] <= self.size  # a wide factor's (r, r) is the larger system
 
     def inverse(self, damping: float = 0.0) -> LowRankInverse:
         return LowRankInverse(self.factor, damping)

@@ -39,10 +39,9 @@ class StateReport:
     other data, or where the damping drowns the metric.   rate: length of the step relative to the proposal; 0 for a
     rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the start that were skipped for
     numerical trouble.   refused: steps that were not taken because they raised the loss.   counts: what the structure
-    counted since it began: updates it refused, inverses it kept.
+    counted: examples seen, updates refused, inverses kept.
 
     Structured optimizers give damping in units of a block's mean eigenvalue, as their first parameter group has it.
-    numerical trouble.   counts: what the structure counted: examples seen, updates refused, inverses kept.
     """
 
     step: int = 0

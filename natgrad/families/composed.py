@@ -1,0 +1,131 @@
+"""Families made of families: independent products, and sub-models with some natural parameters held at zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.families.exponential import ExponentialFamily
+
+
+class Product(ExponentialFamily):
+    """Independent families side by side: theta, T and x are joined along their last dimension.
+
+    families: with the widths of their x, (family, width).
+    """
+
+    def __init__(self, *families: tuple[ExponentialFamily, int]) -> None:
+        if not families or not all(
+            isinstance(f, ExponentialFamily) and isinstance(w, int) and w > 0 for f, w in families
+        ):
+            raise ValueError("Product takes pairs (family, width of its x), at least one")
+        self.families, self.widths = tuple(f for f, _ in families), [w for _, w in families]
+        self.size = sum(family.size for family in self.families)
+
+    def parts(self, theta: Tensor) -> tuple[Tensor, ...]:
+        """theta of every family."""
+        return theta.split([family.size for family in self.families], dim=-1)
+
+    def statistics(self, x: Tensor) -> Tensor:
+        pieces = zip(self.families, x.split(self.widths, dim=-1), strict=True)
+        return torch.cat([family.statistics(piece) for family, piece in pieces], dim=-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return sum((f.log_partition(t) for f, t in self._each(theta)), torch.zeros((), dtype=theta.dtype))
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return torch.stack([family.inside(part) for family, part in self._each(theta)]).all(0)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        pieces = zip(self.families, x.split(self.widths, dim=-1), strict=True)
+        return torch.stack([family.log_base(piece) for family, piece in pieces]).sum(0)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return torch.stack([family.mean_log_base(part) for family, part in self._each(theta)]).sum(0)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return torch.cat([family.expectation(part) for family, part in self._each(self.check(theta))], dim=-1)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return torch.cat([family.natural(part) for family, part in self._each(self.check_shape(eta, "eta"))], dim=-1)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        blocks, start = theta.new_zeros(*theta.shape, self.size), 0
+        for family, part in self._each(self.check(theta)):
+            stop = start + family.size
+            pad = (start, self.size - stop, start, self.size - stop)
+            blocks = blocks + torch.nn.functional.pad(family.covariance(part), pad)
+            start = stop
+        return blocks
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.cat([family.draw(part, count, generator) for family, part in self._each(theta)], dim=-1)
+
+    def _each(self, theta: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
+        return list(zip(self.families, self.parts(theta), strict=True))
+
+    def __repr__(self) -> str:
+        return f"Product{self.families!r}"
+
+
+class SubModel(ExponentialFamily):
+    """A family with all natural parameters at zero except those in `free`: a sparse precision is a graph.
+
+    free: positions in the family's theta; this family's theta holds these alone, and its statistics are those in
+    `free`.   base: a theta of the whole family inside its domain, where zero is not, from which the search for
+    `natural` starts; its other entries must be zero.
+    """
+
+    def __init__(self, family: ExponentialFamily, free: Sequence[int], base: Tensor | None = None) -> None:
+        self.family, self.free = family, tuple(free)
+        if (
+            not self.free
+            or len(set(self.free)) < len(self.free)
+            or not 0 <= min(self.free) <= max(self.free) < family.size
+        ):
+            raise ValueError(f"free is {list(free)}, expected different positions from 0 to {family.size - 1}")
+        self.size, self.base, self.domain = len(self.free), base, family.domain
+        if base is not None and base.shape != (family.size,):
+            raise ValueError(f"base has shape {tuple(base.shape)}, expected ({family.size},)")
+        if base is not None and bool(base[[i for i in range(family.size) if i not in self.free]].any()):
+            raise ValueError("base must be zero outside of free")
+
+    def whole(self, theta: Tensor) -> Tensor:
+        """theta of the family, zeros and all."""
+        places = torch.tensor(self.free, device=theta.device).expand(theta.shape)
+        return theta.new_zeros(*theta.shape[:-1], self.family.size).scatter(-1, places, theta)
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return self.family.statistics(x)[..., list(self.free)]
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return self.family.log_partition(self.whole(theta))
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return self.family.inside(self.whole(theta))
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return self.family.log_base(x)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return self.family.mean_log_base(self.whole(theta))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.family.expectation(self.whole(self.check(theta)))[..., list(self.free)]
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        chosen = list(self.free)
+        return self.family.covariance(self.whole(self.check(theta)))[..., chosen, :][..., chosen]
+
+    def guess(self, eta: Tensor) -> Tensor:
+        if self.base is None:
+            return torch.zeros_like(eta)
+        return self.base.to(eta)[list(self.free)].expand_as(eta).clone()
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.family.draw(self.whole(theta), count, generator)
+
+    def __repr__(self) -> str:
+        return f"SubModel({self.family!r}, free={list(self.free)})"

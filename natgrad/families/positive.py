@@ -1,0 +1,156 @@
+"""Families over positive numbers and proportions: Exponential, Gamma, Beta, Dirichlet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.families.exponential import ExponentialFamily
+
+
+class Exponential(ExponentialFamily):
+    """Waiting times of rate lambda: T = x, theta = -lambda < 0, eta = 1 / lambda."""
+
+    size = 1
+    domain = "theta = -rate must be negative"
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return last_of(x, 1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return -(-theta[..., 0]).log()
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return (theta < 0).all(-1)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return -1 / self.check(theta)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return -1 / above(self.check_shape(eta, "eta"), 0.0, "eta, the mean of x,")
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        uniform = torch.rand(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
+        return torch.log1p(-uniform) / theta
+
+    def __repr__(self) -> str:
+        return "Exponential()"
+
+
+class Gamma(ExponentialFamily):
+    """Shape alpha, rate beta: T = (log x, x), theta = (alpha - 1, -beta).
+
+    eta = (digamma(alpha) - log beta, alpha / beta); from eta to theta by Newton's method.
+    """
+
+    size = 2
+    domain = "theta = (shape - 1, -rate): the first above -1, the second negative"
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = last_of(x, 1)
+        return torch.cat([x.log(), x], dim=-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        shape, rate = theta[..., 0] + 1, -theta[..., 1]
+        return torch.lgamma(shape) - shape * rate.log()
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return (theta[..., 0] > -1) & (theta[..., 1] < 0)
+
+    def guess(self, eta: Tensor) -> Tensor:
+        gap = eta[:, 1].log() - eta[:, 0]  # log E[x] - E[log x] > 0 by Jensen
+        if not bool((gap > 0).all()):
+            raise ValueError("eta = (E[log x], E[x]) must have E[log x] < log E[x]: x that do not vary have no density")
+        shape = (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)  # Minka 2002: within 1.5 %
+        return torch.stack([shape - 1, -shape / eta[:, 1]], dim=1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        shape = (theta[..., :1] + 1).expand(count, *theta.shape[:-1], 1)
+        return gamma_draws(shape, generator) / -theta[..., 1:]
+
+    def __repr__(self) -> str:
+        return "Gamma()"
+
+
+class Dirichlet(ExponentialFamily):
+    """Proportions x_1 + ... + x_k = 1: T = log x, theta = alpha - 1, eta_i = digamma(alpha_i) - digamma(sum alpha)."""
+
+    domain = "theta = concentration - 1 must be above -1"
+
+    def __init__(self, k: int) -> None:
+        if not isinstance(k, int) or k < 2:
+            raise ValueError(f"k is {k!r}, expected the number of proportions, an integer >= 2")
+        self.size = k
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return last_of(x, self.size).log()
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return torch.lgamma(theta + 1).sum(-1) - torch.lgamma((theta + 1).sum(-1))
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return (theta > -1).all(-1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        drawn = gamma_draws((theta + 1).expand(count, *theta.shape), generator)
+        return drawn / drawn.sum(-1, keepdim=True)
+
+    def __repr__(self) -> str:
+        return f"Dirichlet({self.size})"
+
+
+class Beta(ExponentialFamily):
+    """A proportion x: T = (log x, log(1 - x)), theta = (alpha - 1, beta - 1)."""
+
+    size = 2
+    domain = Dirichlet.domain
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = last_of(x, 1)
+        return torch.cat([x.log(), torch.log1p(-x)], dim=-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return PAIR.log_partition(theta)
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return PAIR.inside(theta)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return PAIR.draw(theta, count, generator)[..., :1]
+
+    def __repr__(self) -> str:
+        return "Beta()"
+
+
+PAIR = Dirichlet(2)
+
+
+def gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Gamma draws of rate 1, by Marsaglia & Tsang 2000: rejection until every entry is accepted."""
+    boosted = torch.where(shape < 1, shape + 1, shape)  # below 1: times u^(1 / shape)
+    d = boosted - 1 / 3
+    found, todo = torch.empty_like(shape), torch.ones_like(shape, dtype=torch.bool)
+    like = {"generator": generator, "dtype": shape.dtype, "device": shape.device}
+    while bool(todo.any()):
+        z, u = torch.randn(shape.shape, **like), torch.rand(shape.shape, **like)
+        v = (1 + z / (9 * d).sqrt()) ** 3
+        taken = todo & (v > 0) & (u.log() < z.square() / 2 + d - d * v + d * v.clamp(min=1e-300).log())
+        found, todo = torch.where(taken, d * v, found), todo & ~taken
+    u = torch.rand(shape.shape, **like)
+    drawn = torch.where(shape < 1, found * u ** (1 / shape), found)
+    return drawn.clamp(min=torch.finfo(shape.dtype).tiny)  # a density without an atom at zero, where log x is not
+
+
+def last_of(x: Tensor, size: int) -> Tensor:
+    """x as it is. ValueError unless its last dimension has that size."""
+    if not isinstance(x, Tensor) or x.shape[-1:] != (size,):
+        came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
+        raise ValueError(f"x {came}, expected (..., {size})")
+    return x
+
+
+def above(value: Tensor, low: float, name: str) -> Tensor:
+    """The value as it is. ValueError unless every entry is above `low`."""
+    if torch.func.debug_unwrap(value) is value and not bool((value > low).all()):
+        raise ValueError(f"{name} is {float(value.min()):.4g} at least, expected above {low:g}")
+    return value
