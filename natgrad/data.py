@@ -185,6 +185,14 @@ def kodak() -> tuple[Tensor, ...]:
         return tuple(_unit(table[name], 255.0) for name in sorted(table.files))
 
 
+def sample_photographs() -> tuple[Tensor, ...]:
+    """Two photographs in grey, each (427, 640), in [0, 1], that come with scikit-learn: a temple and a flower."""
+    from sklearn.datasets import load_sample_images
+
+    weights = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # Rec. 601, as for the Kodak photographs
+    return tuple(_unit(np.asarray(image) @ weights, 255.0) for image in load_sample_images().images)
+
+
 def uci(name: str, split: int = 0) -> Split:
     """A UCI regression table in one of its usual train/test splits, in float64 and as given (not standardised).
 
