@@ -19,8 +19,6 @@ from natgrad.applications import (
 from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
-from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
-from natgrad.densities import Density
 from natgrad.families import (
     Bernoulli,
     Categorical,
