@@ -103,6 +103,7 @@ def _paths(run: Numbers) -> Callable[[Figure], None]:
                     axes.plot(steps, gaps, color=colour, linewidth=1.2, linestyle="--")
             axes.set_xscale("symlog", linthresh=1)
             axes.set_yscale("log")
+            axes.set_ylim(1e-8, 30)  # a run that diverges leaves at the top
             axes.set_title(f"scale {scale}", loc="left", fontsize=11)
             axes.set_xlabel("steps (dashed: gradient descent)", fontsize=9)
         figure.axes[0].set_ylabel("KL in nats")
