@@ -11,7 +11,7 @@ from natgrad.applications import (
     score_matching_loss,
     sliced_score_matching_loss,
 )
-from natgrad.applications.search import GaussianSearch, minimize
+from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
@@ -71,6 +71,7 @@ __all__ = [
     "CG",
     "Auto",
     "Bernoulli",
+    "BernoulliSearch",
     "Categorical",
     "Constant",
     "Damping",
@@ -95,6 +96,7 @@ __all__ = [
     "Likelihood",
     "LineSearch",
     "LowRankCovariance",
+    "MarkovSearch",
     "Metric",
     "MinresQLP",
     "Momentum",
