@@ -16,7 +16,7 @@ from natgrad.applications import (
     score_matching_loss,
     sliced_score_matching_loss,
 )
-from natgrad.applications.search import GaussianSearch, minimize
+from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
 from natgrad.families import (
@@ -99,6 +99,7 @@ __all__ = [
     "Bernoulli",
     "Blocks",
     "Boltzmann",
+    "BernoulliSearch",
     "Categorical",
     "Constant",
     "Damping",
@@ -128,6 +129,7 @@ __all__ = [
     "Likelihood",
     "LineSearch",
     "LowRankCovariance",
+    "MarkovSearch",
     "Metric",
     "MinresQLP",
     "Momentum",

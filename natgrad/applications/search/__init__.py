@@ -1,6 +1,8 @@
 """Black-box search: a distribution over the candidates, moved by its natural gradient."""
 
 from natgrad.applications.search.base import Best, Search
+from natgrad.applications.search.bernoulli import CGA, PBIL, BernoulliSearch
+from natgrad.applications.search.bits import BitSearch
 from natgrad.applications.search.cma import Adaptation
 from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.driver import SearchResult, minimize
@@ -8,8 +10,10 @@ from natgrad.applications.search.full import Full
 from natgrad.applications.search.gaussian import GaussianSearch
 from natgrad.applications.search.history import History
 from natgrad.applications.search.low_rank import LowRank
+from natgrad.applications.search.markov import MarkovSearch
 from natgrad.applications.search.model import GaussianModel
 from natgrad.applications.search.ranking import Ranking
+from natgrad.applications.search.regression import Slope, natural_slope
 from natgrad.applications.search.restarts import BIPOP, IPOP, Restarts, Run
 from natgrad.applications.search.separable import Separable
 from natgrad.applications.search.sparse import SparsePrecision
@@ -17,22 +21,29 @@ from natgrad.applications.search.xnes import XNES
 
 __all__ = [
     "BIPOP",
+    "CGA",
     "IPOP",
+    "PBIL",
     "XNES",
     "Adaptation",
+    "BernoulliSearch",
     "Best",
+    "BitSearch",
     "Full",
     "GaussianModel",
     "GaussianSearch",
     "History",
     "LowRank",
+    "MarkovSearch",
     "Ranking",
     "Restarts",
     "Run",
     "Search",
     "SearchResult",
     "Separable",
+    "Slope",
     "SparsePrecision",
     "Tolerances",
     "minimize",
+    "natural_slope",
 ]

@@ -1,0 +1,238 @@
+"""Search over bits: the regression form of the natural gradient, draws from random fields, and what they find."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import natgrad as ng
+from natgrad.applications.search import CGA, PBIL, BitSearch, natural_slope
+from natgrad.applications.search.markov import joined, suspects
+from natgrad.applications.search.monomials import Monomials, all_signs, draw
+from natgrad.applications.search.regression import reuse
+
+BLOCKS = [range(5 * i, 5 * i + 5) for i in range(4)]
+
+
+def onemax(X: Tensor) -> Tensor:
+    return -X.sum(1)
+
+
+def traps(X: Tensor) -> Tensor:
+    ones = X.reshape(len(X), -1, 5).sum(2)
+    return -torch.where(ones == 5, 5.0, 4 - ones).sum(1)
+
+
+def run(search: BitSearch, f, target: float, budget: int) -> BitSearch:
+    while search.best.fun > target and not search.stop() and search.nfev < budget:
+        X = search.ask()
+        search.tell(X, f(X))
+    return search
+
+
+def field(n: int, seed: int = 0) -> tuple[Monomials, Tensor]:
+    monomials = Monomials.within(n, [(0, 1, 2), (2, 3)])
+    generator = torch.Generator().manual_seed(seed)
+    return monomials, 0.4 * torch.randn(len(monomials), generator=generator, dtype=torch.float64)
+
+
+# The natural gradient as a regression.
+
+
+def test_the_slope_is_the_fisher_matrix_s_solution():
+    """Over all states, weighted by p: Cov(T, T)^-1 Cov(T, f), the covariances being derivatives of psi and E_p[f]."""
+    monomials, theta = field(4)
+    states = all_signs(4)
+    T = monomials.values(states)
+    f = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    p = torch.softmax(T @ theta, 0)
+    fisher = torch.autograd.functional.hessian(lambda t: torch.logsumexp(T @ t, 0), theta)
+    gradient = torch.autograd.functional.jacobian(lambda t: torch.softmax(T @ t, 0) @ f, theta)
+    assert_close(natural_slope(T, f, p, ridges=(0.0,)).value, torch.linalg.solve(fisher, gradient))
+
+
+def test_the_slope_is_exact_in_the_span_whatever_the_draws():
+    monomials, theta = field(6)
+    signs = 2.0 * torch.randint(0, 2, (40, 6), generator=torch.Generator().manual_seed(0)).double() - 1
+    T = monomials.values(signs)
+    found = natural_slope(T, T @ theta + 3)
+    assert_close(found.value, theta, rtol=1e-5, atol=1e-5)
+    assert found.explained == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [12, 60])
+def test_explained_is_the_error_at_draws_left_out(count: int):
+    """Against regressions refitted without each draw, with fewer and with more draws than statistics."""
+    generator = torch.Generator().manual_seed(0)
+    T = torch.randn(count, 20, generator=generator, dtype=torch.float64)
+    f = T[:, 0] + torch.randn(count, generator=generator, dtype=torch.float64)
+    found = natural_slope(T, f)
+    scale = float((T - T.mean(0)).square().sum()) / count / 20 * found.ridge
+    errors = []
+    for i in range(count):
+        rest = torch.arange(count) != i
+        # the mean is the intercept, kept at the full sample's, as the closed form does for the ridge
+        A = torch.cat([T - T.mean(0), torch.ones(count, 1, dtype=torch.float64)], 1)[rest]
+        ridge = torch.diag(torch.tensor([scale * count] * 20 + [0.0], dtype=torch.float64))
+        solution = torch.linalg.solve(A.T @ A + ridge, A.T @ f[rest])
+        errors.append(float(f[i] - (T[i] - T.mean(0)) @ solution[:-1] - solution[-1]) ** 2)
+    assert 1 - sum(errors) / float((f - f.mean()).square().sum()) == pytest.approx(found.explained, rel=1e-5)
+
+
+def test_reused_draws_have_the_means_of_the_present_distribution():
+    monomials, theta = field(4)
+    states = all_signs(4)
+    T = monomials.values(states)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.ones(40_000, 4, dtype=torch.float64)
+    old = draw(monomials, 0.3 * theta, start, 5, generator)
+    older = draw(monomials, -0.2 * theta, start, 5, generator)
+    weights = reuse([monomials.values(old) @ (0.7 * theta), monomials.values(older) @ (1.2 * theta)])
+    expected = torch.softmax(T @ theta, 0) @ T
+    found = weights @ monomials.values(torch.cat([old, older]))
+    assert_close(found, expected, atol=5 / 40_000**0.5, rtol=0)  # five standard errors of one generation
+
+
+@pytest.mark.parametrize("listed", [12, 0])
+def test_draws_have_the_model_s_means(listed: int, monkeypatch: pytest.MonkeyPatch):
+    """By the list of states, and by Gibbs sampling."""
+    monkeypatch.setattr("natgrad.applications.search.monomials.ENUMERATED", listed)
+    monomials, theta = field(5)
+    T = monomials.values(all_signs(5))
+    start = torch.ones(20_000, 5, dtype=torch.float64)
+    signs = draw(monomials, theta, start, 20, torch.Generator().manual_seed(0))
+    assert_close(monomials.values(signs).mean(0), torch.softmax(T @ theta, 0) @ T, atol=5 / 20_000**0.5, rtol=0)
+
+
+def test_monomials_within_cliques():
+    monomials = Monomials.within(4, [(2, 0, 1)])
+    assert monomials.sets == ((0,), (1,), (2,), (3,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
+    assert monomials.components() == [[0, 1, 2], [3]]
+    s = torch.tensor([[1.0, -1.0, -1.0, 1.0]])
+    assert monomials.values(s).tolist() == [[1, -1, -1, 1, -1, -1, 1, 1]]
+
+
+# What they find.
+
+
+def test_onemax_is_solved_soon_after_there_are_more_draws_than_bits():
+    search = run(ng.BernoulliSearch(100, seed=0), onemax, -100, 700)
+    assert search.best.fun == -100
+
+
+@pytest.mark.parametrize("update", [PBIL(0.2, best=3), CGA()])
+def test_pbil_and_cga_solve_onemax(update: PBIL | CGA):
+    search = run(ng.BernoulliSearch(30, seed=0, update=update), onemax, -30, 3000)
+    assert search.best.fun == -30
+
+
+def test_pbil_moves_the_means_by_the_natural_gradient():
+    search = ng.BernoulliSearch(5, popsize=8, seed=0, update=PBIL(0.3, best=2))
+    X = search.ask()
+    F = X @ torch.arange(1.0, 6.0, dtype=torch.float64) + 0.01 * torch.arange(8)
+    search.tell(X, F)
+    expected = 0.7 * 0.5 + 0.3 * X[F.argsort()[:2]].mean(0)
+    assert_close(search.probabilities, expected.clamp(0.2, 0.8))
+
+
+def test_cga_moves_by_one_over_the_population():
+    search = ng.BernoulliSearch(4, seed=0, update=CGA(10))
+    X = search.ask()
+    F = onemax(X) + torch.tensor([0.0, 0.5])
+    search.tell(X, F)
+    order = F.argsort()
+    assert_close(search.probabilities, 0.5 + (X[order[0]] - X[order[1]]) / 10)
+
+
+def test_traps_need_their_cliques():
+    given = run(ng.MarkovSearch(20, BLOCKS, seed=0), traps, -20, 1300)
+    assert given.best.fun == -20
+    assert run(ng.BernoulliSearch(20, seed=0), traps, -20, 1300).best.fun > -20
+
+
+def test_cliques_are_learned():
+    search = run(ng.MarkovSearch(10, popsize=100, seed=0), traps, -10, 4000)
+    assert search.best.fun == -10
+    assert search.cliques == [(0, 1, 2, 3, 4), (5, 6, 7, 8, 9)]
+
+
+def test_a_cut_is_found_in_the_complete_pairwise_field():
+    edges = [(i, j) for i, j in combinations(range(10), 2) if (i * j + i + j) % 3]
+
+    def cut(X: Tensor) -> Tensor:
+        return -sum((X[:, i] - X[:, j]).abs() for i, j in edges)
+
+    best = float(cut((all_signs(10) + 1) / 2).min())
+    assert run(ng.MarkovSearch(10, combinations(range(10), 2), seed=0), cut, best, 300).best.fun == best
+
+
+def test_suspects_are_the_pairs_that_matter():
+    signs = 2.0 * torch.randint(0, 2, (2000, 6), generator=torch.Generator().manual_seed(0)).double() - 1
+    residual = signs[:, 0] * signs[:, 3] + 0.3 * signs[:, 1] * signs[:, 2] + signs[:, 4]
+    assert suspects(signs, residual) == [(0, 3), (1, 2)]
+    assert joined(6, [(0, 3), (1, 2), (2, 3)], largest=2) == {(0, 3), (1, 2), (2, 3)}
+    assert (0, 1, 2, 3) in joined(6, [(0, 3), (1, 2), (2, 3)], largest=4)
+
+
+@pytest.mark.parametrize("make", [lambda: ng.BernoulliSearch(6, seed=0), lambda: ng.MarkovSearch(6, seed=0)])
+def test_no_update_leaves_the_domain(make):
+    """On noise, constants, infinities and huge values."""
+    search = make()
+    generator = torch.Generator().manual_seed(0)
+    scales = [1.0, 0.0, 1e200, math.inf, math.nan]
+    for k in range(25):
+        X = search.ask()
+        assert bool(((X == 0) | (X == 1)).all())
+        search.tell(X, scales[k % 5] * torch.randn(len(X), generator=generator))
+        assert bool(torch.isfinite(search.theta).all())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ng.BernoulliSearch(10, seed=3),
+        lambda: ng.BernoulliSearch(10, seed=3, update=PBIL()),
+        lambda: ng.MarkovSearch(10, seed=3),
+    ],
+)
+def test_a_resumed_search_is_the_uninterrupted_one(make):
+    whole, first = make(), make()
+    run(whole, traps, -math.inf, 600)
+    run(first, traps, -math.inf, 300)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    run(second, traps, -math.inf, 600)
+    assert torch.equal(whole.theta, second.theta)
+    assert torch.equal(whole.ask(), second.ask())
+
+
+WRONG = {
+    "n": (lambda: ng.BernoulliSearch(0), "n is 0"),
+    "popsize": (lambda: ng.MarkovSearch(4, popsize=1), "popsize is 1"),
+    "margin": (lambda: ng.BernoulliSearch(4, margin=0.7), "margin is 0.7"),
+    "rate": (lambda: PBIL(rate=2.0), "rate is 2.0"),
+    "best": (lambda: PBIL(best=0), "best is 0"),
+    "population": (lambda: CGA(-1.0), "population is -1"),
+    "clique beyond": (lambda: ng.MarkovSearch(4, [(0, 4)]), r"cliques has \(0, 4\)"),
+    "clique too large": (lambda: ng.MarkovSearch(20, [range(13)]), "2\\^13 products"),
+    "largest": (lambda: ng.MarkovSearch(4, largest=1), "largest is 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_arguments_are_named(case: str):
+    call, words = WRONG[case]
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_bits_are_bits():
+    search = ng.BernoulliSearch(4, seed=0)
+    X = search.ask()
+    with pytest.raises(ValueError, match="other than 0 and 1"):
+        search.tell(X / 2, onemax(X))
