@@ -8,14 +8,12 @@ from natgrad import applications, families, metrics, operators, optim, solvers, 
 from natgrad.applications import (
     Boltzmann,
     GaussMarkov,
-    HelmholtzMachine,
-    NaturalWakeSleep,
-    WakeSleep,
     denoising_score_matching_loss,
     ratio_matching_loss,
     score_matching_loss,
     sliced_score_matching_loss,
 )
+from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep, WakeSleep
 from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
@@ -97,9 +95,9 @@ __all__ = [
     "Auto",
     "Averaged",
     "Bernoulli",
+    "BernoulliSearch",
     "Blocks",
     "Boltzmann",
-    "BernoulliSearch",
     "Categorical",
     "Constant",
     "Damping",

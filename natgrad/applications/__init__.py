@@ -1,17 +1,8 @@
 """Floor 6: one file, or folder, per kind of problem."""
 
-from natgrad.applications import search
+from natgrad.applications import helmholtz, search
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
-from natgrad.applications.helmholtz import (
-    Algorithm,
-    Bidirectional,
-    Classic,
-    HelmholtzMachine,
-    NaturalWakeSleep,
-    Reweighted,
-    WakeSleep,
-)
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -21,17 +12,11 @@ from natgrad.applications.score_matching import (
 from natgrad.applications.two_layer import TwoLayer
 
 __all__ = [
-    "Algorithm",
-    "Bidirectional",
     "Boltzmann",
-    "Classic",
     "GaussMarkov",
-    "HelmholtzMachine",
-    "NaturalWakeSleep",
-    "Reweighted",
     "TwoLayer",
-    "WakeSleep",
     "denoising_score_matching_loss",
+    "helmholtz",
     "ratio_matching_loss",
     "score_matching_loss",
     "search",
