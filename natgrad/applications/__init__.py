@@ -3,6 +3,7 @@
 from natgrad.applications import helmholtz, search
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
+from natgrad.applications.pairs import PairPreconditioner
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -14,6 +15,7 @@ from natgrad.applications.two_layer import TwoLayer
 __all__ = [
     "Boltzmann",
     "GaussMarkov",
+    "PairPreconditioner",
     "TwoLayer",
     "denoising_score_matching_loss",
     "helmholtz",
