@@ -10,7 +10,7 @@ def with_margin(mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, m
     """Means and standard deviations (k,) of integer variables, moved so that other integers keep a chance.
 
     A variable is rounded from N(mean, deviation^2). Between its bounds, the integers below and those above its present
-    one get a chance of margin / 2 each; at a bound, those on the other side get `margin`. Hamano et al. 2022, section 4.
+    one get a chance of margin / 2 each; at a bound, those on the other side get `margin`. Hamano et al. 2022.
     """
     mode = torch.maximum(torch.minimum(mean.round(), upper), lower)
     low, high = mode - 0.5, mode + 0.5
