@@ -62,6 +62,17 @@ def learning_table(repeats: int) -> None:
     table("Fashion-MNIST, 784-1000-500-250-10, batch 512, three seeds", learning.report(), learning.HEADS)
 
 
+def search_tables(repeats: int) -> None:
+    from benchmarks import search  # needs cma, which no other table does
+
+    cost = [search.overhead(d, repeats=max(3, repeats // 3)) for d in (10, 100)]
+    table("One generation of ask and tell", cost, ("time / pycma's",))
+    table("Evaluations to 1e-8, ten seeds", search.figures(10), search.HEADS)
+    cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
+    table("BBOB to 1e-8, instances 1-10; f15 with BIPOP", search.bbob_figures(cases), search.BBOB_HEADS)
+    table("Bits, ten seeds", list(search.bit_figures(10)), search.BIT_HEADS)
+
+
 TABLES: dict[str, Callable[[int], None]] = {
     "products": product_tables,
     "solves": solve_tables,
@@ -70,6 +81,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
     "learning": learning_table,
+    "search": search_tables,
 }
 
 

@@ -166,3 +166,12 @@ def as_integer(integers: Any, x0: Tensor) -> Tensor:
         raise ValueError(f"integers is {integers!r}, expected indices below {len(x0)}, the number of variables")
     mask[chosen] = True
     return mask
+
+
+def whole(lower: Tensor, upper: Tensor, integer: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of integer variables at integers. ValueError where none lies between."""
+    lower, upper = torch.where(integer, lower.ceil(), lower), torch.where(integer, upper.floor(), upper)
+    wrong = (integer & (lower > upper)).nonzero()
+    if len(wrong):
+        raise ValueError(f"integers: no integer lies within the bounds of variable {int(wrong[0])}")
+    return lower, upper

@@ -49,6 +49,7 @@ def minimize(
     *,
     popsize: int | None = None,
     bounds: Bounds = None,
+    integers: Any = None,
     model: GaussianModel | None = None,
     ftarget: float | None = None,
     maxfevals: int | None = None,
@@ -65,7 +66,7 @@ def minimize(
 
     f: values (popsize,) of a batch of points (popsize, d), or with vectorized=False the value of one point (d,); gets
     tensors, gives tensors, arrays or numbers. NaN or an exception is a worst value.   x0, sigma0, popsize, bounds,
-    model, tolerances, seed: as for `GaussianSearch`.   ftarget: stop at a value as low.   maxfevals: a bound on
+    integers, model, tolerances, seed: as for `GaussianSearch`.   ftarget: stop at a value as low.   maxfevals: bound on
     evaluations, default none.   restarts: a number, `IPOP(times)` or `BIPOP(times)`; they start at x0, or anywhere
     within bounds if all are finite.   callback: called with the search after each generation; stops if it returns True.
     executor: evaluates points in parallel, needs vectorized=False.   checkpoint: a file that is written every so many
@@ -74,7 +75,12 @@ def minimize(
     Ctrl-C ends the search with the result so far.
     """
     start = as_point(x0, "x0")
-    settings = {"bounds": bounds, "model": Full() if model is None else model, "tolerances": tolerances}
+    settings = {
+        "bounds": bounds,
+        "integers": integers,
+        "model": Full() if model is None else model,
+        "tolerances": tolerances,
+    }
     size = as_popsize(popsize, settings["model"].popsize(len(start)))
     check_budget(maxfevals, size, checkpoint_every)
     journey = Journey(start, sigma0, settings, as_restarts(restarts), size, seed)

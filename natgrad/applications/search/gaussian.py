@@ -10,8 +10,9 @@ from torch import Tensor
 
 from natgrad.applications.search.base import Best, Search, as_popsize, new_generator
 from natgrad.applications.search.convergence import Tolerances, Watch
-from natgrad.applications.search.domain import Domain, as_bounds, as_integer, as_point, as_scales
+from natgrad.applications.search.domain import Domain, as_bounds, as_integer, as_point, as_scales, whole
 from natgrad.applications.search.full import Full
+from natgrad.applications.search.margin import with_margin
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
 
@@ -24,7 +25,9 @@ class GaussianSearch(Search):
     x0: (d,), where to start.   sigma0: the standard deviation to start with, a number or one per variable (d,): about a
     third of the distance at which you would look for the minimum.   popsize: candidates per generation, default
     4 + floor(3 ln d).   seed: of the search's own generator.   bounds: (lower, upper), each a number, a vector (d,) or
-    None; every candidate lies within.   model: how C is stored and moved, default `Full()`.   tolerances: when to stop.
+    None; every candidate lies within.   integers: indices of the variables that are rounded, or a mask (d,); integers
+    other than the present one keep a chance of 1 / (popsize d) at least (Hamano et al. 2022).   model: how C is stored
+    and moved, default `Full()`.   tolerances: when to stop.
 
     Everything is float64, on the device of x0. ValueError for an x0 that is not finite or out of bounds, inverted
     bounds, a sigma0 that is not positive, a popsize below 2.
@@ -38,13 +41,15 @@ class GaussianSearch(Search):
         seed: int | None = None,
         bounds: Bounds = None,
         *,
+        integers: Any = None,
         model: GaussianModel | None = None,
         tolerances: Tolerances | None = None,
     ) -> None:
         start = as_point(x0, "x0")
         sigma, scale = as_scales(sigma0, start)
         lower, upper = as_bounds(bounds, start)
-        self.domain = Domain.of(scale, lower, upper, as_integer(None, start))
+        integer = as_integer(integers, start)
+        self.domain = Domain.of(scale, *whole(lower, upper, integer), integer)
         self.model = Full() if model is None else model
         self.model.check(len(start))
         self.popsize = as_popsize(popsize, self.model.popsize(len(start)))
@@ -52,6 +57,9 @@ class GaussianSearch(Search):
         self.best = Best(start, torch.inf, 0)
         self._generator = new_generator(seed, start.device)
         self._state: State = self.model.start(self.domain.latent(start), sigma, self.popsize)
+        if self.domain.mixed:
+            self._state["stretch"] = torch.ones_like(start)
+            self._keep_margin()
         self._asked: tuple[Tensor, Tensor, Tensor] | None = None
         self._watch = Watch(Tolerances() if tolerances is None else tolerances, len(start), self.popsize, sigma)
 
@@ -74,7 +82,8 @@ class GaussianSearch(Search):
         mean = self._state["mean"]
         normals = torch.randn(self.popsize, len(mean), generator=self._generator, dtype=mean.dtype, device=mean.device)
         steps = self.model.steps(self._state, normals)
-        points = self.domain.points(torch.add(mean, steps, alpha=self.sigma))
+        spread = steps * self._state["stretch"] if self.domain.mixed else steps
+        points = self.domain.points(torch.add(mean, spread, alpha=self.sigma))
         self._asked = (points, normals, steps)
         return points.clone()
 
@@ -123,6 +132,8 @@ class GaussianSearch(Search):
             self._state = self.model.advance(self._state, normals[order], steps[order], ranking)
         elif torch.isfinite(values[0]):  # a plateau: look farther
             self._state = self._state | {"sigma": self.sigma * 1.2}
+        if self.domain.mixed:
+            self._keep_margin()
         self._watch.see(values, self._spread(), self._state)
 
     def _drawn(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,10 +150,32 @@ class GaussianSearch(Search):
     def _injected(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """z and A z of foreign points, shortened to the length that draws have: Hansen 2011."""
         steps = (self.domain.latent(points) - self._state["mean"]) / self.sigma
+        if self.domain.mixed:
+            steps = steps / self._state["stretch"]
         normals = self.model.whiten(self._state, steps)
         d = points.shape[1]
         shrink = ((d**0.5 + 2 * d / (d + 2)) / normals.norm(dim=1, keepdim=True)).clamp(max=1)
         return normals * shrink, steps * shrink
+
+    def _keep_margin(self) -> None:
+        """Move means and stretch deviations of integer variables, for the sake of the other integers."""
+        variances = self.model.variances(self._state)
+        if variances is None:
+            raise ValueError(
+                f"{self.model} does not know its variances, which integers need: choose Full() or Separable()"
+            )
+        domain, chosen = self.domain, self.domain.integer
+        unit = (self.sigma * variances.sqrt() * domain.scale)[chosen]
+        mean, deviation = with_margin(
+            (self._state["mean"] * domain.scale)[chosen],
+            unit * self._state["stretch"][chosen],
+            domain.lower[chosen],
+            domain.upper[chosen],
+            1 / (self.popsize * self._dim()),
+        )
+        moved, stretch = self._state["mean"].clone(), self._state["stretch"].clone()
+        moved[chosen], stretch[chosen] = mean / domain.scale[chosen], deviation / unit
+        self._state = self._state | {"mean": moved, "stretch": stretch}
 
     def _spread(self) -> float:
         """The largest standard deviation, in the search's own coordinates."""

@@ -1,0 +1,44 @@
+"""Integer variables: the chance of leaving the present integer never falls below a margin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def with_margin(mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """Means and standard deviations (k,) of integer variables, moved so that other integers keep a chance.
+
+    A variable is rounded from N(mean, deviation^2). Between its bounds, the integers below and those above its present
+    one get a chance of margin / 2 each; at a bound, those on the other side get `margin`. Hamano et al. 2022.
+    """
+    mode = torch.maximum(torch.minimum(mean.round(), upper), lower)
+    low, high = mode - 0.5, mode + 0.5
+    inner_mean, inner_deviation = between(mean, deviation, low, high, margin)
+    reach = -normal_quantile(torch.full_like(mean, margin)) * deviation
+    at_lower, at_upper = mode <= lower, mode >= upper
+    edge_mean = torch.where(at_lower, torch.maximum(mean, high - reach), torch.minimum(mean, low + reach))
+    edge = at_lower | at_upper
+    return torch.where(edge, edge_mean, inner_mean), torch.where(edge, deviation, inner_deviation)
+
+
+def between(mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """The case between bounds: P(x < low) and P(x > high) at least margin / 2, by mean and deviation together."""
+    below = torch.special.ndtr((low - mean) / deviation)
+    above = torch.special.ndtr((mean - high) / deviation)
+    least = margin / 2
+    raised = [chance.clamp(min=least) for chance in (below, above)]
+    middle = 1 - below - above
+    excess = (
+        1 - raised[0] - raised[1] - middle
+    )  # what was added is taken from all, in proportion to what they can spare
+    share = excess / (raised[0] + raised[1] + middle - 3 * least).clamp(min=1e-12)
+    left, right = (-normal_quantile(chance + share * (chance - least)) for chance in raised)
+    changed = (below < least) | (above < least)
+    wide = (high - low) / (left + right).clamp(min=1e-12)
+    return torch.where(changed, low + left * wide, mean), torch.where(changed, wide, deviation)
+
+
+def normal_quantile(chance: Tensor) -> Tensor:
+    """Phi^-1, for chances in (0, 1)."""
+    return torch.special.ndtri(chance.clamp(1e-300, 1 - 1e-16))
