@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import ekfac, iterative, kfac, learning, preconditioners, products, solves, steps, training
+from benchmarks import ekfac, iterative, kfac, learning, preconditioners, products, scores, solves, steps, training
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -62,6 +62,12 @@ def learning_table(repeats: int) -> None:
     table("Fashion-MNIST, 784-1000-500-250-10, batch 512, three seeds", learning.report(), learning.HEADS)
 
 
+def score_tables(repeats: int) -> None:
+    table("The exact score matching loss and its gradient", scores.layered_report(repeats), scores.LAYERED_HEADS)
+    title = f"One step in the score metric, {scores.VARIABLES} variables, batch {scores.EXAMPLES}"
+    table(title, scores.report(), scores.HEADS)
+
+
 TABLES: dict[str, Callable[[int], None]] = {
     "products": product_tables,
     "solves": solve_tables,
@@ -70,6 +76,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
     "learning": learning_table,
+    "scores": score_tables,
 }
 
 
