@@ -71,6 +71,8 @@ def search_tables(repeats: int) -> None:
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
     table("BBOB to 1e-8, instances 1-10; f15 with BIPOP", search.bbob_figures(cases), search.BBOB_HEADS)
     table("Bits, ten seeds", list(search.bit_figures(10)), search.BIT_HEADS)
+
+
 def score_tables(repeats: int) -> None:
     table("The exact score matching loss and its gradient", scores.layered_report(repeats), scores.LAYERED_HEADS)
     title = f"One step in the score metric, {scores.VARIABLES} variables, batch {scores.EXAMPLES}"
