@@ -53,6 +53,17 @@ def test_score_metrics_are_sound(options):
     )
 
 
+def test_a_mask_by_example_is_cut_with_its_examples():
+    params, x = vector_case("score_matching_n3")
+    mask = torch.tensor([[True, False, True], [False, True, True], [True, False, False]])
+    whole = ng.score_metric(two_layers, mask=mask).at(params, x).dense()
+    assert_close(ng.score_metric(two_layers, mask=mask, chunk_size=2).at(params, x).dense(), whole)
+    table_params, bits = table_case()
+    by_example = torch.arange(20).view(10, 2) % 3 > 0
+    whole = ng.ratio_metric(table, mask=by_example).at(table_params, bits).dense()
+    assert_close(ng.ratio_metric(table, mask=by_example, chunk_size=3).at(table_params, bits).dense(), whole)
+
+
 def test_score_metric_of_a_module():
     net, x = energy_net(), draw(4, 3)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,10 @@ class RatioMetric(Metric):
         checked = check_density(self.density, params, examples_of(inputs)).detach()
         examples = check_binary(checked, next(iter(params.values())).dtype)
         with guarded(self.density, params, examples):
-            return chunked(examples, self.chunk_size, partial(self._term, params, random))
+            return chunked(examples, self.mask, self.chunk_size, partial(self._masked, params, random))
+
+    def _masked(self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None) -> Operator:
+        return replace(self, mask=mask)._term(params, random, examples)
 
     def _term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
         closed = self._closed(params, examples)

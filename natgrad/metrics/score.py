@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,10 @@ class ScoreMetric(Metric):
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         examples = self._examples(params, inputs)
         with guarded(self.density, params, examples):
-            return chunked(examples, self.chunk_size, partial(self._term, params, random))
+            return chunked(examples, self.mask, self.chunk_size, partial(self._masked, params, random))
+
+    def _masked(self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None) -> Operator:
+        return replace(self, mask=mask)._term(params, random, examples)
 
     def graph(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Pullback:
         """The same, pulled back through one graph of the score, whatever closed forms there are and in no chunks."""
@@ -139,16 +142,24 @@ def pulled(
     return Pullback(linearization, form(linearization.outputs))
 
 
-def chunked(examples: Tensor, size: int | None, term: Callable[[Tensor], Operator]) -> Operator:
-    """The mean over examples, in one graph or in chunks of them that are rebuilt for every product."""
+def chunked(
+    examples: Tensor, mask: Tensor | None, size: int | None, term: Callable[[Tensor, Tensor | None], Operator]
+) -> Operator:
+    """The mean over examples, in one graph or in chunks of them that are rebuilt for every product.
+
+    term: of examples and the mask that belongs to them.
+    """
     if size is None or size >= len(examples):
-        return term(examples)
-    parts = examples.split(size)
+        return term(examples, mask)
+    check_mask(mask, examples)
+    by_example = mask is not None and mask.shape[0] == len(examples) and mask.dim() > 1
 
-    def share(part: Tensor) -> Operator:
-        return Scaled(term(part), len(part) / len(examples))
+    def share(start: int) -> Operator:
+        part = examples[start : start + size]
+        rows = mask[start : start + size] if mask is not None and by_example else mask
+        return Scaled(term(part, rows), len(part) / len(examples))
 
-    return Chunked([partial(share, part) for part in parts])
+    return Chunked([partial(share, start) for start in range(0, len(examples), size)])
 
 
 def examples_of(inputs: Any) -> Any:
