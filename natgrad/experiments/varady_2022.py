@@ -109,7 +109,7 @@ def _adam(machine: ng.HelmholtzMachine, rate: float, samples: int, seed: int) ->
 
 
 GRADIENT = (Choice(0.3, 0.0), Choice(1.0, 0.0), Choice(1.0, 0.005), Choice(3.0, 0.005))
-NATURAL = (Choice(0.05, 0.0), Choice(0.15, 0.0), Choice(0.5, 0.0), Choice(0.5, 0.005))
+NATURAL = (Choice(0.15, 0.0), Choice(0.5, 0.0), Choice(0.5, 0.005), Choice(1.0, 0.02))
 ADAM = (Choice(0.01, 0.0), Choice(0.03, 0.0), Choice(0.1, 0.0), Choice(0.1, 0.005))
 CONTESTANTS = (
     Contestant("ws", "WS", _plain(Classic()), GRADIENT),
