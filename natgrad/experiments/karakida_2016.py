@@ -42,8 +42,8 @@ class Settings:
     held_out: int = 5000  # not given in the paper
     level: float = -28.0  # the paper's
     rate: float = 5e-5  # the paper's, for gradient descent and ANG alike
-    descent_steps: int = 300_000  # at most, of gradient descent at the paper's rate
-    natural_steps: int = 45_000  # at most, of ANG at the paper's rate
+    descent_steps: int = 400_000  # at most, of gradient descent at the paper's rate
+    natural_steps: int = 60_000  # at most, of ANG at the paper's rate
     tuned_steps: int = 30_000  # at most, of single examples; a batch gets a tenth
     batch: int = 40  # not in the paper, whose steps see one example each
     our_steps: int = 600  # of ng.ang on batches

@@ -105,7 +105,7 @@ def _method(told: Findings) -> str:
     return (
         f"{s.examples} examples of eight variables in four subspaces, x = A s, s_i = u_i N(0, I), A a random "
         f"orthogonal matrix; {s.held_out} others for the test error. {s.runs} initial conditions per set of data, W ~ "
-        ".3 N(0, 1), V = exp(.5 N(0, 1)), learn side by side and see one stream of examples. The mixing, the scale of "
+        ".3 N(0, 1), V ~ U(0, 1), learn side by side and see one stream of examples. The mixing, the scale of "
         "the initial conditions and how V stays positive are not given in the paper and were chosen by us. At the "
         f"paper's rate of {s.rate:g}, ANG has G = I at first and eps = 1 / (t + 100) for eq. 4, 1 / (t + 30) for the "
         "exact update: with the printed 1 / t the first update forgets the start. Runs end when all models have "

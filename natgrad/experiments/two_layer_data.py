@@ -25,11 +25,12 @@ def isa(seed: int, examples: int) -> Tensor:
 
 
 def starts(seed: int, runs: int, link: Positive | Square) -> dict[str, Tensor]:
-    """W ~ .3 N(0, 1) and V = exp(.5 N(0, 1)), the same V whatever the link; {"W", "V"}, (runs, 8, 8) in float64.
+    """W ~ .3 N(0, 1) and V uniform on (0, 1), the same V whatever the link; {"W", "V"}, (runs, 8, 8) in float64.
 
-    The paper says "randomly chosen initial conditions" only.
+    The paper says "randomly chosen initial conditions" only. From V = exp(.5 N(0, 1)) `ng.ang` reached -28 in 27 of 30
+    runs, the paper's methods at its rate in 3 of 10 within 45,000 steps.
     """
     generator = torch.Generator().manual_seed(1000 + seed)
     W = 0.3 * torch.randn(runs, N, N, generator=generator, dtype=torch.float64)
-    V = (0.5 * torch.randn(runs, N, N, generator=generator, dtype=torch.float64)).exp()
+    V = torch.rand(runs, N, N, generator=generator, dtype=torch.float64).clamp(min=1e-3)
     return {"W": W, "V": link.inverse(V)}

@@ -83,17 +83,19 @@ class Paper:
 
     def __post_init__(self) -> None:
         W = self.params["W"]
+        self.slopes = Slopes(self.model, self.params)
         self.inverse = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1) / self.method.start_at
 
     def step(self, examples: Tensor) -> None:
         self.count += 1
-        gradient, root = slope_and_root(self.model, self.params, examples)
-        step = (self.inverse @ gradient.unsqueeze(-1)).squeeze(-1)  # G_t^-1: this sample joins G_t+1
-        self._update(root, adaptation_rate(self.count, self.method.offset, self.method.floor))
+        gradient, root = self.slopes(examples)
+        both = torch.bmm(self.inverse, torch.cat([root, gradient.unsqueeze(-1)], -1))  # one pass over G^-1
+        step = both[..., -1]  # G_t^-1: this sample joins G_t+1
+        rate = adaptation_rate(self.count, self.method.offset, self.method.floor)
+        self._update(root, both[..., :-1], rate)
         move(self.params, step, self.rate)
 
-    def _update(self, root: Tensor, rate: float) -> None:
-        image = self.inverse @ root
+    def _update(self, root: Tensor, image: Tensor, rate: float) -> None:
         if isinstance(self.method, ng.Woodbury):
             woodbury_inverse(self.inverse, root, rate, image=image, out=self.inverse)
             return
@@ -122,13 +124,14 @@ class Ours:
 
     def __post_init__(self) -> None:
         W = self.params["W"]
+        self.slopes = Slopes(self.model, self.params)
         self.metric = W.new_zeros(len(W), 2 * W[0].numel(), 2 * W[0].numel())
         self.lower = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1)
 
     def step(self, examples: Tensor) -> None:
         batch = examples.shape[1]
         self.count, self.seen = self.count + 1, self.seen + batch
-        gradient, root = slope_and_root(self.model, self.params, examples)
+        gradient, root = self.slopes(examples)
         n, r = root.shape[-2:]
         self.columns = min(self.columns + r, max(self.method.horizon * n, r))
         average_metric(self.metric, root, r / self.columns, out=self.metric)
@@ -145,11 +148,24 @@ class Ours:
         move(self.params, step * (bound / length).clamp(max=1), self.rate)
 
 
-def slope_and_root(model: TwoLayer, params: dict[str, Tensor], examples: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss's gradient (R, K) and the metric's root (R, K, b N)."""
-    gradient = torch.cat([part.flatten(1) for part in model.gradient(params, examples).values()], 1)
-    root = model.score_jacobian(params, examples).flatten(1, 2).mT
-    return gradient, root / examples.shape[1] ** 0.5
+class Slopes:
+    """The mean loss's gradient (R, K) and the metric's root (R, K, b N) at X (R, b, N)."""
+
+    def __init__(self, model: TwoLayer, params: dict[str, Tensor]) -> None:
+        self.model, self.params = model, params
+        self.single = SingleExample(params, model.link)
+
+    def __call__(self, examples: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self._single(examples) if examples.shape[1] == 1 else self.model.gradient(self.params, examples)
+        root = self.model.score_jacobian(self.params, examples).flatten(1, 2).mT
+        scale = examples.shape[1] ** 0.5
+        return torch.cat([part.flatten(1) for part in parts.values()], 1), root / scale if scale != 1 else root
+
+    def _single(self, examples: Tensor) -> dict[str, Tensor]:
+        link, raw = self.model.link, self.params["V"]
+        self.single.V.copy_(link(raw))
+        by_W, by_V = self.single.gradient(examples)
+        return {"W": by_W, "V": by_V * link.slope(raw)}
 
 
 def move(params: dict[str, Tensor], step: Tensor, rate: float) -> None:
