@@ -241,7 +241,7 @@ def figure1_pieces(settings: Settings) -> tuple[Piece, ...]:
 
 TABLE1 = Study(
     "karakida_2016_table1",
-    "Natural gradient of score matching against SGD and Adam, plain and tuned (Table 1), in a few minutes",
+    "Natural gradient of score matching against SGD and Adam, plain and tuned (Table 1), in six to nine minutes",
     Settings,
     table1_pieces,
     karakida_2016_story.table1,
@@ -250,7 +250,7 @@ TABLE1 = Study(
 
 FIGURE1 = Study(
     "karakida_2016_figure1",
-    "Natural gradient of score matching leaves the plateau (Fig. 1), in two minutes",
+    "Natural gradient of score matching leaves the plateau (Fig. 1), in some minutes",
     Settings,
     figure1_pieces,
     karakida_2016_story.figure1,

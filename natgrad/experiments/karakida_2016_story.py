@@ -210,7 +210,7 @@ def _draw(told: Findings, pieces: tuple[str, ...]) -> Callable[[Figure], None]:
         axes.set_xlabel("steps")
         axes.set_title("test error, all runs", loc="left", fontsize=11)
         axes.grid(visible=True, axis="y")
-        axes.legend(fontsize=9, loc="upper right")
+        axes.legend(fontsize=9, loc="lower left")
 
     return fill
 
