@@ -145,7 +145,7 @@ def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
 @pytest.mark.parametrize("study", [TABLE1, FIGURE1], ids=lambda study: study.name)
 def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
     assert find(study.name) is study
-    settings = override(study.settings, SMALL)
+    settings = override(study.settings, [*SMALL, "square=true"])
     folder = execute(study, settings, range(2), tmp_path / "runs")
     told, page = build(folder.path)
     assert page.exists()

@@ -10,11 +10,13 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from natgrad.experiments.beside import Task, beside
 from natgrad.experiments.frame import LabError, slug
 from natgrad.experiments.race import Interrupted, check_device, threads
 from natgrad.experiments.records import Folder, dump, replace, versions
@@ -46,13 +48,15 @@ class Run:
 class Piece:
     """A named piece of work: work(run) returns plain numbers; those that are not finite become null on disk.
 
-    repeated: whether it is done once from every seed, or once in all.
+    repeated: whether it is done once from every seed, or once in all. independent: it needs no other piece's numbers
+    and no clock, and may be done beside others where the settings have `processes` > 1.
     """
 
     name: str
     title: str
     work: Callable[[Run], Numbers]
     repeated: bool = True
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ def execute(
     todo = [(piece, seed) for piece in pieces for seed in (seeds if piece.repeated else (0,))]
     worker = Worker(study, settings, folder, pieces, seeds[0], watcher or (lambda state: None), stopped, len(todo))
     with threads(settings.threads):
+        worker.carry_out_beside(todo, getattr(settings, "processes", 1))
         for piece, seed in todo:
             worker.carry_out(piece, seed)
     return folder
@@ -169,6 +174,27 @@ class Worker:
         seconds = None if place.exists() else self._work(piece, seed, place)
         self.done += 1
         self.watch(State(piece, seed, 1.0, self.done, self.total, seconds))
+
+    def carry_out_beside(self, todo: Sequence[tuple[Piece, int]], processes: int) -> None:
+        """Do the independent pieces that are not there yet, several at a time; what fails is left for later."""
+        pieces = [(p, s) for p, s in todo if p.independent and not (self.folder.records / file(p, s)).exists()]
+        if processes < 2 or len(pieces) < 2:
+            return
+        tasks = {file(p, s): (p, s) for p, s in pieces}
+
+        def watch(name: str, fraction: float) -> None:
+            piece, seed = tasks[name]
+            self.watch(State(piece, seed, min(fraction, 0.999), self.done, self.total))
+
+        beside([Task(name, partial(self._alone, *one)) for name, one in tasks.items()], processes, watch, self.stopped)
+        if self.stopped():
+            raise Interrupted
+
+    def _alone(self, piece: Piece, seed: int, tell: Callable[[float], None]) -> None:
+        start = time.perf_counter()
+        numbers = piece.work(Run(self.settings, seed, {}, tell))
+        header = self._header(piece, seed, time.perf_counter() - start)
+        replace(self.folder.records / file(piece, seed), self._text(piece, header, numbers))
 
     def _work(self, piece: Piece, seed: int, place: Path) -> float:
         def advance(fraction: float) -> None:
