@@ -258,7 +258,7 @@ TABLE1 = Study(
 
 FIGURE1 = Study(
     "karakida_2016_figure1",
-    "Natural gradient of score matching leaves the plateau (Fig. 1), in three minutes on two cores",
+    "Natural gradient of score matching leaves the plateau (Fig. 1), in some minutes",
     Settings,
     figure1_pieces,
     karakida_2016_story.figure1,
