@@ -26,7 +26,7 @@ from natgrad.structures.inverse_updates import (
 from natgrad.testing import check_operator, check_structure
 
 METHODS = [ng.Averaged(), ng.Averaged(every=3), ng.Woodbury(), ng.FirstOrder(), ng.FirstOrder(offset=0.5)]
-VECTORS = json.loads((Path(__file__).parent / "vectors" / "score_matching.json").read_text(encoding="utf-8"))
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "scores.json").read_text(encoding="utf-8"))
 BATCHES = [draw(5, 3, seed=seed) for seed in range(4)]
 
 

@@ -186,6 +186,18 @@ def test_reweighted_lessons_tend_to_the_likelihood_s_gradient(kind):
         assert ((draws.mean(0) - reference_value).abs() <= 5 * draws.std(0) / 30**0.5 + 3e-3).all()
 
 
+def test_a_reconstruction_is_one_way_up_and_down():
+    """The mean over draws is sum_h q(h_1 | x) sigmoid(W [h_1; 1]), by enumeration."""
+    found, x = machine(), data("bits")
+    ups, downs = found.recognition[0], found.generation[0]
+    states = torch.cartesian_prod(*[tensor((0, 1))] * 2)
+    weights = torch.stack([ups.log_prob(x, state.expand(len(x), -1)).exp() for state in states])
+    expected = torch.einsum("sb,sj->bj", weights, torch.sigmoid(downs.logits(states, torch.zeros(4, 3, dtype=F64))))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([found.reconstruct(x, generator) for _ in range(400)])
+    assert ((draws.mean(0) - expected.detach()).abs() < 5 * draws.std(0) / 400**0.5 + 1e-12).all()
+
+
 def test_the_weights_do_not_overflow():
     found = machine()
     with torch.no_grad():

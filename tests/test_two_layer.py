@@ -14,7 +14,7 @@ import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.positive import Positive, Square
 
-VECTORS = json.loads((Path(__file__).parent / "vectors" / "score_matching.json").read_text(encoding="utf-8"))
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "scores.json").read_text(encoding="utf-8"))
 LINKS = [ng.positive, Square()]
 
 

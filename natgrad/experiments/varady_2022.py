@@ -249,27 +249,10 @@ LINES = study(
     tuning=25,
 )
 DIGITS = study("digits", "the same on embedded binarised digits (64-32-16), about ten minutes", data="digits")
-MNIST = study(
-    "mnist",
-    "the same on binarised MNIST (784-200-200-10), an hour and more",
-    data="mnist",
-    sizes="200-200-10",
-    epochs=10,
-    batch=100,
-    evaluation=50,
-    tuning=2,
-    test=1000,
-)
+LARGE: dict[str, Any] = {"sizes": "200-200-10", "epochs": 10, "batch": 100, "evaluation": 50, "tuning": 2, "test": 1000}
+MNIST = study("mnist", "the same on binarised MNIST (784-200-200-10), an hour and more", data="mnist", **LARGE)
 FASHION = study(
-    "fashion",
-    "the same on binarised Fashion-MNIST (784-200-200-10), an hour and more",
-    data="fashion",
-    sizes="200-200-10",
-    epochs=10,
-    batch=100,
-    evaluation=50,
-    tuning=2,
-    test=1000,
+    "fashion", "the same on binarised Fashion-MNIST (784-200-200-10), an hour and more", data="fashion", **LARGE
 )
 FACES = study(
     "faces",
