@@ -42,6 +42,7 @@ from natgrad.metrics import (
     ratio_metric,
     sampled_fisher,
     score_metric,
+    transport_metric,
 )
 from natgrad.operators import Operator
 from natgrad.optim import (
@@ -191,5 +192,6 @@ __all__ = [
     "structures",
     "tonga",
     "trainable",
+    "transport_metric",
     "unitwise",
 ]
