@@ -15,6 +15,7 @@ from natgrad.applications import (
 )
 from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep, WakeSleep
 from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
+from natgrad.applications.variational import variational
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
 from natgrad.families import (
@@ -194,4 +195,5 @@ __all__ = [
     "trainable",
     "transport_metric",
     "unitwise",
+    "variational",
 ]
