@@ -10,6 +10,7 @@ from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.simplex import Multinomial
 
 __all__ = [
     "Bernoulli",
@@ -25,6 +26,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Ising",
     "Likelihood",
+    "Multinomial",
     "MultivariateNormal",
     "Poisson",
     "Product",

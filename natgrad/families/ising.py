@@ -65,6 +65,9 @@ class Ising(ExponentialFamily):
         places = torch.multinomial(p.reshape(-1, p.shape[-1]), count, replacement=True, generator=generator)
         return self.states.to(theta)[places.mT].view(count, *theta.shape[:-1], self.n)
 
+    def outcomes(self, theta: Tensor) -> Tensor:
+        return self.states.to(theta)
+
     @cached_property
     def states(self) -> Tensor:
         """All states (2^n, n) in float64, the last variable changing fastest."""

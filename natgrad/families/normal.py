@@ -50,7 +50,7 @@ class MultivariateNormal(ExponentialFamily):
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """mu (..., d) and Sigma (..., d, d)."""
         factor = torch.linalg.cholesky(self.precision(self.check(theta)))
-        covariance = torch.cholesky_inverse(factor)
+        covariance = inverse_from(factor)
         return (covariance @ theta[..., : self.d].unsqueeze(-1)).squeeze(-1), covariance
 
     def from_mean_covariance(self, mean: Tensor, covariance: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class MultivariateNormal(ExponentialFamily):
         factor, info = torch.linalg.cholesky_ex(covariance)
         if bool((info != 0).any()):
             raise ValueError("covariance is not positive definite, which a distribution with a density needs")
-        precision = torch.cholesky_inverse(factor)
+        precision = inverse_from(factor)
         linear = (precision @ mean.unsqueeze(-1)).squeeze(-1)
         return torch.cat([linear.expand(*precision.shape[:-2], self.d), self.pack(-precision / 2)], dim=-1)
 
@@ -168,6 +168,13 @@ class NormalFisher(Operator):
         if damping:
             return None
         return NormalFisher(self.family, self.mean, self.sigma, self.precision, not self.dual)
+
+
+def inverse_from(factor: Tensor) -> Tensor:
+    """(L L^T)^-1 for L (..., d, d). The forward derivative of torch.cholesky_inverse is wrong (torch 2.13)."""
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    half = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return half.mT @ half
 
 
 def _positive(matrix: Tensor) -> Tensor:
