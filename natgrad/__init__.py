@@ -28,6 +28,8 @@ from natgrad.families import (
     Likelihood,
     MultivariateNormal,
     Poisson,
+    exact_natural_gradient_of_mean,
+    natural_gradient_of_mean,
 )
 from natgrad.metrics import (
     Langevin,
@@ -165,6 +167,7 @@ __all__ = [
     "divergence",
     "ekfac",
     "empirical_fisher",
+    "exact_natural_gradient_of_mean",
     "families",
     "fisher",
     "gauss_newton",
@@ -177,6 +180,7 @@ __all__ = [
     "minimize",
     "natgrad_cg",
     "natural_gradient",
+    "natural_gradient_of_mean",
     "online_ng",
     "operators",
     "optim",

@@ -8,6 +8,13 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
+from natgrad.families.mean_gradient import (
+    dual_gradient,
+    effective_draws,
+    exact_natural_gradient_of_mean,
+    gradient_of_mean,
+    natural_gradient_of_mean,
+)
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.simplex import Multinomial
@@ -32,4 +39,9 @@ __all__ = [
     "Product",
     "SubModel",
     "as_criterion",
+    "dual_gradient",
+    "effective_draws",
+    "exact_natural_gradient_of_mean",
+    "gradient_of_mean",
+    "natural_gradient_of_mean",
 ]

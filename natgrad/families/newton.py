@@ -27,7 +27,7 @@ class Inversion(torch.autograd.Function):
     def forward(eta: Tensor, start: Tensor, family: Dual) -> Tensor:
         """Newton's method from `start`."""
         with torch.no_grad():
-            return newton(family, eta, start)
+            return newton(family, eta, start.clone())  # a result that is the input itself cannot be saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
