@@ -3,6 +3,7 @@
 from natgrad.families.base import Likelihood
 from natgrad.families.composed import Product, SubModel
 from natgrad.families.criteria import Criterion, as_criterion
+from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
@@ -18,15 +19,19 @@ from natgrad.families.mean_gradient import (
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.simplex import Multinomial
+from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 
 __all__ = [
     "Bernoulli",
     "Beta",
     "Categorical",
     "Criterion",
+    "DiagonalNormal",
     "Dirichlet",
     "Exponential",
     "ExponentialFamily",
+    "FixedCovarianceNormal",
+    "FixedMeanNormal",
     "Gamma",
     "Gaussian",
     "Heads",
@@ -35,8 +40,10 @@ __all__ = [
     "Likelihood",
     "Multinomial",
     "MultivariateNormal",
+    "Normal",
     "Poisson",
     "Product",
+    "SparseNormal",
     "SubModel",
     "as_criterion",
     "dual_gradient",
