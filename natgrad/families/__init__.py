@@ -2,6 +2,16 @@
 
 from natgrad.families.base import Likelihood
 from natgrad.families.composed import Product, SubModel
+from natgrad.families.coordinates import (
+    Coordinates,
+    Expectation,
+    Mapped,
+    Natural,
+    convert,
+    convert_covector,
+    convert_vector,
+    fisher_in,
+)
 from natgrad.families.criteria import Criterion, as_criterion
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
@@ -16,6 +26,15 @@ from natgrad.families.mean_gradient import (
     gradient_of_mean,
     natural_gradient_of_mean,
 )
+from natgrad.families.named_coordinates import (
+    Concentration,
+    MeanCholesky,
+    MeanCovariance,
+    MeanStd,
+    Rate,
+    ShapeRate,
+    ShapeScale,
+)
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.simplex import Multinomial
@@ -25,9 +44,12 @@ __all__ = [
     "Bernoulli",
     "Beta",
     "Categorical",
+    "Concentration",
+    "Coordinates",
     "Criterion",
     "DiagonalNormal",
     "Dirichlet",
+    "Expectation",
     "Exponential",
     "ExponentialFamily",
     "FixedCovarianceNormal",
@@ -38,17 +60,29 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Ising",
     "Likelihood",
+    "Mapped",
+    "MeanCholesky",
+    "MeanCovariance",
+    "MeanStd",
     "Multinomial",
     "MultivariateNormal",
+    "Natural",
     "Normal",
     "Poisson",
     "Product",
+    "Rate",
+    "ShapeRate",
+    "ShapeScale",
     "SparseNormal",
     "SubModel",
     "as_criterion",
+    "convert",
+    "convert_covector",
+    "convert_vector",
     "dual_gradient",
     "effective_draws",
     "exact_natural_gradient_of_mean",
+    "fisher_in",
     "gradient_of_mean",
     "natural_gradient_of_mean",
 ]

@@ -79,10 +79,10 @@ class ExponentialFamily(ABC):
         ValueError where it does not arrive: eta is then on the boundary of what expectations can be, or beyond.
         """
         flat = self.check_finite(eta, "eta").reshape(-1, eta.shape[-1])
-        return Inversion.apply(flat, self.guess(flat.detach()), self).view(eta.shape)
+        return Inversion.apply(flat, self).view(eta.shape)
 
     def guess(self, eta: Tensor) -> Tensor:
-        """Where Newton's method starts, (b, n) -> (b, n), inside the domain. Default: zero."""
+        """Where Newton's method starts, (b, n) -> (b, n), inside the domain; a new tensor. Default: zero."""
         return torch.zeros_like(eta)
 
     def covariance(self, theta: Tensor) -> Tensor:

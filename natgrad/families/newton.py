@@ -14,6 +14,7 @@ NEWTON_STEPS = 100
 class Dual(Protocol):
     """What Newton's method asks of a family."""
 
+    def guess(self, eta: Tensor) -> Tensor: ...
     def log_partition(self, theta: Tensor) -> Tensor: ...
     def expectation(self, theta: Tensor) -> Tensor: ...
     def covariance(self, theta: Tensor) -> Tensor: ...
@@ -24,22 +25,22 @@ class Inversion(torch.autograd.Function):
     """eta (b, n) -> theta (b, n), the inverse of grad psi; its derivative is Cov(T)^-1 at theta, to any order."""
 
     @staticmethod
-    def forward(eta: Tensor, start: Tensor, family: Dual) -> Tensor:
-        """Newton's method from `start`."""
+    def forward(eta: Tensor, family: Dual) -> Tensor:
+        """Newton's method from the family's guess."""
         with torch.no_grad():
-            return newton(family, eta, start.clone())  # a result that is the input itself cannot be saved
+            return newton(family, eta, family.guess(eta))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keeps theta, at which the derivatives are taken."""
-        ctx.family = inputs[2]
+        ctx.family = inputs[1]
         ctx.save_for_backward(output)
         ctx.save_for_forward(output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Cov(T)^-1 g."""
-        return solved(ctx.family, ctx.saved_tensors[0], grads[0]), None, None
+        return solved(ctx.family, ctx.saved_tensors[0], grads[0]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -47,14 +48,10 @@ class Inversion(torch.autograd.Function):
         return solved(ctx.family, ctx.saved_tensors[0], tangents[0])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], eta: Tensor, start: Tensor, family: Dual) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], eta: Tensor, family: Dual) -> tuple[Tensor, int]:
         """One more dimension of the batch."""
-        first, second = (
-            x.expand(info.batch_size, *x.shape) if place is None else x.movedim(place, 0)
-            for x, place in zip((eta, start), in_dims[:2], strict=True)
-        )
-        found = Inversion.apply(first.flatten(0, 1), second.flatten(0, 1), family)
-        return found.unflatten(0, first.shape[:2]), 0
+        many = eta.expand(info.batch_size, *eta.shape) if in_dims[0] is None else eta.movedim(in_dims[0], 0)
+        return Inversion.apply(many.flatten(0, 1), family).unflatten(0, many.shape[:2]), 0
 
 
 def solved(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:

@@ -138,6 +138,10 @@ class Centred:
 
     pairs: Pairs
 
+    def guess(self, eta: Tensor) -> Tensor:
+        """Independent, of variance one."""
+        return torch.where(self.pairs.weights(eta) == 1, -0.5, 0.0).to(eta).expand_as(eta).clone()
+
     def sigma(self, theta: Tensor) -> Tensor:
         """Sigma (..., d, d) of theta = (-P_ii / 2; -P_ij / 2)."""
         return inverse_from(torch.linalg.cholesky_ex(-2 * self.pairs.unpack(theta)).L)
@@ -174,7 +178,5 @@ def sparse_precision(pairs: Pairs, spread: Tensor) -> Tensor:
         raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
     scale = variances.sqrt()
     both = scale[..., pairs.first] * scale[..., pairs.second]
-    flat = (spread / both).reshape(-1, pairs.size)
-    independent = torch.where(pairs.weights(flat) == 1, -0.5, 0.0).to(flat).expand_as(flat)
-    found = Inversion.apply(flat, independent, Centred(pairs)).view(spread.shape)
+    found = Inversion.apply((spread / both).reshape(-1, pairs.size), Centred(pairs)).view(spread.shape)
     return -2 * pairs.unpack(found / both)
