@@ -16,7 +16,9 @@ from natgrad.families.criteria import Criterion, as_criterion
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.field import Estimate, MarkovField
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
+from natgrad.families.gibbs import Gibbs
 from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
 from natgrad.families.mean_gradient import (
@@ -49,6 +51,7 @@ __all__ = [
     "Criterion",
     "DiagonalNormal",
     "Dirichlet",
+    "Estimate",
     "Expectation",
     "Exponential",
     "ExponentialFamily",
@@ -56,11 +59,13 @@ __all__ = [
     "FixedMeanNormal",
     "Gamma",
     "Gaussian",
+    "Gibbs",
     "Heads",
     "HeteroscedasticGaussian",
     "Ising",
     "Likelihood",
     "Mapped",
+    "MarkovField",
     "MeanCholesky",
     "MeanCovariance",
     "MeanStd",
