@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.families.newton import Inversion
+from natgrad.families.newton import Inversion, newton
 from natgrad.linalg import psd_root
 from natgrad.operators import Dense, Operator
 
@@ -80,6 +80,10 @@ class ExponentialFamily(ABC):
         """
         flat = self.check_finite(eta, "eta").reshape(-1, eta.shape[-1])
         return Inversion.apply(flat, self).view(eta.shape)
+
+    def invert(self, eta: Tensor) -> Tensor:
+        """theta (b, n) of eta (b, n), without gradients: Newton's method from `guess`, unless a family knows better."""
+        return newton(self, eta, self.guess(eta))
 
     def guess(self, eta: Tensor) -> Tensor:
         """Where Newton's method starts, (b, n) -> (b, n), inside the domain; a new tensor. Default: zero."""

@@ -14,7 +14,7 @@ NEWTON_STEPS = 100
 class Dual(Protocol):
     """What Newton's method asks of a family."""
 
-    def guess(self, eta: Tensor) -> Tensor: ...
+    def invert(self, eta: Tensor) -> Tensor: ...
     def log_partition(self, theta: Tensor) -> Tensor: ...
     def expectation(self, theta: Tensor) -> Tensor: ...
     def covariance(self, theta: Tensor) -> Tensor: ...
@@ -26,9 +26,9 @@ class Inversion(torch.autograd.Function):
 
     @staticmethod
     def forward(eta: Tensor, family: Dual) -> Tensor:
-        """Newton's method from the family's guess."""
+        """What the family finds; by default Newton's method from its guess."""
         with torch.no_grad():
-            return newton(family, eta, family.guess(eta))
+            return family.invert(eta)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.families.closed import Closed
 from natgrad.families.exponential import ExponentialFamily, concrete
-from natgrad.families.newton import Inversion
+from natgrad.families.newton import Inversion, newton
 from natgrad.families.normal import (
     POSITIVE,
     GraphNormal,
@@ -138,9 +138,9 @@ class Centred:
 
     pairs: Pairs
 
-    def guess(self, eta: Tensor) -> Tensor:
-        """Independent, of variance one."""
-        return torch.where(self.pairs.weights(eta) == 1, -0.5, 0.0).to(eta).expand_as(eta).clone()
+    def invert(self, eta: Tensor) -> Tensor:
+        """Newton's method from independent variables of variance one."""
+        return newton(self, eta, torch.where(self.pairs.weights(eta) == 1, -0.5, 0.0).to(eta).expand_as(eta).clone())
 
     def sigma(self, theta: Tensor) -> Tensor:
         """Sigma (..., d, d) of theta = (-P_ii / 2; -P_ij / 2)."""
