@@ -9,7 +9,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import ekfac, iterative, kfac, learning, preconditioners, products, scores, solves, steps, training
+from benchmarks import (
+    conversions,
+    ekfac,
+    iterative,
+    kfac,
+    learning,
+    preconditioners,
+    products,
+    scores,
+    solves,
+    steps,
+    training,
+)
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -79,6 +91,11 @@ def score_tables(repeats: int) -> None:
     table(title, scores.report(), scores.HEADS)
 
 
+def conversion_table(repeats: int) -> None:
+    title = f"{conversions.BATCH} normals, milliseconds of CPU time (quartiles)"
+    table(title, conversions.report(repeats), conversions.HEADS)
+
+
 TABLES: dict[str, Callable[[int], None]] = {
     "products": product_tables,
     "solves": solve_tables,
@@ -89,6 +106,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "learning": learning_table,
     "search": search_tables,
     "scores": score_tables,
+    "conversions": conversion_table,
 }
 
 

@@ -29,6 +29,8 @@ from natgrad.families import (
     Likelihood,
     MultivariateNormal,
     Poisson,
+    exact_natural_gradient_of_mean,
+    natural_gradient_of_mean,
 )
 from natgrad.metrics import (
     Langevin,
@@ -167,6 +169,7 @@ __all__ = [
     "divergence",
     "ekfac",
     "empirical_fisher",
+    "exact_natural_gradient_of_mean",
     "families",
     "fisher",
     "gauss_newton",
@@ -179,6 +182,7 @@ __all__ = [
     "minimize",
     "natgrad_cg",
     "natural_gradient",
+    "natural_gradient_of_mean",
     "online_ng",
     "operators",
     "optim",
