@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits, bounded
+from natgrad.applications.search.base import as_count
+from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Clique, Monomials
 from natgrad.applications.search.regression import Slope, natural_slope
+from natgrad.applications.search.relaxation import bounded
 
 EXPLAINED = 0.95  # a structure that explains as much of f is settled
 STRENGTH = 12.0  # of any coefficient: exp(-24) against 1
@@ -41,11 +43,10 @@ class MarkovSearch(BitSearch):
         largest: int = 6,
         patience: int | None = None,
     ) -> None:
-        as_bits(n)
-        if largest < 2:
-            raise ValueError(f"largest is {largest}, expected at least 2 bits per clique")
+        n = as_bits(n)
+        as_count(largest, "largest", 2, "bits per clique")
         self.largest = largest
-        self.patience = 200 * n if patience is None else patience
+        self.patience = 200 * n if patience is None else as_count(patience, "patience", 1, "evaluations")
         self.settled = cliques is not None
         self._next = 0
         monomials = Monomials.within(n, [] if cliques is None else as_cliques(cliques, n))
@@ -65,7 +66,7 @@ class MarkovSearch(BitSearch):
         if count < self._next:
             return
         self._next = int(1.15 * count)
-        self.monomials, self.slope = learned(self._signs, bounded(self._values), self.largest)
+        self.monomials, self.slope = learned(2 * self._points - 1, bounded(self._values), self.largest)
         self.theta = torch.zeros(len(self.monomials), dtype=torch.float64)
         if self.slope.explained >= EXPLAINED or count >= self.patience:
             self.settled = True
