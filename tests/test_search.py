@@ -369,6 +369,22 @@ def test_the_history_is_drawn():
     left, right = result.history.plot().axes
     assert [line.get_label() for line in left.lines] == ["median", "best"]
     assert [line.get_label() for line in right.lines] == ["sigma", "condition"]
+    assert left.get_yscale() == "log"
+    assert left.get_ylabel() == "f"
+
+
+def test_the_picture_shows_restarts_and_what_is_below_zero():
+    def rough(X: Tensor) -> Tensor:
+        return sphere(X) + 3 * (1 - torch.cos(6 * X)).sum(1) - 50
+
+    result = ng.minimize(rough, [3.0, 2.0], 0.3, seed=1, restarts=2, maxfevals=1500)
+    runs = max(result.history["run"])
+    assert runs >= 1
+    left, _ = result.history.plot().axes
+    assert len(left.lines) == 2 + runs
+    assert left.get_yscale() == "linear"
+    left, _ = result.history.plot(target=-50).axes
+    assert (left.get_yscale(), left.get_ylabel()) == ("log", "f + 50")
 
 
 def test_seeds_repeat_and_the_global_generator_is_left_alone():
@@ -437,8 +453,10 @@ def test_tell_checks_shapes():
         (X[:, :1], sphere(X), "X has shape"),
         (X, sphere(X)[:2], "F has shape"),
         (X * math.inf, sphere(X), "not finite"),
+        (None, sphere(X), "X is NoneType"),
+        (X, None, "F is NoneType"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             search.tell(points, values)
     search.tell(X.tolist(), sphere(X).tolist())  # lists are welcome
     assert search.nfev == 4

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.applications.search.domain import as_tensor
 from natgrad.linalg import all_finite
 
 
@@ -74,7 +75,7 @@ class Search(ABC):
         """d."""
 
     def _checked(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
-        points = torch.as_tensor(X, dtype=self.best.x.dtype, device=self.best.x.device).detach()
+        points = as_tensor(X, "X").to(self.best.x.device)
         values = as_values(F, "F").to(points.device)
         if points.dim() != 2 or points.shape[1] != self._dim():
             raise ValueError(

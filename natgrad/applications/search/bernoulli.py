@@ -54,7 +54,7 @@ class BernoulliSearch(BitSearch):
         if self.update is None:
             super()._move(points, values)
             return
-        self._watch(values)
+        self._watch(points, values)
         moved = ranked_step(self.probabilities, points, values, self.update, self._dim())
         self.theta = 0.5 * torch.logit(moved.clamp(self.margin, 1 - self.margin))
 

@@ -67,7 +67,7 @@ class CategoricalSearch(Relaxation):
         if self.update is None:
             super()._move(points, values)
             return
-        self._watch(values)
+        self._watch(points, values)
         mean, samples = self._flat_probabilities(), self.statistics(points)
         self.theta = self._floored(ranked_step(mean, samples, values, self.update, len(self.sizes)).clamp(min=0)).log()
 

@@ -17,7 +17,7 @@ from natgrad.applications.search.noise import Repeated
 from natgrad.applications.search.objective import Objective
 from natgrad.applications.search.restarts import Restarts, Run
 
-CONVERGED = ("ftarget", "tolfun", "tolx", "precision")
+CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
@@ -57,6 +58,10 @@ class MarkovSearch(BitSearch):
         """The largest sets of bits that are joined."""
         sets = [set(s) for s in self.monomials.sets]
         return [s for s in self.monomials.sets if not any(set(s) < other for other in sets)]
+
+    def stop(self) -> str | None:
+        why = super().stop()
+        return None if why and why.startswith("converged") and not self.settled else why  # it is still learning
 
     def _update(self) -> None:
         if self.settled:
@@ -134,9 +139,12 @@ def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:
     """Groups of bits. ValueError for bits that do not exist, and groups whose products are too many."""
     found = []
     for clique in cliques:
-        members = [int(i) for i in clique]
+        try:
+            members = [operator.index(i) for i in clique]
+        except TypeError as error:
+            raise ValueError(f"cliques has {clique!r}, expected groups of bits, such as [(0, 1), (1, 2)]") from error
         if not members or not all(0 <= i < n for i in members):
-            raise ValueError(f"cliques has {tuple(clique)}, expected groups of bits numbered 0 to {n - 1}")
+            raise ValueError(f"cliques has {tuple(members)}, expected groups of bits numbered 0 to {n - 1}")
         if len(set(members)) > 12:
             raise ValueError(
                 f"cliques has a group of {len(members)} bits, with 2^{len(members)} products; expected at most 12: "

@@ -16,6 +16,7 @@ from natgrad.applications.search.regression import Slope, natural_slope, reuse
 
 MORE = 1.2  # draws per statistic before the first step
 SAME = 20  # generations of equal values after which nothing more is expected
+PATIENCE = 100  # evaluations per bit without a better value, likewise
 KEPT = 1e-3  # draws whose weight fell below this share of the largest are forgotten
 
 
@@ -41,7 +42,7 @@ class Relaxation(Search):
         self._values = torch.zeros(0, dtype=torch.float64)
         self._log_q = torch.zeros(0, dtype=torch.float64)
         self._born = torch.zeros(0, dtype=torch.long)
-        self._same = 0
+        self._same, self._collapsed = 0, False
 
     @abstractmethod
     def statistics(self, points: Tensor) -> Tensor:
@@ -57,8 +58,13 @@ class Relaxation(Search):
         return len(self._values)
 
     def stop(self) -> str | None:
+        if self._same >= SAME and self._collapsed:
+            return f"converged: all candidates were the same, with equal values for {self._same} generations"
         if self._same >= SAME:
             return f"flat: all values were equal for {self._same} generations"
+        since = self.nfev - self.best.nfev
+        if since >= PATIENCE * max(10.0, self.entropy / math.log(2)):
+            return f"converged: no better value in {since} evaluations"
         return None
 
     def measures(self) -> dict[str, float]:
@@ -70,15 +76,16 @@ class Relaxation(Search):
         return len(self.best.x)
 
     def _move(self, points: Tensor, values: Tensor) -> None:
-        self._watch(values)
+        self._watch(points, values)
         self._points = torch.cat([self._points, points])
         self._values = torch.cat([self._values, values])
         self._log_q = torch.cat([self._log_q, self.statistics(points) @ self.theta])
         self._born = torch.cat([self._born, torch.full((len(values),), self.nit)])
         self._update()
 
-    def _watch(self, values: Tensor) -> None:
+    def _watch(self, points: Tensor, values: Tensor) -> None:
         self._same = self._same + 1 if bool((values == values[0]).all()) else 0
+        self._collapsed = bool((points == points[0]).all())
 
     def _update(self) -> None:
         """One natural gradient step."""
@@ -129,7 +136,7 @@ class Relaxation(Search):
             "archive": (self._points, self._values, self._log_q, self._born),
             "generator": self._generator.get_state(),
             "best": (self.best.x, self.best.fun, self.best.nfev),
-            "counts": (self.nfev, self.nit, self.popsize, self._same),
+            "counts": (self.nfev, self.nit, self.popsize, self._same, self._collapsed),
             "slope": None if self.slope is None else (self.slope.value, self.slope.explained, self.slope.ridge),
         }
 
@@ -143,7 +150,7 @@ class Relaxation(Search):
         self._points, self._values, self._log_q, self._born = state["archive"]
         self._generator.set_state(state["generator"])
         self.best = Best(*state["best"])
-        self.nfev, self.nit, _, self._same = state["counts"]
+        self.nfev, self.nit, _, self._same, self._collapsed = state["counts"]
         self.slope = None if state["slope"] is None else Slope(*state["slope"])
 
 
