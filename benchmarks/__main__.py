@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,11 +27,26 @@ from benchmarks import (
 COSTS = ("time / gradient", "memory / gradient")
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What the command line says."""
+
+    repeats: int
+    seeds: range
+
+
 def table(title: str, rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
     print(f"\n{title}")
     widths = [max(len(row[i]) for row in [("", *heads), *rows]) for i in range(len(heads) + 1)]
     for row in [("", *heads), *rows]:
         print("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def stream(title: str, rows: Iterable[tuple[str, ...]], heads: tuple[str, ...]) -> None:
+    """A table whose rows take long: each is printed when it is there."""
+    print(f"\n{title}\n  {'':<48}" + " | ".join(heads), flush=True)
+    for name, *cells in rows:
+        print(f"  {name:<48}" + " | ".join(cells), flush=True)
 
 
 def product_tables(repeats: int) -> None:
@@ -74,15 +90,45 @@ def learning_table(repeats: int) -> None:
     table("Fashion-MNIST, 784-1000-500-250-10, batch 512, three seeds", learning.report(), learning.HEADS)
 
 
-def search_tables(repeats: int) -> None:
+def search_functions(choices: Choices) -> None:
     from benchmarks import search  # needs cma, which no other table does
 
-    cost = [search.overhead(d, repeats=max(3, repeats // 3)) for d in (10, 100)]
-    table("One generation of ask and tell", cost, ("time / pycma's",))
-    table("Evaluations to 1e-8, ten seeds", search.figures(10), search.HEADS)
+    title = f"Evaluations to 1e-8, {said(choices.seeds)}"
+    stream(title, search.figures(choices.seeds), search.HEADS)
+    stream(f"{title}, XNES", search.natural_figures(choices.seeds), (*search.HEADS[:2], "cmaes.XNES"))
+
+
+def search_bbob(choices: Choices) -> None:
+    from benchmarks import search
+
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
-    table("BBOB to 1e-8, instances 1-10; f15 with BIPOP", search.bbob_figures(cases), search.BBOB_HEADS)
-    table("Bits, ten seeds", list(search.bit_figures(10)), search.BIT_HEADS)
+    title = f"BBOB to 1e-8 in 5-d and 20-d, {said(choices.seeds)}; f15 with BIPOP, others begun again where they end"
+    stream(title, search.bbob_figures(choices.seeds, cases), search.BBOB_HEADS)
+
+
+def search_bits(choices: Choices) -> None:
+    from benchmarks import search_bits
+
+    stream(f"Bits and categories, {said(choices.seeds)}", search_bits.figures(choices.seeds), search_bits.HEADS)
+
+
+def search_noise(choices: Choices) -> None:
+    from benchmarks import search_noise
+
+    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {said(choices.seeds)}"
+    stream(title, search_noise.figures(choices.seeds), search_noise.HEADS)
+
+
+def search_cost(choices: Choices) -> None:
+    from benchmarks import search_costs
+
+    rows = search_costs.overheads(max(3, choices.repeats // 3))
+    stream("One generation of ask and tell", rows, search_costs.HEADS)
+    stream("Memory and time of a generation", search_costs.memory(), search_costs.MEMORY_HEADS)
+
+
+def said(seeds: range) -> str:
+    return f"seeds {seeds[0]} to {seeds[-1]}"
 
 
 def score_tables(repeats: int) -> None:
@@ -104,29 +150,48 @@ TABLES: dict[str, Callable[[int], None]] = {
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
     "learning": learning_table,
-    "search": search_tables,
     "scores": score_tables,
     "conversions": conversion_table,
 }
 
+SEARCHES: dict[str, Callable[[Choices], None]] = {
+    "search-functions": search_functions,
+    "search-bbob": search_bbob,
+    "search-bits": search_bits,
+    "search-noise": search_noise,
+    "search-cost": search_cost,
+}
+
+
+def as_seeds(text: str) -> range:
+    """`10` for 0 to 9, `10:30` for 10 to 29."""
+    first, last = text.split(":") if ":" in text else ("0", text)
+    return range(int(first), int(last))
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; all by default")
+    names = [*TABLES, "search", *SEARCHES]
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(names)}; all by default; search is all search-...")
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--seeds", type=as_seeds, default=range(10), help="of searches: 10, or 10:30")
     parser.add_argument("--threads", type=int, default=1)
     choices = parser.parse_args()
-    unknown = set(choices.tables) - set(TABLES)
+    unknown = set(choices.tables) - set(names)
     if unknown:
-        parser.error(f"tables {sorted(unknown)} are not known, expected some of {', '.join(TABLES)}")
+        parser.error(f"tables {sorted(unknown)} are not known, expected some of {', '.join(names)}")
     torch.set_num_threads(choices.threads)
     torch.manual_seed(0)
     print(
         f"torch {torch.__version__}, {choices.threads} thread(s), float32, CPU {platform.machine()}, medians of "
         f"{choices.repeats} interleaved repeats (quartiles of the paired ratios)"
     )
-    for name in choices.tables or TABLES:
-        TABLES[name](choices.repeats)
+    for name in choices.tables or [*TABLES, "search"]:
+        if name in TABLES:
+            TABLES[name](choices.repeats)
+            continue
+        for part in SEARCHES if name == "search" else [name]:
+            SEARCHES[part](Choices(choices.repeats, choices.seeds))
 
 
 if __name__ == "__main__":

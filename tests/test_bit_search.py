@@ -211,6 +211,23 @@ def test_a_resumed_search_is_the_uninterrupted_one(make):
     assert torch.equal(whole.ask(), second.ask())
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ng.BernoulliSearch(6, seed=0),
+        lambda: ng.BernoulliSearch(6, seed=0, update=CGA()),
+        lambda: ng.MarkovSearch(6, [(0, 1)], seed=0),
+        lambda: ng.MarkovSearch(6, seed=0),
+    ],
+)
+def test_without_a_target_it_ends(make):
+    result = ng.minimize(onemax, make())
+    assert result.fun == -6
+    assert result.success
+    assert result.message.startswith("converged")
+    assert result.nfev < 4000
+
+
 WRONG = {
     "n": (lambda: ng.BernoulliSearch(0), "n is 0"),
     "popsize": (lambda: ng.MarkovSearch(4, popsize=1), "popsize is 1"),
@@ -218,6 +235,9 @@ WRONG = {
     "rate": (lambda: PBIL(rate=2.0), "rate is 2.0"),
     "best": (lambda: PBIL(best=0), "best is 0"),
     "population": (lambda: CGA(-1.0), "population is -1"),
+    "cliques flat": (lambda: ng.MarkovSearch(4, [0, 1]), "cliques has 0, expected groups"),
+    "cliques a word": (lambda: ng.MarkovSearch(4, "all"), "cliques has 'a', expected groups"),
+    "half a bit": (lambda: ng.MarkovSearch(4, [(0.5, 1)]), r"cliques has \(0.5, 1\), expected groups"),
     "clique beyond": (lambda: ng.MarkovSearch(4, [(0, 4)]), r"cliques has \(0, 4\)"),
     "clique too large": (lambda: ng.MarkovSearch(20, [range(13)]), "2\\^13 products"),
     "largest": (lambda: ng.MarkovSearch(4, largest=1), "largest is 1"),

@@ -26,7 +26,7 @@ from natgrad.applications.search import (
 )
 from natgrad.applications.search.cma import constants
 from natgrad.applications.search.domain import fold, unfold
-from natgrad.applications.search.sparse import elimination
+from natgrad.applications.search.sparse import elimination, groups
 from natgrad.applications.search.xnes import utilities
 
 
@@ -369,6 +369,22 @@ def test_the_history_is_drawn():
     left, right = result.history.plot().axes
     assert [line.get_label() for line in left.lines] == ["median", "best"]
     assert [line.get_label() for line in right.lines] == ["sigma", "condition"]
+    assert left.get_yscale() == "log"
+    assert left.get_ylabel() == "f"
+
+
+def test_the_picture_shows_restarts_and_what_is_below_zero():
+    def rough(X: Tensor) -> Tensor:
+        return sphere(X) + 3 * (1 - torch.cos(6 * X)).sum(1) - 50
+
+    result = ng.minimize(rough, [3.0, 2.0], 0.3, seed=1, restarts=2, maxfevals=1500)
+    runs = max(result.history["run"])
+    assert runs >= 1
+    left, _ = result.history.plot().axes
+    assert len(left.lines) == 2 + runs
+    assert left.get_yscale() == "linear"
+    left, _ = result.history.plot(target=-50).axes
+    assert (left.get_yscale(), left.get_ylabel()) == ("log", "f + 50")
 
 
 def test_seeds_repeat_and_the_global_generator_is_left_alone():
@@ -407,11 +423,7 @@ WRONG = {
         r"f\(x\) has shape \(2,\)",
     ),
     "f is no function": (lambda: ng.minimize(3, [0.0], 1.0), TypeError, "f is int"),
-    "executor on batches": (
-        lambda: ng.minimize(sphere, [0.0], 1.0, executor=ThreadPoolExecutor(1)),
-        ValueError,
-        "vectorized=False",
-    ),
+    "executor": (lambda: ng.minimize(sphere, [0.0], 1.0, executor=3), TypeError, "executor is int"),
     "maxfevals": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals=1), ValueError, "maxfevals is 1"),
     "restarts": (lambda: ng.minimize(sphere, [0.0], 1.0, restarts=-1), ValueError, "restarts is -1"),
     "tolerance": (lambda: Tolerances(tolx=-1.0), ValueError, "tolx is -1"),
@@ -441,8 +453,10 @@ def test_tell_checks_shapes():
         (X[:, :1], sphere(X), "X has shape"),
         (X, sphere(X)[:2], "F has shape"),
         (X * math.inf, sphere(X), "not finite"),
+        (None, sphere(X), "X is NoneType"),
+        (X, None, "F is NoneType"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             search.tell(points, values)
     search.tell(X.tolist(), sphere(X).tolist())  # lists are welcome
     assert search.nfev == 4
@@ -496,9 +510,8 @@ def test_a_complete_graph_is_the_full_covariance():
     edges = [(i, j) for i in range(d) for j in range(i)]
     search = ng.GaussianSearch(torch.ones(d), 1.0, seed=0, model=SparsePrecision(edges))
     generations(search, ellipsoid, 12)
-    order = elimination(search.model.edges, d)
-    first = [order[0][0], *order[0][1]]
-    inverse = torch.linalg.inv(search.state["blocks"][0])
+    first = groups(search.model.edges, d)[-1][0]  # the variable with all others as later neighbours
+    inverse = torch.linalg.inv(search.state["blocks"][-1][0])
     assert_close(search.model.precision(search.state)[first][:, first], inverse, rtol=1e-8, atol=1e-8)
 
 
@@ -511,9 +524,9 @@ def test_the_precision_of_a_chain_is_banded_and_keeps_its_moments():
     assert float(precision[far].abs().max()) < 1e-9 * float(precision.abs().max())
     covariance = torch.linalg.inv(precision)
     assert_close(covariance.diagonal(), search.model.variances(search.state), rtol=1e-6, atol=0)
-    for (i, later), block in zip(elimination(search.model.edges, d), search.state["blocks"], strict=True):
-        if later:
-            assert_close(covariance[i, later[0]], block[0, 1], rtol=1e-5, atol=1e-9)
+    for rows, blocks in zip(groups(search.model.edges, d), search.state["blocks"], strict=True):
+        for row, block in zip(rows, blocks, strict=True):
+            assert_close(covariance[row][:, row], block, rtol=1e-5, atol=1e-9)
 
 
 def test_elimination_makes_a_cycle_chordal():

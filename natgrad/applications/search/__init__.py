@@ -1,19 +1,25 @@
 """Black-box search: a distribution over the candidates, moved by its natural gradient."""
 
 from natgrad.applications.search.base import Best, Search
-from natgrad.applications.search.bernoulli import CGA, PBIL, BernoulliSearch
+from natgrad.applications.search.bernoulli import BernoulliSearch
 from natgrad.applications.search.bits import BitSearch
+from natgrad.applications.search.categorical import CategoricalSearch
 from natgrad.applications.search.cma import Adaptation
 from natgrad.applications.search.convergence import Tolerances
-from natgrad.applications.search.driver import SearchResult, minimize
+from natgrad.applications.search.driver import minimize
 from natgrad.applications.search.full import Full
 from natgrad.applications.search.gaussian import GaussianSearch
 from natgrad.applications.search.history import History
+from natgrad.applications.search.journey import SearchResult
 from natgrad.applications.search.low_rank import LowRank
 from natgrad.applications.search.markov import MarkovSearch
 from natgrad.applications.search.model import GaussianModel
+from natgrad.applications.search.noise import NoiseHandling, Repeated
+from natgrad.applications.search.product import ProductSearch
 from natgrad.applications.search.ranking import Ranking
+from natgrad.applications.search.rates import CGA, PBIL
 from natgrad.applications.search.regression import Slope, natural_slope
+from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import BIPOP, IPOP, Restarts, Run
 from natgrad.applications.search.separable import Separable
 from natgrad.applications.search.sparse import SparsePrecision
@@ -29,13 +35,18 @@ __all__ = [
     "BernoulliSearch",
     "Best",
     "BitSearch",
+    "CategoricalSearch",
     "Full",
     "GaussianModel",
     "GaussianSearch",
     "History",
     "LowRank",
     "MarkovSearch",
+    "NoiseHandling",
+    "ProductSearch",
     "Ranking",
+    "Relaxation",
+    "Repeated",
     "Restarts",
     "Run",
     "Search",

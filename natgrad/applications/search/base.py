@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.applications.search.domain import as_tensor
 from natgrad.linalg import all_finite
 
 
@@ -60,6 +62,10 @@ class Search(ABC):
     def measures(self) -> dict[str, float]:
         """Sizes of the distribution, for the history: a number per name."""
 
+    def centre(self) -> Tensor:
+        """The point (d,) that the distribution stands for where values are noisy: by default the best one."""
+        return self.best.x
+
     @abstractmethod
     def _move(self, points: Tensor, values: Tensor) -> None:
         """Update the distribution; both are checked."""
@@ -69,7 +75,7 @@ class Search(ABC):
         """d."""
 
     def _checked(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
-        points = torch.as_tensor(X, dtype=self.best.x.dtype, device=self.best.x.device).detach()
+        points = as_tensor(X, "X").to(self.best.x.device)
         values = as_values(F, "F").to(points.device)
         if points.dim() != 2 or points.shape[1] != self._dim():
             raise ValueError(
@@ -90,30 +96,37 @@ class Search(ABC):
 
 
 def as_values(values: Any, name: str) -> Tensor:
-    """Objective values as a float64 tensor, from a tensor, an array or a list of numbers."""
-    if isinstance(values, (list, tuple)):
-        values = [float(v) for v in values]
-    found = torch.as_tensor(values)
+    """Objective values as a float64 tensor, from a tensor, an array or a list of numbers. ValueError for others."""
+    try:
+        found = torch.as_tensor([float(v) for v in values] if isinstance(values, (list, tuple)) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {type(values).__name__}, expected numbers, lower is better: {error}") from error
     if found.is_complex():
         raise ValueError(f"{name} is complex, expected real values: lower is better")
     return found.detach().to(torch.float64)
+
+
+def as_count(value: Any, name: str, least: int, why: str) -> int:
+    """A whole number of at least `least`, NumPy's too. ValueError for anything else."""
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or found < least:
+        raise ValueError(f"{name} is {value!r}, expected an integer >= {least}: {why}")
+    return found
 
 
 def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
     """A population size. ValueError if a generation could not be ranked."""
     if popsize is None:
         return default
-    if isinstance(popsize, bool) or not isinstance(popsize, int) or popsize < least:
-        raise ValueError(
-            f"popsize is {popsize!r}, expected an integer >= {least}, or None for {default}: a generation is ranked"
-        )
-    return popsize
+    return as_count(popsize, "popsize", least, f"a generation is ranked; None stands for {default}")
 
 
 def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
     """A generator of its own: seeded by `seed`, or from the global generator where that is None."""
     generator = torch.Generator(device=device)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ValueError(f"seed is {seed!r}, expected an integer or None")
-    generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
-    return generator
+    if seed is None:
+        return generator.manual_seed(int(torch.randint(2**62, ()).item()))
+    return generator.manual_seed(as_count(seed, "seed", -(2**63), "or None, for one that differs every time"))

@@ -66,7 +66,8 @@ class Watch:
         if t.maxiter is not None and self._count >= t.maxiter:
             return f"maxiter: {self._count} generations"
         if t.flat and self._flat >= t.flat:
-            return f"flat: all values were equal for {self._flat} generations"
+            how = "equal" if best < torch.inf else "infinitely bad"
+            return f"flat: all values were {how} for {self._flat} generations"
         if spread < t.tolx * self.sigma0:
             return f"tolx: all standard deviations are below {t.tolx:g} sigma0"
         if len(self._recent) == self._recent.maxlen and worst < torch.inf:

@@ -115,10 +115,13 @@ def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
 
 
 def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper (d,) from a pair (lower, upper) of numbers or vectors, None for none. ValueError if inverted."""
+    """Lower and upper (d,) from a pair (lower, upper) of numbers or vectors, None for none, or an array (2, d) of them.
+
+    ValueError if they are inverted.
+    """
     if bounds is None:
         return torch.full_like(x0, -torch.inf), torch.full_like(x0, torch.inf)
-    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+    if not hasattr(bounds, "__len__") or isinstance(bounds, (str, dict)) or len(bounds) != 2:
         raise ValueError(f"bounds is {bounds!r}, expected a pair (lower, upper) of numbers, vectors (d,) or None")
     sides: list[Tensor] = []
     for side, name, none in zip(bounds, ("lower", "upper"), (-torch.inf, torch.inf), strict=True):

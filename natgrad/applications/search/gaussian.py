@@ -16,7 +16,7 @@ from natgrad.applications.search.margin import with_margin
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
 
-Bounds = tuple[Any, Any] | list[Any] | None
+Bounds = tuple[Any, Any] | list[Any] | Tensor | None
 
 
 class GaussianSearch(Search):
@@ -86,6 +86,9 @@ class GaussianSearch(Search):
         points = self.domain.points(torch.add(mean, spread, alpha=self.sigma))
         self._asked = (points, normals, steps)
         return points.clone()
+
+    def centre(self) -> Tensor:
+        return self.mean
 
     def stop(self) -> str | None:
         return self.model.trouble(self._state) or self._watch.verdict()

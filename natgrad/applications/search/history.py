@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -39,28 +40,34 @@ class History:
                 column.append(None)
 
     def plot(self, target: float | None = None) -> Any:
-        """A matplotlib figure of value and sizes over evaluations; `target` is subtracted, for a logarithmic axis.
+        """A matplotlib figure of values and sizes over evaluations; grey lines are restarts.
 
-        target: the minimum where it is known, default a little below the best value. Needs matplotlib (`natgrad[lab]`).
+        target: the minimum where it is known, subtracted from the values, on a logarithmic axis. Without it the axis is
+        logarithmic where all values are positive. Needs matplotlib (`natgrad[lab]`).
         """
         from matplotlib.figure import Figure  # an extra: only where a picture is asked for
 
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
-        best = self["best"]
-        floor = target if target is not None else (best[-1] if best else 0.0)
-        for name, style in (("median", "-"), ("best", "-")):
-            left.plot(
-                self["nfev"], [max(v - floor, 1e-300) if v - floor > 0 else None for v in self[name]], style, label=name
-            )
-        left.set(xlabel="evaluations", ylabel=f"f - {floor:.6g}", yscale="log")
-        left.legend()
+        floor = 0.0 if target is None else target
+        for name in ("median", "best"):
+            left.plot(self["nfev"], [finite(value - floor) for value in self[name]], label=name)
+        logarithmic = target is not None or all(value > 0 for value in self["best"])
+        left.set(xlabel="evaluations", ylabel=minus("f", floor), yscale="log" if logarithmic else "linear")
         for name in self.names[4:]:
             right.plot(self["nfev"], self[name], label=name)
         right.set(xlabel="evaluations", yscale="log")
-        if self.names[4:]:
-            right.legend()
+        for axes in (left, right):
+            for place in self._restarts():
+                axes.axvline(place, color="0.8", linewidth=0.8, zorder=0)
+            if axes.lines:
+                axes.legend()
         return figure
+
+    def _restarts(self) -> list[int]:
+        """Evaluations at which a new run began."""
+        runs = self["run"]
+        return [self["nfev"][k - 1] for k in range(1, len(runs)) if runs[k] != runs[k - 1]]
 
     def state_dict(self) -> dict[str, list[Any]]:
         """The columns, for a checkpoint."""
@@ -69,3 +76,13 @@ class History:
     def load_state_dict(self, state: dict[str, list[Any]]) -> None:
         """Go on from there."""
         self._columns = {name: list(column) for name, column in state.items()}
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where there is nothing to draw."""
+    return value if math.isfinite(value) else None
+
+
+def minus(name: str, floor: float) -> str:
+    """`f - 3`, `f + 3` for -3, `f` for 0."""
+    return name if floor == 0 else f"{name} {'-' if floor > 0 else '+'} {abs(floor):.6g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits, bounded
+from natgrad.applications.search.base import as_count
+from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Clique, Monomials
 from natgrad.applications.search.regression import Slope, natural_slope
+from natgrad.applications.search.relaxation import bounded
 
 EXPLAINED = 0.95  # a structure that explains as much of f is settled
 STRENGTH = 12.0  # of any coefficient: exp(-24) against 1
@@ -41,11 +44,10 @@ class MarkovSearch(BitSearch):
         largest: int = 6,
         patience: int | None = None,
     ) -> None:
-        as_bits(n)
-        if largest < 2:
-            raise ValueError(f"largest is {largest}, expected at least 2 bits per clique")
+        n = as_bits(n)
+        as_count(largest, "largest", 2, "bits per clique")
         self.largest = largest
-        self.patience = 200 * n if patience is None else patience
+        self.patience = 200 * n if patience is None else as_count(patience, "patience", 1, "evaluations")
         self.settled = cliques is not None
         self._next = 0
         monomials = Monomials.within(n, [] if cliques is None else as_cliques(cliques, n))
@@ -57,6 +59,10 @@ class MarkovSearch(BitSearch):
         sets = [set(s) for s in self.monomials.sets]
         return [s for s in self.monomials.sets if not any(set(s) < other for other in sets)]
 
+    def stop(self) -> str | None:
+        why = super().stop()
+        return None if why and why.startswith("converged") and not self.settled else why  # it is still learning
+
     def _update(self) -> None:
         if self.settled:
             super()._update()
@@ -65,7 +71,7 @@ class MarkovSearch(BitSearch):
         if count < self._next:
             return
         self._next = int(1.15 * count)
-        self.monomials, self.slope = learned(self._signs, bounded(self._values), self.largest)
+        self.monomials, self.slope = learned(2 * self._points - 1, bounded(self._values), self.largest)
         self.theta = torch.zeros(len(self.monomials), dtype=torch.float64)
         if self.slope.explained >= EXPLAINED or count >= self.patience:
             self.settled = True
@@ -133,9 +139,12 @@ def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:
     """Groups of bits. ValueError for bits that do not exist, and groups whose products are too many."""
     found = []
     for clique in cliques:
-        members = [int(i) for i in clique]
+        try:
+            members = [operator.index(i) for i in clique]
+        except TypeError as error:
+            raise ValueError(f"cliques has {clique!r}, expected groups of bits, such as [(0, 1), (1, 2)]") from error
         if not members or not all(0 <= i < n for i in members):
-            raise ValueError(f"cliques has {tuple(clique)}, expected groups of bits numbered 0 to {n - 1}")
+            raise ValueError(f"cliques has {tuple(members)}, expected groups of bits numbered 0 to {n - 1}")
         if len(set(members)) > 12:
             raise ValueError(
                 f"cliques has a group of {len(members)} bits, with 2^{len(members)} products; expected at most 12: "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import Any
+from concurrent.futures import BrokenExecutor, CancelledError
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,25 +15,35 @@ from natgrad.applications.search.base import as_values
 Function = Callable[[Tensor], Any]
 
 
+class Pool(Protocol):
+    """What evaluates points elsewhere: an `Executor`, or a client of Dask, Ray or MPI with the same `submit`."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
+        """Something with `result()`, which gives fn(*args) or raises what fn raised."""
+
+
 class Objective:
     """F (popsize,) for X (popsize, d): f on the batch, or with vectorized=False on one point (d,) at a time.
 
-    executor: of `concurrent.futures`; points are then submitted one by one. A value that is NaN, or an exception in f,
-    counts as infinitely bad and is warned of once; what is no number at all, or of the wrong shape, is an error.
+    executor: points are submitted to it one by one, as batches of one if f takes batches. A value that is NaN, or an
+    exception in f, counts as infinitely bad and is warned of once; what is no number at all, or of the wrong shape, is
+    an error, and so is an executor that breaks.
     """
 
-    def __init__(self, f: Function, vectorized: bool, executor: Executor | None) -> None:
+    def __init__(self, f: Function, vectorized: bool = True, executor: Pool | None = None) -> None:
         if not callable(f):
             raise TypeError(f"f is {type(f).__name__}, expected a function of points")
-        if executor is not None and vectorized:
-            raise ValueError("an executor evaluates single points: pass vectorized=False, and an f of one point (d,)")
+        if executor is not None and not callable(getattr(executor, "submit", None)):
+            raise TypeError(
+                f"executor is {type(executor).__name__}, expected one of concurrent.futures, or what has its submit()"
+            )
         self.f, self.vectorized, self.executor = f, vectorized, executor
         self.nfev = 0
         self._warned = False
 
     def __call__(self, points: Tensor) -> Tensor:
         self.nfev += len(points)
-        values = self._batch(points) if self.vectorized else self._each(points)
+        values = self._batch(points) if self.vectorized and self.executor is None else self._each(points)
         bad = values.isnan()
         if bool(bad.any()):
             self._warn(
@@ -46,7 +56,7 @@ class Objective:
             found = self.f(points.clone())
         except Exception as error:  # noqa: BLE001 a black box may raise anything
             self._warn(f"f raised {type(error).__name__}: {error}")
-            return self._rows(points)
+            return self._each(points)  # the other points still have values
         values = as_values(found, "f(X)").to(points.device)
         if values.shape != (len(points),):
             raise ValueError(
@@ -55,13 +65,8 @@ class Objective:
             )
         return values
 
-    def _rows(self, points: Tensor) -> Tensor:
-        """A batch that raised, row by row: the other points still have values."""
-        rows = [self._guarded(lambda row=row: self.f(row.clone().unsqueeze(0))) for row in points]
-        return torch.tensor(rows, dtype=torch.float64, device=points.device)
-
     def _each(self, points: Tensor) -> Tensor:
-        rows = [row.clone() for row in points]
+        rows = [row.clone().unsqueeze(0) if self.vectorized else row.clone() for row in points]
         if self.executor is None:
             values = [self._guarded(lambda row=row: self.f(row)) for row in rows]
         else:
@@ -72,6 +77,8 @@ class Objective:
     def _guarded(self, call: Callable[[], Any]) -> float:
         try:
             found = call()
+        except (BrokenExecutor, CancelledError):  # no fault of f: without an executor nothing has a value any more
+            raise
         except Exception as error:  # noqa: BLE001 a black box may raise anything
             self._warn(f"f raised {type(error).__name__}: {error}")
             return torch.inf

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from natgrad.applications.search.base import as_count
+
 
 @dataclass(frozen=True)
 class Run:
@@ -39,6 +41,11 @@ class IPOP(Restarts):
     times: int = 9
     factor: float = 2.0
 
+    def __post_init__(self) -> None:
+        as_count(self.times, "times", 0, "restarts after the first run")
+        if not self.factor >= 1:
+            raise ValueError(f"factor is {self.factor}, expected a number >= 1 that multiplies popsize")
+
     def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
         if len(past) > self.times:
             return None
@@ -55,6 +62,9 @@ class BIPOP(Restarts):
 
     times: int = 9
 
+    def __post_init__(self) -> None:
+        as_count(self.times, "times", 0, "restarts with a large population")
+
     def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
         if not past:
             return Run(popsize, 1.0, None, "first")
@@ -69,10 +79,11 @@ class BIPOP(Restarts):
         return Run(popsize * 2 ** (len(large) + 1), 1.0, None, "large")
 
 
-def as_restarts(restarts: Restarts | int) -> Restarts:
-    """A number stands for that many restarts of `IPOP`."""
+def as_restarts(restarts: Restarts | int | str) -> Restarts:
+    """A number stands for that many restarts of `IPOP`, a name for the defaults of `IPOP` or `BIPOP`."""
     if isinstance(restarts, Restarts):
         return restarts
-    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-        raise ValueError(f"restarts is {restarts!r}, expected a number >= 0, IPOP(times) or BIPOP(times)")
-    return IPOP(restarts)
+    named = {"ipop": IPOP, "bipop": BIPOP}
+    if isinstance(restarts, str) and restarts.lower() in named:
+        return named[restarts.lower()]()
+    return IPOP(as_count(restarts, "restarts", 0, "or IPOP(times), BIPOP(times), 'IPOP', 'BIPOP'"))

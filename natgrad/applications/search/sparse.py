@@ -48,37 +48,42 @@ class SparsePrecision(Adaptation):
         return d + sum(len(later) for _, later in elimination(self.edges, d))
 
     def begin(self, mean: Tensor) -> State:
-        order = elimination(self.edges, len(mean))
-        blocks = [torch.eye(1 + len(later), dtype=mean.dtype, device=mean.device) for _, later in order]
+        sizes = [rows.shape for rows in groups(self.edges, len(mean))]
+        blocks = [torch.eye(size, dtype=mean.dtype, device=mean.device).repeat(count, 1, 1) for count, size in sizes]
         return {"blocks": blocks, **regressions(blocks)}
 
     def steps(self, state: State, normals: Tensor) -> Tensor:
-        steps = torch.empty_like(normals)
         order = elimination(self.edges, normals.shape[1])
-        for k in range(len(order) - 1, -1, -1):  # neighbours first
-            i, later = order[k]
-            value = normals[:, i] * state["deviations"][k]
-            steps[:, i] = value + steps[:, later] @ state["slopes"][k] if later else value
-        return steps
+        columns: list[Tensor] = [normals] * len(order)
+        scaled = torch.empty_like(normals)
+        slopes: dict[int, Tensor] = {}
+        for rows, slope, deviations in self._parts(state, normals.shape[1]):
+            scaled[:, rows[:, 0]] = normals[:, rows[:, 0]] * deviations
+            slopes |= zip(rows[:, 0].tolist(), slope, strict=True)
+        for i, later in reversed(order):  # neighbours first
+            columns[i] = scaled[:, i]
+            if later:
+                columns[i] = columns[i] + torch.stack([columns[j] for j in later], 1) @ slopes[i]
+        return torch.stack(columns, 1)
 
     def whiten(self, state: State, steps: Tensor) -> Tensor:
         normals = torch.empty_like(steps)
-        for k, (i, later) in enumerate(elimination(self.edges, steps.shape[1])):
-            rest = steps[:, i] - steps[:, later] @ state["slopes"][k] if later else steps[:, i]
-            normals[:, i] = rest / state["deviations"][k]
+        for rows, slopes, deviations in self._parts(state, steps.shape[1]):
+            predicted = (steps[:, rows[:, 1:]] * slopes).sum(2)
+            normals[:, rows[:, 0]] = (steps[:, rows[:, 0]] - predicted) / deviations
         return normals
 
     def variances(self, state: State) -> Tensor:
         found = torch.empty_like(state["mean"])
-        for (i, _), block in zip(elimination(self.edges, len(found)), state["blocks"], strict=True):
-            found[i] = block[0, 0]
+        for rows, blocks in zip(groups(self.edges, len(found)), state["blocks"], strict=True):
+            found[rows[:, 0]] = blocks[:, 0, 0]
         return found
 
     def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
         blocks = []
-        for (i, later), block in zip(elimination(self.edges, rows.shape[1]), state["blocks"], strict=True):
-            part = rows[:, [i, *later]]
-            blocks.append(torch.addmm(block, part.mT * weights, part, beta=keep))
+        for members, block in zip(groups(self.edges, rows.shape[1]), state["blocks"], strict=True):
+            part = rows[:, members].permute(1, 2, 0)  # (variables, size, k)
+            blocks.append(torch.baddbmm(block, part * weights, part.mT, beta=keep))
         return {"blocks": blocks, **regressions(blocks)}
 
     def precision(self, state: State) -> Tensor:
@@ -89,16 +94,28 @@ class SparsePrecision(Adaptation):
         )  # rows A^-1 e_i
         return white @ white.mT
 
+    def _parts(self, state: State, d: int) -> zip[tuple[Tensor, Tensor, Tensor]]:
+        return zip(groups(self.edges, d), state["slopes"], state["deviations"], strict=True)
+
 
 def regressions(blocks: list[Tensor]) -> State:
-    """Slopes B_i and deviations sqrt(D_i) of each variable on its later neighbours, from the moments of both."""
+    """Slopes B_i and deviations sqrt(D_i) of variables on their later neighbours, from the moments (count, s, s)."""
     slopes, deviations = [], []
     for block in blocks:
-        slope = torch.linalg.solve(block[1:, 1:], block[1:, 0]) if len(block) > 1 else block.new_empty(0)
-        rest = block[0, 0] - slope @ block[1:, 0]
+        slope = torch.linalg.solve(block[:, 1:, 1:], block[:, 1:, 0])
+        rest = block[:, 0, 0] - (slope * block[:, 1:, 0]).sum(1)
         slopes.append(slope)
-        deviations.append(rest.clamp(min=1e-14 * block[0, 0]).sqrt())  # round-off
-    return {"slopes": slopes, "deviations": torch.stack(deviations)}
+        deviations.append(torch.maximum(rest, 1e-14 * block[:, 0, 0]).sqrt())  # round-off
+    return {"slopes": slopes, "deviations": deviations}
+
+
+@lru_cache(maxsize=16)
+def groups(edges: Edges, d: int) -> tuple[Tensor, ...]:
+    """Variables with equally many later neighbours: rows (count, size) of a variable and these, for batched algebra."""
+    found: dict[int, list[list[int]]] = {}
+    for i, later in elimination(edges, d):
+        found.setdefault(len(later), []).append([i, *later])
+    return tuple(torch.tensor(found[size]) for size in sorted(found))
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,132 @@
+"""Search of variables with a few values each and no order among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.search.base import as_count, as_popsize
+from natgrad.applications.search.rates import CGA, PBIL
+from natgrad.applications.search.relaxation import Relaxation, ranked_step
+
+
+class CategoricalSearch(Relaxation):
+    """Minimum over x with x_i in {0, ..., sizes_i - 1} by independent variables, each with probabilities of its own.
+
+    sizes: how many values each variable has.   popsize: default a quarter of all values, at least 20.   seed: of its
+    own generator.   update: None for the natural gradient by regression, which takes f's values at their word, or
+    `PBIL(rate)`, `CGA(population)`, which rank.   margin: least probability of every value, default 1 / n shared by the
+    other values of a variable: none ever dies.
+
+    Candidates are numbers of values, as float64 (popsize, n). `probabilities` is a list of tensors (sizes_i,).
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        popsize: int | None = None,
+        seed: int | None = None,
+        *,
+        update: PBIL | CGA | None = None,
+        margin: float | None = None,
+    ) -> None:
+        self.sizes = as_sizes(sizes)
+        n, total = len(self.sizes), sum(self.sizes)
+        self.update = update
+        default = max(20, total // 4) if update is None else update.popsize(n)
+        counts = torch.tensor(self.sizes)
+        self._least = least_probabilities(counts, margin)  # (total,)
+        self._owner = torch.repeat_interleave(torch.arange(n), counts)  # variable of each column
+        self._start = counts.cumsum(0) - counts  # first column of each variable
+        entropy = float(counts.to(torch.float64).log().sum())
+        super().__init__(n, total, as_popsize(popsize, default), seed, entropy)
+
+    @property
+    def probabilities(self) -> list[Tensor]:
+        """P(x_i = k), a tensor (sizes_i,) per variable."""
+        return list(self._flat_probabilities().split(self.sizes))
+
+    def ask(self) -> Tensor:
+        columns = [
+            torch.multinomial(p, self.popsize, replacement=True, generator=self._generator) for p in self.probabilities
+        ]
+        return torch.stack(columns, 1).to(torch.float64)
+
+    def statistics(self, points: Tensor) -> Tensor:
+        """One column per value of each variable, 1 where it is taken."""
+        found = points.new_zeros(len(points), len(self._owner))
+        return found.scatter_(1, points.long() + self._start, 1.0)
+
+    def _free(self) -> int:
+        return len(self._owner) - len(self.sizes)  # the columns of a variable add up to one
+
+    def _move(self, points: Tensor, values: Tensor) -> None:
+        if self.update is None:
+            super()._move(points, values)
+            return
+        self._watch(points, values)
+        mean, samples = self._flat_probabilities(), self.statistics(points)
+        self.theta = self._floored(ranked_step(mean, samples, values, self.update, len(self.sizes)).clamp(min=0)).log()
+
+    def _limited(self, theta: Tensor) -> Tensor:
+        return self._floored(self._softmax(theta)).log()
+
+    def _flat_probabilities(self) -> Tensor:
+        return self._softmax(self.theta)
+
+    def _softmax(self, theta: Tensor) -> Tensor:
+        """Probabilities (total,) of logits, variable by variable."""
+        top = torch.full((len(self.sizes),), -torch.inf, dtype=theta.dtype)
+        top = top.scatter_reduce(0, self._owner, theta, "amax")
+        odds = (theta - top[self._owner]).exp()
+        return odds / self._sums(odds)
+
+    def _floored(self, probabilities: Tensor) -> Tensor:
+        """At least the least, the rest shrunk in proportion to its excess; the same where nothing is below."""
+        excess = (probabilities - self._least).clamp(min=0)
+        return self._least + excess * (1 - self._sums(self._least)) / self._sums(excess)
+
+    def _sums(self, columns: Tensor) -> Tensor:
+        """Sum over a variable's columns, in each of them."""
+        return columns.new_zeros(len(self.sizes)).index_add_(0, self._owner, columns)[self._owner]
+
+    def _checked(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points, values = super()._checked(X, F)
+        if not bool(((points == points.floor()) & (points >= 0) & (points < torch.tensor(self.sizes))).all()):
+            raise ValueError("X has entries that are no numbers of values, expected what ask() gave: 0 to sizes_i - 1")
+        return points, values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["theta"].shape != self.theta.shape:
+            raise ValueError(
+                f"the state is of a search with {len(state['theta'])} values in all, this one has {len(self.theta)}: "
+                "build it with the same sizes"
+            )
+        super().load_state_dict(state)
+
+
+def least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
+    """(total,) from one margin for all values, or by default 1 / n for all values of a variable but one."""
+    each = counts.to(torch.float64)
+    if margin is None:
+        least = torch.minimum(1 / (len(counts) * (each - 1).clamp(min=1)), 1 / (2 * each))
+    else:
+        if not 0 < margin * float(each.max()) < 1:
+            raise ValueError(
+                f"margin is {margin}, expected a probability > 0 and below 1 / {int(counts.max())}, the most values"
+            )
+        least = torch.full_like(each, margin)
+    return torch.repeat_interleave(least, counts)
+
+
+def as_sizes(sizes: Any) -> list[int]:
+    """Numbers of values. ValueError unless there are at least two of them for each of at least one variable."""
+    if not isinstance(sizes, Sequence) and not hasattr(sizes, "tolist"):
+        raise ValueError(f"sizes is {sizes!r}, expected how many values each variable has, such as (3, 3, 5)")
+    found = [as_count(size, "sizes", 2, "how many values a variable has") for size in sizes]
+    if not found:
+        raise ValueError("sizes is empty, expected how many values each variable has, such as (3, 3, 5)")
+    return found

@@ -1,0 +1,244 @@
+"""The runs of one `minimize`, and what they found together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.search.base import Best, Search, new_generator
+from natgrad.applications.search.domain import as_bounds
+from natgrad.applications.search.gaussian import GaussianSearch
+from natgrad.applications.search.history import History
+from natgrad.applications.search.noise import Repeated
+from natgrad.applications.search.objective import Objective
+from natgrad.applications.search.restarts import Restarts, Run
+
+CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    x: the best point (d,), or where f is noisy, the distribution's centre.   fun: its value, or the mean of values
+    there.   nfev, nit: evaluations and generations, all restarts together.   success: whether ftarget was reached, or
+    without one, whether the last run converged.   message: why it ended.   history: generation by generation.
+    """
+
+    x: Tensor
+    fun: float
+    nfev: int
+    nit: int
+    success: bool
+    message: str
+    history: History = field(repr=False)
+
+
+class Runs(ABC):
+    """Makes the search of each run."""
+
+    popsize: int
+
+    @abstractmethod
+    def first(self) -> Search:
+        """The search to begin with."""
+
+    @abstractmethod
+    def build(self, run: Run) -> Search:
+        """One of the same kind, whose state is loaded afterwards."""
+
+    @abstractmethod
+    def following(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
+        """The next run, or None."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the choice of restarts depends on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class OneRun(Runs):
+    """A search that was given, once."""
+
+    def __init__(self, search: Search) -> None:
+        self.search, self.popsize = search, search.popsize
+
+    def first(self) -> Search:
+        return self.search
+
+    def build(self, run: Run) -> Search:
+        return self.search
+
+    def following(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
+        return None
+
+
+class GaussianRuns(Runs):
+    """Gaussian searches with the populations that `restarts` says; they begin at x0, or anywhere in a finite box."""
+
+    def __init__(
+        self, x0: Tensor, sigma0: Any, settings: dict[str, Any], restarts: Restarts, popsize: int, seed: int | None
+    ) -> None:
+        self.x0, self.sigma0, self.settings, self.restarts, self.popsize = x0, sigma0, settings, restarts, popsize
+        self.seed = seed
+        self.generator = new_generator(seed, torch.device("cpu"))
+
+    def first(self) -> Search:
+        return self._search(self.popsize, 1.0, self.x0, self.seed)
+
+    def build(self, run: Run) -> Search:
+        return self._search(run.popsize, run.shrink, self.x0, 0)
+
+    def following(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
+        draws = torch.rand(2, generator=self.generator, dtype=torch.float64).tolist()
+        run = self.restarts.next(self.popsize, past, (draws[0], draws[1]))
+        if run is None:
+            return None
+        seed = int(torch.randint(2**62, (), generator=self.generator))
+        return run, self._search(run.popsize, run.shrink, self._anywhere(), seed)
+
+    def _search(self, popsize: int, shrink: float, x0: Tensor, seed: int | None) -> GaussianSearch:
+        sigma = torch.as_tensor(self.sigma0, dtype=torch.float64) * shrink
+        return GaussianSearch(x0, sigma, popsize, seed, **self.settings)
+
+    def _anywhere(self) -> Tensor:
+        lower, upper = as_bounds(self.settings["bounds"], self.x0)
+        share = torch.rand(len(self.x0), generator=self.generator, dtype=torch.float64).to(self.x0.device)
+        place = lower + share * (upper - lower)
+        return place if bool(torch.isfinite(place).all()) else self.x0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+class Journey:
+    """The present run, those before it, and the best of all."""
+
+    def __init__(self, runs: Runs, objective: Objective, repeated: Repeated | None) -> None:
+        self.runs, self.objective, self.repeated = runs, objective, repeated
+        self.history = History()
+        self.past: list[tuple[Run, int]] = []
+        self.run, self.search = Run(runs.popsize, 1.0, None, "first"), runs.first()
+        self.best = Best(self.search.best.x, torch.inf, 0)
+        self.nfev = self.nit = self._began = 0
+        self._level = torch.inf  # what ftarget is compared with
+        self._settled = Best(self.best.x, torch.inf, 0)  # where f is noisy: the best centre of the runs before
+
+    def generation(self) -> None:
+        """Ask, evaluate, tell, write down."""
+        points = self.search.ask()
+        values = self.objective(points) if self.repeated is None else self.repeated(points)
+        self.search.tell(points, values)
+        self._count(points, values)
+        median = float(values.median())
+        self._level = self.best.fun if self.repeated is None else median
+        measures = self.search.measures() | self._noise_measures()
+        self.history.add(nfev=self.nfev, best=self.best.fun, median=median, run=len(self.past), **measures)
+
+    def _count(self, points: Tensor, values: Tensor) -> None:
+        before, self.nfev = self.nfev, self.objective.nfev
+        self.nit += 1
+        i = int(values.argmin())
+        if float(values[i]) < self.best.fun:
+            nfev = before + i + 1 if self.repeated is None else self.nfev
+            self.best = Best(points[i].clone(), float(values[i]), nfev)
+
+    def _noise_measures(self) -> dict[str, float]:
+        return {} if self.repeated is None else {"evaluations": float(self.repeated.evaluations)}
+
+    def ending(self, ftarget: float | None, maxfevals: float | None) -> str | None:
+        """Why all runs are over, or None; starts the next run where the last one is over."""
+        if ftarget is not None and self._level <= ftarget:
+            return f"ftarget: a value of {self._level:g}, at most {ftarget:g}, was found"
+        why = self.search.stop()
+        if why is None and self.run.budget is not None and self.nfev - self._began >= self.run.budget:
+            why = "budget: of a small run"
+        if why is not None:
+            why = self._restart(why)
+        if why is None and maxfevals is not None and self.nfev + self._next_cost() > maxfevals:
+            return f"maxfevals: {self.nfev} evaluations, the next generation would take more than {maxfevals:g}"
+        return why
+
+    def _next_cost(self) -> int:
+        """Evaluations of the next generation, and where f is noisy, of the centre at the end."""
+        size = self.run.popsize
+        return (
+            size if self.repeated is None else self.repeated.cost(size) + self._repeats(self.repeated.handling.growth)
+        )
+
+    def _repeats(self, growth: float = 1.0) -> int:
+        """Evaluations of the centre at the end: as many as a generation takes."""
+        assert self.repeated is not None
+        return round(growth * self.repeated.evaluations * self.run.popsize) + 1
+
+    def _restart(self, why: str) -> str | None:
+        """Begin the next run and return None, or say why there is none."""
+        past = [*self.past, (self.run, self.nfev - self._began)]
+        following = self.runs.following(past)
+        if following is None:
+            return why
+        self._settled = self._settle()
+        self.past, (self.run, self.search) = past, following
+        self._began = self.nfev = self.objective.nfev
+        return None
+
+    def _settle(self) -> Best:
+        """The best centre of a run so far, where f is noisy; the mean of its values is no luck of one evaluation."""
+        if self.repeated is None or not self.nit:
+            return self._settled
+        x = self.search.centre()
+        found = Best(x, float(self.repeated.mean(x.unsqueeze(0), self._repeats())), self.objective.nfev)
+        return min(self._settled, found, key=lambda best: best.fun)
+
+    def result(self, message: str, ftarget: float | None) -> SearchResult:
+        """The result, with the reason for the end."""
+        best = self.best if self.repeated is None else self._settle()
+        word = message.split(":")[0]
+        success = word in CONVERGED if ftarget is None else self._level <= ftarget
+        return SearchResult(best.x, best.fun, self.objective.nfev, self.nit, success, message, self.history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes."""
+        return {
+            "search": self.search.state_dict(),
+            "past": [(run.popsize, run.shrink, run.budget, run.kind, used) for run, used in self.past],
+            "run": (self.run.popsize, self.run.shrink, self.run.budget, self.run.kind),
+            "counts": (self.nfev, self.nit, self.runs.popsize, self._began),
+            "best": (self.best.x, self.best.fun, self.best.nfev),
+            "level": self._level,
+            "settled": (self._settled.x, self._settled.fun, self._settled.nfev),
+            "runs": self.runs.state_dict(),
+            "noise": None if self.repeated is None else self.repeated.state_dict(),
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. ValueError if it belongs to another problem."""
+        if state["best"][0].shape != self.best.x.shape or state["counts"][2] != self.runs.popsize:
+            raise ValueError(
+                f"the checkpoint is of a search with {len(state['best'][0])} variables and popsize "
+                f"{state['counts'][2]}, this one has {len(self.best.x)} and {self.runs.popsize}: choose another file"
+            )
+        if (state["noise"] is None) != (self.repeated is None):
+            raise ValueError("the checkpoint differs in noise=: choose another file, or the same argument")
+        self.past = [(Run(*entry[:4]), entry[4]) for entry in state["past"]]
+        self.run = Run(*state["run"])
+        self.search = self.runs.build(self.run)
+        self.search.load_state_dict(state["search"])
+        self.nfev, self.nit, _, self._began = state["counts"]
+        self.objective.nfev = self.nfev
+        self.best, self._level = Best(*state["best"]), state["level"]
+        self._settled = Best(*state["settled"])
+        self.runs.load_state_dict(state["runs"])
+        if self.repeated is not None:
+            self.repeated.load_state_dict(state["noise"])
+        self.history.load_state_dict(state["history"])

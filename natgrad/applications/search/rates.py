@@ -1,0 +1,61 @@
+"""Weights of the rank for distributions over finitely many points: PBIL and the compact genetic algorithm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PBIL:
+    """mu <- (1 - rate) mu + rate (mean of the best), Baluja 1994.
+
+    In expectation coordinates mu the natural gradient of E_p[w] is E_p[w (x - mu)]: this is its step for the weight of
+    rank that is 1 for the best and 0 for the rest (Ollivier et al. 2017).   best: how many candidates count.
+    """
+
+    rate: float = 0.1
+    best: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate is {self.rate}, expected 0 < rate <= 1: means then stay within [0, 1]")
+        if self.best < 1:
+            raise ValueError(f"best is {self.best}, expected a number of candidates >= 1")
+
+    def popsize(self, n: int) -> int:
+        """Candidates per generation by default."""
+        return max(10, n // 4)
+
+    def weights(self, popsize: int, n: int) -> Tensor:
+        """By place, (popsize,)."""
+        count = min(self.best, popsize)
+        return self.rate * (torch.arange(popsize) < count).to(torch.float64) / count
+
+
+@dataclass(frozen=True)
+class CGA:
+    """mu <- mu + (winner - loser) / population, the compact genetic algorithm, Harik et al. 1999.
+
+    The natural gradient in expectation coordinates for the weights +-1 of two candidates.   population: of the genetic
+    algorithm that it stands for, None for 4 sqrt(n).
+    """
+
+    population: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.population is not None and not self.population > 0:
+            raise ValueError(f"population is {self.population}, expected a number > 0, or None for 4 sqrt(n)")
+
+    def popsize(self, n: int) -> int:
+        """Two."""
+        return 2
+
+    def weights(self, popsize: int, n: int) -> Tensor:
+        """1 / population for the best, the negative of it for the worst, (popsize,)."""
+        found = torch.zeros(popsize, dtype=torch.float64)
+        found[0], found[-1] = 1.0, -1.0
+        return found / (4 * math.sqrt(n) if self.population is None else self.population)
