@@ -20,6 +20,7 @@ from natgrad.densities import Density, Score
 from natgrad.families import (
     Bernoulli,
     Categorical,
+    DiagonalGaussian,
     ExponentialFamily,
     Gaussian,
     Heads,
@@ -104,6 +105,7 @@ __all__ = [
     "Dense",
     "Density",
     "Diagonal",
+    "DiagonalGaussian",
     "DiagonalPreconditioner",
     "Direct",
     "EigenKronecker",

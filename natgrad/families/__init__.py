@@ -5,7 +5,7 @@ from natgrad.families.composed import Product, SubModel
 from natgrad.families.criteria import Criterion, as_criterion
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
+from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
 from natgrad.families.normal import MultivariateNormal
@@ -16,6 +16,7 @@ __all__ = [
     "Beta",
     "Categorical",
     "Criterion",
+    "DiagonalGaussian",
     "Dirichlet",
     "Exponential",
     "ExponentialFamily",
