@@ -14,6 +14,7 @@ from natgrad.applications import (
     sliced_score_matching_loss,
 )
 from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep, WakeSleep
+from natgrad.applications.policy import TRPO, NaturalPolicyGradient
 from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
@@ -92,6 +93,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "TRPO",
     "AdaptiveInverse",
     "Auto",
     "Averaged",
@@ -135,6 +137,7 @@ __all__ = [
     "Momentum",
     "MultivariateNormal",
     "NaturalGradient",
+    "NaturalPolicyGradient",
     "NaturalWakeSleep",
     "OnlineLowRank",
     "OnlineRadius",
