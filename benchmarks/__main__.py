@@ -73,6 +73,12 @@ def search_tables(repeats: int) -> None:
     table("Bits, ten seeds", list(search.bit_figures(10)), search.BIT_HEADS)
 
 
+def policy_table(repeats: int) -> None:
+    from benchmarks import policy  # needs gymnasium and sb3-contrib, which no other table does
+
+    table("One update of TRPO, collecting and learning", policy.report(max(5, repeats // 2)), policy.HEADS)
+
+
 def score_tables(repeats: int) -> None:
     table("The exact score matching loss and its gradient", scores.layered_report(repeats), scores.LAYERED_HEADS)
     title = f"One step in the score metric, {scores.VARIABLES} variables, batch {scores.EXAMPLES}"
@@ -89,6 +95,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "learning": learning_table,
     "search": search_tables,
     "scores": score_tables,
+    "policy": policy_table,
 }
 
 

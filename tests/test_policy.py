@@ -154,7 +154,7 @@ SPACES = {
 @pytest.mark.parametrize("radius", [1e-4, 0.01, 0.5])
 @pytest.mark.parametrize("space", SPACES)
 def test_every_update_stays_within_the_radius(space: str, radius: float):
-    agent = small(Walk(action=SPACES[space]), radius=radius)
+    agent = small([Walk(action=SPACES[space]) for _ in range(8)], radius=radius, critic_epochs=1)
     moved = []
 
     def check(learner: Any) -> None:
@@ -232,37 +232,38 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_learns_the_best_arm(name: str):
-    agent = VARIANTS[name](env=Bandit(), radius=0.05)
+    agent = VARIANTS[name](env=[Bandit() for _ in range(16)], radius=0.05)
     assert agent.learn(64 * 12)["return"][0] < 0.6
-    assert agent.history["return"][-1] > 0.8
+    assert agent.history["return"][-1] > 0.7
     assert agent.predict(np.array([1, 0], dtype=np.float32)) == 2
     assert agent.evaluate(Bandit(), 3) == [1.0] * 3
 
 
 def test_learns_to_walk_to_the_goal():
-    agent = small(Corridor(7), radius=0.05)
+    agent = small([Corridor(7) for _ in range(8)], radius=0.05)
     agent.learn(64 * 12)
-    assert np.mean(agent.evaluate(Corridor(7), 5)) == 1.0
+    assert np.mean(agent.evaluate([Corridor(7) for _ in range(5)], 5)) == 1.0
     assert [agent.predict(place) for place in (3, 4, 5)] == [1, 1, 1]
 
 
 def test_learns_to_keep_a_point_at_the_origin():
-    agent = small(Walk(), batch=100, radius=0.05, gamma=0.9)
-    before = np.mean(agent.evaluate(Walk(), 20))
-    agent.learn(100 * 15)
-    assert np.mean(agent.evaluate(Walk(), 20)) > before / 2
+    agent = small([Walk() for _ in range(10)], batch=200, radius=0.05, gamma=0.9, critic_batch=100)
+    elsewhere = [Walk() for _ in range(10)]
+    before = np.mean(agent.evaluate(elsewhere, 10))
+    agent.learn(200 * 12)
+    assert np.mean(agent.evaluate(elsewhere, 10)) > 0.6 * before
 
 
 @pytest.mark.parametrize("column", [True, False])
 def test_a_shared_critic_learns_without_moving_the_actions(column: bool):
     policy = Shared(3, column)
-    agent = small(Walk(action=SPACES["discrete"]), policy=policy, critic_epochs=20, critic_lr=1e-2)
+    agent = small(Walk(action=SPACES["discrete"]), policy=policy, critic_epochs=10, critic_lr=1e-2)
     value = policy.value.weight.detach().clone()
     agent.learn(64)
     assert agent.critic.module is None
     assert not torch.equal(policy.value.weight, value)
     assert agent.history.last()["kl"] == pytest.approx(kl_before_to_now(agent), rel=1e-6)  # after the critic's epochs
-    agent.learn(64 * 8)
+    agent.learn(64 * 4)
     assert agent.history["critic_loss"][-1] < agent.history["critic_loss"][0]
 
 

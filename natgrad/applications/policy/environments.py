@@ -47,10 +47,11 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode: the sum of its rewards as they came, and its steps."""
+    """A finished episode: the sum of its rewards as they came, its steps, and which environment it was in."""
 
     ret: float
     length: int
+    index: int = 0
 
 
 class Environments:
@@ -102,7 +103,7 @@ class Environments:
         self.returns += stepped.rewards * stepped.valid
         self.lengths += stepped.valid
         for i in np.flatnonzero(stepped.ended):
-            self.finished.append(Episode(float(self.returns[i]), int(self.lengths[i])))
+            self.finished.append(Episode(float(self.returns[i]), int(self.lengths[i]), int(i)))
             self.returns[i], self.lengths[i], self.patient = 0.0, 0, True
         if not self.patient and self.steps >= PATIENCE:
             raise EnvironmentFault(
@@ -111,6 +112,11 @@ class Environments:
             )
         self.observations = stepped.following
         return stepped
+
+    def share(self, other: Environments) -> bool:
+        """Whether some environment is in both."""
+        mine, theirs = ([one.vector, *one.singles] for one in (self, other))
+        return any(a is b for a in mine for b in theirs if a is not None)
 
     def episodes(self) -> list[Episode]:
         """The episodes that ended since the last call."""

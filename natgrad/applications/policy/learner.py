@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.policy.actor import Actor, perceptron, probe_size
 from natgrad.applications.policy.critic import Critic, check_values
+from natgrad.applications.policy.door import check_numbers, evaluation, like_first
 from natgrad.applications.policy.environments import Environments, Episode
 from natgrad.applications.policy.heads import Head, head_for
 from natgrad.applications.policy.history import History
@@ -78,13 +78,14 @@ class PolicyLearner(ABC):
         self.head = head_for(self.worlds.action_space, head)
         self.generator = torch.Generator().manual_seed(seed)
         self._build(policy, critic, critic_lr, critic_epochs, critic_batch)
+        self._draws = torch.Generator(self.device).manual_seed(seed)
+        self._predictions = torch.Generator(self.device).manual_seed(seed + 1)
         self.scale = ObservationScale(self.worlds.shape, normalize_observations and self.worlds.scalable)
         self.reward_scale = RewardScale(self.worlds.count, gamma, normalize_rewards)
         self.history = History()
         self.rollout: Rollout | None = None
         self.steps, self.updates, self._begun = 0, 0, 0
         self._amount, self._memory = self.damping.initial(), None
-        self._predictions = torch.Generator(self.device).manual_seed(seed + 1)
 
     def _build(self, policy: nn.Module | None, critic: nn.Module | None, lr: float, epochs: int, batch: int) -> None:
         """The networks, checked on an example state; those not given are tanh perceptrons drawn from the generator."""
@@ -139,10 +140,10 @@ class PolicyLearner(ABC):
                 before = self.steps
                 try:
                     self._update()
+                    shown.update(self.steps - before, self.history.last())
+                    if callback is not None and callback(self) is True:
+                        break
                 except KeyboardInterrupt:
-                    break
-                shown.update(self.steps - before, self.history.last())
-                if callback is not None and callback(self) is True:
                     break
         return self.history
 
@@ -178,7 +179,7 @@ class PolicyLearner(ABC):
         if self.worlds.observations is None:
             self._begun += 1
         seed = self.seed + 7919 * (self._begun - 1)
-        kept = collect(self.actor, self.worlds, self.scale, self.batch, seed, self.generator)
+        kept = collect(self.actor, self.worlds, self.scale, self.batch, seed, self._draws)
         episodes = self.worlds.episodes()
         return judged(kept, self.critic, self.reward_scale, self.gamma, self.gae_lambda, episodes)
 
@@ -268,20 +269,31 @@ class PolicyLearner(ABC):
         return torch.from_numpy(np.ascontiguousarray(self.scale(found))).to(like.device, like.dtype), single
 
     def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
-        """Returns of whole episodes in an environment of its own, the policy and its scales frozen."""
-        worlds = Environments(env)
-        observations, found = worlds.start(seed), []
+        """Returns of so many whole episodes, the policy and its scales frozen; env: as for the learner.
+
+        Of several environments, each gives its share: long episodes count as much as short ones. In the environments
+        of the training, whose episodes are then given up, as in others.
+        """
+        worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
         if worlds.shape != self.worlds.shape:
             raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")
+        if worlds.share(self.worlds):
+            self.worlds.begin_anew()
+        observations, found = worlds.start(seed), []
+        share, extra = divmod(episodes, worlds.count)
+        left = [share + (i < extra) for i in range(worlds.count)]
         like = next(self.actor.parameters())
         with evaluation(self.actor), torch.no_grad():
-            while len(found) < episodes:
+            while max(left) > 0:
                 scaled = np.ascontiguousarray(self.scale(observations))
                 rows = self.actor(torch.from_numpy(scaled).to(like.device, like.dtype))
                 draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
                 observations = worlds.step(self.head.actions(draws)).following
-                found += [episode.ret for episode in worlds.episodes()]
-        return found[:episodes]
+                for episode in worlds.episodes():
+                    left[episode.index] -= 1
+                    if left[episode.index] >= 0:
+                        found.append(episode.ret)
+        return found
 
     def save(self, path: str | Path) -> None:
         """Everything that the next update depends on, to a file that torch.load(weights_only=True) reads.
@@ -325,6 +337,7 @@ class PolicyLearner(ABC):
             "scale": self.scale.moments.state_dict(),
             "reward_scale": self.reward_scale.state_dict(),
             "generator": self.generator.get_state(),
+            "draws": self._draws.get_state(),
             "predictions": self._predictions.get_state(),
             "amount": self._amount,
             "memory": self._memory,
@@ -339,52 +352,8 @@ class PolicyLearner(ABC):
         self.critic.load_state_dict(state["critic"])
         self.scale.moments.load_state_dict(state["scale"])
         self.reward_scale.load_state_dict(state["reward_scale"])
-        self.generator.set_state(state["generator"].cpu())
-        self._predictions.set_state(state["predictions"].cpu())
+        generators = {"generator": self.generator, "draws": self._draws, "predictions": self._predictions}
+        for name, generator in generators.items():
+            generator.set_state(state[name].cpu())
         self._amount, self._memory = state["amount"], state["memory"]
         self.steps, self.updates, self._begun = state["counts"]
-
-
-@contextmanager
-def evaluation(*modules: nn.Module | None) -> Iterator[None]:
-    """Inside, modules are in eval mode: dropout off, batch norms with the statistics that they hold."""
-    with ExitStack() as stack:
-        for module in modules:
-            for part in [] if module is None else module.modules():
-                stack.callback(setattr, part, "training", part.training)
-                part.training = False
-        yield
-
-
-def like_first(module: nn.Module) -> Tensor:
-    """A tensor of the module's dtype and on its device. ValueError for one without parameters."""
-    first = next(module.parameters(), None)
-    if first is None:
-        raise ValueError("policy has no parameter to train")
-    return first.detach()
-
-
-def check_numbers(
-    batch: int,
-    gamma: float,
-    gae_lambda: float,
-    metric_batch: int | None,
-    critic_lr: float,
-    critic_epochs: int,
-    critic_batch: int,
-    seed: int,
-) -> None:
-    """ValueError for numbers out of range."""
-    integers = {"batch": (batch, 2), "critic_epochs": (critic_epochs, 0), "critic_batch": (critic_batch, 1)}
-    if metric_batch is not None:
-        integers["metric_batch"] = (metric_batch, 1)
-    for name, (value, least) in integers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value!r}, expected an integer >= {least}")
-    for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} is {share}, expected a number in [0, 1]")
-    if not 0 < critic_lr < math.inf:
-        raise ValueError(f"critic_lr is {critic_lr}, expected a number > 0")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed is {seed!r}, expected an integer >= 0")

@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.environments import Environments, Episode
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
+from natgrad.linalg import all_finite
 
 Array = np.ndarray
 Value = Callable[[Tensor], Tensor]
@@ -80,6 +81,8 @@ def collect(
     while count < size:
         states = seen(observations)
         rows = actor(states)
+        if not all_finite(rows):
+            raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
         draws = actor.head.draw(rows, generator)
         stepped = worlds.step(actor.head.actions(draws))
         time, last = len(kept.states), count + int(stepped.valid.sum()) >= size
