@@ -360,3 +360,52 @@ def test_fisher_of_the_last_batch():
     agent.learn(64)
     expected = ng.fisher(agent.actor, ng.DiagonalGaussian()).at(ng.trainable(agent.actor), agent.rollout.states)
     assert_close(agent.fisher().dense(), expected.dense())
+
+
+class Parts(nn.Module):
+    """Two linear maps, as a tuple; `shape` of the second where it does not depend on the state."""
+
+    def __init__(self, first: int, second: int, free: tuple[int, ...] | None = None, value: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, first), nn.Linear(2, second)
+        self.free = None if free is None else nn.Parameter(torch.zeros(free))
+        self.value = nn.Linear(2, 1) if value else None
+
+    def forward(self, x: Tensor) -> Any:
+        parts = self.one(x), self.two(x) if self.free is None else self.free
+        return parts if self.value is None else (parts, self.value(x))
+
+
+LAYOUTS = {
+    "logits of two choices": (SPACES["multi-discrete"], Parts(2, 3), None),
+    "the same with a value": (SPACES["multi-discrete"], Parts(2, 3, value=True), None),
+    "mean and log std": (SPACES["box"], Parts(2, 2), None),
+    "mean and one log std": (SPACES["box"], Parts(2, 1, (2,)), None),
+    "mean and log std with a value": (SPACES["box"], Parts(2, 2, value=True), None),
+    "one dimension, side by side": (None, nn.Linear(2, 2), None),
+    "one dimension, free log std": (None, Parts(1, 1, (1,)), None),
+    "no batch of values": (SPACES["discrete"], nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_policies_return_their_parameters_in_parts_or_as_one(name: str):
+    space, policy, critic = LAYOUTS[name]
+    agent = small([Walk(action=space) for _ in range(8)], policy=policy, critic=critic)
+    assert (agent.critic.module is None) == ("with a value" in name)
+    assert agent.actor.log_std is None
+    agent.learn(128)
+    assert max(agent.history["kl"]) <= agent.radius
+    assert agent.worlds.action_space.contains(agent.predict(np.zeros(2, dtype=np.float32)))
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_is_shown_on_request(rich: bool, monkeypatch, capsys):
+    if not rich:
+        monkeypatch.setattr("natgrad.applications.policy.progress.rich_bar", lambda: None)
+    small([Bandit() for _ in range(8)], batch=16).learn(32, progress=True)
+    said = capsys.readouterr().err
+    assert "KL" in said
+    assert "32" in said
+    small([Bandit() for _ in range(8)], batch=16).learn(32, progress=False)
+    assert capsys.readouterr().err == ""

@@ -82,7 +82,21 @@ def _race(env: str, races: dict[str, list[Numbers]]) -> Section:
             "train", "Return of the training episodes: median and quartiles", _curves(env, races, "train"), (4.5, 3.6)
         ),
     )
-    return Section("Learning", _lead(env, races), (Table("Contestants", heads, tuple(rows), note),), pictures)
+    return Section("Learning", _verdict(races, last), (Table("Contestants", heads, tuple(rows), note),), pictures)
+
+
+def _verdict(races: dict[str, list[Numbers]], mark: int) -> str:
+    """Both beside each other at the last mark, in return and in time."""
+    if len(races) < len(NAMES):
+        return f"{', '.join(NAMES[name] for name in NAMES if name not in races)} has not run."
+    said = [f"{NAMES[name]} {mean(at(run, mark) for run in runs):.1f}" for name, runs in races.items()]
+    each = {
+        name: median(1000 * run["curve"][-1]["update"] / run["batch"] for run in runs) for name, runs in races.items()
+    }
+    return (
+        f"At {mark:,} steps: {', '.join(said)}. For a thousand steps we take {each['natgrad'] / each['sb3']:.2f} of "
+        "the other's time, each with its best setting; a fair clock is `python -m benchmarks policy`."
+    )
 
 
 def _spread(values: list[float]) -> Cell:

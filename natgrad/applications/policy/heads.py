@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -197,11 +198,15 @@ class GaussianHead(Head):
 
     def actions(self, draws: Tensor) -> Array:
         raw = draws.cpu().numpy().astype(np.float64).reshape(-1, *self.space.shape)
-        if self.scaled:
-            bounded = np.isfinite(self.space.low) & np.isfinite(self.space.high)
-            low, high = (np.where(bounded, bound, sign) for bound, sign in ((self.space.low, -1), (self.space.high, 1)))
-            raw = (high + low) / 2 + (high - low) / 2 * raw
-        return np.clip(raw, self.space.low, self.space.high).astype(self.space.dtype)
+        centre, half = self._stretch
+        return np.clip(centre + half * raw, self.space.low, self.space.high).astype(self.space.dtype)
+
+    @cached_property
+    def _stretch(self) -> tuple[Array, Array]:
+        """The action of a draw of 0, and what one unit is."""
+        bounded = np.isfinite(self.space.low) & np.isfinite(self.space.high) & self.scaled
+        low, high = (np.where(bounded, bound, sign) for bound, sign in ((self.space.low, -1.0), (self.space.high, 1.0)))
+        return (high + low) / 2, (high - low) / 2
 
 
 @dataclass(frozen=True)
