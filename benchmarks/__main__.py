@@ -131,6 +131,12 @@ def said(seeds: range) -> str:
     return f"seeds {seeds[0]} to {seeds[-1]}"
 
 
+def policy_table(repeats: int) -> None:
+    from benchmarks import policy  # needs gymnasium and sb3-contrib, which no other table does
+
+    table("One update of TRPO, collecting and learning", policy.report(max(5, repeats // 2)), policy.HEADS)
+
+
 def score_tables(repeats: int) -> None:
     table("The exact score matching loss and its gradient", scores.layered_report(repeats), scores.LAYERED_HEADS)
     title = f"One step in the score metric, {scores.VARIABLES} variables, batch {scores.EXAMPLES}"
@@ -152,6 +158,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "learning": learning_table,
     "scores": score_tables,
     "conversions": conversion_table,
+    "policy": policy_table,
 }
 
 SEARCHES: dict[str, Callable[[Choices], None]] = {

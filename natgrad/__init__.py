@@ -14,6 +14,7 @@ from natgrad.applications import (
     sliced_score_matching_loss,
 )
 from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep, WakeSleep
+from natgrad.applications.policy import TRPO, NaturalPolicyGradient
 from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
 from natgrad.applications.variational import variational
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
@@ -21,6 +22,7 @@ from natgrad.densities import Density, Score
 from natgrad.families import (
     Bernoulli,
     Categorical,
+    DiagonalGaussian,
     ExponentialFamily,
     Gaussian,
     Heads,
@@ -95,6 +97,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "TRPO",
     "AdaptiveInverse",
     "Auto",
     "Averaged",
@@ -108,6 +111,7 @@ __all__ = [
     "Dense",
     "Density",
     "Diagonal",
+    "DiagonalGaussian",
     "DiagonalPreconditioner",
     "Direct",
     "EigenKronecker",
@@ -137,6 +141,7 @@ __all__ = [
     "Momentum",
     "MultivariateNormal",
     "NaturalGradient",
+    "NaturalPolicyGradient",
     "NaturalWakeSleep",
     "OnlineLowRank",
     "OnlineRadius",

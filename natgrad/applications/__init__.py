@@ -1,6 +1,7 @@
 """Floor 6: one file, or folder, per kind of problem."""
 
 from natgrad.applications import helmholtz, search, variational
+from natgrad.applications import helmholtz, policy, search
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.pairs import PairPreconditioner
@@ -19,6 +20,7 @@ __all__ = [
     "TwoLayer",
     "denoising_score_matching_loss",
     "helmholtz",
+    "policy",
     "ratio_matching_loss",
     "score_matching_loss",
     "search",

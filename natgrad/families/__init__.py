@@ -19,6 +19,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.field import Estimate, MarkovField
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.gibbs import Gibbs
+from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
 from natgrad.families.mean_gradient import (
@@ -50,6 +51,7 @@ __all__ = [
     "Coordinates",
     "Criterion",
     "DiagonalNormal",
+    "DiagonalGaussian",
     "Dirichlet",
     "Estimate",
     "Expectation",
