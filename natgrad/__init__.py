@@ -4,7 +4,7 @@ metric x structure x solver x damping x rule in any combination: from `fisher(mo
 operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimizer`.
 """
 
-from natgrad import applications, families, metrics, operators, optim, solvers, structures
+from natgrad import applications, families, geometry, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
     Boltzmann,
     GaussMarkov,
@@ -178,6 +178,7 @@ __all__ = [
     "families",
     "fisher",
     "gauss_newton",
+    "geometry",
     "hessian",
     "hessian_free",
     "kfac",
