@@ -17,9 +17,8 @@ from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNorm
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.field import Estimate, MarkovField
-from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
-from natgrad.families.gibbs import Gibbs
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
+from natgrad.families.gibbs import Gibbs
 from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
 from natgrad.families.mean_gradient import (
@@ -50,8 +49,8 @@ __all__ = [
     "Concentration",
     "Coordinates",
     "Criterion",
-    "DiagonalNormal",
     "DiagonalGaussian",
+    "DiagonalNormal",
     "Dirichlet",
     "Estimate",
     "Expectation",
