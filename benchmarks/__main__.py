@@ -10,7 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import ekfac, iterative, kfac, learning, preconditioners, products, scores, solves, steps, training
+from benchmarks import (
+    conversions,
+    ekfac,
+    iterative,
+    kfac,
+    learning,
+    preconditioners,
+    products,
+    scores,
+    solves,
+    steps,
+    training,
+)
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -119,10 +131,21 @@ def said(seeds: range) -> str:
     return f"seeds {seeds[0]} to {seeds[-1]}"
 
 
+def policy_table(repeats: int) -> None:
+    from benchmarks import policy  # needs gymnasium and sb3-contrib, which no other table does
+
+    table("One update of TRPO, collecting and learning", policy.report(max(5, repeats // 2)), policy.HEADS)
+
+
 def score_tables(repeats: int) -> None:
     table("The exact score matching loss and its gradient", scores.layered_report(repeats), scores.LAYERED_HEADS)
     title = f"One step in the score metric, {scores.VARIABLES} variables, batch {scores.EXAMPLES}"
     table(title, scores.report(), scores.HEADS)
+
+
+def conversion_table(repeats: int) -> None:
+    title = f"{conversions.BATCH} normals, milliseconds of CPU time (quartiles)"
+    table(title, conversions.report(repeats), conversions.HEADS)
 
 
 TABLES: dict[str, Callable[[int], None]] = {
@@ -134,6 +157,8 @@ TABLES: dict[str, Callable[[int], None]] = {
     "kfac": kfac_tables,
     "learning": learning_table,
     "scores": score_tables,
+    "conversions": conversion_table,
+    "policy": policy_table,
 }
 
 SEARCHES: dict[str, Callable[[Choices], None]] = {

@@ -4,7 +4,7 @@ metric x structure x solver x damping x rule in any combination: from `fisher(mo
 operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimizer`.
 """
 
-from natgrad import applications, families, metrics, operators, optim, solvers, structures
+from natgrad import applications, families, geometry, metrics, operators, optim, solvers, structures
 from natgrad.applications import (
     Boltzmann,
     GaussMarkov,
@@ -14,12 +14,15 @@ from natgrad.applications import (
     sliced_score_matching_loss,
 )
 from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep, WakeSleep
+from natgrad.applications.policy import TRPO, NaturalPolicyGradient
 from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
+from natgrad.applications.variational import variational
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
 from natgrad.families import (
     Bernoulli,
     Categorical,
+    DiagonalGaussian,
     ExponentialFamily,
     Gaussian,
     Heads,
@@ -28,6 +31,8 @@ from natgrad.families import (
     Likelihood,
     MultivariateNormal,
     Poisson,
+    exact_natural_gradient_of_mean,
+    natural_gradient_of_mean,
 )
 from natgrad.metrics import (
     Langevin,
@@ -42,6 +47,7 @@ from natgrad.metrics import (
     ratio_metric,
     sampled_fisher,
     score_metric,
+    transport_metric,
 )
 from natgrad.operators import Operator
 from natgrad.optim import (
@@ -91,6 +97,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "TRPO",
     "AdaptiveInverse",
     "Auto",
     "Averaged",
@@ -104,6 +111,7 @@ __all__ = [
     "Dense",
     "Density",
     "Diagonal",
+    "DiagonalGaussian",
     "DiagonalPreconditioner",
     "Direct",
     "EigenKronecker",
@@ -133,6 +141,7 @@ __all__ = [
     "Momentum",
     "MultivariateNormal",
     "NaturalGradient",
+    "NaturalPolicyGradient",
     "NaturalWakeSleep",
     "OnlineLowRank",
     "OnlineRadius",
@@ -165,9 +174,11 @@ __all__ = [
     "divergence",
     "ekfac",
     "empirical_fisher",
+    "exact_natural_gradient_of_mean",
     "families",
     "fisher",
     "gauss_newton",
+    "geometry",
     "hessian",
     "hessian_free",
     "kfac",
@@ -177,6 +188,7 @@ __all__ = [
     "minimize",
     "natgrad_cg",
     "natural_gradient",
+    "natural_gradient_of_mean",
     "online_ng",
     "operators",
     "optim",
@@ -191,5 +203,7 @@ __all__ = [
     "structures",
     "tonga",
     "trainable",
+    "transport_metric",
     "unitwise",
+    "variational",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.families import (
     Bernoulli,
     Categorical,
+    DiagonalGaussian,
     Gaussian,
     Heads,
     HeteroscedasticGaussian,
@@ -67,6 +68,9 @@ FAMILIES: dict[str, tuple[Likelihood, Any]] = {
     "Gaussian, log variance, one tensor": (HeteroscedasticGaussian(), X),
     "Gaussian, variance": (HeteroscedasticGaussian(log_variance=False), (X, draw(3, 4, seed=1).exp())),
     "Gaussian, one variance for several means": (HeteroscedasticGaussian(), (X, draw(3, 1, seed=1))),
+    "Gaussian, diagonal": (DiagonalGaussian(), X),
+    "Gaussian, diagonal, a tuple": (DiagonalGaussian(), (X, draw(3, 4, seed=1))),
+    "heads in one tensor": (Heads((Categorical(), 3), (Bernoulli(), 1)), X),
     "two heads": (Heads((Categorical(), 4), (Gaussian(0.5), 2)), (X, draw(3, 2, seed=1))),
     "three heads": (Heads((Bernoulli(), 4), (Poisson(), 1), (Bernoulli(), 2)), (X, X[:, :1], X[:, 2:])),
     "CrossEntropyLoss": (as_criterion(torch.nn.CrossEntropyLoss()).family, draw(2, 4, 3)),
@@ -234,3 +238,13 @@ def test_the_honest_one_passes():
 def test_check_family_finds_each_lie(lie):
     with pytest.raises(AssertionError, match=LIES[lie]):
         check_family(Wrong(lie), X)
+
+
+def test_one_log_std_for_all_examples_is_that_of_each():
+    log_std, target = draw(4, seed=1), draw(3, 4, seed=2)
+    shared, written_out = (X, log_std), torch.cat([X, log_std.expand(3, 4)], dim=1)
+    family = DiagonalGaussian()
+    assert_close(family.nll(shared, target), family.nll(written_out, target))
+    assert_close(family.score(shared, target), family.score(written_out, target))
+    normal = torch.distributions.Normal(X, log_std.exp())
+    assert_close(family.nll(shared, target), -normal.log_prob(target).sum(1))

@@ -25,6 +25,7 @@ FLOORS: dict[str, int] = {
     "solvers": 2,
     "families": 2,
     "metrics": 3,
+    "geometry": 3,
     "structures": 4,
     "damping": 4,
     "rules": 4,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.helmholtz import Bidirectional, Classic, Reweighted
-from natgrad.applications.helmholtz.blocks import Kept
-from natgrad.applications.helmholtz.rows import generation_rows
+from natgrad.applications.helmholtz.blocks import Kept, thinned
+from natgrad.applications.helmholtz.rows import Rows, generation_rows
 from natgrad.operators import SharedRows, Units
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "helmholtz.json").read_text(encoding="utf-8"))
@@ -259,6 +259,39 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
     assert narrow.state["weight"] == 1.5
     first, second = (SharedRows(r[0].inputs, (r[0].slopes * r[0].weights.unsqueeze(1)).mT).blocks() for r in every)
     assert_close(narrow.state["blocks"], 0.5 * first + second)
+
+
+def some_rows(count: int, columns: int) -> Rows:
+    generator = torch.Generator().manual_seed(4)
+    weights = torch.rand(count, dtype=F64, generator=generator) ** 4
+    inputs = torch.randn(count, columns, dtype=F64, generator=generator)
+    slopes = torch.rand(count, 2, dtype=F64, generator=generator)
+    return Rows(inputs, slopes, slopes, weights / (2 * weights.sum()), None)
+
+
+def test_a_refresh_takes_a_row_as_often_as_its_weight_says():
+    rows = some_rows(1000, 5)
+    found = thinned(rows)
+    assert len(found.inputs) == len(found.weights) == 256
+    assert_close(found.weights.sum(), rows.weights.sum())
+    places = (found.inputs.unsqueeze(1) == rows.inputs).all(2)
+    assert bool((places.sum(1) == 1).all())
+    expected = 256 * rows.weights / rows.weights.sum()
+    assert bool(((places.sum(0) - expected).abs() < 1).all())
+    assert torch.equal(found.slopes, rows.slopes[places.to(torch.uint8).argmax(1)])
+    few = some_rows(200, 5)
+    assert thinned(few) is few
+
+
+@pytest.mark.parametrize(("count", "columns"), [(40, 100), (300, 700), (60, 100), (10, 100)])
+def test_what_is_kept_of_a_wide_layer_is_half_its_columns(count, columns):
+    kept = Kept(0.8, 0.1, {})
+    for _ in range(7):
+        assert kept.refresh(some_rows(count, columns))
+    if 2 * count > columns:
+        assert "blocks" in kept.state
+    else:
+        assert len(kept.state["rows"]) == count * min(5, columns // (2 * count))
 
 
 def trainers(found: ng.HelmholtzMachine) -> dict[str, Any]:

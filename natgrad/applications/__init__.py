@@ -1,6 +1,6 @@
 """Floor 6: one file, or folder, per kind of problem."""
 
-from natgrad.applications import helmholtz, search
+from natgrad.applications import helmholtz, policy, search, variational
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.pairs import PairPreconditioner
@@ -19,8 +19,10 @@ __all__ = [
     "TwoLayer",
     "denoising_score_matching_loss",
     "helmholtz",
+    "policy",
     "ratio_matching_loss",
     "score_matching_loss",
     "search",
     "sliced_score_matching_loss",
+    "variational",
 ]

@@ -32,7 +32,7 @@ PICTURES = 12
 class Settings:
     """data: lines, digits, mnist, fashion or faces.   sizes: hidden layers.   epochs, batch: of a run.   samples: draws
     of h per example.   evaluation: draws for the bound, 0 for the exact likelihood.   tuning: epochs of a tuning run.
-    train, test: examples at most, none for all.   units: 01 or signs.
+    train, test: examples at most, none for all.   damping: of the natural versions.   units: 01 or signs.
     """
 
     data: str = "digits"
@@ -44,6 +44,7 @@ class Settings:
     tuning: int = 8
     train: int | None = None
     test: int | None = None
+    damping: float = 0.03
     units: str = "01"
     threads: int | None = 1
     device: str = "cpu"
@@ -58,6 +59,8 @@ class Settings:
                 raise LabError(f"{key} is {getattr(self, key)}, expected a number of at least 1")
         if self.evaluation < 0:
             raise LabError(f"evaluation is {self.evaluation}, expected a number of draws, or 0 for the exact sum")
+        if not 0 < self.damping < math.inf:
+            raise LabError(f"damping is {self.damping}, expected a number > 0")
         self.hidden()
 
     def hidden(self) -> list[int]:
@@ -84,7 +87,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Contestant:
-    """An algorithm with its settings. build(machine, rate, samples, seed) -> trainer."""
+    """An algorithm with its settings. build(machine, rate, settings, seed) -> trainer."""
 
     name: str
     title: str
@@ -93,19 +96,19 @@ class Contestant:
 
 
 def _plain(algorithm: Any) -> Callable[..., ng.WakeSleep]:
-    return lambda machine, rate, samples, seed: ng.WakeSleep(
-        machine, rate, samples=samples, algorithm=algorithm, seed=seed
+    return lambda machine, rate, settings, seed: ng.WakeSleep(
+        machine, rate, samples=settings.samples, algorithm=algorithm, seed=seed
     )
 
 
 def _natural(algorithm: Any) -> Callable[..., ng.WakeSleep]:
-    return lambda machine, rate, samples, seed: ng.NaturalWakeSleep(
-        machine, rate, samples=samples, algorithm=algorithm, seed=seed
+    return lambda machine, rate, settings, seed: ng.NaturalWakeSleep(
+        machine, rate, samples=settings.samples, damping=settings.damping, algorithm=algorithm, seed=seed
     )
 
 
-def _adam(machine: ng.HelmholtzMachine, rate: float, samples: int, seed: int) -> ng.WakeSleep:
-    return ng.WakeSleep(machine, samples=samples, optimizer=lambda p: torch.optim.Adam(p, rate), seed=seed)
+def _adam(machine: ng.HelmholtzMachine, rate: float, settings: Settings, seed: int) -> ng.WakeSleep:
+    return ng.WakeSleep(machine, samples=settings.samples, optimizer=lambda p: torch.optim.Adam(p, rate), seed=seed)
 
 
 GRADIENT = (Choice(0.3, 0.0), Choice(1.0, 0.0), Choice(1.0, 0.005), Choice(3.0, 0.005))
@@ -181,7 +184,7 @@ class Training:
         values = (-1, 1) if settings.units == "signs" else (0, 1)
         self.machine = ng.HelmholtzMachine([width, *settings.hidden()], units=values).to(settings.device)
         start_at_means(self.machine, self.bits.train)
-        self.trainer = contestant.build(self.machine, choice.rate, settings.samples, seed)
+        self.trainer = contestant.build(self.machine, choice.rate, settings, seed)
         self.order = Order(len(self.bits.train), settings.batch, seed)
         self.steps, self.seconds = 0, 0.0
 
@@ -249,10 +252,21 @@ LINES = study(
     tuning=25,
 )
 DIGITS = study("digits", "the same on embedded binarised digits (64-32-16), about ten minutes", data="digits")
-LARGE: dict[str, Any] = {"sizes": "200-200-10", "epochs": 10, "batch": 100, "evaluation": 50, "tuning": 2, "test": 1000}
-MNIST = study("mnist", "the same on binarised MNIST (784-200-200-10), an hour and more", data="mnist", **LARGE)
+LARGE: dict[str, Any] = {
+    "sizes": "200-200-10",
+    "epochs": 12,
+    "batch": 100,
+    "evaluation": 20,
+    "tuning": 3,
+    "train": 10_000,
+    "test": 500,
+    "damping": 0.1,
+}
+MNIST = study(
+    "mnist", "the same on 10,000 images of binarised MNIST (784-200-200-10), about an hour", data="mnist", **LARGE
+)
 FASHION = study(
-    "fashion", "the same on binarised Fashion-MNIST (784-200-200-10), an hour and more", data="fashion", **LARGE
+    "fashion", "the same on 10,000 clothes, binarised (784-200-200-10), about an hour", data="fashion", **LARGE
 )
 FACES = study(
     "faces",
@@ -264,4 +278,5 @@ FACES = study(
     evaluation=50,
     tuning=4,
     test=1000,
+    damping=0.1,
 )

@@ -29,9 +29,9 @@ def tell(findings: Findings) -> Story:
     method = (
         f"Helmholtz machine with hidden layers {s.sizes} on {s.data}, {s.samples} draws of h per example, batches of "
         f"{s.batch}, {s.epochs} epochs. WS: wake-sleep; RWS: reweighted wake-sleep, q learning half from weighted "
-        "draws and half from dreams; N: the natural version, damping .03, blocks averaged over refreshes. Each has "
-        f"four settings, tried for {s.tuning} epochs from a seed of their own and judged on held-out examples. Seconds "
-        "are of training alone. All start with the visible biases at the data's log-odds."
+        f"draws and half from dreams; N: the natural version, damping {s.damping:g}, blocks averaged over refreshes. "
+        f"Each has four settings, tried for {s.tuning} epochs from a seed of their own, judged on held-out examples. "
+        "Seconds are of training alone. All start with the visible biases at the data's log-odds."
     )
     return Story(f"Natural wake-sleep on {s.data}", _lead(races), method, tuple(sections))
 

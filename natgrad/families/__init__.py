@@ -2,32 +2,93 @@
 
 from natgrad.families.base import Likelihood
 from natgrad.families.composed import Product, SubModel
+from natgrad.families.coordinates import (
+    Coordinates,
+    Expectation,
+    Mapped,
+    Natural,
+    convert,
+    convert_covector,
+    convert_vector,
+    fisher_in,
+)
 from natgrad.families.criteria import Criterion, as_criterion
+from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
+from natgrad.families.field import Estimate, MarkovField
+from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
+from natgrad.families.gibbs import Gibbs
 from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
+from natgrad.families.mean_gradient import (
+    dual_gradient,
+    effective_draws,
+    exact_natural_gradient_of_mean,
+    gradient_of_mean,
+    natural_gradient_of_mean,
+)
+from natgrad.families.named_coordinates import (
+    Concentration,
+    MeanCholesky,
+    MeanCovariance,
+    MeanStd,
+    Rate,
+    ShapeRate,
+    ShapeScale,
+)
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.simplex import Multinomial
+from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 
 __all__ = [
     "Bernoulli",
     "Beta",
     "Categorical",
+    "Concentration",
+    "Coordinates",
     "Criterion",
+    "DiagonalGaussian",
+    "DiagonalNormal",
     "Dirichlet",
+    "Estimate",
+    "Expectation",
     "Exponential",
     "ExponentialFamily",
+    "FixedCovarianceNormal",
+    "FixedMeanNormal",
     "Gamma",
     "Gaussian",
+    "Gibbs",
     "Heads",
     "HeteroscedasticGaussian",
     "Ising",
     "Likelihood",
+    "Mapped",
+    "MarkovField",
+    "MeanCholesky",
+    "MeanCovariance",
+    "MeanStd",
+    "Multinomial",
     "MultivariateNormal",
+    "Natural",
+    "Normal",
     "Poisson",
     "Product",
+    "Rate",
+    "ShapeRate",
+    "ShapeScale",
+    "SparseNormal",
     "SubModel",
     "as_criterion",
+    "convert",
+    "convert_covector",
+    "convert_vector",
+    "dual_gradient",
+    "effective_draws",
+    "exact_natural_gradient_of_mean",
+    "fisher_in",
+    "gradient_of_mean",
+    "natural_gradient_of_mean",
 ]

@@ -63,6 +63,11 @@ class Product(ExponentialFamily):
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.cat([family.draw(part, count, generator) for family, part in self._each(theta)], dim=-1)
 
+    def outcomes(self, theta: Tensor) -> Tensor:
+        parts = [family.outcomes(part) for family, part in self._each(theta)]
+        places = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts)).unbind(1)
+        return torch.cat([part[place] for part, place in zip(parts, places, strict=True)], dim=-1)
+
     def _each(self, theta: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
         return list(zip(self.families, self.parts(theta), strict=True))
 
@@ -118,6 +123,12 @@ class SubModel(ExponentialFamily):
     def covariance(self, theta: Tensor) -> Tensor:
         chosen = list(self.free)
         return self.family.covariance(self.whole(self.check(theta)))[..., chosen, :][..., chosen]
+
+    def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.family.as_numbers(x, dtype)
+
+    def outcomes(self, theta: Tensor) -> Tensor:
+        return self.family.outcomes(self.whole(theta))
 
     def guess(self, eta: Tensor) -> Tensor:
         if self.base is None:

@@ -180,7 +180,9 @@ def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
         valid, chosen = class_rows(targets, criterion.ignore_index, weight)
         return valid * ((1 - smoothing) * chosen + smoothing / classes * weight.sum()), chosen.sum()
 
-    return Criterion(IgnoringCategorical(1, criterion.ignore_index), criterion, weigh, criterion.reduction == "sum")
+    return Criterion(
+        IgnoringCategorical(dim=1, ignore_index=criterion.ignore_index), criterion, weigh, criterion.reduction == "sum"
+    )
 
 
 def nll_loss(criterion: nn.NLLLoss) -> Criterion:
@@ -190,14 +192,15 @@ def nll_loss(criterion: nn.NLLLoss) -> Criterion:
         _, chosen = class_rows(targets, criterion.ignore_index, class_weights(criterion.weight, outputs))
         return chosen, chosen.sum()
 
-    return Criterion(IgnoringCategorical(1, criterion.ignore_index), criterion, weigh, criterion.reduction == "sum")
+    return Criterion(
+        IgnoringCategorical(dim=1, ignore_index=criterion.ignore_index), criterion, weigh, criterion.reduction == "sum"
+    )
 
 
 @dataclass(frozen=True)
 class IgnoringCategorical(Categorical):
     """Class logits whose targets may carry an `ignore_index`."""
 
-    dim: int = 1
     ignore_index: int = -100
 
     def check_targets(self, outputs: Any, targets: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,62 +10,223 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.families.base import Likelihood, Separable, check_range, check_same_shape, one_tensor
+from natgrad.families.base import check_range, check_same_shape, one_tensor
+from natgrad.families.exponential import check_support, concrete
+from natgrad.families.natural import ENUMERATED, Entries, NaturalLikelihood, check_count
+from natgrad.families.simplex import SimplexFisher, centred_logits, simplex_forms
+from natgrad.operators import Operator
 
 
-@dataclass(frozen=True)
-class Bernoulli(Separable):
-    """Independent bits with logits r: Fisher form diag(y (1 - y)), y = sigmoid(r) (Pascanu & Bengio eq. 10 in r)."""
+@dataclass(frozen=True, repr=False)
+class Bernoulli(Entries):
+    """Independent bits with logits r: Fisher form diag(y (1 - y)), y = sigmoid(r) (Pascanu & Bengio eq. 10 in r).
+
+    As an exponential family T = x in {0, 1}^n, theta = r, psi = sum softplus(theta), eta = y.   n: how many bits; None
+    takes what theta has.
+    """
+
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count(self.n, "n", "bits")
+
+    @property
+    def fixed_size(self) -> int | None:
+        return self.n
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return check_support(sized(x, self.n, "bits"), (x >= 0) & (x <= 1), "bits, 0 or 1")
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return softplus(theta).sum(-1)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.check(theta).sigmoid()
+
+    def natural(self, eta: Tensor) -> Tensor:
+        if concrete(self.check_finite(eta, "eta")) and not bool(((eta > 0) & (eta < 1)).all()):
+            raise ValueError(
+                "eta has entries outside of 0 < eta < 1, expected means of bits: on the edge no logit is finite"
+            )
+        return eta.log() - torch.log1p(-eta)
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        x = self.statistics(self.as_numbers(x, self.check(theta).dtype))
+        return -(x * softplus(-theta) + (1 - x) * softplus(theta)).sum(-1)
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        size = self.check(theta).abs()  # psi - theta eta would lose all digits where a bit is nearly certain
+        return (softplus(-size) + size * (-size).sigmoid()).sum(-1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(theta.sigmoid().expand(count, *theta.shape), generator=generator)
+
+    def outcomes(self, theta: Tensor) -> Tensor:
+        n = theta.shape[-1]
+        if n > ENUMERATED:
+            raise ValueError(f"theta has {n} bits, of which all 2^n outcomes are listed up to {ENUMERATED}")
+        axis = torch.arange(2, dtype=theta.dtype, device=theta.device)
+        return torch.cartesian_prod(*[axis] * n).view(-1, n)
 
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return torch.bernoulli(outputs.detach().sigmoid(), generator=generator)
 
     def curvature(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid() * (-outputs).sigmoid()  # not y (1 - y): 1 - y rounds to 0 in float32 beyond r = 17
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        change = functional.softplus(other) - functional.softplus(outputs)
-        return (change - outputs.sigmoid() * (other - outputs)).sum(1)
+        sign = torch.where(outputs > 0, -1.0, 1.0).to(outputs)  # 0 and 1 change places: no difference of large numbers
+        first, second = sign * outputs, sign * other
+        return (softplus(second) - softplus(first) - first.sigmoid() * (second - first)).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)
         check_range(targets, 0, 1, "bits or probabilities in [0, 1]")
 
+    def __repr__(self) -> str:
+        return f"Bernoulli({'' if self.n is None else self.n})"
 
-@dataclass(frozen=True)
-class Poisson(Separable):
-    """Independent counts with log rates r: Fisher form diag(exp r)."""
+
+@dataclass(frozen=True, repr=False)
+class Poisson(Entries):
+    """Independent counts with log rates r: Fisher form diag(exp r).
+
+    As an exponential family T = x, theta = r, psi = sum exp(theta), h = 1 / x!, eta = exp(theta).   n: how many counts;
+    None takes what theta has.
+    """
+
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count(self.n, "n", "counts")
+
+    @property
+    def fixed_size(self) -> int | None:
+        return self.n
+
+    _sized = "Poisson(3)"
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = sized(x, self.n, "counts")
+        return check_support(x, (x >= 0) & (x == x.round()), "counts 0, 1, 2, ...")
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return theta.exp().sum(-1)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -torch.lgamma(x + 1).sum(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return (theta.exp() * (1 - theta) - poisson_entropy(theta)).sum(-1)
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return poisson_entropy(self.check(theta)).sum(-1)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.check(theta).exp()
+
+    def natural(self, eta: Tensor) -> Tensor:
+        if concrete(self.check_finite(eta, "eta")) and not bool((eta > 0).all()):
+            raise ValueError("eta has entries <= 0, expected positive means of counts: at 0 no log rate is finite")
+        return eta.log()
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(theta.exp().expand(count, *theta.shape).contiguous(), generator=generator)
 
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.exp() - targets * outputs + torch.lgamma(targets.to(outputs.dtype) + 1)
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return torch.poisson(outputs.detach().exp(), generator=generator)
 
     def curvature(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        return (other.exp() - outputs.exp() - outputs.exp() * (other - outputs)).sum(1)
+        gap = other - outputs
+        return (outputs.exp() * (torch.expm1(gap) - gap)).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)
         check_range(targets, 0, torch.inf, "counts >= 0")
 
+    def __repr__(self) -> str:
+        return f"Poisson({'' if self.n is None else self.n})"
 
-@dataclass(frozen=True)
-class Categorical(Likelihood):
+
+@dataclass(frozen=True, repr=False)
+class Categorical(NaturalLikelihood):
     """One of C classes with logits r: Fisher form diag(y) - y y^T, y = softmax(r) (Pascanu & Bengio eq. 11 in r).
 
     dim: the class axis of the outputs; -1 for (b, ..., C), 1 for torch's (b, C, ...). A row is one position.
     targets: class numbers, shaped like the outputs without the class axis, or class probabilities shaped like the
     outputs. The root is F = diag(sqrt y) - y sqrt(y)^T, (C x C), of rank C - 1.
+
+    As an exponential family x is a class number (...,), T its indicator (..., C), theta = r (..., C), psi = logsumexp,
+    eta = y. A constant added to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives
+    the logits whose sum is zero. classes: C, which `statistics` needs. `SubModel(Categorical(C), range(C - 1))` is the
+    minimal family, with the last logit at zero.
     """
 
+    classes: int | None = None
     dim: int = -1
+
+    def __post_init__(self) -> None:
+        check_count(self.classes, "classes", "classes (the axis of the classes is dim=)", 2)
+
+    @property
+    def fixed_size(self) -> int | None:
+        return self.classes
+
+    _sized, least = "Categorical(3)", 2
+
+    def statistics(self, x: Tensor) -> Tensor:
+        """Indicators of class numbers (...,); indicators or class probabilities (..., C) are taken as they are."""
+        x = class_numbers(x, self.size)
+        if x.is_floating_point():
+            return x
+        return functional.one_hot(x, self.size).to(torch.get_default_dtype())
+
+    def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return theta.logsumexp(-1)
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        log_p = self.check(theta).log_softmax(-1)
+        x = class_numbers(x, theta.shape[-1])
+        if x.is_floating_point():
+            return (x * log_p).sum(-1)
+        log_p = log_p.expand(*torch.broadcast_shapes(log_p.shape[:-1], x.shape), theta.shape[-1])
+        return log_p.gather(-1, x.expand(log_p.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+
+    def mle(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
+            raise ValueError("x is empty, expected at least one example")
+        return self.natural(self.statistics(x).to(torch.float64).mean(0).to(torch.get_default_dtype()))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.check(theta).softmax(-1)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return centred_logits(self.check_finite(eta, "eta"))
+
+    def forms(self, rows: Tensor) -> Tensor:
+        return simplex_forms(rows)
+
+    def operator(self, theta: Tensor) -> Operator:
+        return SimplexFisher(theta.detach().softmax(-1))
+
+    def fisher_expectation(self, eta: Tensor) -> Operator:
+        """The pseudo-inverse of the Fisher matrix in theta: eta moves with its sum unchanged."""
+        theta = self.natural(self.single(eta, "eta"))
+        return SimplexFisher(theta.detach().softmax(-1), dual=True)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        p = theta.softmax(-1).reshape(-1, theta.shape[-1])
+        drawn = torch.multinomial(p, count, replacement=True, generator=generator)
+        return drawn.mT.reshape(count, *theta.shape[:-1])
+
+    def outcomes(self, theta: Tensor) -> Tensor:
+        return torch.arange(theta.shape[-1], device=theta.device)
 
     def rows(self, outputs: Tensor) -> Tensor:
         outputs = one_tensor(outputs)
@@ -79,14 +241,10 @@ class Categorical(Likelihood):
             return functional.cross_entropy(logits, self.rows(targets), reduction="none")
         return functional.cross_entropy(logits, targets.reshape(-1), reduction="none")
 
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         moved = outputs.detach().movedim(self.dim, -1)
         drawn = torch.multinomial(moved.flatten(0, -2).softmax(-1), 1, generator=generator)
         return drawn.view(moved.shape[:-1])
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        y = rows.softmax(-1)
-        return torch.diag_embed(y) - y.unsqueeze(-1) * y.unsqueeze(-2)
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         y = outputs.softmax(-1)
@@ -120,3 +278,55 @@ class Categorical(Likelihood):
                 "reshape them, or say with Categorical(dim=...) where the classes are"
             )
         check_range(targets, 0, classes - 1, f"class numbers from 0 to {classes - 1}")
+
+    def __repr__(self) -> str:
+        parts = [] if self.classes is None else [str(self.classes)]
+        return f"Categorical({', '.join(parts if self.dim == -1 else [*parts, f'dim={self.dim}'])})"
+
+
+def sized(x: Tensor, n: int | None, what: str) -> Tensor:
+    """x (..., n) as it is. ValueError for another number of entries."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or (n is not None and x.shape[-1] != n):
+        came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
+        raise ValueError(f"x {came}, expected {what} (..., {'n' if n is None else n})")
+    return x
+
+
+def class_numbers(x: Tensor, classes: int) -> Tensor:
+    """Class numbers as long integers, indicators as they are. ValueError where they are neither."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is {type(x).__name__}, expected a tensor of class numbers")
+    if x.is_floating_point():
+        if x.dim() == 0 or x.shape[-1] != classes:
+            raise ValueError(
+                f"x is {x.dtype} of shape {tuple(x.shape)}, expected class numbers as integers (x.long()), or "
+                f"indicators (..., {classes})"
+            )
+        return check_support(x, (x >= 0) & (x <= 1), "indicators or class probabilities")
+    return check_support(x.long(), (x >= 0) & (x < classes), f"class numbers from 0 to {classes - 1}")
+
+
+def softplus(theta: Tensor) -> Tensor:
+    """log(1 + exp theta); torch's own is linear beyond 20, which costs digits."""
+    return torch.logaddexp(theta, torch.zeros_like(theta))
+
+
+LARGE_LOG = math.log(60.0)
+SERIES = (-1 / 12, -1 / 24, -19 / 360, -9 / 80, -863 / 2520, -1375 / 1008, -33953 / 5040, -57281 / 1440)
+
+
+def poisson_entropy(log_rate: Tensor) -> Tensor:
+    """-E[log p] of Poisson counts, the same shape: a sum up to rates of 60, from there on a series in 1 / rate.
+
+    1/2 log(2 pi e rate) - 1 / (12 rate) - ..., by Stirling's formula and the central moments; at 60 its first eight
+    terms leave 1e-13.
+    """
+    large = log_rate > LARGE_LOG
+    small = torch.where(large, 0.0, log_rate)
+    counts = torch.arange(160, dtype=log_rate.dtype, device=log_rate.device)
+    log_p = counts * small.unsqueeze(-1) - small.exp().unsqueeze(-1) - torch.lgamma(counts + 1)
+    far = torch.where(large, log_rate, LARGE_LOG)
+    entropy = 0.5 * (math.log(2 * math.pi * math.e) + far)
+    for k, coefficient in enumerate(SERIES, 1):
+        entropy = entropy + coefficient * (-k * far).exp()
+    return torch.where(large, entropy, -(log_p.exp() * log_p).sum(-1))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from natgrad.families.newton import Inversion, newton
 from natgrad.linalg import psd_root
 from natgrad.operators import Dense, Operator
-
-NEWTON_STEPS = 100
 
 
 class ExponentialFamily(ABC):
@@ -46,8 +44,8 @@ class ExponentialFamily(ABC):
             return self.draw(self.check(theta), n, generator)
 
     def inside(self, theta: Tensor) -> Tensor:
-        """Whether psi(theta) is finite, (..., n) -> (...) of bool. Default: everywhere."""
-        return torch.ones(theta.shape[:-1], dtype=torch.bool, device=theta.device)
+        """Whether psi(theta) is finite, (..., n) -> (...) of bool. Default: for every finite theta."""
+        return torch.isfinite(theta).all(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         """log h(x), (..., event) -> (...). Default: zero."""
@@ -60,8 +58,16 @@ class ExponentialFamily(ABC):
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         """log p(x; theta), constants included; batch shapes broadcast."""
-        theta = self.check(theta)
+        theta, x = self.check(theta), self.as_numbers(x, theta.dtype)
         return (theta * self.statistics(x)).sum(-1) - self.log_partition(theta) + self.log_base(x)
+
+    def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Integers (counts, bits) in that floating dtype; what is floating-point stays as it is."""
+        return x if not isinstance(x, Tensor) or x.is_floating_point() else x.to(dtype)
+
+    def outcomes(self, theta: Tensor) -> Tensor:
+        """All x that can come, (S, event), where they are few: theta (..., n) tells the size. ValueError otherwise."""
+        raise ValueError(f"{self!r} has no list of outcomes: they are infinitely many; draw with sample(theta, n)")
 
     def expectation(self, theta: Tensor) -> Tensor:
         """eta = E[T(x)] = grad psi(theta), (..., n) -> (..., n)."""
@@ -72,24 +78,22 @@ class ExponentialFamily(ABC):
 
         ValueError where it does not arrive: eta is then on the boundary of what expectations can be, or beyond.
         """
-        eta = self.check_shape(eta, "eta")
-        with torch.no_grad():
-            found = newton(self, eta.detach().reshape(-1, self.size), self.guess(eta.detach().reshape(-1, self.size)))
-            found = found.view(eta.shape)
-            curvature = self.covariance(found)
-        if not eta.requires_grad:
-            return found
-        return found + torch.linalg.solve(curvature, (eta - eta.detach()).unsqueeze(-1)).squeeze(-1)  # I_eta d eta
+        flat = self.check_finite(eta, "eta").reshape(-1, eta.shape[-1])
+        return Inversion.apply(flat, self).view(eta.shape)
+
+    def invert(self, eta: Tensor) -> Tensor:
+        """theta (b, n) of eta (b, n), without gradients: Newton's method from `guess`, unless a family knows better."""
+        return newton(self, eta, self.guess(eta))
 
     def guess(self, eta: Tensor) -> Tensor:
-        """Where Newton's method starts, (b, n) -> (b, n), inside the domain. Default: zero."""
+        """Where Newton's method starts, (b, n) -> (b, n), inside the domain; a new tensor. Default: zero."""
         return torch.zeros_like(eta)
 
     def covariance(self, theta: Tensor) -> Tensor:
         """Cov(T) = Hess psi(theta) as matrices, (..., n) -> (..., n, n)."""
         theta = self.check(theta)
-        flat = theta.reshape(-1, self.size)
-        return torch.func.vmap(torch.func.hessian(self.log_partition))(flat).view(*theta.shape, self.size)
+        flat = theta.reshape(-1, theta.shape[-1])
+        return torch.func.vmap(torch.func.hessian(self.log_partition))(flat).view(*theta.shape, theta.shape[-1])
 
     def fisher(self, theta: Tensor) -> Operator:
         """The Fisher matrix in the natural parameters of one distribution, theta (n,)."""
@@ -131,12 +135,12 @@ class ExponentialFamily(ABC):
         """Maximum likelihood over the first dimension of x (b, ..., event): the theta whose E[T] is the mean of T."""
         if len(x) == 0:
             raise ValueError("x is empty, expected at least one example")
-        return self.natural(self.statistics(x).mean(0))
+        return self.natural(self.statistics(self.as_numbers(x, torch.get_default_dtype())).mean(0))
 
     def check(self, theta: Tensor) -> Tensor:
         """theta as it is. ValueError for another size, or outside the domain."""
         self.check_shape(theta, "theta")
-        if torch.func.debug_unwrap(theta) is theta and not bool(self.inside(theta.detach()).all()):
+        if concrete(theta) and not bool(self.inside(theta.detach()).all()):
             raise ValueError(f"theta is outside the natural parameters of {self!r}: {self.domain}")
         return theta
 
@@ -154,6 +158,12 @@ class ExponentialFamily(ABC):
             )
         return value
 
+    def check_finite(self, value: Tensor, name: str) -> Tensor:
+        """The value as it is. ValueError for another shape, or entries that are no finite numbers."""
+        if concrete(self.check_shape(value, name)) and not bool(torch.isfinite(value.detach()).all()):
+            raise ValueError(f"{name} has entries that are not finite, expected means of the statistics of {self!r}")
+        return value
+
     def single(self, value: Tensor, name: str) -> Tensor:
         """The value as it is. ValueError unless its shape is (n,)."""
         if self.check_shape(value, name).dim() != 1:
@@ -164,56 +174,18 @@ class ExponentialFamily(ABC):
         return value
 
 
-def newton(family: ExponentialFamily, eta: Tensor, theta: Tensor) -> Tensor:
-    """theta (b, n) that maximises theta . eta - psi(theta), which is concave, by steps halved until it grows.
-
-    ValueError if some row's gradient does not vanish.
-    """
-
-    def gain(at: Tensor) -> Tensor:
-        value = (at * eta).sum(1) - family.log_partition(at)
-        return torch.where(family.inside(at), value, -torch.inf).nan_to_num(nan=-torch.inf)
-
-    accuracy = 30 * torch.finfo(eta.dtype).eps
-    left = eta.new_full((), torch.inf)
-    for _ in range(NEWTON_STEPS):
-        residual = eta - family.expectation(theta)
-        left = (residual.abs() / (1 + eta.abs())).amax()
-        factor, info = torch.linalg.cholesky_ex(family.covariance(theta))
-        both = torch.stack([residual, accuracy * eta.abs()], dim=2)
-        step, doubt = torch.cholesky_solve(both, factor).unbind(2)
-        if bool(info.any()) or not bool(torch.isfinite(step).all()):
-            break
-        # on the edge the residual vanishes too, but theta runs off in steps of about one, or round-off decides on it
-        width = 1 + theta.abs()
-        steady = bool(((step.abs() <= 1e-3 * width) & (doubt.abs() <= 0.1 * width)).all())
-        if steady and left <= accuracy:
-            return theta
-        moved = halved(gain, theta, step)
-        if steady and left <= 1e3 * accuracy and torch.equal(moved, theta):
-            return theta  # round-off leaves no more
-        theta = moved
-    else:
-        if left <= 1e3 * accuracy and steady:
-            return theta
-    raise ValueError(
-        f"eta is not reached: Newton's method left {float(left):.2g}; expected means of the statistics of {family!r} "
-        "in the interior of what they can be (a mean of 0 or 1 of a bit is on its edge)"
-    )
-
-
-def halved(gain: Callable[[Tensor], Tensor], theta: Tensor, step: Tensor) -> Tensor:
-    """theta + step / 2^k for every row, with the least k at which the gain does not fall."""
-    before, rate = gain(theta), torch.ones(len(theta), 1, dtype=theta.dtype, device=theta.device)
-    slack = 10 * torch.finfo(theta.dtype).eps * (1 + before.abs())
-    for _ in range(60):
-        worse = gain(theta + rate * step) < before - slack
-        if not bool(worse.any()):
-            break
-        rate = torch.where(worse.unsqueeze(1), rate / 2, rate)
-    return theta + rate * step
-
-
 def symmetric(matrix: Tensor) -> Tensor:
     """(A + A^T) / 2 of the last two dimensions."""
     return (matrix + matrix.mT) / 2
+
+
+def concrete(value: Tensor) -> bool:
+    """Whether the numbers are there to look at: not within a transform of torch.func."""
+    return torch.func.debug_unwrap(value) is value
+
+
+def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:
+    """x as it is. ValueError unless `allowed`, of any shape, holds everywhere; nothing is said within torch.func."""
+    if concrete(allowed) and not bool(allowed.all()):
+        raise ValueError(f"x has entries outside of what the family can give, expected {words}")
+    return x

@@ -1,4 +1,4 @@
-"""Gaussian outputs: known standard deviation, or a variance that the model predicts."""
+"""Gaussian outputs: known standard deviation, or a spread that the model predicts."""
 
 from __future__ import annotations
 
@@ -108,6 +108,60 @@ class HeteroscedasticGaussian(Likelihood):
             return mean, spread
         mean, spread = outputs
         return mean, spread.expand_as(mean)
+
+
+@dataclass(frozen=True)
+class DiagonalGaussian(Likelihood):
+    """N(mean, diag(std^2)) in d dimensions, one row per example: outputs (b, 2 d), the means and then the log stds.
+
+    Fisher form diag(1 / std^2, 2). A tuple (mean, log_std) is taken too, log_std (b, d), or (d,) for all examples.
+    `HeteroscedasticGaussian` is the same distribution with a row per entry, for losses that are means over entries.
+    """
+
+    def rows(self, outputs: Any) -> Tensor:
+        if isinstance(outputs, Tensor):
+            if outputs.dim() != 2 or outputs.shape[1] % 2:
+                raise ValueError(
+                    f"outputs has shape {tuple(outputs.shape)}, expected (b, 2 d): the means and then the log stds, or "
+                    "a tuple (mean, log_std)"
+                )
+            return outputs
+        mean, log_std = outputs
+        return torch.cat([mean, log_std.expand_as(mean)], dim=1)
+
+    def nll(self, outputs: Any, targets: Tensor) -> Tensor:
+        mean, log_std = self.rows(outputs).chunk(2, dim=1)
+        check_same_shape(mean, targets)
+        squares = ((targets - mean) * (-log_std).exp()).square()
+        return (squares / 2 + log_std + 0.5 * math.log(2 * math.pi)).sum(1)
+
+    def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Tensor:
+        mean, log_std = self.rows(outputs).detach().chunk(2, dim=1)
+        return mean + log_std.exp() * draw_normal(mean, generator)
+
+    def score(self, outputs: Any, targets: Any) -> Tensor:
+        return super().score(self.rows(outputs).detach(), targets)  # of one log_std for all examples, in every row
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self._curvature(outputs) * tangents
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(self._curvature(rows))
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(self._curvature(outputs).sqrt())
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        (m, s), (n, t) = outputs.chunk(2, dim=1), other.chunk(2, dim=1)
+        ratio = 2 * (s - t)  # log of the variances' ratio
+        return ((torch.expm1(ratio) - ratio + ((m - n) * (-t).exp()).square()) / 2).sum(1)
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        Gaussian().check_targets(self.rows(outputs).chunk(2, dim=1)[0], targets)
+
+    def _curvature(self, rows: Tensor) -> Tensor:
+        log_std = rows.chunk(2, dim=1)[1]
+        return torch.cat([(-2 * log_std).exp(), torch.full_like(log_std, 2.0)], dim=1)
 
 
 def draw_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -14,8 +14,9 @@ from natgrad.families.base import Likelihood
 class Heads(Likelihood):
     """Independent heads: Heads((Categorical(), 10), (Gaussian(), 2)) for a model that returns a tuple of outputs.
 
-    heads: (likelihood, width) per output, width: the number of parameters in a row of that head. Targets are a tuple
-    in the same order. The negative log-likelihoods add up, the form is block diagonal.
+    heads: (likelihood, width) per output, width: the number of parameters in a row of that head. One tensor (b, sum of
+    widths) is cut into its heads. Targets are a tuple in the same order. The negative log-likelihoods add up, the form
+    is block diagonal.
     ValueError if a head's rows do not have its width, or if the heads disagree on the number of rows.
     """
 
@@ -67,6 +68,8 @@ class Heads(Likelihood):
         return zip(self.families, rows.split(self.widths, dim=1), strict=True)
 
     def _values(self, outputs: Any) -> list[Any]:
+        if isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] == sum(self.widths):
+            return list(outputs.split(self.widths, dim=1))
         values = list(outputs.values()) if isinstance(outputs, dict) else list(outputs)
         if isinstance(outputs, Tensor) or len(values) != len(self.families):
             raise ValueError(f"outputs has {len(values)} parts, expected a tuple or dict of {len(self.families)} heads")

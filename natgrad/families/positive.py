@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, check_support, concrete
+
+GAMMA_STEPS = 8
 
 
 class Exponential(ExponentialFamily):
@@ -15,19 +17,19 @@ class Exponential(ExponentialFamily):
     domain = "theta = -rate must be negative"
 
     def statistics(self, x: Tensor) -> Tensor:
-        return last_of(x, 1)
+        return check_support(last_of(x, 1), x >= 0, "x >= 0")
 
     def log_partition(self, theta: Tensor) -> Tensor:
         return -(-theta[..., 0]).log()
 
     def inside(self, theta: Tensor) -> Tensor:
-        return (theta < 0).all(-1)
+        return ((theta < 0) & torch.isfinite(theta)).all(-1)
 
     def expectation(self, theta: Tensor) -> Tensor:
         return -1 / self.check(theta)
 
     def natural(self, eta: Tensor) -> Tensor:
-        return -1 / above(self.check_shape(eta, "eta"), 0.0, "eta, the mean of x,")
+        return -1 / above(self.check_finite(eta, "eta"), 0.0, "eta, the mean of x,")
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         uniform = torch.rand(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
@@ -47,7 +49,7 @@ class Gamma(ExponentialFamily):
     domain = "theta = (shape - 1, -rate): the first above -1, the second negative"
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = last_of(x, 1)
+        x = check_support(last_of(x, 1), x > 0, "x > 0")
         return torch.cat([x.log(), x], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
@@ -55,18 +57,23 @@ class Gamma(ExponentialFamily):
         return torch.lgamma(shape) - shape * rate.log()
 
     def inside(self, theta: Tensor) -> Tensor:
-        return (theta[..., 0] > -1) & (theta[..., 1] < 0)
+        return (theta[..., 0] > -1) & (theta[..., 1] < 0) & torch.isfinite(theta).all(-1)
 
-    def guess(self, eta: Tensor) -> Tensor:
+    def invert(self, eta: Tensor) -> Tensor:
         gap = eta[:, 1].log() - eta[:, 0]  # log E[x] - E[log x] > 0 by Jensen
         if not bool((gap > 0).all()):
             raise ValueError("eta = (E[log x], E[x]) must have E[log x] < log E[x]: x that do not vary have no density")
         shape = (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)  # Minka 2002: within 1.5 %
+        for _ in range(GAMMA_STEPS):  # in 1 / shape, where the equation is nearly linear (Minka 2002)
+            error = log_minus_digamma(shape) - gap
+            slope = 1 - shape * torch.polygamma(1, shape)
+            shape = shape / (1 + error / slope.clamp(max=-0.5 / (1 + shape)))
         return torch.stack([shape - 1, -shape / eta[:, 1]], dim=1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         shape = (theta[..., :1] + 1).expand(count, *theta.shape[:-1], 1)
-        return gamma_draws(shape, generator) / -theta[..., 1:]
+        drawn = log_gamma_draws(shape, generator).exp() / -theta[..., 1:]
+        return drawn.clamp(min=torch.finfo(drawn.dtype).tiny)  # a density without an atom at zero, where log x is not
 
     def __repr__(self) -> str:
         return "Gamma()"
@@ -77,26 +84,58 @@ class Dirichlet(ExponentialFamily):
 
     domain = "theta = concentration - 1 must be above -1"
 
+    def guess(self, eta: Tensor) -> Tensor:
+        """Bisection on s = sum alpha with alpha_i = digamma^-1(eta_i + digamma(s)): their sum falls below s once."""
+        if not bool((eta < 0).all() and (eta.exp().sum(1) < 1).all()):
+            raise ValueError("eta = E[log x_i] must have sum_i exp(eta_i) < 1: x that do not vary have no density")
+        low, high = torch.full_like(eta[:, :1], -30.0), torch.full_like(eta[:, :1], 30.0)
+        for _ in range(50):
+            middle = (low + high) / 2
+            above = digamma_inverse(eta + torch.digamma(middle.exp())).sum(1, keepdim=True) > middle.exp()
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        return digamma_inverse(eta + torch.digamma(((low + high) / 2).exp())) - 1
+
     def __init__(self, k: int) -> None:
         if not isinstance(k, int) or k < 2:
             raise ValueError(f"k is {k!r}, expected the number of proportions, an integer >= 2")
         self.size = k
 
     def statistics(self, x: Tensor) -> Tensor:
-        return last_of(x, self.size).log()
+        slack = 1e3 * torch.finfo(last_of(x, self.size).dtype).eps
+        fits = (x > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < slack)
+        return check_support(x, fits, "proportions > 0 with the sum 1").log()
 
     def log_partition(self, theta: Tensor) -> Tensor:
         return torch.lgamma(theta + 1).sum(-1) - torch.lgamma((theta + 1).sum(-1))
 
     def inside(self, theta: Tensor) -> Tensor:
-        return (theta > -1).all(-1)
+        return ((theta > -1) & torch.isfinite(theta)).all(-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        drawn = gamma_draws((theta + 1).expand(count, *theta.shape), generator)
-        return drawn / drawn.sum(-1, keepdim=True)
+        # as logarithms: at concentrations of .001 all gamma draws underflow together
+        shares = log_gamma_draws((theta + 1).expand(count, *theta.shape), generator).softmax(-1)
+        return shares.clamp(min=torch.finfo(shares.dtype).tiny)
 
     def __repr__(self) -> str:
         return f"Dirichlet({self.size})"
+
+
+def digamma_inverse(y: Tensor) -> Tensor:
+    """x > 0 with digamma(x) = y, by Newton's method in log x (start: Minka 2000)."""
+    log_x = torch.where(
+        y > -2.22, (y.exp() + 0.5).log(), -(torch.digamma(torch.ones_like(y)) - y).clamp(min=1e-3).log()
+    )
+    for _ in range(6):
+        x = log_x.exp()
+        log_x = log_x - (torch.digamma(x) - y) / (x * torch.polygamma(1, x))
+    return log_x.exp()
+
+
+def log_minus_digamma(x: Tensor) -> Tensor:
+    """log x - digamma(x), x > 0; from 1000 on by its series, since the two agree in most digits."""
+    far = x.clamp(min=1000.0)
+    series = (0.5 + (1 / 12 - (1 / 120) / far.square()) / far) / far
+    return torch.where(x > 1000.0, series, x.log() - torch.digamma(x))
 
 
 class Beta(ExponentialFamily):
@@ -106,7 +145,7 @@ class Beta(ExponentialFamily):
     domain = Dirichlet.domain
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = last_of(x, 1)
+        x = check_support(last_of(x, 1), (x > 0) & (x < 1), "0 < x < 1")
         return torch.cat([x.log(), torch.log1p(-x)], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
@@ -115,8 +154,12 @@ class Beta(ExponentialFamily):
     def inside(self, theta: Tensor) -> Tensor:
         return PAIR.inside(theta)
 
+    def guess(self, eta: Tensor) -> Tensor:
+        return PAIR.guess(eta)
+
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        return PAIR.draw(theta, count, generator)[..., :1]
+        drawn = PAIR.draw(theta, count, generator)[..., :1]
+        return drawn.clamp(max=1 - torch.finfo(drawn.dtype).eps / 2)  # log(1 - x) has to be a number
 
     def __repr__(self) -> str:
         return "Beta()"
@@ -125,8 +168,8 @@ class Beta(ExponentialFamily):
 PAIR = Dirichlet(2)
 
 
-def gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Gamma draws of rate 1, by Marsaglia & Tsang 2000: rejection until every entry is accepted."""
+def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Logarithms of gamma draws of rate 1, by Marsaglia & Tsang 2000: rejection until every entry is accepted."""
     boosted = torch.where(shape < 1, shape + 1, shape)  # below 1: times u^(1 / shape)
     d = boosted - 1 / 3
     found, todo = torch.empty_like(shape), torch.ones_like(shape, dtype=torch.bool)
@@ -134,11 +177,14 @@ def gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
     while bool(todo.any()):
         z, u = torch.randn(shape.shape, **like), torch.rand(shape.shape, **like)
         v = (1 + z / (9 * d).sqrt()) ** 3
-        taken = todo & (v > 0) & (u.log() < z.square() / 2 + d - d * v + d * v.clamp(min=1e-300).log())
+        taken = (
+            todo
+            & (v > 0)
+            & (u.log() < z.square() / 2 + d - d * v + d * v.clamp(min=torch.finfo(shape.dtype).tiny).log())
+        )
         found, todo = torch.where(taken, d * v, found), todo & ~taken
-    u = torch.rand(shape.shape, **like)
-    drawn = torch.where(shape < 1, found * u ** (1 / shape), found)
-    return drawn.clamp(min=torch.finfo(shape.dtype).tiny)  # a density without an atom at zero, where log x is not
+    boost = torch.log1p(-torch.rand(shape.shape, **like)) / shape
+    return torch.where(shape < 1, found.log() + boost, found.log())
 
 
 def last_of(x: Tensor, size: int) -> Tensor:
@@ -151,6 +197,6 @@ def last_of(x: Tensor, size: int) -> Tensor:
 
 def above(value: Tensor, low: float, name: str) -> Tensor:
     """The value as it is. ValueError unless every entry is above `low`."""
-    if torch.func.debug_unwrap(value) is value and not bool((value > low).all()):
+    if concrete(value) and not bool((value > low).all()):
         raise ValueError(f"{name} is {float(value.min()):.4g} at least, expected above {low:g}")
     return value

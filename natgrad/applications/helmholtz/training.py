@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from natgrad.applications.helmholtz.blocks import Kept
+from natgrad.applications.helmholtz.blocks import Kept, refresh_cost
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
 from natgrad.applications.helmholtz.units import Conditional
@@ -114,10 +114,12 @@ class NaturalWakeSleep(WakeSleep):
 
     Each unit's gradient is multiplied by (1 + damping) (F_j + damping I)^-1, F_j = E[s'(W_j a) a a^T] over the samples
     that the gradient is taken over, with their importance weights.   refresh: steps between new estimates and
-    inverses; None: so that they cost at most about half a plain step on average, counted in operations, but not more
-    often than every 10 steps.   decay: weight of the past in a block's running average.   The rest as in `WakeSleep`.
-    Inverses are batched over the units of a layer: by Woodbury where there are fewer samples than inputs, by Cholesky
-    otherwise. One that fails is counted in `failures` and the last good one is kept.
+    inverses; None: so that they cost about a quarter of a plain step on average, counted in operations, and more often
+    at first, but never below 10 steps.   decay: weight of the past in a block's running average.   The rest as in
+    `WakeSleep`. A refresh takes at most 256 rows, or as many as a unit has inputs, drawn by their weights. Inverses are
+    batched over the units of a layer: by Woodbury where the rows are at most half as many as a unit's inputs (of the
+    past as many are kept as this allows), by Cholesky otherwise. One that fails is counted in `failures` and the last
+    good one is kept.
     """
 
     def __init__(
@@ -191,16 +193,12 @@ class NaturalWakeSleep(WakeSleep):
     def _due(self, taught: list[tuple[str, Tensor, Rows]]) -> bool:
         if self._refreshed < 0:
             return True
-        every = self.refresh or self._affordable(taught)
-        return self.steps - self._refreshed >= every
+        if self.refresh is not None:
+            return self.steps - self._refreshed >= self.refresh
+        # a machine changes most at first
+        return self.steps - self._refreshed >= min(self._affordable(taught), 10 + 2 * self._refreshed)
 
     def _affordable(self, taught: list[tuple[str, Tensor, Rows]]) -> int:
-        """Steps between refreshes at which these cost half of what plain steps do, in multiplications."""
+        """Steps between refreshes at which these cost a quarter of what plain steps do, in multiplications."""
         plain = sum(6 * rows.inputs.numel() * len(weight) for _, weight, rows in taught)
-        return max(10, math.ceil(2 * sum(_refresh_cost(weight, rows) for _, weight, rows in taught) / plain))
-
-
-def _refresh_cost(weight: Tensor, rows: Rows) -> int:
-    units, columns = weight.shape
-    few = min(len(rows.inputs), columns)
-    return units * few * (columns * (len(rows.inputs) if few == columns else few) + few * few)
+        return max(10, math.ceil(4 * sum(refresh_cost(weight, rows) for _, weight, rows in taught) / plain))

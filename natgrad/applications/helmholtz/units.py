@@ -38,6 +38,8 @@ class Conditional(nn.Module):
 
     def logits(self, parents: Tensor | None, own: Tensor) -> Tensor:
         """W a, (..., size)."""
+        if parents is not None and parents.dim() == 3 and parents.stride(0) == 0 and not self.autoregressive:
+            return self.logits(parents[0], own[0]).expand(len(own), -1, -1)  # all draws of an example see the same
         return functional.linear(self.inputs(parents, own), self.seeing())
 
     def log_prob(self, parents: Tensor | None, own: Tensor) -> Tensor:

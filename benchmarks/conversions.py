@@ -1,0 +1,48 @@
+"""Milliseconds of one thread for the conversions of a batch of normals."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from natgrad.families import MultivariateNormal
+
+BATCH = 10_000
+DIMENSIONS = (1, 3, 10)
+HEADS = tuple(f"d = {d}, {name}" for d in DIMENSIONS for name in ("float32", "float64"))
+
+
+def works(d: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(BATCH, d, d, generator=generator, dtype=dtype)
+    covariance = root @ root.mT + torch.eye(d, dtype=dtype)
+    mean = torch.randn(BATCH, d, generator=generator, dtype=dtype)
+    family = MultivariateNormal(d)
+    theta = family.from_mean_covariance(mean, covariance)
+    return {
+        "theta -> mean, covariance -> theta": lambda: family.from_mean_covariance(*family.mean_covariance(theta)),
+        "theta -> eta -> theta": lambda: family.natural(family.expectation(theta)),
+    }
+
+
+def milliseconds(work: Callable[[], object], repeats: int) -> str:
+    times: list[float] = []
+    for round_ in range(repeats + 1):
+        start = time.process_time()
+        work()
+        if round_:
+            times.append(1e3 * (time.process_time() - start))
+    low, _, high = statistics.quantiles(times, n=4)
+    return f"{statistics.median(times):.1f} ({low:.1f}-{high:.1f})"
+
+
+def report(repeats: int) -> list[tuple[str, ...]]:
+    cells: dict[str, list[str]] = {}
+    for d in DIMENSIONS:
+        for dtype in (torch.float32, torch.float64):
+            for name, work in works(d, dtype).items():
+                cells.setdefault(name, []).append(milliseconds(work, repeats))
+    return [(name, *row) for name, row in cells.items()]

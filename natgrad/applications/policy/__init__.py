@@ -1,0 +1,35 @@
+"""Policies in gymnasium's environments, by the natural gradient of their expected return."""
+
+from natgrad.applications.policy.environments import EnvironmentFault, Episode
+from natgrad.applications.policy.heads import (
+    DiscreteHead,
+    GaussianHead,
+    Head,
+    MultiBinaryHead,
+    MultiDiscreteHead,
+    SquashedGaussianHead,
+)
+from natgrad.applications.policy.history import History
+from natgrad.applications.policy.learner import PolicyLearner
+from natgrad.applications.policy.normalise import RunningMoments
+from natgrad.applications.policy.rollout import Rollout, gae
+from natgrad.applications.policy.trpo import TRPO, NaturalPolicyGradient, acktr
+
+__all__ = [
+    "TRPO",
+    "DiscreteHead",
+    "EnvironmentFault",
+    "Episode",
+    "GaussianHead",
+    "Head",
+    "History",
+    "MultiBinaryHead",
+    "MultiDiscreteHead",
+    "NaturalPolicyGradient",
+    "PolicyLearner",
+    "Rollout",
+    "RunningMoments",
+    "SquashedGaussianHead",
+    "acktr",
+    "gae",
+]

@@ -1,0 +1,82 @@
+"""The critic: a value of every state, fitted to the returns by Adam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.applications.policy.actor import Actor, call, described, is_column
+from natgrad.applications.policy.rollout import Rollout
+from natgrad.linalg import all_finite
+
+
+class Critic:
+    """V(states) -> (b,), and how it is trained: `epochs` passes of Adam over minibatches, squared error.
+
+    module: one of its own, states -> (b,) or (b, 1); None: the value that the policy returns beside its rows. Only
+    parameters that the policy's actions do not depend on are trained: a trunk that both share moves by the natural step
+    alone, so that fitting values never changes the policy behind the radius' back.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, actor: Actor, reached: set[str], lr: float, epochs: int, batch: int
+    ) -> None:
+        self.module, self.actor, self.epochs, self.batch = module, actor, epochs, batch
+        acting = {id(p) for name, p in actor.named_parameters() if name in reached}
+        own = (actor if module is None else module).parameters()
+        self.params = [p for p in own if p.requires_grad and id(p) not in acting]
+        if not self.params:
+            raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
+        self.optimizer = torch.optim.Adam(self.params, lr, eps=1e-5, fused=fusible(self.params))
+        self.loss = float("nan")
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(b, ...) -> (b,)."""
+        return self.actor.value(states) if self.module is None else self.module(states).reshape(-1)
+
+    def fit(self, rollout: Rollout, generator: torch.Generator) -> float:
+        """Train on a rollout's returns. The mean squared error over the last epoch."""
+        last = 0.0
+        for _ in range(self.epochs):
+            order = torch.randperm(len(rollout), generator=generator).to(rollout.states.device)
+            losses = [self._step(rollout, rows) for rows in order.split(self.batch)]
+            last = float(torch.stack(losses).mean())
+        return last
+
+    def _step(self, rollout: Rollout, rows: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
+        gradients = torch.autograd.grad(loss, self.params, allow_unused=True)
+        for parameter, gradient in zip(self.params, gradients, strict=True):
+            parameter.grad = gradient
+        if all_finite(loss):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module, where it is one of its own, and the optimiser."""
+        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        if self.module is not None:
+            found["module"] = self.module.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        if self.module is not None:
+            self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def check_values(module: nn.Module, example: Tensor, size: int) -> None:
+    """ValueError unless the module gives one value per state."""
+    with torch.no_grad():
+        found = call(module, example.expand(size, *example.shape).contiguous())
+    if not is_column(found, size):
+        raise ValueError(f"critic returned {described(found)}, expected ({size},) or ({size}, 1) for {size} states")
+
+
+def fusible(params: list[nn.Parameter]) -> bool:
+    """Whether Adam's fused kernel takes them: a third of the time on small networks."""
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)

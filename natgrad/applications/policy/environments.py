@@ -1,0 +1,319 @@
+"""Environments of every kind as one: several at a time, transitions that never cross a reset, faults named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from natgrad.applications.policy.capture import captured, decoded, encoded, matches, restored
+from natgrad.applications.policy.needs import gymnasium
+
+Array = np.ndarray
+PATIENCE = 1000
+"""Steps without the end of any episode, after which environments without a time limit are taken for endless."""
+
+
+class EnvironmentFault(RuntimeError, ValueError):
+    """An environment raised, returned what is not finite or of another shape, or never ends."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One step of n environments.
+
+    rewards (n,).   terminated, truncated (n,): whether the episode ended, and how.   successors (n, ...): the
+    observations after the step and before any reset.   following (n, ...): those that the next action is taken on.
+    valid (n,): False where nothing happened but a reset (vector environments in NEXT_STEP mode).
+    """
+
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    successors: Array
+    following: Array
+    valid: Array
+
+    @property
+    def ended(self) -> Array:
+        """Whether the episode is over, (n,)."""
+        return self.terminated | self.truncated
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished episode: the sum of its rewards as they came, its steps, and which environment it was in."""
+
+    ret: float
+    length: int
+    index: int = 0
+
+
+class Environments:
+    """n environments in step. `max_episode_steps`: longer episodes are truncated; math.inf: they may go on for ever.
+
+    env: a gymnasium environment, a vector environment in any autoreset mode, the name of a registered one, or a
+    sequence of environments (or of functions that make them).
+    """
+
+    def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:
+        gym = gymnasium()
+        self.vector: Any = env if isinstance(env, gym.vector.VectorEnv) else None
+        self.singles: list[Any] = [] if self.vector is not None else singles(env)
+        self.count = self.vector.num_envs if self.vector is not None else len(self.singles)
+        source = self.vector if self.vector is not None else self.singles[0]
+        prefix = "single_" if self.vector is not None else ""
+        self.observation_space = getattr(source, f"{prefix}observation_space")
+        self.action_space = getattr(source, f"{prefix}action_space")
+        self.encode, self.shape, self.scalable = encoder(self.observation_space)
+        self.mode = autoreset(self.vector)
+        self.limit = math.inf if max_episode_steps is None else max_episode_steps
+        self.patient = max_episode_steps is not None or has_limit(self.vector, self.singles)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the episodes under way: the next `start` resets every environment."""
+        self.observations: Array | None = None
+        self.returns, self.lengths = np.zeros(self.count), np.zeros(self.count, dtype=np.int64)
+        self.resetting = np.zeros(self.count, dtype=bool)  # NEXT_STEP: the next step resets these
+        self.steps = 0
+        self.finished: list[Episode] = []
+
+    def start(self, seed: int) -> Array:
+        """The observations to act on, (n, ...); resets with this seed what was not begun."""
+        if self.observations is None:
+            self.begin_anew()
+            with faults("reset", self.steps):
+                found = self._reset(seed)
+            self.observations = self._seen(found)
+        return self.observations
+
+    def step(self, actions: Array) -> Stepped:
+        """Act in every environment; resets those whose episode ended."""
+        with faults("step", self.steps):
+            stepped = self._vector_step(actions) if self.vector is not None else self._single_steps(actions)
+        self.steps += 1
+        if not np.isfinite(stepped.rewards).all():
+            raise EnvironmentFault(f"the environment returned the reward {stepped.rewards} at step {self.steps}")
+        self.returns += stepped.rewards * stepped.valid
+        self.lengths += stepped.valid
+        for i in np.flatnonzero(stepped.ended):
+            self.finished.append(Episode(float(self.returns[i]), int(self.lengths[i]), int(i)))
+            self.returns[i], self.lengths[i], self.patient = 0.0, 0, True
+        if not self.patient and self.steps >= PATIENCE:
+            raise EnvironmentFault(
+                f"no episode ended in {self.steps} steps: does the environment end? Pass max_episode_steps=500, say, "
+                "to cut episodes, or max_episode_steps=math.inf for a task without an end"
+            )
+        self.observations = stepped.following
+        return stepped
+
+    def share(self, other: Environments) -> bool:
+        """Whether some environment is in both."""
+        mine, theirs = ([one.vector, *one.singles] for one in (self, other))
+        return any(a is b for a in mine for b in theirs if a is not None)
+
+    def episodes(self) -> list[Episode]:
+        """The episodes that ended since the last call."""
+        found, self.finished = self.finished, []
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The episodes under way, and the environments' own state where it can be read."""
+        if self.observations is None:
+            return {"inner": None}
+        inner = [captured(env) for env in ([self.vector] if self.vector is not None else self.singles)]
+        return {
+            "inner": None if any(one is None for one in inner) else inner,
+            "observations": encoded(self.observations),
+            "returns": torch.tensor(self.returns),
+            "lengths": torch.tensor(self.lengths),
+            "resetting": torch.tensor(self.resetting),
+            "steps": self.steps,
+            "patient": self.patient,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these episodes where the environments could be read and are built alike, else begin anew."""
+        self.begin_anew()
+        envs = [self.vector] if self.vector is not None else self.singles
+        inner = state["inner"]
+        if inner is None or len(inner) != len(envs) or not all(map(matches, envs, inner)):
+            return
+        for env, one in zip(envs, inner, strict=True):
+            restored(env, one)
+        self.observations = decoded(state["observations"])
+        self.returns, self.lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
+        self.resetting = state["resetting"].numpy().copy()
+        self.steps, self.patient = state["steps"], state["patient"]
+
+    def _reset(self, seed: int) -> Any:
+        if self.vector is not None:
+            return self.vector.reset(seed=seed)[0]
+        return stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.singles)])
+
+    def _single_steps(self, actions: Array) -> Stepped:
+        found = [env.step(action) for env, action in zip(self.singles, actions, strict=True)]
+        successors = self._seen(stack([one[0] for one in found]))
+        rewards = np.array([float(one[1]) for one in found])
+        terminated = np.array([bool(one[2]) for one in found])
+        truncated = self._cut(np.array([bool(one[3]) for one in found]), np.ones(self.count, dtype=bool))
+        ended = terminated | truncated
+        following = successors
+        if ended.any():
+            following = successors.copy()
+            for i in np.flatnonzero(ended):
+                following[i] = self._seen(stack([self.singles[i].reset()[0]]))[0]
+        return Stepped(rewards, terminated, truncated, successors, following, np.ones(self.count, dtype=bool))
+
+    def _vector_step(self, actions: Array) -> Stepped:
+        raw, rewards, terminated, truncated, infos = self.vector.step(actions)
+        valid = ~self.resetting
+        rewards, terminated = np.asarray(rewards, dtype=np.float64), np.asarray(terminated, dtype=bool) & valid
+        given = np.asarray(truncated, dtype=bool) & valid
+        truncated = self._cut(given, valid)
+        successors = self._seen(raw)
+        following = successors
+        if self.mode == "SAME_STEP" and (terminated | given).any():
+            following, successors = successors, successors.copy()
+            for i in np.flatnonzero(terminated | given):
+                successors[i] = self._seen(stack([final_observation(infos, i)]))[0]
+        overdue = (truncated & ~given & ~terminated) | ((terminated | given) & (self.mode == "DISABLED"))
+        if overdue.any():
+            following = following.copy()
+            fresh = self._seen(self.vector.reset(options={"reset_mask": overdue})[0])
+            following[overdue] = fresh[overdue]
+        self.resetting = (terminated | given) & (self.mode == "NEXT_STEP")
+        return Stepped(rewards, terminated, truncated, successors, following, valid)
+
+    def _cut(self, truncated: Array, valid: Array) -> Array:
+        return truncated | ((self.lengths + 1 >= self.limit) & valid)
+
+    def _seen(self, raw: Any) -> Array:
+        found = self.encode(raw)
+        if found.shape[1:] != self.shape:
+            raise EnvironmentFault(
+                f"the environment returned an observation of shape {found.shape[1:]}, expected {self.shape} as its "
+                "observation space says"
+            )
+        if not np.isfinite(found).all():
+            raise EnvironmentFault(f"the environment returned an observation that is not finite at step {self.steps}")
+        return found
+
+
+@contextmanager
+def faults(where: str, step: int) -> Any:
+    """Exceptions of the environment's own as EnvironmentFault, the cause kept."""
+    try:
+        yield
+    except EnvironmentFault:
+        raise
+    except Exception as error:
+        raise EnvironmentFault(
+            f"the environment's {where} raised {type(error).__name__}: {error} (after {step} steps of this run); the "
+            "policy is as it was before the current update"
+        ) from error
+
+
+def singles(env: Any) -> list[Any]:
+    """Single environments, made where they are names or functions. TypeError for anything else."""
+    gym = gymnasium()
+    given = list(env) if isinstance(env, Sequence) and not isinstance(env, str) else [env]
+    if not given:
+        raise ValueError("env is an empty sequence, expected at least one environment")
+    found = []
+    for one in given:
+        if isinstance(one, str):
+            one = gym.make(one)
+        elif callable(one) and not isinstance(one, gym.Env):
+            one = one()
+        if not isinstance(one, gym.Env):
+            raise TypeError(
+                f"env is {type(one).__name__}, expected a gymnasium environment (or gymnasium.vector's, a registered "
+                "name, or a sequence of environments)"
+            )
+        found.append(one)
+    if len({id(one) for one in found}) < len(found):
+        raise ValueError("env holds the same environment twice: each needs a state of its own")
+    spaces = {(repr(one.observation_space), repr(one.action_space)) for one in found}
+    if len(spaces) > 1:
+        raise ValueError(f"env holds environments of different spaces, expected equal ones: {sorted(spaces)}")
+    return found
+
+
+def autoreset(vector: Any) -> str:
+    """The name of a vector environment's autoreset mode; NEXT_STEP, gymnasium's default, where it does not say."""
+    if vector is None:
+        return ""
+    mode = vector.metadata.get("autoreset_mode", "NEXT_STEP")
+    name = str(getattr(mode, "name", mode)).upper()
+    return {"NEXTSTEP": "NEXT_STEP", "SAMESTEP": "SAME_STEP"}.get(name, name)
+
+
+def final_observation(infos: dict[str, Any], index: Any) -> Any:
+    """The last observation of an episode that was reset within the step."""
+    for key in ("final_obs", "final_observation"):
+        if key in infos and infos[key][index] is not None:
+            return infos[key][index]
+    raise EnvironmentFault("a vector environment in SAME_STEP mode gave no final_obs for an episode that ended")
+
+
+def has_limit(vector: Any, envs: list[Any]) -> bool:
+    """Whether a time limit is known: in a specification or in a wrapper."""
+    if vector is not None:
+        envs = [vector, *getattr(vector, "envs", [])]
+    return any(limit_of(env) is not None for env in envs)
+
+
+def limit_of(env: Any) -> int | None:
+    """The time limit of an environment, searched through its wrappers."""
+    while env is not None:
+        spec = getattr(env, "spec", None)
+        for found in (getattr(spec, "max_episode_steps", None), vars(env).get("_max_episode_steps")):
+            if found is not None:
+                return found
+        env = vars(env).get("env")
+    return None
+
+
+def encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
+    """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense.
+
+    Box as it is, discrete ones one-hot, bits as numbers. ValueError for other spaces.
+    """
+    kind = type(space).__name__
+    if kind == "Box":
+        return np.asarray, space.shape, bool(np.issubdtype(space.dtype, np.floating))
+    if kind == "Discrete":
+        size, start = int(space.n), int(space.start)
+        return lambda raw: one_hot(np.asarray(raw) - start, size), (size,), False
+    if kind == "MultiDiscrete":
+        sizes, begin = space.nvec.reshape(-1), space.start.reshape(-1)
+        return lambda raw: many_hot(np.asarray(raw), sizes, begin), (int(sizes.sum()),), False
+    if kind == "MultiBinary":
+        return lambda raw: np.asarray(raw, dtype=np.float32), space.shape, False
+    raise ValueError(
+        f"the observation space is {space}, expected Box, Discrete, MultiDiscrete or MultiBinary; wrap the environment "
+        "in gymnasium.wrappers.FlattenObservation"
+    )
+
+
+def stack(observations: list[Any]) -> Array:
+    """Observations of single environments as one array."""
+    return np.stack([np.asarray(one) for one in observations])
+
+
+def one_hot(numbers: Array, size: int) -> Array:
+    """(n,) -> (n, size)."""
+    return np.eye(size, dtype=np.float32)[numbers]
+
+
+def many_hot(numbers: Array, sizes: Array, begin: Array) -> Array:
+    """(n, ...) -> one-hot columns side by side."""
+    flat = numbers.reshape(len(numbers), -1) - begin
+    return np.concatenate([one_hot(flat[:, k], int(size)) for k, size in enumerate(sizes)], axis=1)

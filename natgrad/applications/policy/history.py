@@ -1,0 +1,94 @@
+"""What training went through, update by update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COLUMNS = (
+    "update",
+    "steps",
+    "episodes",
+    "return",
+    "length",
+    "accepted",
+    "kl",
+    "predicted_kl",
+    "gain",
+    "predicted_gain",
+    "backtracks",
+    "cg_residual",
+    "cg_steps",
+    "damping",
+    "entropy",
+    "explained_variance",
+    "critic_loss",
+    "seconds",
+)
+
+
+class History:
+    """Lists of equal length, one entry per update: `history["return"]`, `["kl"]`, ...; `names` has them all.
+
+    update, steps: so far.   episodes: that ended in the update's batch; return, length: their means, None where none
+    did.   accepted: whether the policy moved.   kl: measured, in nats per state, 0 where it did not move; gain: of the
+    surrogate, measured.   predicted_kl, predicted_gain: by the models that the step was taken by.   backtracks: trials
+    rejected.   cg_residual: |g - (F + damping I) x| / |g|.   cg_steps: products.   entropy: of the policy that acted,
+    in nats.   explained_variance: of the returns, by the critic before it learned from them.   seconds: of the update.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._columns[name]
+
+    def __len__(self) -> int:
+        return len(self._columns["update"])
+
+    def __repr__(self) -> str:
+        return f"History of {len(self)} updates: {', '.join(self._columns)}"
+
+    @property
+    def names(self) -> list[str]:
+        """The columns."""
+        return list(self._columns)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One update. ValueError unless every column has its number."""
+        if set(row) != set(self._columns):
+            raise ValueError(f"row has {sorted(row)}, expected {sorted(self._columns)}")
+        for name, value in row.items():
+            self._columns[name].append(value)
+
+    def last(self) -> dict[str, Any]:
+        """The last update's numbers."""
+        return {name: column[-1] for name, column in self._columns.items()}
+
+    def plot(self) -> Any:
+        """A matplotlib figure: return, KL against what was predicted, entropy, explained variance, over steps.
+
+        Needs matplotlib (`natgrad[lab]`).
+        """
+        from matplotlib.figure import Figure  # an extra: only where a picture is asked for
+
+        figure = Figure(figsize=(9, 5.6), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True)
+        groups = (("return",), ("kl", "predicted_kl"), ("entropy",), ("explained_variance",))
+        for axes, group in zip(panels.flat, groups, strict=True):
+            for name in group:
+                pairs = [(x, y) for x, y in zip(self["steps"], self[name], strict=True) if y is not None]
+                axes.plot([x for x, _ in pairs], [y for _, y in pairs], label=name.replace("_", " "))
+            axes.set_ylabel(group[0].replace("_", " "))
+        panels[0, 1].legend()
+        panels[1, 1].set_ylim(-1, 1.05)
+        for axes in panels[1]:
+            axes.set_xlabel("steps")
+        return figure
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """The columns, for a checkpoint."""
+        return {name: list(column) for name, column in self._columns.items()}
+
+    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
+        """Go on from there."""
+        self._columns = {name: list(state[name]) for name in COLUMNS}

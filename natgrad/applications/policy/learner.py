@@ -1,0 +1,359 @@
+"""What every policy gradient method here has in common: collect, move the policy, fit the critic, write down."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from natgrad.applications.policy.actor import Actor, perceptron, probe_size
+from natgrad.applications.policy.critic import Critic, check_values
+from natgrad.applications.policy.door import check_numbers, evaluation, like_first
+from natgrad.applications.policy.environments import Environments, Episode
+from natgrad.applications.policy.heads import Head, head_for
+from natgrad.applications.policy.history import History
+from natgrad.applications.policy.normalise import ObservationScale, RewardScale
+from natgrad.applications.policy.progress import Progress
+from natgrad.applications.policy.rollout import Rollout, collect, judged
+from natgrad.applications.policy.step import Direction, Move, Surrogate
+from natgrad.damping import Damping, as_damping
+from natgrad.linalg import all_finite
+from natgrad.metrics import fisher
+from natgrad.operators import Operator
+from natgrad.solvers import Solver
+from natgrad.spaces import Space
+from natgrad.structures import Exact, Structure
+
+Array = np.ndarray
+HIDDEN = (64, 64)
+
+
+class PolicyLearner(ABC):
+    """A policy in an environment, under training. A subclass says how a step gets its length."""
+
+    def __init__(
+        self,
+        policy: nn.Module | None,
+        env: Any,
+        *,
+        critic: nn.Module | None,
+        head: Head | None,
+        batch: int,
+        gamma: float,
+        gae_lambda: float,
+        solver: Solver,
+        structure: Structure | None,
+        damping: float | Damping,
+        metric_batch: int | None,
+        entropy_weight: float,
+        critic_lr: float,
+        critic_epochs: int,
+        critic_batch: int,
+        normalize_observations: bool,
+        normalize_rewards: bool,
+        max_episode_steps: float | None,
+        seed: int,
+    ) -> None:
+        check_numbers(batch, gamma, gae_lambda, metric_batch, critic_lr, critic_epochs, critic_batch, seed)
+        if max_episode_steps is not None and not max_episode_steps >= 1:
+            raise ValueError(f"max_episode_steps is {max_episode_steps}, expected a number >= 1, math.inf or None")
+        if not isinstance(solver, Solver):
+            raise TypeError(f"solver is {solver!r}, expected a natgrad Solver such as ng.CG(max_steps=10)")
+        if structure is not None and not isinstance(structure, Structure):
+            raise TypeError(
+                f"structure is {structure!r}, expected a natgrad Structure such as ng.Kronecker(0.95), or None"
+            )
+        self.batch, self.gamma, self.gae_lambda, self.seed = batch, gamma, gae_lambda, seed
+        self.solver, self.structure, self.damping = solver, structure or Exact(), as_damping(damping)
+        self.metric_batch, self.entropy_weight = metric_batch, entropy_weight
+        self.worlds = Environments(env, max_episode_steps)
+        self.head = head_for(self.worlds.action_space, head)
+        self.generator = torch.Generator().manual_seed(seed)
+        self._build(policy, critic, critic_lr, critic_epochs, critic_batch)
+        self._draws = torch.Generator(self.device).manual_seed(seed)
+        self._predictions = torch.Generator(self.device).manual_seed(seed + 1)
+        self.scale = ObservationScale(self.worlds.shape, normalize_observations and self.worlds.scalable)
+        self.reward_scale = RewardScale(self.worlds.count, gamma, normalize_rewards)
+        self.history = History()
+        self.rollout: Rollout | None = None
+        self.steps, self.updates, self._begun = 0, 0, 0
+        self._amount, self._memory = self.damping.initial(), None
+
+    def _build(self, policy: nn.Module | None, critic: nn.Module | None, lr: float, epochs: int, batch: int) -> None:
+        """The networks, checked on an example state; those not given are tanh perceptrons drawn from the generator."""
+        if not isinstance(policy, (nn.Module, type(None))) or not isinstance(critic, (nn.Module, type(None))):
+            wrong = policy if not isinstance(policy, (nn.Module, type(None))) else critic
+            raise TypeError(f"policy and critic are torch.nn.Modules or None, {type(wrong).__name__} came")
+        like = torch.zeros(()) if policy is None else like_first(policy)
+        example = like.new_zeros(self.worlds.shape)
+        inputs = max(math.prod(self.worlds.shape), 1)
+        if policy is None:
+            outputs = getattr(self.head, "dimensions", self.head.width)
+            policy = perceptron(inputs, outputs, HIDDEN, 0.01, self.generator, like)
+        self.policy, self.device = policy, like.device
+        with evaluation(policy):
+            self.actor = Actor(policy, self.head, example).to(like.device)
+            rows = self.actor(example.expand(2, *example.shape).contiguous())
+        params = {name: p for name, p in self.actor.named_parameters() if p.requires_grad}
+        if not rows.requires_grad or not params:
+            raise ValueError("policy has no trainable parameter that its outputs depend on; unfreeze at least one")
+        found = torch.autograd.grad(rows.sum(), list(params.values()), allow_unused=True)
+        self.params = {name: p for (name, p), g in zip(params.items(), found, strict=True) if g is not None}
+        if critic is None and not self.actor.valued:
+            critic = perceptron(inputs, 1, HIDDEN, 1.0, self.generator, like)
+        if critic is not None:
+            with evaluation(critic):
+                check_values(critic, example, probe_size(self.head))
+        self.critic = Critic(critic, self.actor, set(self.params), lr, epochs, batch)
+        self.metric = fisher(self.actor, self.head.family)
+
+    @abstractmethod
+    def _step(self, surrogate: Surrogate, direction: Direction) -> tuple[Mapping[str, Tensor] | None, Move]:
+        """The policy's parameters after the step, or None where it stays, and what was moved."""
+
+    def learn(
+        self,
+        total_steps: int,
+        callback: Callable[[Any], Any] | None = None,
+        progress: bool | None = None,
+    ) -> History:
+        """Train for at least so many more steps of the environments, in whole batches. Returns the history so far.
+
+        callback: called with the learner after each update; stops if it returns True.   progress: a bar; None for where
+        the standard error is a terminal. Ctrl-C ends it with what was learned up to the last whole update. An
+        environment that raises, returns NaN or never ends is an `EnvironmentFault`, and everything is as it was
+        before the current update; the next call begins new episodes.
+        """
+        if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+            raise ValueError(f"total_steps is {total_steps!r}, expected an integer >= 1")
+        goal = self.steps + total_steps
+        with Progress(total_steps, progress) as shown:
+            while self.steps < goal:
+                before = self.steps
+                try:
+                    self._update()
+                    shown.update(self.steps - before, self.history.last())
+                    if callback is not None and callback(self) is True:
+                        break
+                except KeyboardInterrupt:
+                    break
+        return self.history
+
+    def _update(self) -> None:
+        """One update, or none at all: whatever interrupts it, the state is as before."""
+        start, before = time.perf_counter(), deepcopy(self._state())
+        try:
+            with evaluation(self.actor, self.critic.module):
+                row = self._advance()
+        except BaseException:
+            self._restore(before)
+            self.worlds.begin_anew()
+            raise
+        self.history.add({**row, "seconds": time.perf_counter() - start})
+
+    def _advance(self) -> dict[str, Any]:
+        rollout = self._collect()
+        surrogate = Surrogate(self.actor, rollout, self.entropy_weight)
+        direction = self._direction(surrogate, rollout)
+        point, move = self._step(surrogate, direction)
+        if point is not None:
+            with torch.no_grad():
+                for name, value in point.items():
+                    self.params[name].copy_(value)
+        self._amount = self.damping.update(self._amount, move.ratio)
+        explained, loss = rollout.explained_variance, self.critic.fit(rollout, self.generator)
+        self.rollout = rollout
+        self.steps, self.updates = self.steps + len(rollout), self.updates + 1
+        entropy = float(self.head.entropy(rollout.rows).mean())
+        return self._row(rollout.episodes, move, entropy, explained, loss)
+
+    def _collect(self) -> Rollout:
+        if self.worlds.observations is None:
+            self._begun += 1
+        seed = self.seed + 7919 * (self._begun - 1)
+        kept = collect(self.actor, self.worlds, self.scale, self.batch, seed, self._draws)
+        episodes = self.worlds.episodes()
+        return judged(kept, self.critic, self.reward_scale, self.gamma, self.gae_lambda, episodes)
+
+    def _direction(self, surrogate: Surrogate, rollout: Rollout) -> Direction:
+        """(F + damping I)^-1 of the surrogate's gradient; its curvature by the exact Fisher, whatever was solved."""
+        gradient = surrogate.gradient(self.params)
+        params = {name: self.params[name] for name in gradient}
+        space, states = Space(params), self._metric_states(rollout)
+        g = space.flatten(gradient)
+        if not all_finite(g):
+            return Direction(space, torch.zeros_like(g), 0.0, 0.0, math.nan, 0, self._amount)
+        operator, memory = self.structure.update(self._memory, self.metric, params, states)
+        self._memory = memory
+        amount = self.damping.amount(self._amount, operator)
+        solution = self.solver.solve(operator, g, damping=amount)
+        x = solution.value
+        exact = isinstance(self.structure, Exact)
+        image = solution.image - amount * x if exact else self.metric.at(params, states).mv(x)
+        residual = float(solution.residual / g.norm()) if bool(g.any()) else 0.0
+        return Direction(space, x, float(x @ image), float(g @ x), residual, solution.steps, amount)
+
+    def _metric_states(self, rollout: Rollout) -> Tensor:
+        """The states that the metric is taken over: all, or a draw of `metric_batch`."""
+        if self.metric_batch is None or self.metric_batch >= len(rollout):
+            return rollout.states
+        chosen = torch.randperm(len(rollout), generator=self.generator)[: self.metric_batch]
+        return rollout.states[chosen.to(rollout.states.device)]
+
+    def _row(
+        self, episodes: list[Episode], move: Move, entropy: float, explained: float, loss: float
+    ) -> dict[str, Any]:
+        return {
+            "update": self.updates,
+            "steps": self.steps,
+            "episodes": len(episodes),
+            "return": float(np.mean([one.ret for one in episodes])) if episodes else None,
+            "length": float(np.mean([one.length for one in episodes])) if episodes else None,
+            "accepted": move.accepted,
+            "kl": move.kl,
+            "predicted_kl": move.predicted_kl,
+            "gain": move.gain,
+            "predicted_gain": move.predicted_gain,
+            "backtracks": move.backtracks,
+            "cg_residual": move.residual,
+            "cg_steps": move.cg_steps,
+            "damping": move.damping,
+            "entropy": entropy,
+            "explained_variance": explained,
+            "critic_loss": loss,
+        }
+
+    def fisher(self, observations: Any = None) -> Operator:
+        """The exact Fisher of the policy, a mean over states: of observations (b, ...), or of the last batch."""
+        if observations is None:
+            if self.rollout is None:
+                raise ValueError("observations is None and there is no batch yet: call learn(), or pass observations")
+            states = self.rollout.states
+        else:
+            states = self._states(observations)[0]
+        with evaluation(self.actor):
+            return self.metric.at(self.params, states)
+
+    @torch.no_grad()
+    def predict(self, observation: Any, deterministic: bool = True) -> Any:
+        """The action for an observation as the environment gives it, or actions for a batch of them.
+
+        deterministic: the likeliest one; False: a draw, from a generator that training does not use. Observations are
+        scaled by what training has seen, which does not change here. ValueError for another shape, or NaN.
+        """
+        states, single = self._states(observation)
+        with evaluation(self.actor):
+            rows = self.actor(states)
+        draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
+        actions = self.head.actions(draws)
+        return actions[0] if single else actions
+
+    def _states(self, observation: Any) -> tuple[Tensor, bool]:
+        raw = np.asarray(observation)
+        shape = self.worlds.observation_space.shape or ()
+        single = raw.shape == shape
+        if not single and raw.shape[1:] != shape:
+            raise ValueError(f"observation has shape {raw.shape}, expected {shape}, or (b, ...) for a batch of them")
+        found = self.worlds.encode(raw[None] if single else raw)
+        if not np.isfinite(found).all():
+            raise ValueError("observation is not finite: the policy was not asked")
+        like = next(self.actor.parameters())
+        return torch.from_numpy(np.ascontiguousarray(self.scale(found))).to(like.device, like.dtype), single
+
+    def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
+        """Returns of so many whole episodes, the policy and its scales frozen; env: as for the learner.
+
+        Of several environments, each gives its share: long episodes count as much as short ones. In the environments
+        of the training, whose episodes are then given up, as in others.
+        """
+        worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
+        if worlds.shape != self.worlds.shape:
+            raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")
+        if worlds.share(self.worlds):
+            self.worlds.begin_anew()
+        observations, found = worlds.start(seed), []
+        share, extra = divmod(episodes, worlds.count)
+        left = [share + (i < extra) for i in range(worlds.count)]
+        like = next(self.actor.parameters())
+        with evaluation(self.actor), torch.no_grad():
+            while max(left) > 0:
+                scaled = np.ascontiguousarray(self.scale(observations))
+                rows = self.actor(torch.from_numpy(scaled).to(like.device, like.dtype))
+                draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
+                observations = worlds.step(self.head.actions(draws)).following
+                for episode in worlds.episodes():
+                    left[episode.index] -= 1
+                    if left[episode.index] >= 0:
+                        found.append(episode.ret)
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Everything that the next update depends on, to a file that torch.load(weights_only=True) reads.
+
+        Environments whose attributes are plain values (classic control, toy text, most of one's own) are saved too, so
+        that their episodes go on; for others `load` begins new ones.
+        """
+        torch.save(self.state_dict(), path)
+
+    def load(self, path: str | Path) -> PolicyLearner:
+        """Continue from `save`, bit for bit on the CPU where the environment could be saved. Returns the learner.
+
+        ValueError for a file of another kind, or of other networks.
+        """
+        self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `save` writes."""
+        history = self.history.state_dict()
+        return {
+            "algorithm": type(self).__name__,
+            **self._state(),
+            "history": history,
+            "worlds": self.worlds.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `load` reads."""
+        if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
+            came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
+        self._restore(state)
+        self.history.load_state_dict(state["history"])
+        self.worlds.load_state_dict(state["worlds"])
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "actor": self.actor.state_dict(),
+            "critic": self.critic.state_dict(),
+            "scale": self.scale.moments.state_dict(),
+            "reward_scale": self.reward_scale.state_dict(),
+            "generator": self.generator.get_state(),
+            "draws": self._draws.get_state(),
+            "predictions": self._predictions.get_state(),
+            "amount": self._amount,
+            "memory": self._memory,
+            "counts": (self.steps, self.updates, self._begun),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        try:
+            self.actor.load_state_dict(state["actor"])
+        except RuntimeError as error:
+            raise ValueError(f"the saved policy is another network: {error}") from error
+        self.critic.load_state_dict(state["critic"])
+        self.scale.moments.load_state_dict(state["scale"])
+        self.reward_scale.load_state_dict(state["reward_scale"])
+        generators = {"generator": self.generator, "draws": self._draws, "predictions": self._predictions}
+        for name, generator in generators.items():
+            generator.set_state(state[name].cpu())
+        self._amount, self._memory = state["amount"], state["memory"]
+        self.steps, self.updates, self._begun = state["counts"]

@@ -1,0 +1,155 @@
+"""From steps in environments to a batch: what was seen, done, and how much better it went than expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from natgrad.applications.policy.actor import Actor
+from natgrad.applications.policy.environments import Environments, Episode
+from natgrad.applications.policy.normalise import ObservationScale, RewardScale
+from natgrad.linalg import all_finite
+
+Array = np.ndarray
+Value = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A batch of B transitions, all environments together, steps without an action left out.
+
+    states (B, ...): as the networks saw them.   draws (B, ...): of the head.   rows (B, width): parameters of the
+    policy that acted.   values, advantages, returns (B,): the critic's before, GAE, and advantages + values.
+    episodes: those that ended in it.
+    """
+
+    states: Tensor
+    draws: Tensor
+    rows: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    episodes: list[Episode]
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    @property
+    def explained_variance(self) -> float:
+        """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
+        spread = self.returns.var()
+        return float(1 - (self.returns - self.values).var() / spread) if bool(spread > 0) else float("nan")
+
+
+@dataclass
+class Collected:
+    """Raw steps, lists over time; `ends` holds the successors of episodes' last steps, by (step, environment)."""
+
+    states: list[Tensor]
+    draws: list[Tensor]
+    rows: list[Tensor]
+    rewards: list[Array]
+    terminated: list[Array]
+    ended: list[Array]
+    valid: list[Array]
+    ends: dict[tuple[int, int], Tensor]
+
+
+@torch.no_grad()
+def collect(
+    actor: Actor, worlds: Environments, scale: ObservationScale, size: int, seed: int, generator: torch.Generator
+) -> Collected:
+    """At least `size` transitions with the policy as it is, and as few more as come in step.
+
+    Observations enter the running moments as they come, and are scaled by the moments of then.
+    """
+    like = next(actor.parameters())
+    kept = Collected([], [], [], [], [], [], [], {})
+    fresh = worlds.observations is None
+    observations = worlds.start(seed)
+    if fresh:
+        scale.learn(observations)
+    count = 0
+
+    def seen(values: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(scale(values))).to(like.device, like.dtype)
+
+    while count < size:
+        states = seen(observations)
+        rows = actor(states)
+        if not all_finite(rows):
+            raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
+        draws = actor.head.draw(rows, generator)
+        stepped = worlds.step(actor.head.actions(draws))
+        time, last = len(kept.states), count + int(stepped.valid.sum()) >= size
+        for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~stepped.ended)):
+            kept.ends[time, int(i)] = seen(stepped.successors[i : i + 1])
+        kept.states.append(states)
+        kept.draws.append(draws)
+        kept.rows.append(rows)
+        kept.rewards.append(stepped.rewards)
+        kept.terminated.append(stepped.terminated)
+        kept.ended.append(stepped.ended)
+        kept.valid.append(stepped.valid)
+        count += int(stepped.valid.sum())
+        observations = stepped.following
+        scale.learn(observations)
+    return kept
+
+
+@torch.no_grad()
+def judged(
+    kept: Collected, value: Value, scale: RewardScale, gamma: float, lam: float, episodes: list[Episode]
+) -> Rollout:
+    """Advantages by GAE under the critic, invalid steps left out."""
+    states = torch.stack(kept.states)  # (T, n, ...)
+    steps, count = states.shape[:2]
+    ends = list(kept.ends.values())
+    found = value(torch.cat([states.flatten(0, 1), *ends]))
+    values = found[: steps * count].view(steps, count).double().cpu().numpy()
+    following = np.zeros_like(values)
+    following[:-1] = values[1:]
+    ended, valid = np.stack(kept.ended), np.stack(kept.valid)
+    for (t, i), bootstrap in zip(kept.ends, found[steps * count :].double().cpu().numpy(), strict=True):
+        following[t, i] = bootstrap
+    rewards = scale(np.stack(kept.rewards), ended, valid)
+    advantages = gae(rewards, values, following, np.stack(kept.terminated), ended, gamma, lam)
+    mask = torch.from_numpy(valid.reshape(-1)).to(states.device)
+
+    def flat(numbers: Array) -> Tensor:
+        return torch.from_numpy(numbers.reshape(-1)).to(states.device, states.dtype)[mask]
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts).flatten(0, 1)[mask]
+
+    return Rollout(
+        states.flatten(0, 1)[mask],
+        joined(kept.draws),
+        joined(kept.rows),
+        flat(values),
+        flat(advantages),
+        flat(advantages + values),
+        episodes,
+    )
+
+
+def gae(
+    rewards: Array, values: Array, following: Array, terminated: Array, ended: Array, gamma: float, lam: float
+) -> Array:
+    """A_t = delta_t + gamma lam A_t+1 within an episode, delta_t = r_t + gamma V(s_t+1) - V(s_t); all (steps, n).
+
+    following: V of the state after each step, before any reset; it does not count where the episode terminated, and
+    does where it was truncated. Schulman, Moritz, Levine, Jordan & Abbeel 2016, eq. 11-16.
+    """
+    deltas = rewards + gamma * following * ~terminated - values
+    weights = gamma * lam * ~ended
+    advantages = np.empty_like(deltas)
+    carried = np.zeros_like(deltas[0]) if len(deltas) else deltas
+    for t in reversed(range(len(deltas))):
+        carried = deltas[t] + weights[t] * carried
+        advantages[t] = carried
+    return advantages

@@ -1,0 +1,257 @@
+"""A Gaussian q fitted to a target by natural gradient steps in its own parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.applications.variational.points import Draws, Points
+from natgrad.applications.variational.targets import (
+    LOG_2PI,
+    Density,
+    LogJoint,
+    Moments,
+    Network,
+    Target,
+    is_batched,
+    sound,
+)
+from natgrad.families import MultivariateNormal
+from natgrad.linalg import all_finite, eigh
+
+KEPT = 0.5
+"""Share of its precision that a direction keeps in which a step would leave the cone."""
+EDGE = 1e-9
+"""Share of the precision from which on a step counts as leaving."""
+
+
+def variational(
+    target: LogJoint | Target | nn.Module,
+    start: Tensor | int | None = None,
+    *,
+    criterion: Any = None,
+    data_size: int | None = None,
+    prior_precision: float = 1.0,
+    covariance: Tensor | float | None = None,
+    diagonal: bool = False,
+    lr: float = 1.0,
+    points: Points | None = None,
+) -> Variational:
+    """Natural-gradient variational inference: a normal q(z) that maximises E_q[log p(z, data)] + entropy of q.
+
+    target: a function z -> log p(z, data), of rows (s, d) to (s,) or of one z (d,) to a scalar (which, is tried out); a
+    `Projected` likelihood from natgrad.applications.variational; or an nn.Module, with its `criterion`, the `data_size`
+    N of the whole set and the `prior_precision` of its weights.
+    start: the mean of q (d,), or d for zeros, in float64 where the function takes it; the module's own weights by
+    default.   covariance: of q at the start, a number, (d,) or (d, d); default 1, or for a network 1e-2 /
+    prior_precision.   diagonal: q with independent entries.   lr: rate in natural parameters; 1 solves a conjugate
+    problem in one step.   points: how expectations are taken; default a Gauss-Hermite grid in one or two dimensions and
+    Sobol points beyond, a pair of draws for a network.
+
+    Amari 1998; Khan & Rue 2023, the Bayesian learning rule: P <- (1 - lr) P - lr E[Hess log p] for the precision, and
+    then m <- m + lr P^-1 E[grad log p]. ValueError or TypeError for what does not fit.
+    """
+    if not (isinstance(lr, int | float) and 0 < lr < math.inf):
+        raise ValueError(f"lr is {lr!r}, expected a number > 0")
+    if points is not None and not isinstance(points, Points):
+        raise TypeError(f"points is {points!r}, expected Sobol(), GaussHermite() or Draws()")
+    if isinstance(target, nn.Module):
+        net = _network(target, criterion, data_size, prior_precision, points)
+        spread = 1e-2 / prior_precision if covariance is None else covariance
+        return Variational(net, net.start if start is None else _mean(start), spread, diagonal, lr)
+    if criterion is not None or data_size is not None:
+        raise TypeError("criterion and data_size belong to a network; a log joint has its data inside")
+    if start is None:
+        raise ValueError("start is None, expected the mean of q at the start (d,), or the number of dimensions d")
+    mean = _mean(start)
+    if not isinstance(target, Target):
+        if not callable(target):
+            raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
+        mean = mean if isinstance(start, Tensor) else _fitting(target, mean)
+        target = Density(target, points, is_batched(target, mean))
+    elif points is not None:
+        raise TypeError("points belong to a log joint or a network; Projected has its own order")
+    return Variational(target, mean, 1.0 if covariance is None else covariance, diagonal, lr)
+
+
+class Variational:
+    """q = N(mean, covariance), and its steps; made by `variational`.
+
+    mean (d,); precision (d, d), or (d,) where q is diagonal; steps taken so far. `lr` may be changed between steps.
+    """
+
+    def __init__(self, target: Target, mean: Tensor, covariance: Tensor | float, diagonal: bool, lr: float) -> None:
+        self.target, self.lr, self.diagonal, self.steps = target, lr, diagonal, 0
+        self.mean = mean.clone()
+        self.precision = _precision(covariance, mean, diagonal)
+
+    @torch.no_grad()
+    def step(self, *batch: Any) -> float:
+        """One natural gradient step. Returns the evidence lower bound before it, in nats.
+
+        batch: inputs and targets for a network, nothing otherwise. The precision stays positive definite at every rate:
+        a direction in which it would not keeps half of what it had. ValueError where log p or its
+        derivatives are not finite; q is then as it was.
+        """
+        root = self.root()
+        found = self.target.moments(self.mean, root, self.steps, batch)
+        if not sound(found):
+            raise ValueError(
+                f"log p or a derivative is not finite near z = {_few(self.mean)}; q is as it was. Start nearer, with a "
+                "smaller covariance, or write log p over unconstrained z"
+            )
+        precision = self._moved(found)
+        mean = self.mean + self.lr * _solve(precision, found.gradient)
+        if not all_finite(mean) or not all_finite(precision):
+            raise ValueError(f"the step overflows from z = {_few(self.mean)}; q is as it was. Take a smaller lr")
+        self.mean, self.precision = mean, precision
+        self.steps += 1
+        return float(found.value + self.entropy(root))
+
+    def fit(self, steps: int = 100, *, tolerance: float = 1e-6) -> list[float]:
+        """At most `steps`, until the bound changes by less than `tolerance` nats. Returns the bound before each."""
+        found: list[float] = []
+        for _ in range(steps):
+            found.append(self.step())
+            if len(found) > 1 and abs(found[-1] - found[-2]) < tolerance:
+                break
+        return found
+
+    @torch.no_grad()
+    def elbo(self, *batch: Any) -> float:
+        """The evidence lower bound in nats, with the points of the next step."""
+        root = self.root()
+        return float(self.target.moments(self.mean, root, self.steps, batch).value + self.entropy(root))
+
+    @property
+    def covariance(self) -> Tensor:
+        """(d, d)."""
+        root = self.root()
+        return torch.diag(root.square()) if self.diagonal else root @ root.mT
+
+    @property
+    def theta(self) -> Tensor:
+        """The natural parameters of `ng.MultivariateNormal(d)`."""
+        return MultivariateNormal(len(self.mean)).from_mean_covariance(self.mean, self.covariance)
+
+    def root(self) -> Tensor:
+        """L (d, d) with L L^T the covariance; the standard deviations (d,) where q is diagonal."""
+        if self.diagonal:
+            return self.precision.rsqrt()
+        upper = torch.linalg.cholesky(self.precision.flip(0, 1)).flip(0, 1)  # P = U U^T, U upper: U^-T is lower
+        return torch.linalg.solve_triangular(upper.mT, torch.eye(len(upper)).to(upper), upper=False)
+
+    def entropy(self, root: Tensor | None = None) -> Tensor:
+        """Of q, in nats."""
+        root = self.root() if root is None else root
+        scales = root if self.diagonal else root.diagonal()
+        return scales.log().sum() + 0.5 * len(self.mean) * (1 + LOG_2PI)
+
+    @torch.no_grad()
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n draws from q, (n, d)."""
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"n is {n!r}, expected the number of draws, an integer >= 1")
+        z = torch.randn(n, len(self.mean), generator=generator, dtype=self.mean.dtype, device=self.mean.device)
+        root = self.root()
+        return self.mean + (z * root if self.diagonal else z @ root.mT)
+
+    @torch.no_grad()
+    def predict(self, inputs: Any, samples: int = 10, *, generator: torch.Generator | None = None) -> Any:
+        """A network's outputs under `samples` draws of its weights, stacked: (samples, b, ...)."""
+        if not isinstance(self.target, Network):
+            raise TypeError("predict is for networks; use sample(n) and your own function of z")
+        target = self.target
+        return torch.stack([target.predict(z, inputs) for z in self.sample(samples, generator=generator)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {"mean": self.mean, "precision": self.precision, "steps": self.steps, "lr": self.lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`. ValueError for one of another size."""
+        missing = {"mean", "precision", "steps", "lr"} - set(state)
+        if missing or state["precision"].shape != self.precision.shape:
+            raise ValueError(f"state lacks {sorted(missing)} or is of another size, expected precision of shape "
+                             f"{tuple(self.precision.shape)}")  # fmt: skip
+        self.mean, self.precision = state["mean"].to(self.mean).clone(), state["precision"].to(self.precision).clone()
+        self.steps, self.lr = state["steps"], state["lr"]
+
+    def _moved(self, found: Moments) -> Tensor:
+        """(1 - lr) P - lr E[Hess log p], inside the cone."""
+        if self.diagonal:
+            return self.precision * inside((1 - self.lr) - self.lr * found.hessian / self.precision)
+        plain = (1 - self.lr) * self.precision - self.lr * (found.hessian + found.hessian.mT) / 2
+        factor = torch.linalg.cholesky(self.precision)
+        half = torch.linalg.solve_triangular(factor, plain, upper=False)
+        ratios, vectors = eigh(torch.linalg.solve_triangular(factor, half.mT, upper=False))
+        if bool((ratios > EDGE).all()):
+            return plain  # to the bit what a conjugate problem asks for
+        turned = factor @ vectors
+        return (turned * inside(ratios)) @ turned.mT
+
+
+def inside(ratios: Tensor) -> Tensor:
+    """New precisions in units of the old: as they are where positive, a half otherwise."""
+    return torch.where(ratios > EDGE, ratios, KEPT)
+
+
+def _solve(precision: Tensor, gradient: Tensor) -> Tensor:
+    if precision.dim() == 1:
+        return gradient / precision
+    return torch.cholesky_solve(gradient.unsqueeze(1), torch.linalg.cholesky(precision)).squeeze(1)
+
+
+def _mean(start: Any) -> Tensor:
+    if isinstance(start, int) and start >= 1:
+        return torch.zeros(start, dtype=torch.float64)
+    if not isinstance(start, Tensor) or start.dim() != 1 or len(start) == 0 or not start.is_floating_point():
+        came = f"{start.dtype} {tuple(start.shape)}" if isinstance(start, Tensor) else repr(start)
+        raise ValueError(f"start is {came}, expected the mean of q, a floating-point vector (d,), or d")
+    if not all_finite(start):
+        raise ValueError("start is not finite")
+    return start.detach()
+
+
+def _fitting(log_joint: LogJoint, mean: Tensor) -> Tensor:
+    """The mean in float64, or in the default dtype where the function has tensors of that inside."""
+    try:
+        is_batched(log_joint, mean)
+    except RuntimeError:  # torch does not mix dtypes in products
+        return mean.to(torch.get_default_dtype())
+    return mean
+
+
+def _precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Tensor:
+    given, d = torch.as_tensor(covariance).to(mean), len(mean)
+    if given.shape not in ((), (d,), (d, d)) or (diagonal and given.dim() == 2):
+        wanted = f"a number or ({d},)" + ("" if diagonal else f" or ({d}, {d})")
+        raise ValueError(f"covariance has shape {tuple(given.shape)}, expected {wanted}")
+    if given.dim() < 2:
+        if not bool((given > 0).all()) or not all_finite(given):
+            raise ValueError("covariance has entries that are not positive and finite")
+        return (1 / given).expand(d).clone() if diagonal else torch.diag((1 / given).expand(d))
+    factor, info = torch.linalg.cholesky_ex(given)
+    if bool(info):
+        raise ValueError("covariance is not positive definite")
+    return torch.cholesky_inverse(factor)
+
+
+def _network(
+    model: nn.Module, criterion: Any, data_size: int | None, prior_precision: float, points: Points | None
+) -> Network:
+    if criterion is None:
+        raise ValueError("criterion is None, expected a torch.nn loss or an ng likelihood: what the outputs mean")
+    if not isinstance(data_size, int) or data_size < 1:
+        raise ValueError(f"data_size is {data_size!r}, expected the number of examples in the whole set")
+    if not 0 < prior_precision < math.inf:
+        raise ValueError(f"prior_precision is {prior_precision}, expected a number > 0")
+    return Network(model, criterion, data_size, prior_precision, points or Draws(2))
+
+
+def _few(values: Tensor) -> str:
+    shown = ", ".join(f"{float(v):.3g}" for v in values[:3])
+    return f"({shown}{', ...' if len(values) > 3 else ''})"

@@ -1,0 +1,96 @@
+"""Points and weights that stand for a standard normal distribution in d dimensions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LARGEST_GRID = 2**16
+
+
+class Points(ABC):
+    """How an expectation under N(0, I) is taken: sum_s w_s f(z_s)."""
+
+    @abstractmethod
+    def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
+        """z (s, d) and w (s,), which sum to one, in float64."""
+
+
+@dataclass(frozen=True)
+class Sobol(Points):
+    """Scrambled Sobol points, with their negatives, scaled so that their second moment is I: exact for cubic f.
+
+    count: points, at least 4 d are taken; None: the larger of 128 and 4 d.   fresh: other points at every step, for
+    gradients that are right on average; the same ones otherwise, so that the steps converge to the last digit.
+    """
+
+    count: int | None = None
+    fresh: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count is not None and (not isinstance(self.count, int) or self.count < 2):
+            raise ValueError(f"count is {self.count!r}, expected an integer >= 2, or None")
+
+    def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
+        half = max(self.count or 128, 4 * d) // 2
+        return _sobol(half, d, self.seed + (step if self.fresh else 0))
+
+
+@lru_cache(maxsize=4)
+def _sobol(half: int, d: int, seed: int) -> tuple[Tensor, Tensor]:
+    uniform = torch.quasirandom.SobolEngine(d, scramble=True, seed=seed).draw(half, dtype=torch.float64)
+    one_side = torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12))
+    z = torch.cat([one_side, -one_side])
+    factor = torch.linalg.cholesky(z.mT @ z / len(z))
+    z = torch.linalg.solve_triangular(factor, z.mT, upper=False).mT
+    return z, z.new_full((len(z),), 1 / len(z))
+
+
+@dataclass(frozen=True)
+class GaussHermite(Points):
+    """The grid of `order` nodes per dimension: exact for polynomials of degree 2 order - 1. ValueError for too many."""
+
+    order: int = 32
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.order, int) or not 1 <= self.order <= 200:
+            raise ValueError(f"order is {self.order!r}, expected an integer from 1 to 200")
+
+    def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
+        if self.order**d > LARGEST_GRID:
+            raise ValueError(f"order {self.order} in {d} dimensions has {self.order}^{d} points; use Sobol()")
+        nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(self.order))
+        weights = weights / weights.sum()
+        grid = torch.cartesian_prod(*[nodes] * d).view(-1, d)
+        return grid, torch.cartesian_prod(*[weights] * d).view(-1, d).prod(1)
+
+
+@dataclass(frozen=True)
+class Draws(Points):
+    """Independent draws and their negatives, other ones at every step; the generator is seeded with seed and step.
+
+    count: of them, an even number.
+    """
+
+    count: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or self.count < 2 or self.count % 2:
+            raise ValueError(f"count is {self.count!r}, expected an even number >= 2")
+
+    def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        one_side = torch.randn(self.count // 2, d, generator=generator, dtype=torch.float64)
+        return torch.cat([one_side, -one_side]), one_side.new_full((self.count,), 1 / self.count)
+
+
+def default_points(d: int) -> Points:
+    """A grid in one or two dimensions, Sobol points beyond."""
+    return GaussHermite(32) if d <= 2 else Sobol()

@@ -1,0 +1,237 @@
+"""What q is fitted to: a log joint density, a likelihood of linear functions of z, a network with data."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.applications.variational.points import GaussHermite, Points, default_points
+from natgrad.families import Criterion, as_criterion
+from natgrad.linalg import all_finite
+from natgrad.metrics import fisher
+from natgrad.pure import PureModel, as_call
+from natgrad.spaces import Space, trainable
+
+LogJoint = Callable[[Tensor], Tensor]
+LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """E_q of log p(z, data), of its gradient (d,), and of its Hessian: (d, d), or the diagonal (d,)."""
+
+    value: Tensor
+    gradient: Tensor
+    hessian: Tensor
+
+
+class Target(ABC):
+    """log p(z, data) as a function of z (d,), known by its expected derivatives under a normal distribution."""
+
+    @abstractmethod
+    def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
+        """mean (d,); root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal."""
+
+
+def spread(root: Tensor, z: Tensor) -> Tensor:
+    """L z for rows z (s, d)."""
+    return z * root if root.dim() == 1 else z @ root.mT
+
+
+@dataclass(frozen=True)
+class Density(Target):
+    """log p(z, data) as a function. batched: it takes (s, d) to (s,); otherwise (d,) to a scalar."""
+
+    log_joint: LogJoint
+    points: Points | None
+    batched: bool
+
+    def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
+        require_no_batch(batch)
+        z, weights = (part.to(mean) for part in (self.points or default_points(len(mean))).at(len(mean), step))
+        places = mean + spread(root, z)
+        values = torch.cat([self.values(part).detach() for part in places.split(_chunk(len(mean)))])
+        slopes, curvatures = zip(*(self._derivatives(part) for part in places.split(_chunk(len(mean)))), strict=True)
+        hessian = torch.einsum("s,sij->ij", weights, torch.cat(curvatures))
+        return Moments(
+            weights @ values, weights @ torch.cat(slopes), hessian.diagonal() if root.dim() == 1 else hessian
+        )
+
+    def values(self, z: Tensor) -> Tensor:
+        """log p(z, data) of rows z (s, d): (s,)."""
+        return self.log_joint(z) if self.batched else torch.func.vmap(self.log_joint)(z)
+
+    def _derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        def one(row: Tensor) -> Tensor:
+            return self.log_joint(row.unsqueeze(0)).squeeze(0) if self.batched else self.log_joint(row)
+
+        slope = torch.func.grad(one)
+        # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
+        both = torch.func.vmap(lambda row: (slope(row), torch.func.jacrev(slope)(row)))
+        found, curvature = both(z)
+        return found.detach(), curvature.detach()
+
+
+@dataclass(frozen=True)
+class Projected(Target):
+    """sum_n log p(y_n | f_n) + log N(z; prior), f = rows z + offset + noise: regression, sparse Gaussian processes.
+
+    rows: A (N, d).   log_likelihood: of f (..., N), entry by entry, the targets inside: f -> log p(y_n | f_n).
+    variance: (N,), of a normal f_n around (A z + offset)_n, such as the part of a Gaussian process that its inducing
+    points leave open (`inducing`).   precision: of the prior, a number, (d,) or (d, d).   mean: of the prior, a number
+    or (d,).   order: nodes of the Gauss-Hermite sum in each f_n, the only approximation made.
+    """
+
+    rows: Tensor
+    log_likelihood: Callable[[Tensor], Tensor]
+    variance: Tensor | float = 0.0
+    precision: Tensor | float = 1.0
+    mean: Tensor | float = 0.0
+    offset: Tensor | float = 0.0
+    order: int = 32
+
+    def __post_init__(self) -> None:
+        if self.rows.dim() != 2 or not self.rows.is_floating_point():
+            raise ValueError(f"rows has shape {tuple(self.rows.shape)}, expected a floating-point A (N, d)")
+        if bool((torch.as_tensor(self.variance) < 0).any()):
+            raise ValueError("variance has negative entries; for a Gaussian process, add jitter to the diagonal of Kmm")
+
+    def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
+        require_no_batch(batch)
+        a = self.rows.to(mean)
+        turned = a * root if root.dim() == 1 else a @ root
+        deviation = (turned.square().sum(1) + torch.as_tensor(self.variance).to(mean)).sqrt()
+        nodes, weights = (part.to(mean) for part in GaussHermite(self.order).at(1, step))
+        centre = a @ mean + torch.as_tensor(self.offset).to(mean)
+        value, slope, curvature = self._entries(centre + nodes * deviation, weights)
+        prior, precision = self._prior(mean, root)
+        gradient = a.mT @ slope - precision @ (mean - self.mean)
+        if root.dim() == 1:
+            return Moments(value + prior, gradient, curvature @ a.square() - precision.diagonal())
+        return Moments(value + prior, gradient, (a.mT * curvature) @ a - precision)
+
+    def _entries(self, f: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""
+        with torch.enable_grad():
+            f = f.detach().requires_grad_()
+            found = self.log_likelihood(f)
+            if found.shape != f.shape:
+                raise ValueError(
+                    f"log_likelihood returned {tuple(found.shape)} for f {tuple(f.shape)}, expected a number for every "
+                    "entry: f comes with a leading dimension of quadrature nodes"
+                )
+            (slope,) = torch.autograd.grad(found.sum(), f, create_graph=True)
+            (bend,) = torch.autograd.grad(slope.sum(), f) if slope.requires_grad else (torch.zeros_like(f),)
+        return (weights @ found.detach()).sum(), weights @ slope.detach(), weights @ bend
+
+    def _prior(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+        """E_q log N(z; prior), and the prior's precision (d, d)."""
+        precision = torch.as_tensor(self.precision).to(mean)
+        if precision.dim() < 2:
+            precision = torch.diag_embed(precision.expand(len(mean)))
+        gap = mean - self.mean
+        whole = torch.diag_embed(root) if root.dim() == 1 else root
+        moved = (whole * (precision @ whole)).sum() + gap @ precision @ gap
+        return 0.5 * (torch.logdet(precision) - len(mean) * LOG_2PI - moved), precision
+
+
+def inducing(kmm: Tensor, kmn: Tensor, knn: Tensor) -> tuple[Tensor, Tensor]:
+    """A (N, d) and the variance (N,) of a sparse Gaussian process, for `Projected` with precision 1.
+
+    kmm (d, d), kmn (d, N): the covariance of the inducing values and of these with f; knn (N,): f's variances. z are
+    the whitened inducing values, u = L z, L L^T = kmm. ValueError if kmm is not positive definite.
+    """
+    factor, info = torch.linalg.cholesky_ex(kmm)
+    if bool(info):
+        raise ValueError("kmm is not positive definite; add 1e-6 of its mean diagonal to its diagonal")
+    rows = torch.linalg.solve_triangular(factor, kmn, upper=False).mT
+    return rows, (knn - rows.square().sum(1)).clamp(min=0)
+
+
+class Network(Target):
+    """A network's weights: data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision).
+
+    The Hessian is that of the Gauss-Newton form: minus the Fisher metric of `ng.fisher`, which is never negative.
+    """
+
+    def __init__(self, model: nn.Module, criterion: Any, data_size: int, precision: float, points: Points) -> None:
+        self.model, self.data_size, self.precision, self.points = model, data_size, precision, points
+        self.criterion: Criterion = as_criterion(criterion)
+        params = trainable(model)
+        self.space = Space(params)
+        self.metric = fisher(model, self.criterion)
+        self.start = self.space.flatten({name: p.detach() for name, p in params.items()})
+
+    def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
+        inputs, targets = require_batch(batch)
+        z, weights = (part.to(mean) for part in self.points.at(len(mean), step))
+        found = [self._one(place, root.dim() == 1, inputs, targets) for place in mean + spread(root, z)]
+        value, gradient, hessian = (
+            torch.einsum("s,s...->...", weights, torch.stack(part)) for part in zip(*found, strict=True)
+        )
+        return Moments(value, gradient, hessian)
+
+    def predict(self, place: Tensor, inputs: Any) -> Any:
+        """The network's outputs with the weights z (d,)."""
+        return PureModel(self.model, as_call(inputs))(self.space.unflatten(place))
+
+    def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Value, gradient and Hessian at the weights z (d,)."""
+        params = {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
+        call = as_call(inputs)
+        with torch.enable_grad():
+            rows = self.criterion.family.nll(PureModel(self.model, call)(params), targets)
+            loss = rows.sum() * (self.data_size / call.batch())
+        slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + self.precision * place
+        metric = self.metric.at(params, inputs)
+        curvature = (metric.diagonal() if diagonal else metric.dense()) * (self.data_size * len(rows) / call.batch())
+        own = torch.full_like(place, self.precision)
+        prior = 0.5 * (len(place) * (math.log(self.precision) - LOG_2PI) - self.precision * place.square().sum())
+        return prior - loss.detach(), -gradient, -(curvature + (own if diagonal else torch.diag(own)))
+
+
+def require_no_batch(batch: tuple[Any, ...]) -> None:
+    """TypeError where data are handed to a target that has them inside."""
+    if batch:
+        raise TypeError("step takes no data here: a log joint has them inside; only networks are trained in batches")
+
+
+def require_batch(batch: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(inputs, targets). TypeError for anything else."""
+    if len(batch) != 2:
+        raise TypeError(f"step got {len(batch)} arguments, expected inputs and targets: q.step(x, y)")
+    return batch[0], batch[1]
+
+
+def sound(found: Moments) -> bool:
+    """Whether all moments are finite."""
+    return all(all_finite(part) for part in (found.value, found.gradient, found.hessian))
+
+
+def _chunk(d: int) -> int:
+    return max(1, 2**22 // max(1, d * d))
+
+
+def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
+    """Whether log_joint takes rows (s, d) to (s,), or one z (d,) to a scalar: by trying. ValueError if neither."""
+    rows = start + torch.linspace(0, 1e-3, 3, dtype=start.dtype, device=start.device).unsqueeze(1)
+    try:
+        together, alone = log_joint(rows), log_joint(rows[1:2])
+        if together.shape == (3,) and alone.shape == (1,) and torch.equal(together[1:2].isnan(), alone.isnan()):
+            return bool(torch.allclose(together[1:2], alone, rtol=1e-3, atol=1e-6, equal_nan=True))
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        pass  # it takes one z, then
+    value = log_joint(start)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"log_joint returned {came} for z {tuple(start.shape)}, expected a scalar, or (s,) for rows (s, d)"
+        )
+    return False

@@ -1,0 +1,185 @@
+"""Normal distributions of one variable, of independent ones, and with a known covariance."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from natgrad.families.closed import Closed
+from natgrad.families.exponential import ExponentialFamily, concrete
+from natgrad.families.natural import check_count
+from natgrad.families.normal import check_moments, checked_factor, half_log_det, inverse_from, points
+from natgrad.operators import Operator
+
+
+class DiagonalNormal(ExponentialFamily):
+    """Independent normals in d dimensions: n = 2 d parameters, everything closed and linear in d.
+
+    T = (x_i; x_i^2), theta = (mu_i / s_i^2; -1 / (2 s_i^2)), eta = (mu_i; s_i^2 + mu_i^2), s_i the standard deviations.
+    """
+
+    domain = "theta = (mean / variance; -1 / (2 variance)): the second half must be negative"
+
+    def __init__(self, d: int) -> None:
+        check_count(d, "d", "dimensions")
+        self.d, self.size = d, 2 * d
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = points(self.as_numbers(x, torch.get_default_dtype()), self.d)
+        return torch.cat([x, x.square()], dim=-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        linear, half = theta.split(self.d, dim=-1)
+        found = -linear.square() / (4 * half) - 0.5 * (-2 * half).log() + 0.5 * math.log(2 * math.pi)
+        return found.sum(-1)
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return torch.isfinite(theta).all(-1) & (theta[..., self.d :] < 0).all(-1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        mean, variance = self._moments(theta)
+        z = torch.randn(count, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        return mean + variance.sqrt() * z
+
+    def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
+        """theta (..., 2 d) of means (..., d) and standard deviations (..., d) > 0."""
+        mean, std = torch.broadcast_tensors(points(mean, self.d), points(std, self.d))
+        if concrete(std) and not bool(((std > 0) & torch.isfinite(std) & torch.isfinite(mean)).all()):
+            raise ValueError("mean and std must be finite numbers, std > 0: a distribution with a density")
+        return torch.cat([mean / std.square(), -0.5 / std.square()], dim=-1)
+
+    def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations, (..., d) each."""
+        mean, variance = self._moments(self.check(theta))
+        return mean, variance.sqrt()
+
+    def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """mu (..., d) and the diagonal Sigma (..., d, d)."""
+        mean, variance = self._moments(self.check(theta))
+        return mean, torch.diag_embed(variance)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        mean, variance = self._moments(self.check(theta))
+        return torch.cat([mean, variance + mean.square()], dim=-1)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        mean, second = self.check_finite(eta, "eta").split(self.d, dim=-1)
+        variance = second - mean.square()
+        if concrete(eta) and not bool((variance > 0).all()):
+            raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
+        return torch.cat([mean / variance, -0.5 / variance], dim=-1)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        mean, v = self._moments(self.check(theta))
+        cross = torch.diag_embed(2 * mean * v)
+        second = torch.diag_embed(2 * v.square() + 4 * mean.square() * v)
+        return torch.cat([torch.cat([torch.diag_embed(v), cross], -1), torch.cat([cross, second], -1)], -2)
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self._forward(*self._moments(outputs), tangents)
+
+    def fisher(self, theta: Tensor) -> Operator:
+        """The Fisher matrix of theta (n,) and its inverse: products in O(d)."""
+        mean, v = (part.detach() for part in self._moments(self.check(self.single(theta, "theta"))))
+        return Closed(theta, lambda t: self._forward(mean, v, t), lambda t: self._backward(mean, v, t))
+
+    def fisher_expectation(self, eta: Tensor) -> Operator:
+        inverse = self.fisher(self.natural(self.single(eta, "eta"))).inverse(0.0)
+        assert inverse is not None
+        return inverse
+
+    def _moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        linear, half = theta.split(self.d, dim=-1)
+        return -linear / (2 * half), -0.5 / half
+
+    def _forward(self, mean: Tensor, v: Tensor, tangent: Tensor) -> Tensor:
+        a, b = tangent.split(self.d, dim=-1)
+        moved = v * (a + 2 * mean * b)  # d mu
+        return torch.cat([moved, 2 * mean * moved + 2 * v.square() * b], dim=-1)
+
+    def _backward(self, mean: Tensor, v: Tensor, tangent: Tensor) -> Tensor:
+        a, b = tangent.split(self.d, dim=-1)
+        half = (b - 2 * mean * a) / (2 * v.square())  # d (-1 / (2 v)), as d v = b - 2 mu a
+        return torch.cat([a / v - 2 * mean * half, half], dim=-1)
+
+    def __repr__(self) -> str:
+        return f"DiagonalNormal({self.d})"
+
+
+class Normal(DiagonalNormal):
+    """One variable: T = (x, x^2), theta = (mu / s^2, -1 / (2 s^2)), eta = (mu, s^2 + mu^2). x is (..., 1)."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
+        """theta (..., 2) of means and standard deviations (...) > 0."""
+        return super().from_mean_std(torch.as_tensor(mean).unsqueeze(-1), torch.as_tensor(std).unsqueeze(-1))
+
+    def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, (...) each."""
+        mean, std = super().mean_std(theta)
+        return mean.squeeze(-1), std.squeeze(-1)
+
+    def __repr__(self) -> str:
+        return "Normal()"
+
+
+class FixedCovarianceNormal(ExponentialFamily):
+    """N(mu, Sigma) with a known covariance Sigma (d, d): T = x, theta = Sigma^-1 mu, eta = mu, Fisher matrix Sigma."""
+
+    def __init__(self, covariance: Tensor) -> None:
+        if not isinstance(covariance, Tensor) or covariance.dim() != 2:
+            came = tuple(covariance.shape) if isinstance(covariance, Tensor) else type(covariance).__name__
+            raise ValueError(f"covariance is {came}, expected a tensor (d, d)")
+        check_moments(covariance[0], covariance, len(covariance))
+        self.d = self.size = len(covariance)
+        self._factor = checked_factor(covariance)
+        self._sigma, self._precision = covariance, inverse_from(self._factor)
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return points(self.as_numbers(x, self._sigma.dtype), self.d)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return 0.5 * (theta * self._times(self._sigma, theta)).sum(-1)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -0.5 * (x * self._times(self._precision, x)).sum(-1) - self._constant(x)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return -0.5 * self.d - self.log_partition(theta) - self._constant(theta)  # E[x^T P x] = d + mu^T P mu
+
+    def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """mu (..., d) and Sigma (..., d, d)."""
+        mean = self.expectation(theta)
+        return mean, self._sigma.to(mean).expand(*mean.shape, self.d)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self._times(self._sigma, self.check(theta))
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return self._times(self._precision, self.check_finite(eta, "eta"))
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return self.mean_covariance(theta)[1]
+
+    def fisher(self, theta: Tensor) -> Operator:
+        """Sigma, the same everywhere, and its inverse."""
+        self.check(self.single(theta, "theta"))
+        sigma, precision = self._sigma.to(theta).detach(), self._precision.to(theta).detach()
+        return Closed(theta, lambda v: v @ sigma, lambda v: v @ precision)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        z = torch.randn(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
+        return self._times(self._sigma, theta) + z @ self._factor.to(theta).mT
+
+    def _times(self, matrix: Tensor, vector: Tensor) -> Tensor:
+        return vector @ matrix.to(vector)
+
+    def _constant(self, like: Tensor) -> Tensor:
+        return half_log_det(self._factor.to(like)) + 0.5 * self.d * math.log(2 * math.pi)
+
+    def __repr__(self) -> str:
+        return f"FixedCovarianceNormal({self.d})"

@@ -1,0 +1,272 @@
+"""The natural gradient of E_p[f] over an exponential family: from draws, exactly, and by duality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.slope import natural_slope, regressed
+
+METHODS = ("regression", "ridge", "fisher")
+LEAST = 2.0
+"""Effective draws below which an estimate says nothing."""
+
+
+def natural_gradient_of_mean(
+    family: ExponentialFamily,
+    theta: Tensor,
+    f_values: Tensor,
+    x: Tensor,
+    *,
+    method: str | None = None,
+    baseline: float | str | Tensor | None = None,
+    sampled_from: Tensor | None = None,
+    log_weights: Tensor | None = None,
+) -> Tensor:
+    """I_theta^-1 grad_theta E[f] = Cov(T, T)^-1 Cov(T, f) from draws: ascends f; minus this descends (Malago 2023).
+
+    theta: (n,).   x: (N, event), draws.   f_values: f(x), (N,), or (N, k) for k functions.   Returns (n,) or (k, n).
+    With a batch of distributions theta is (..., n), x (N, ..., event) as `sample` gives it, f_values (N, ...) or
+    (N, ..., k).
+
+    method: "regression" is least squares of f on T over the draws: exact for f in the span of T, from n + 1 draws in
+    general position on, whatever their distribution. "fisher" is I_theta^-1 times the unbiased covariance of f and T
+    with the family's own Fisher matrix, for any number of draws. "ridge" is regression with as much shrinkage as
+    left-out draws ask for. Default: regression where there are more (effective) draws than n, else fisher.
+    baseline: what is subtracted from f with method "fisher", which leaves the mean of the estimate as it is: None for
+    the mean of f over the other draws (the unbiased covariance, n - 1), "optimal" for the one of least variance in
+    every component, from the other draws too, or a number. Regression needs none.
+    sampled_from: the theta of earlier draws that are used again, (n,), or (N, n) for one each: they are weighted by
+    p(x; theta) / p(x; sampled_from).   log_weights: the same for draws from anywhere else, (N,), up to a constant.
+    Weights are normalised to sum one. ValueError where fewer than two draws are left in effect.
+    """
+    draws = Draws.of(family, theta, f_values, x, sampled_from, log_weights)
+    if method not in (None, *METHODS):
+        raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}, or None to choose by the draws")
+    if method == "regression" and draws.count <= draws.size:
+        raise ValueError(
+            f"method 'regression' has {draws.count} draws for {draws.size} statistics, expected more draws than that; "
+            "draw more, or take method='fisher' or 'ridge'"
+        )
+    if baseline is not None and method in ("regression", "ridge"):
+        raise ValueError(f"baseline is for method 'fisher'; {method!r} subtracts the mean of f by itself")
+    rows = [_slope(family, each, method, baseline) for each in draws.each()]
+    return torch.stack(rows).view(*draws.shape, draws.size)
+
+
+def gradient_of_mean(
+    family: ExponentialFamily,
+    theta: Tensor,
+    f_values: Tensor,
+    x: Tensor,
+    *,
+    baseline: float | str | Tensor | None = None,
+    sampled_from: Tensor | None = None,
+    log_weights: Tensor | None = None,
+) -> Tensor:
+    """grad_theta E[f] = Cov(T, f) from draws, which is the natural gradient in the expectation parameters eta.
+
+    Arguments and shapes as in `natural_gradient_of_mean`. Unbiased for draws from theta, with every baseline.
+    """
+    draws = Draws.of(family, theta, f_values, x, sampled_from, log_weights)
+    rows = [_covariance(family, each, baseline) for each in draws.each()]
+    return torch.stack(rows).view(*draws.shape, draws.size)
+
+
+def exact_natural_gradient_of_mean(
+    family: ExponentialFamily, theta: Tensor, f: Callable[[Tensor], Tensor] | Tensor
+) -> Tensor:
+    """Cov(T, T)^-1 Cov(T, f) summed over all outcomes of a family that can list them, without draws.
+
+    theta: (..., n).   f: a function of x (S, event) -> (S,) or (S, k), or its values at `family.outcomes(theta)`.
+    Returns (..., n) or (..., k, n); the shortest solution where the statistics depend on one another (Categorical).
+    """
+    x = family.outcomes(family.check(theta))
+    values = f(x) if callable(f) else f
+    if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != len(x):
+        came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"f gives {came}, expected a tensor ({len(x)},) or ({len(x)}, k): one row per outcome")
+    flat = theta.reshape(-1, theta.shape[-1])
+    values, statistics = values.to(theta), family.statistics(x).to(theta)
+    columns = _finite(values.reshape(len(x), -1), "f")
+    shares = torch.softmax(torch.stack([family.log_prob(row, x) for row in flat]), dim=-1)
+    found = torch.stack([regressed(statistics, columns, share) for share in shares])
+    return found.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
+
+
+def dual_gradient(
+    family: ExponentialFamily,
+    objective: Callable[[Tensor], Tensor],
+    *,
+    theta: Tensor | None = None,
+    eta: Tensor | None = None,
+) -> Tensor:
+    """The natural gradient without a Fisher matrix: it is the plain gradient in the dual coordinates.
+
+    theta=...: the natural gradient at theta of an objective that is a function of eta (..., n) -> (...). eta=...: that
+    at eta of a function of theta. ValueError unless one of the two is given.
+    """
+    if (theta is None) == (eta is None):
+        raise ValueError(
+            "dual_gradient takes theta=..., with an objective of eta, or eta=..., with an objective of theta"
+        )
+    at = family.expectation(theta) if theta is not None else family.natural(eta)  # type: ignore[arg-type]
+    return torch.func.grad(lambda dual: objective(dual).sum())(at)
+
+
+def effective_draws(log_weights: Tensor) -> Tensor:
+    """1 / sum share^2 of weights (N, ...) -> (...): how many equally weighted draws tell as much."""
+    return 1 / torch.softmax(log_weights, dim=0).square().sum(0)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """T (B, N, n), f (B, N, k) and shares (B, N) of B distributions theta (B, n); shape: of the result, without n."""
+
+    theta: Tensor
+    statistics: Tensor
+    values: Tensor
+    shares: Tensor
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        family: ExponentialFamily,
+        theta: Tensor,
+        f_values: Tensor,
+        x: Tensor,
+        sampled_from: Tensor | None,
+        log_weights: Tensor | None,
+    ) -> Draws:
+        """Checked and laid out. ValueError for shapes that do not fit, values that are not finite, too few draws."""
+        batch, n = family.check(theta).shape[:-1], theta.shape[-1]
+        statistics = family.statistics(family.as_numbers(x, theta.dtype)).to(theta.dtype)
+        count = len(statistics)
+        if statistics.shape != (count, *batch, n):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, whose statistics have {tuple(statistics.shape)}; expected "
+                f"({count}, {', '.join(map(str, (*batch, n)))}): draws first, then the batch of theta"
+            )
+        if not isinstance(f_values, Tensor) or f_values.shape[: 1 + len(batch)] != (count, *batch):
+            came = tuple(f_values.shape) if isinstance(f_values, Tensor) else type(f_values).__name__
+            raise ValueError(f"f_values is {came}, expected ({', '.join(map(str, (count, *batch)))}) or one more: f(x)")
+        if count < LEAST:
+            raise ValueError(f"x has {count} draws, expected at least 2: a covariance")
+        values, inner = _finite(f_values.to(theta.dtype), "f_values"), f_values.shape[1 + len(batch) :]
+        log_share = _log_weights(family, theta, statistics, sampled_from, log_weights)
+        shares = torch.softmax(log_share.expand(count, *batch), dim=0)
+        return cls(
+            theta.reshape(-1, n),
+            statistics.reshape(count, -1, n).transpose(0, 1),
+            values.reshape(count, batch.numel(), -1).transpose(0, 1),
+            shares.reshape(count, -1).mT,
+            (*batch, *inner),
+        )
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return self.statistics.shape[1]
+
+    @property
+    def size(self) -> int:
+        """n."""
+        return self.statistics.shape[2]
+
+    def each(self) -> list[Draws]:
+        """One by one, T (N, n), f (N, k), shares (N,). ValueError where too few draws are left in effect."""
+        effective = 1 / self.shares.square().sum(1)
+        if bool(effective.min() < LEAST):
+            raise ValueError(
+                f"of {self.count} draws {float(effective.min()):.3g} are left in effect by their weights, expected at "
+                "least 2: theta has moved too far from where they were drawn; draw anew"
+            )
+        rows = zip(self.theta, self.statistics, self.values, self.shares, strict=True)
+        return [Draws(*row, self.shape) for row in rows]
+
+
+def _slope(
+    family: ExponentialFamily, draws: Draws, method: str | None, baseline: float | str | Tensor | None
+) -> Tensor:
+    """(k, n) of one distribution."""
+    if method is None:
+        effective = float(1 / draws.shares.square().sum())
+        method = "regression" if effective > draws.theta.numel() + 1e-6 * effective and baseline is None else "fisher"
+    if method == "regression":
+        return regressed(draws.statistics, draws.values, draws.shares)
+    if method == "ridge":
+        slopes = [natural_slope(draws.statistics, column, draws.shares).value for column in draws.values.unbind(1)]
+        return torch.stack(slopes)
+    operator = family.fisher(draws.theta)
+    gradient = _covariance(family, draws, baseline)
+    inverse = operator.inverse(0.0)
+    if inverse is not None:
+        return (inverse @ gradient.mT).mT
+    return torch.linalg.solve(operator.dense(), gradient.mT).mT
+
+
+def _covariance(family: ExponentialFamily, draws: Draws, baseline: float | str | Tensor | None) -> Tensor:
+    """Cov(f, T), (k, n), of one distribution."""
+    share, values = draws.shares.unsqueeze(1), draws.values
+    if baseline is None:
+        centred = values - (share * values).sum(0)
+        moments = (share * centred).mT @ (draws.statistics - draws.shares @ draws.statistics)
+        return moments / (1 - share.square().sum())  # 1 - 1 / N for equal shares
+    moved = draws.statistics - family.expectation(draws.theta)
+    if isinstance(baseline, str):
+        if baseline != "optimal":
+            raise ValueError(f"baseline is {baseline!r}, expected None, 'optimal' or a number")
+        return _with_optimal_baseline(values, moved, share)
+    return (share * (values - baseline)).mT @ moved
+
+
+def _with_optimal_baseline(values: Tensor, moved: Tensor, share: Tensor) -> Tensor:
+    """sum_k w_k (f_k - b_i) t_ki with b_i = E[f t_i^2] / E[t_i^2], over the other draws so that nothing is biased."""
+    weight = (share * moved).square()  # (N, n)
+    both = values.unsqueeze(2) * weight.unsqueeze(1)  # (N, k, n)
+    rest = (weight.sum(0) - weight).clamp(min=torch.finfo(values.dtype).tiny).unsqueeze(1)
+    best = (both.sum(0) - both) / rest
+    return (share.unsqueeze(2) * (values.unsqueeze(2) - best) * moved.unsqueeze(1)).sum(0)
+
+
+def _log_weights(
+    family: ExponentialFamily,
+    theta: Tensor,
+    statistics: Tensor,
+    sampled_from: Tensor | None,
+    log_weights: Tensor | None,
+) -> Tensor:
+    """log p(x; theta) / q(x) up to a constant, (N, ...)."""
+    if log_weights is not None:
+        if sampled_from is not None:
+            raise ValueError("sampled_from and log_weights are two ways to say the same, expected one of them")
+        if log_weights.shape not in (statistics.shape[:1], statistics.shape[:-1]):
+            raise ValueError(
+                f"log_weights has shape {tuple(log_weights.shape)}, expected {tuple(statistics.shape[:-1])}"
+            )
+        trailing = statistics.dim() - 1 - log_weights.dim()
+        return _finite(log_weights.to(theta.dtype), "log_weights").view(*log_weights.shape, *[1] * trailing)
+    if sampled_from is None:
+        return statistics.new_zeros(statistics.shape[:-1])
+    family.check(sampled_from)
+    if sampled_from.shape not in (theta.shape, statistics.shape):
+        raise ValueError(
+            f"sampled_from has shape {tuple(sampled_from.shape)}, expected that of theta, {tuple(theta.shape)}, or one "
+            f"theta per draw, {tuple(statistics.shape)}"
+        )
+    found = ((theta - sampled_from) * statistics).sum(-1)
+    # one distribution for all: its constant goes out with the normalisation, and need not be known
+    return found if sampled_from.dim() == theta.dim() else found + family.log_partition(sampled_from)
+
+
+def _finite(values: Tensor, name: str) -> Tensor:
+    if not bool(torch.isfinite(values.detach()).all()):
+        raise ValueError(
+            f"{name} has entries that are not finite, expected numbers; replace them, by the worst of the others say"
+        )
+    return values

@@ -1,0 +1,109 @@
+"""From expectation to natural coordinates by Newton's method, differentiable to any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+NEWTON_STEPS = 100
+
+
+class Dual(Protocol):
+    """What Newton's method asks of a family."""
+
+    def invert(self, eta: Tensor) -> Tensor: ...
+    def log_partition(self, theta: Tensor) -> Tensor: ...
+    def expectation(self, theta: Tensor) -> Tensor: ...
+    def covariance(self, theta: Tensor) -> Tensor: ...
+    def inside(self, theta: Tensor) -> Tensor: ...
+
+
+class Inversion(torch.autograd.Function):
+    """eta (b, n) -> theta (b, n), the inverse of grad psi; its derivative is Cov(T)^-1 at theta, to any order."""
+
+    @staticmethod
+    def forward(eta: Tensor, family: Dual) -> Tensor:
+        """What the family finds; by default Newton's method from its guess."""
+        with torch.no_grad():
+            return family.invert(eta)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps theta, at which the derivatives are taken."""
+        ctx.family = inputs[1]
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Cov(T)^-1 g."""
+        return solved(ctx.family, ctx.saved_tensors[0], grads[0]), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        """Cov(T)^-1 d eta."""
+        return solved(ctx.family, ctx.saved_tensors[0], tangents[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], eta: Tensor, family: Dual) -> tuple[Tensor, int]:
+        """One more dimension of the batch."""
+        many = eta.expand(info.batch_size, *eta.shape) if in_dims[0] is None else eta.movedim(in_dims[0], 0)
+        return Inversion.apply(many.flatten(0, 1), family).unflatten(0, many.shape[:2]), 0
+
+
+def solved(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:
+    """Cov(T)^-1 v for every row."""
+    return torch.linalg.solve(family.covariance(theta), vector.unsqueeze(-1)).squeeze(-1)
+
+
+def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
+    """theta (b, n) that maximises theta . eta - psi(theta), which is concave, by steps halved until it grows.
+
+    ValueError if some row's gradient does not vanish.
+    """
+
+    def gain(at: Tensor) -> Tensor:
+        value = (at * eta).sum(1) - family.log_partition(at)
+        return torch.where(family.inside(at), value, -torch.inf).nan_to_num(nan=-torch.inf)
+
+    accuracy = 30 * torch.finfo(eta.dtype).eps
+    left = eta.new_full((), torch.inf)
+    for _ in range(NEWTON_STEPS):
+        residual = eta - family.expectation(theta)
+        left = (residual.abs() / (1 + eta.abs())).amax()
+        factor, info = torch.linalg.cholesky_ex(family.covariance(theta))
+        both = torch.stack([residual, accuracy * eta.abs()], dim=2)
+        step, doubt = torch.cholesky_solve(both, factor).unbind(2)
+        if bool(info.any()) or not bool(torch.isfinite(step).all()):
+            break
+        # on the edge the residual vanishes too, but theta runs off in steps of about one, or round-off decides on it
+        width = 1 + theta.abs()
+        steady = bool(((step.abs() <= 1e-3 * width) & (doubt.abs() <= 0.1 * width)).all())
+        if steady and left <= accuracy:
+            return theta
+        moved = halved(gain, theta, step)
+        if steady and left <= 1e3 * accuracy and torch.equal(moved, theta):
+            return theta  # round-off leaves no more
+        theta = moved
+    else:
+        if left <= 1e3 * accuracy and steady:
+            return theta
+    raise ValueError(
+        f"eta is not reached: Newton's method left {float(left):.2g}; expected means of the statistics of {family!r} "
+        "in the interior of what they can be (a mean of 0 or 1 of a bit is on its edge)"
+    )
+
+
+def halved(gain: Callable[[Tensor], Tensor], theta: Tensor, step: Tensor) -> Tensor:
+    """theta + step / 2^k for every row, with the least k at which the gain does not fall."""
+    before, rate = gain(theta), torch.ones(len(theta), 1, dtype=theta.dtype, device=theta.device)
+    slack = 10 * torch.finfo(theta.dtype).eps * (1 + before.abs())
+    for _ in range(60):
+        worse = gain(theta + rate * step) < before - slack
+        if not bool(worse.any()):
+            break
+        rate = torch.where(worse.unsqueeze(1), rate / 2, rate)
+    return theta + rate * step

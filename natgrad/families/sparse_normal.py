@@ -1,0 +1,182 @@
+"""Normal distributions with a sparse precision, and with a known mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.families.closed import Closed
+from natgrad.families.exponential import ExponentialFamily, concrete
+from natgrad.families.newton import Inversion, newton
+from natgrad.families.normal import (
+    POSITIVE,
+    GraphNormal,
+    check_moments,
+    checked_factor,
+    half_log_det,
+    inverse_from,
+    outside,
+    points,
+    positive,
+    safe_factor,
+)
+from natgrad.families.pairs import Pairs
+from natgrad.operators import Operator
+
+
+class SparseNormal(GraphNormal):
+    """N(mu, P^-1) in d dimensions with P_ij = 0 unless i = j or (i, j) is an edge: a sparse precision is a graph.
+
+    T = (x_i; x_i^2; 2 x_i x_j of the edges, in their order), theta = (P mu; -P_ii / 2; -P_ij / 2 of the edges). That of
+    the complete graph, row by row, is MultivariateNormal(d). From eta to theta by Newton's method on correlations: the
+    covariance is known on the graph, the precision vanishes beside it (Dempster 1972).
+    """
+
+    def __init__(self, d: int, edges: Iterable[Iterable[int]]) -> None:
+        super().__init__(Pairs(d, edges))
+
+    def from_mean_precision(self, mean: Tensor, precision: Tensor) -> Tensor:
+        """theta (..., n) of mu (..., d) and P (..., d, d). ValueError unless P is positive definite and sparse."""
+        check_moments(mean, precision, self.d, "precision")
+        checked_factor(precision, "precision is not positive definite, which a distribution with a density needs")
+        if concrete(precision) and not bool((precision[..., self._missing(precision)] == 0).all()):
+            raise ValueError("precision has entries that are not zero beside the edges")
+        return self.joined(mean, precision)
+
+    def _missing(self, precision: Tensor) -> Tensor:
+        kept = torch.ones(self.pairs.size, dtype=precision.dtype, device=precision.device)
+        return self.pairs.unpack(kept) == 0
+
+    def natural(self, eta: Tensor) -> Tensor:
+        mean = self.check_finite(eta, "eta")[..., : self.d]
+        spread = eta[..., self.d :] - self.pairs.products(mean)
+        return self.joined(mean, sparse_precision(self.pairs, spread))
+
+    def __repr__(self) -> str:
+        return f"SparseNormal({self.d}, {len(self.pairs.edges)} edges)"
+
+
+class FixedMeanNormal(ExponentialFamily):
+    """N(m, Sigma) with a known mean m (d,), such as zero: n = d (d + 1) / 2 parameters.
+
+    With z = x - m: T = (z_i^2; 2 z_i z_j), theta = (-P_ii / 2; -P_ij / 2), eta = (Sigma_ii; 2 Sigma_ij).
+    edges: those of a sparse precision, as in `SparseNormal`; default all.
+    """
+
+    domain = POSITIVE
+
+    def __init__(self, mean: Tensor, edges: Iterable[Iterable[int]] | None = None) -> None:
+        if not isinstance(mean, Tensor) or mean.dim() != 1 or not mean.is_floating_point():
+            raise ValueError(
+                f"mean is {mean!r}, expected a floating-point tensor (d,): torch.zeros(d) for a centred one"
+            )
+        self.mean, self.pairs = mean, Pairs(len(mean), edges)
+        self.d, self.size = len(mean), self.pairs.size
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = self.as_numbers(x, torch.get_default_dtype())
+        return self.pairs.products(points(x, self.d) - self.mean.to(x))
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return 0.5 * self.d * math.log(2 * math.pi) + Centred(self.pairs).log_partition(theta)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        factor = checked_factor(self.precision(theta))
+        z = torch.randn(
+            count, *theta.shape[:-1], self.d, 1, generator=generator, dtype=theta.dtype, device=theta.device
+        )
+        return self.mean.to(theta) + torch.linalg.solve_triangular(factor.mT, z, upper=True).squeeze(-1)
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return torch.isfinite(theta).all(-1) & positive(self.precision(theta))
+
+    def precision(self, theta: Tensor) -> Tensor:
+        """P (..., d, d)."""
+        return -2 * self.pairs.unpack(theta)
+
+    def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """m (..., d) and Sigma (..., d, d)."""
+        factor = checked_factor(self.precision(self.check_shape(theta, "theta")), outside(self))
+        return self.mean.to(theta).expand(*theta.shape[:-1], self.d), inverse_from(factor)
+
+    def from_covariance(self, covariance: Tensor) -> Tensor:
+        """theta (..., n) of Sigma (..., d, d), of which only the entries on the graph count."""
+        check_moments(self.mean, covariance, self.d)
+        return self.natural(self.pairs.pack(covariance, 2.0))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.pairs.pack(self.mean_covariance(theta)[1], 2.0)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        spread = self.check_finite(eta, "eta")
+        if not self.pairs.complete:
+            return self.pairs.pack(sparse_precision(self.pairs, spread) / -2)
+        return self.pairs.pack(inverse_from(checked_factor(self.pairs.unpack(spread, 2.0))) / -2)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return Centred(self.pairs).covariance(self.check(theta))
+
+    def fisher(self, theta: Tensor) -> Operator:
+        """The Fisher matrix of theta (n,): products in O(d^3), and its inverse where all pairs are edges."""
+        sigma = self.mean_covariance(self.single(theta, "theta"))[1].detach()
+        precision = self.precision(theta).detach()
+        pack, unpack = self.pairs.pack, self.pairs.unpack
+        back = (lambda v: pack(precision @ unpack(v, 2.0) @ precision / 2)) if self.pairs.complete else None
+        return Closed(theta, lambda v: pack(sigma @ (2 * unpack(v)) @ sigma, 2.0), back)
+
+    def __repr__(self) -> str:
+        return f"FixedMeanNormal({self.d}{'' if self.pairs.complete else f', {len(self.pairs.edges)} edges'})"
+
+
+@dataclass(frozen=True)
+class Centred:
+    """What Newton's method asks of the centred normals on a graph."""
+
+    pairs: Pairs
+
+    def invert(self, eta: Tensor) -> Tensor:
+        """Newton's method from independent variables of variance one."""
+        return newton(self, eta, torch.where(self.pairs.weights(eta) == 1, -0.5, 0.0).to(eta).expand_as(eta).clone())
+
+    def sigma(self, theta: Tensor) -> Tensor:
+        """Sigma (..., d, d) of theta = (-P_ii / 2; -P_ij / 2)."""
+        return inverse_from(torch.linalg.cholesky_ex(-2 * self.pairs.unpack(theta)).L)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        """-1/2 log det P, infinite outside."""
+        factor, fine = safe_factor(-2 * self.pairs.unpack(theta))
+        return torch.where(fine, -half_log_det(factor), torch.inf)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        """Sigma_ii; 2 Sigma_ij."""
+        return self.pairs.pack(self.sigma(theta), 2.0)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        """Cov(T)."""
+        sigma = self.sigma(theta)
+        return self.pairs.moments(torch.zeros_like(sigma[..., 0]), sigma)[1]
+
+    def inside(self, theta: Tensor) -> Tensor:
+        """Whether P is positive definite."""
+        return positive(-2 * self.pairs.unpack(theta))
+
+    def __repr__(self) -> str:
+        return f"a normal on {len(self.pairs.edges)} edges"
+
+
+def sparse_precision(pairs: Pairs, spread: Tensor) -> Tensor:
+    """P (..., d, d) on the graph whose inverse has the entries Sigma_ii, 2 Sigma_ij of `spread` there.
+
+    ValueError where there is none: no positive definite matrix has these entries.
+    """
+    variances = spread[..., : pairs.d]
+    if concrete(spread) and not bool((variances > 0).all()):
+        raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
+    scale = variances.sqrt()
+    both = scale[..., pairs.first] * scale[..., pairs.second]
+    found = Inversion.apply((spread / both).reshape(-1, pairs.size), Centred(pairs)).view(spread.shape)
+    return -2 * pairs.unpack(found / both)

@@ -1,0 +1,72 @@
+"""Balls of a divergence: the points where it has a given value, along rays from the centre."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from natgrad.families import ExponentialFamily
+
+DOUBLINGS, BISECTIONS = 200, 100
+
+
+def kl_ball(
+    family: ExponentialFamily,
+    theta: Tensor,
+    radius: float,
+    directions: Tensor | int = 100,
+    *,
+    reverse: bool = False,
+) -> Tensor:
+    """The points theta' (m, n) with KL(theta, theta') = radius, exactly, one along every direction from theta (n,).
+
+    directions: (m, n), in the natural parameters, or for n = 2 a number of them, evenly spread over the circle.
+    reverse: of KL(theta', theta). NaN along a direction that never gets there (possible only with `reverse`).
+    """
+
+    def divergence(points: Tensor) -> Tensor:
+        inside = family.inside(points) & torch.isfinite(points).all(-1)
+        safe = torch.where(inside.unsqueeze(-1), points, theta)
+        found = family.kl(safe, theta.expand_as(safe)) if reverse else family.kl(theta.expand_as(safe), safe)
+        return torch.where(inside, found, torch.inf)
+
+    return level_set(divergence, family.single(theta, "theta"), radius, directions)
+
+
+def level_set(
+    divergence: Callable[[Tensor], Tensor], centre: Tensor, radius: float, directions: Tensor | int = 100
+) -> Tensor:
+    """The first points (m, n) on the rays from centre (n,) where divergence(points), (m, n) -> (m,), reaches radius.
+
+    divergence: zero at the centre, growing along the rays, infinite outside of where it is defined. By doubling and
+    bisection, to round-off. NaN where a ray does not get there.
+    """
+    if not radius > 0:
+        raise ValueError(f"radius is {radius}, expected a positive number of nats")
+    rays = circle(directions, centre) if isinstance(directions, int) else directions
+    if rays.dim() != 2 or rays.shape[1] != len(centre):
+        raise ValueError(f"directions have shape {tuple(rays.shape)}, expected (m, {len(centre)})")
+    low, high = rays.new_zeros(len(rays), 1), rays.new_full((len(rays), 1), 1e-6)
+    for _ in range(DOUBLINGS):
+        short = (divergence(centre + high * rays) < radius).unsqueeze(1)
+        if not bool(short.any()):
+            break
+        low, high = torch.where(short, high, low), torch.where(short, 2 * high, high)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        short = (divergence(centre + middle * rays) < radius).unsqueeze(1)
+        low, high = torch.where(short, middle, low), torch.where(short, high, middle)
+    found = centre + low * rays
+    reached = torch.isfinite(found).all(1) & ((divergence(found) - radius).abs() <= 1e-6 * radius)
+    return torch.where(reached.unsqueeze(1), found, torch.nan)
+
+
+def circle(count: int, centre: Tensor) -> Tensor:
+    """`count` directions (count, 2), evenly spread; the last is the first again, so that a line drawn is closed."""
+    if len(centre) != 2:
+        raise ValueError(f"directions is a number, which serves 2 dimensions; expected a tensor (m, {len(centre)})")
+    angles = torch.linspace(0, 2 * math.pi, count, dtype=centre.dtype, device=centre.device)
+    return torch.stack([angles.cos(), angles.sin()], dim=1)

@@ -1,0 +1,121 @@
+"""A statistical model as a Riemannian manifold: lengths, geodesics, transport, and steps that stay inside."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry.smooth import length
+
+SHORTENINGS = 50
+
+
+class Manifold(ABC):
+    """Points are tensors (..., event), in coordinates that the class names; tangents have the point's shape.
+
+    Leading dimensions are batches and broadcast. A subclass gives the metric (`inner`, `natural`), geodesics (`exp`,
+    `log`), Levi-Civita transport, and which points are inside. Angles, lengths and times follow.
+    """
+
+    event: int = 1
+    """Trailing dimensions of a point: 1 for a vector, 2 for a matrix."""
+    domain: str = "inside the manifold"
+    """What `inside` asks for, in words."""
+
+    @abstractmethod
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """The metric, <first, second> at the point, (...)."""
+
+    @abstractmethod
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        """The natural gradient G^-1 g of a function whose partial derivatives in these coordinates are `gradient`."""
+
+    @abstractmethod
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """Where the geodesic that starts with that velocity is at time 1."""
+
+    @abstractmethod
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        """The velocity with which the geodesic from `point` reaches `other` at time 1."""
+
+    @abstractmethod
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        """A tangent carried in parallel along the geodesic from `point` to `other`: lengths and angles stay."""
+
+    @abstractmethod
+    def inside(self, point: Tensor) -> Tensor:
+        """Whether the point is one of the open manifold, (...) of bool."""
+
+    def norm(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """sqrt(<v, v>), (...): in units of sqrt(2 KL)."""
+        return length(self.inner(point, tangent, tangent))
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        """Length of the geodesic between them, (...)."""
+        return self.norm(point, self.log(point, other))
+
+    def geodesic(self, point: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
+        """The point at time t of the geodesic from `point` (t = 0) to `other` (t = 1).
+
+        t: a number, or a tensor (T,) for T points along a new first dimension, (T, ..., event).
+        """
+        velocity = self.log(point, other)
+        if not isinstance(t, Tensor) or t.dim() == 0:
+            return self.exp(point, t * velocity)
+        return self.exp(point, t.reshape(-1, *(1,) * velocity.dim()) * velocity)
+
+    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(point, tangent), and the vector carried there in parallel."""
+        other = self.exp(point, tangent)
+        return other, self.transport(point, other, vector)
+
+    def retract(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """A cheap step that starts as the geodesic does and is inside for a tangent of any length.
+
+        Where round-off or overflow spoils even that, the tangent is shortened until it does not. ValueError for a point
+        that is not inside or a tangent that is not finite.
+        """
+        self.check(point)
+        if not bool(torch.isfinite(tangent).all()):
+            raise ValueError("tangent is not finite: look for a division by zero in the gradient")
+        found = self.curve(point, tangent)
+        for count in range(SHORTENINGS):
+            kept = self.inside(found)
+            if bool(kept.all()):
+                return found
+            tangent = torch.where(self.widen(kept), tangent, tangent * 0.5 ** (1 + count))  # 2^-1275 in the end
+            found = self.curve(point, tangent)
+        return torch.where(self.widen(self.inside(found)), found, point)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """The retraction's formula. Default: the geodesic."""
+        return self.exp(point, tangent)
+
+    def translate(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        """A cheap transport: the components kept, projected where tangents are restricted, and the length restored."""
+        moved = self.project(other, vector)
+        before, after = self.norm(point, vector), self.norm(other, moved)
+        factor = torch.where(after > 0, before / torch.where(after > 0, after, 1.0), 0.0)
+        return self.widen(factor) * moved
+
+    def project(self, point: Tensor, vector: Tensor) -> Tensor:
+        """The nearest tangent at the point. Default: every vector is one."""
+        return vector
+
+    def widen(self, numbers: Tensor) -> Tensor:
+        """One number per point, (...), with the trailing dimensions of a point."""
+        return numbers.reshape(*numbers.shape, *(1,) * self.event)
+
+    def check(self, point: Tensor) -> Tensor:
+        """The point as it is. ValueError unless it is inside."""
+        if not isinstance(point, Tensor) or not point.is_floating_point():
+            came = point.dtype if isinstance(point, Tensor) else type(point).__name__
+            raise TypeError(f"a point of {self!r} is {came}, expected a floating-point tensor")
+        if point.dim() < self.event or not bool(self.inside(point.detach()).all()):
+            raise ValueError(f"a point of shape {tuple(point.shape)} is not of {self!r}: expected {self.domain}")
+        return point
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

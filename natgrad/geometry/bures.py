@@ -1,0 +1,141 @@
+"""The Wasserstein metric of normals (Bures): what it costs to move their mass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry.base import Manifold
+from natgrad.geometry.normals import Normals
+from natgrad.geometry.smooth import length, matrix_sqrt, symmetric
+from natgrad.operators import Operator
+
+
+class Wasserstein(Manifold):
+    """Normals in d dimensions under W2; points (mean_i; Sigma_ii; Sigma_ij for i < j row by row): `join`, `split`.
+
+    W2^2 = |m - m'|^2 + tr(S + S' - 2 (S^1/2 S' S^1/2)^1/2). The metric is half its second derivative, d mean^2 + 1/2
+    tr(L dSigma) with S L + L S = dSigma; lengths are in the units of x. Matter moves along straight lines under the
+    linear map I + L, so that geodesics are closed; they reach singular covariances at finite distances, from which
+    `exp` comes back; `retract` never gets there. `log` goes the shortest way.
+    """
+
+    domain = Normals.domain
+
+    def __init__(self, d: int) -> None:
+        self.normals = Normals(d)
+        self.d, self.size = d, self.normals.size
+
+    def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """The point of a mean (..., d) and a symmetric matrix (..., d, d); of a tangent too."""
+        return self.normals.join(mean, covariance)
+
+    def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too."""
+        return self.normals.split(point)
+
+    def metric(self, point: Tensor) -> Operator:
+        """The metric at one point (n,) as an operator; its inverse is closed."""
+        if point.shape != (self.size,):
+            raise ValueError(f"point has shape {tuple(point.shape)}, expected ({self.size},): one distribution")
+        return BuresMetric(self, self.check(point).detach())
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        sigma = self.split(point)[1]
+        (u, v), (w, z) = self.split(first), self.split(second)
+        return (u * w).sum(-1) + (lyapunov(sigma, v) * z).sum((-2, -1)) / 2
+
+    def lower(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """G v, as partial derivatives in these coordinates."""
+        u, v = self.split(tangent)
+        form = lyapunov(self.split(point)[1], v) / 2
+        return self.join(u, 2 * form - torch.diag_embed(form.diagonal(dim1=-2, dim2=-1)))
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        """(g; 2 (S G + G S)), where G has the partial derivatives, those off the diagonal halved."""
+        sigma = self.split(point)[1]
+        slope, curve = self.normals.covector(gradient)
+        return self.join(slope, 2 * (sigma @ curve + curve @ sigma))
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        mean, sigma = self.split(point)
+        u, v = self.split(tangent)
+        factor = torch.eye(self.d, dtype=point.dtype, device=point.device) + lyapunov(sigma, v)
+        return self.join(mean + u, symmetric(factor @ sigma @ factor))
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        (mean, sigma), (end, goal) = self.split(point), self.split(other)
+        pull = self.plan(sigma, goal) - torch.eye(self.d, dtype=point.dtype, device=point.device)
+        return self.join(end - mean, pull @ sigma + sigma @ pull)
+
+    def plan(self, covariance: Tensor, other: Tensor) -> Tensor:
+        """A (..., d, d), symmetric, with A S A = S': x -> m' + A (x - m) moves the one to the other at least cost."""
+        factor = torch.linalg.cholesky(covariance)
+        root = matrix_sqrt(factor.mT @ other @ factor)
+        left = torch.linalg.solve_triangular(factor.mT, root, upper=True)
+        return symmetric(torch.linalg.solve_triangular(factor.mT, left.mT, upper=True))
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        (mean, sigma), (end, goal) = self.split(point), self.split(other)
+        factor = torch.linalg.cholesky(sigma)
+        pull = self.plan(sigma, goal) - torch.eye(self.d, dtype=point.dtype, device=point.device)
+        return length((end - mean).square().sum(-1) + (pull @ factor).square().sum((-2, -1)))  # tr((A - I) S (A - I))
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        """By the projection onto the gradients at the other point of the field of velocities carried along by matter.
+
+        Not Levi-Civita's, which has no closed form; lengths may shrink. `translate` restores them.
+        """
+        (_, sigma), (_, goal) = self.split(point), self.split(other)
+        u, v = self.split(vector)
+        back = torch.linalg.inv(self.plan(sigma, goal))
+        moved = lyapunov(sigma, v) @ back  # the velocity at x' = A x is L A^-1 x'
+        return self.join(u, moved @ goal + goal @ moved.mT)
+
+    def inside(self, point: Tensor) -> Tensor:
+        return self.normals.inside(point)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """Sigma moved by exp(L) on both sides: never singular."""
+        mean, sigma = self.split(point)
+        u, v = self.split(tangent)
+        factor = torch.linalg.matrix_exp(lyapunov(sigma, v))
+        return self.join(mean + u, symmetric(factor @ sigma @ factor.mT))
+
+    def __repr__(self) -> str:
+        return f"Wasserstein({self.d})"
+
+
+class BuresMetric(Operator):
+    """The Wasserstein metric of one normal in (mean; Sigma_ii; Sigma_ij): products by a Lyapunov equation, O(d^3)."""
+
+    def __init__(self, manifold: Wasserstein, point: Tensor, dual: bool = False) -> None:
+        self.manifold, self.point, self.dual = manifold, point, dual
+        self.size, self.dtype, self.device = manifold.size, point.dtype, point.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        if self.dual:
+            return self.manifold.natural(self.point, vector)
+        return self.manifold.lower(self.point, vector)
+
+    def mm(self, block: Tensor) -> Tensor:
+        return self.mv(block.mT).mT  # leading dimensions are batches
+
+    def inverse(self, damping: float = 0.0) -> Operator | None:
+        """G^-1, closed; None with damping."""
+        return None if damping else BuresMetric(self.manifold, self.point, not self.dual)
+
+
+def lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
+    """L (..., d, d) with S L + L S = R, for positive definite S and symmetric R; gradients flow to both."""
+    values, vectors = torch.linalg.eigh(matrix.detach())
+    sums = values.unsqueeze(-1) + values.unsqueeze(-2)
+
+    def solve(r: Tensor) -> Tensor:
+        return vectors @ ((vectors.mT @ r @ vectors) / sums) @ vectors.mT
+
+    found = solve(right)
+    if not matrix.requires_grad:
+        return found
+    moved, fixed = matrix - matrix.detach(), found.detach()
+    return found - solve(moved @ fixed + fixed @ moved)  # dL solves S dL + dL S = -(dS L + L dS)

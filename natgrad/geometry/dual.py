@@ -1,0 +1,142 @@
+"""The two flat geometries of an exponential family: straight lines, projections, and mirror descent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.families import ExponentialFamily, SubModel
+
+STEPS = 100
+
+
+def e_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
+    """(1 - t) theta + t other: the straight line in the natural parameters, log p mixed and normalised.
+
+    t: a number, or (T,) for T points along a new first dimension. From 0 to 1 it stays inside the domain.
+    """
+    family.check(theta)
+    return _between(theta, family.check(other), t)
+
+
+def m_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
+    """theta of (1 - t) E_theta[T] + t E_other[T]: the straight line in the expectations."""
+    return family.natural(_between(family.expectation(theta), family.expectation(other), t))
+
+
+def _between(start: Tensor, end: Tensor, t: Tensor | float) -> Tensor:
+    if isinstance(t, Tensor) and t.dim():
+        t = t.reshape(-1, *(1,) * torch.broadcast_tensors(start, end)[0].dim())
+    return start + t * (end - start)
+
+
+def m_projection(sub: SubModel, theta: Tensor) -> Tensor:
+    """The theta (..., k) of the sub-model nearest in KL(whole, sub): it has the same means of its statistics.
+
+    theta: of the whole family, (..., n). Unique; for every q of the sub-model KL(p, q) = KL(p, projection) + KL(
+    projection, q), Pythagoras' theorem.
+    """
+    return sub.natural(sub.family.expectation(theta)[..., list(sub.free)])
+
+
+def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> Tensor:
+    """A theta (..., k) of the sub-model where KL(sub, whole) is stationary, by natural gradient steps that descend.
+
+    theta: of the whole family. start: where to begin, default the m-projection. There may be several: a sub-model is
+    straight in theta, not in the means.
+    """
+    found = (m_projection(sub, theta) if start is None else start).detach()
+    free, goal = list(sub.free), theta.detach()
+    for _ in range(STEPS):
+        whole = sub.whole(found)
+        metric = sub.family.covariance(whole)
+        gradient = (metric @ (whole - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
+        step = torch.linalg.solve(metric[..., free, :][..., free], gradient).squeeze(-1)
+        if bool((step.abs() <= 1e-12 * (1 + found.abs())).all()):
+            return found
+        found = _descended(sub, goal, found, step)
+    raise ValueError(f"the e-projection did not settle within {STEPS} steps: give another start")
+
+
+def _descended(sub: SubModel, goal: Tensor, found: Tensor, step: Tensor) -> Tensor:
+    """found - step / 2^k with the least k at which KL does not rise."""
+
+    def divergence(at: Tensor) -> Tensor:
+        inside = sub.inside(at)
+        safe = torch.where(inside.unsqueeze(-1), at, found)
+        return torch.where(inside, sub.family.kl(sub.whole(safe), goal), torch.inf)
+
+    before, rate = divergence(found), torch.ones_like(found[..., :1])
+    for _ in range(60):
+        worse = ~(divergence(found - rate * step) <= before + 1e-14 * (1 + before.abs()))
+        if not bool(worse.any()):
+            break
+        rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
+    return found - rate * step
+
+
+def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: Tensor) -> Tensor:
+    """The theta nearest in KL(., theta) among those with E[T_i] = means at the positions: an e-projection.
+
+    theta (..., n) moves at these positions alone (exponential tilting), by Newton's method on the sub-family. means
+    (..., len(positions)). ValueError where they are not reached. Pythagoras: KL(q, theta) = KL(q, found) + KL(found,
+    theta) for every q with these means.
+    """
+    found = theta.detach().clone()
+    for _ in range(STEPS):
+        gap = means - family.expectation(found)[..., positions]
+        block = family.covariance(found)[..., positions, :][..., positions]
+        step, broken = torch.linalg.solve_ex(block, gap.unsqueeze(-1))
+        step = step.squeeze(-1)
+        if bool(broken.any()) or not bool(torch.isfinite(step).all()):
+            break  # theta ran off: the means are on the edge, or beyond
+        if bool((step.abs() <= 1e-12 * (1 + found[..., positions].abs())).all()):
+            return found
+        found = _tilted(family, found, positions, step, means)
+    raise ValueError("means are not reached: expected values in the interior of what these statistics' means can be")
+
+
+def _tilted(family: ExponentialFamily, found: Tensor, positions: list[int], step: Tensor, means: Tensor) -> Tensor:
+    """Along the step, halved until psi - means . theta, which is convex, does not rise."""
+    places = torch.tensor(positions, device=found.device).expand(step.shape)
+
+    def at(rate: Tensor) -> Tensor:
+        return found.scatter_add(-1, places, rate * step)
+
+    def dual(theta: Tensor) -> Tensor:
+        inside = family.inside(theta)
+        safe = torch.where(inside.unsqueeze(-1), theta, found)
+        return torch.where(inside, family.log_partition(safe) - (means * theta[..., positions]).sum(-1), torch.inf)
+
+    before, rate = dual(found), torch.ones_like(found[..., :1])
+    for _ in range(60):
+        worse = ~(dual(at(rate)) <= before + 1e-14 * (1 + before.abs()))
+        if not bool(worse.any()):
+            break
+        rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
+    return at(rate)
+
+
+def mirror_step(
+    family: ExponentialFamily, theta: Tensor, gradient: Tensor, rate: float, *, backtracks: int = 0
+) -> Tensor:
+    """Mirror descent with the mirror map psi: theta' with grad psi(theta') = grad psi(theta) - rate * gradient.
+
+    gradient: dF / d theta (..., n). It minimises <gradient, theta'> + D_psi(theta', theta) / rate, and is the natural
+    gradient step in the *expectation* parameters, eta - rate * I_eta^-1 dF/d eta, because I_eta^-1 dF/d eta = dF/d
+    theta; in theta the two steps differ. A long step may leave the means that are possible: ValueError, unless
+    `backtracks` allows that many halvings of the rate (for the whole batch).
+    """
+    if not rate > 0:
+        raise ValueError(f"rate is {rate}, expected a positive number")
+    eta = family.expectation(theta)
+    for count in range(backtracks + 1):
+        try:
+            return family.natural(eta - rate * gradient)
+        except ValueError as error:
+            if count == backtracks:
+                raise ValueError(
+                    f"rate {rate:g} leaves the possible means ({error}); lower it or give backtracks"
+                ) from error
+            rate /= 2
+    raise AssertionError

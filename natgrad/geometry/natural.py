@@ -1,0 +1,258 @@
+"""The Fisher-Rao geometry of an exponential family in its natural parameters: closed where known, else by equations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from natgrad.families import Exponential, ExponentialFamily, Ising, MultivariateNormal, Product
+from natgrad.geometry.base import Manifold
+from natgrad.geometry.collocation import connect
+from natgrad.geometry.half_plane import HalfPlane
+from natgrad.geometry.normals import Normals, tolerance
+from natgrad.geometry.ode import integrate, shoot
+from natgrad.geometry.shooting import Shooting, scale
+from natgrad.geometry.smooth import symmetric
+from natgrad.geometry.straight import Bits, Scales
+from natgrad.geometry.together import Together
+
+SHOTS = 50
+"""Steps of an integration after which shooting gives up a velocity."""
+
+
+def fisher_rao(family: ExponentialFamily) -> Manifold:
+    """The Fisher-Rao manifold of a family; its points are theta (..., n).
+
+    Closed: `Exponential`, `MultivariateNormal(1)`, an `Ising` of single variables, products of these;
+    `MultivariateNormal(d)` but for the way to a given point. Any other family by its geodesic equation.
+    """
+    if isinstance(family, Exponential):
+        return ExponentialTheta(family, Scales())
+    if isinstance(family, MultivariateNormal):
+        return NormalTheta(family, HalfPlane() if family.d == 1 else Normals(family.d))
+    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
+        return IndependentTheta(family, Bits())
+    if isinstance(family, Product):
+        return Together(*((fisher_rao(part), part.size) for part in family.families))
+    return NaturalParameters(family)
+
+
+class NaturalParameters(Shooting):
+    """Any exponential family, points theta (..., n), by the equations of its geodesics.
+
+    theta'' = -1/2 I^-1 (D_theta' I) theta': the Christoffel symbols are half the third derivatives of psi, raised.
+    Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` by collocation,
+    for far points by shooting.
+    """
+
+    def __init__(self, family: ExponentialFamily) -> None:
+        self.family, self.size = family, family.size
+        self.domain = family.domain
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (first * self._lower(point, second)).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return torch.linalg.solve(self.family.covariance(point), gradient.unsqueeze(-1)).squeeze(-1)
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+
+    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        end, speed, _ = self._travel(point, tangent, tangent[..., :0])
+        return end, speed
+
+    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        end, _, carried = self._travel(point, tangent, vector)
+        return end, carried
+
+    def aim(self, point: Tensor, other: Tensor) -> Tensor:
+        found = connect(self._bend_along(point), point, other, max(1e-12, tolerance(point) / 10))
+        far = torch.isnan(found).any(-1)
+        if bool(far.any()):
+            found[far] = self._shot(point[far], other[far])
+        return found
+
+    def _bend_along(self, point: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """theta'' from theta and theta', (b, N, n); NaN outside of the domain."""
+
+        def bend(at: Tensor, speed: Tensor) -> Tensor:
+            inside = self.inside(at).unsqueeze(-1)
+            flat = torch.where(inside, at, point.unsqueeze(1)).flatten(0, 1)
+            found = self._bend(flat, speed.flatten(0, 1), (speed.flatten(0, 1),))[0]
+            return torch.where(inside, found.view_as(at), torch.nan)
+
+        return bend
+
+    def _shot(self, point: Tensor, other: Tensor) -> Tensor:
+        family, away = self.family, other - point
+        metric = family.covariance(point)
+
+        def guess(s: float) -> Tensor:  # the mean of the e- and m-geodesics' velocities is right to second order
+            rise = family.expectation(point + s * away) - family.expectation(point)
+            return (s * away + torch.linalg.solve(metric, rise.unsqueeze(-1)).squeeze(-1)) / 2
+
+        def size(misfit: Tensor) -> Tensor:
+            return scale(self, other, misfit)
+
+        def reach(velocity: Tensor) -> Tensor:
+            try:
+                return self._travel(point, velocity, velocity[..., :0], SHOTS)[0]
+            except RuntimeError:  # a shot far off the mark
+                return torch.full_like(velocity, torch.nan)
+
+        return shoot(reach, lambda s: point + s * away, guess, size, max(1e-9, tolerance(point)))
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
+        return point + tangent
+
+    def _lower(self, point: Tensor, vector: Tensor) -> Tensor:
+        return (self.family.covariance(point) @ vector.unsqueeze(-1)).squeeze(-1)
+
+    def _travel(
+        self, point: Tensor, tangent: Tensor, vector: Tensor, steps: int = 2000
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n, width = self.size, vector.shape[-1]
+        batch = torch.broadcast_shapes(point.shape[:-1], tangent.shape[:-1], vector.shape[:-1])
+        start = torch.cat([x.expand(*batch, x.shape[-1]) for x in (point, tangent, vector)], dim=-1)
+        anchor = start[..., :n].reshape(-1, n)
+
+        def field(state: Tensor) -> Tensor:
+            at, speed, carried = state.split([n, n, width], dim=-1)
+            inside = self.inside(at).unsqueeze(-1)
+            safe = torch.where(inside, at, anchor)
+            both = (speed, carried) if width else (speed,)
+            bends = self._bend(safe, speed, both)
+            return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
+
+        end = integrate(field, start.reshape(-1, start.shape[-1]), steps=steps).view(start.shape)
+        return end[..., :n], end[..., n : 2 * n], end[..., 2 * n :]
+
+    def _bend(self, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]) -> list[Tensor]:
+        """-1/2 I^-1 (D_speed I) v for every v: third derivatives of psi, as the gradient of its second ones."""
+        psi, jvp = self.family.log_partition, torch.func.jvp
+        metric = self.family.covariance(point)  # first: a family may build its tables now, not inside a derivative
+
+        def second(at: Tensor, v: Tensor) -> Tensor:
+            return jvp(lambda t: jvp(psi, (t,), (v,))[1], (at,), (speed,))[1].sum()
+
+        turned = torch.stack([torch.func.grad(second)(point, v) for v in vectors], dim=-1)
+        return list((-torch.linalg.solve(metric, turned) / 2).unbind(-1))
+
+    def __repr__(self) -> str:
+        return f"NaturalParameters({self.family!r})"
+
+
+class Charted(Manifold):
+    """A known manifold seen in the natural parameters of a family: points and tangents go there and come back."""
+
+    def __init__(self, family: ExponentialFamily, manifold: Manifold) -> None:
+        self.family, self.manifold, self.domain = family, manifold, family.domain
+
+    @abstractmethod
+    def there(self, theta: Tensor) -> Tensor:
+        """theta -> the known manifold's point."""
+
+    @abstractmethod
+    def back(self, point: Tensor) -> Tensor:
+        """The known manifold's point -> theta."""
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        at, u = self._push(point, first)
+        return self.manifold.inner(at, u, self._push(point, second)[1])
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        at = self.there(point)
+        pulled = torch.func.vjp(self.back, at)[1](gradient.expand(point.shape))[0]
+        return self._pull(at, self.manifold.natural(at, pulled))[1]
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return self.back(self.manifold.exp(*self._push(point, tangent)))
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        at = self.there(point)
+        return self._pull(at, self.manifold.log(at, self.there(other)))[1]
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        return self.manifold.distance(self.there(point), self.there(other))
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        at, pushed = self._push(point, vector)
+        end = self.there(other)
+        return self._pull(end, self.manifold.transport(at, end, pushed))[1]
+
+    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        at, pushed = self._push(point, tangent)
+        return self._pull(*self.manifold.carry(at, pushed, self._push(point, vector)[1]))
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        end = self.manifold.curve(*self._push(point, tangent))
+        inside = self.manifold.inside(end)
+        safe = torch.where(self.manifold.widen(inside), end, self.there(point))
+        return torch.where(inside.unsqueeze(-1), self.back(safe), torch.nan)
+
+    def _push(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        point, tangent = (x.contiguous() for x in torch.broadcast_tensors(point, tangent))  # jvp writes into them
+        found, moved, *_ = torch.func.jvp(self.there, (point,), (tangent,))
+        return found, moved
+
+    def _pull(self, at: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        at, tangent = (x.contiguous() for x in torch.broadcast_tensors(at, tangent))
+        found, moved, *_ = torch.func.jvp(self.back, (at,), (tangent,))
+        return found, moved
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.family!r})"
+
+
+class ExponentialTheta(Charted):
+    """`Exponential`: theta = -rate."""
+
+    def there(self, theta: Tensor) -> Tensor:
+        return -theta
+
+    def back(self, point: Tensor) -> Tensor:
+        return -point
+
+
+class IndependentTheta(Charted):
+    """An `Ising` of single variables: theta = logit(p) / (b - a) for the values a < b, p of the higher one."""
+
+    def there(self, theta: Tensor) -> Tensor:
+        return torch.sigmoid(self._width() * theta)
+
+    def back(self, point: Tensor) -> Tensor:
+        return point.logit() / self._width()
+
+    def _width(self) -> float:
+        assert isinstance(self.family, Ising)
+        low, high = self.family.values
+        return high - low
+
+
+class NormalTheta(Charted):
+    """`MultivariateNormal(d)`: theta from (mean, standard deviation) where d = 1, else from `Normals(d)`."""
+
+    def there(self, theta: Tensor) -> Tensor:
+        assert isinstance(self.family, MultivariateNormal)
+        covariance = torch.linalg.inv(self.family.precision(theta))  # cholesky_inverse has wrong forward derivatives
+        mean = (covariance @ theta[..., : self.family.d].unsqueeze(-1)).squeeze(-1)
+        if isinstance(self.manifold, Normals):
+            return self.manifold.join(mean, covariance)
+        return torch.cat([mean, covariance.squeeze(-1).sqrt()], dim=-1)
+
+    def back(self, point: Tensor) -> Tensor:
+        if isinstance(self.manifold, Normals):
+            mean, covariance = self.manifold.split(point)
+            assert isinstance(self.family, MultivariateNormal)
+            precision = symmetric(torch.linalg.inv(covariance))
+            return torch.cat([(precision @ mean.unsqueeze(-1)).squeeze(-1), self.family.pack(-precision / 2)], dim=-1)
+        mean, deviation = point.unbind(-1)
+        return torch.stack([mean / deviation.square(), -0.5 / deviation.square()], dim=-1)

@@ -1,0 +1,72 @@
+"""Categorical and multinomial distributions: a part of the sphere of radius 2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry.base import Manifold
+from natgrad.geometry.smooth import arc_over_sine, length, sinc
+
+
+class Simplex(Manifold):
+    """Probabilities p (..., k), all positive, of sum 1; tangents have sum 0. Metric: trials * sum v_i^2 / p_i.
+
+    2 sqrt(p) lies on a sphere of radius 2: geodesics are great circles and the distance is 2 sqrt(trials) arccos sum
+    sqrt(p_i q_i). The faces are at finite distances: `exp` comes back from them, `retract` (p_i exp(v_i / p_i),
+    normalised) never gets there. trials: of a multinomial distribution.
+    """
+
+    domain = "positive probabilities (..., k) of sum 1"
+
+    def __init__(self, trials: int = 1) -> None:
+        if not isinstance(trials, int) or trials < 1:
+            raise ValueError(f"trials is {trials!r}, expected an integer >= 1")
+        self.trials = trials
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return self.trials * (first * second / point).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        """p_i (g_i - sum_j p_j g_j) / trials: a constant added to the gradient changes nothing."""
+        return point * (gradient - (point * gradient).sum(-1, keepdim=True)) / self.trials
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        root = point.sqrt()
+        turn = tangent / (2 * root)
+        square = turn.square().sum(-1, keepdim=True)
+        return (root * cosine(square) + sinc(square) * turn).square()
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        root, target = point.sqrt(), other.sqrt()
+        chord = (target - root).square().sum(-1, keepdim=True) / 4  # sin^2(phi / 2)
+        return 2 * root * arc_over_sine(chord) * (target - (1 - 2 * chord) * root)
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        half = length((other.sqrt() - point.sqrt()).square().sum(-1)) / 2
+        return 4 * self.trials**0.5 * half.asin()
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        root, target = point.sqrt(), other.sqrt()
+        turn = vector / root
+        along = (turn * target).sum(-1, keepdim=True) / (1 + (root * target).sum(-1, keepdim=True))
+        return target * (turn - along * (root + target))
+
+    def inside(self, point: Tensor) -> Tensor:
+        rounding = 100 * point.shape[-1] * torch.finfo(point.dtype).eps
+        return (point > 0).all(-1) & ((point.sum(-1) - 1).abs() <= rounding)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return (point.log() + tangent / point).softmax(-1)
+
+    def project(self, point: Tensor, vector: Tensor) -> Tensor:
+        return vector - point * vector.sum(-1, keepdim=True)
+
+    def __repr__(self) -> str:
+        return f"Simplex(trials={self.trials})"
+
+
+def cosine(square: Tensor) -> Tensor:
+    """cos(r) as a function of r^2, smooth at zero."""
+    half = sinc(square / 4)
+    return 1 - square / 2 * half.square()

@@ -1,0 +1,88 @@
+"""Functions whose textbook form loses digits or gradients at zero: sinh(r) / r, lengths, functions of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def length(square: Tensor) -> Tensor:
+    """sqrt(square), with gradient zero where square is zero (or, by round-off, below)."""
+    safe = torch.where(square > 0, square, 1.0)
+    return torch.where(square > 0, safe.sqrt(), 0.0)
+
+
+def sinhc(square: Tensor) -> Tensor:
+    """sinh(r) / r as a function of r^2 >= 0, smooth at zero."""
+    r = _root(square)
+    return torch.where(square > SMALL, r.sinh() / r, 1 + square / 6 * (1 + square / 20))
+
+
+def sinc(square: Tensor) -> Tensor:
+    """sin(r) / r as a function of r^2 >= 0, smooth at zero."""
+    r = _root(square)
+    return torch.where(square > SMALL, r.sin() / r, 1 - square / 6 * (1 - square / 20))
+
+
+def arc_over_sine(half_chord: Tensor) -> Tensor:
+    """phi / sin(phi) for q = sin^2(phi / 2), smooth at q = 0."""
+    s = _root(half_chord)
+    phi = 2 * s.asin()
+    return torch.where(half_chord > SMALL, phi / phi.sin(), 1 + half_chord * (2 / 3 + half_chord * 8 / 15))
+
+
+def arc_over_hyperbolic_sine(half_chord: Tensor) -> Tensor:
+    """r / sinh(r) for q = sinh^2(r / 2), smooth at q = 0."""
+    s = _root(half_chord)
+    r = 2 * s.asinh()
+    return torch.where(half_chord > SMALL, r / r.sinh(), 1 - half_chord * (2 / 3 - half_chord * 8 / 15))
+
+
+SMALL = 1e-5  # below, two terms of the series are exact to 1e-16
+
+
+def _root(square: Tensor) -> Tensor:
+    """sqrt where it will be used, 1 elsewhere, so that no gradient is infinite."""
+    return torch.where(square > SMALL, square, 1.0).sqrt()
+
+
+def of_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
+    """f(A) for symmetric A (..., d, d) through its eigenvalues; exact first derivatives, for equal eigenvalues too.
+
+    The derivative is that of Daleckii and Krein: V (K o (V^T dA V)) V^T, with K the divided differences of f. Second
+    derivatives are not those of f.
+    """
+    symmetric = (matrix + matrix.mT) / 2
+    values, vectors = torch.linalg.eigh(symmetric.detach())
+    gap = values.unsqueeze(-1) - values.unsqueeze(-2)
+    mean = (values.unsqueeze(-1) + values.unsqueeze(-2)) / 2
+    near = gap.abs() <= 1e-6 * mean.abs().clamp_min(1e-300)
+    image = function(values)
+    rise = image.unsqueeze(-1) - image.unsqueeze(-2)
+    kernel = torch.where(near, slope(mean), rise / torch.where(near, 1.0, gap))
+    moved = vectors.mT @ (symmetric - symmetric.detach()) @ vectors
+    return vectors @ (torch.diag_embed(image) + kernel * moved) @ vectors.mT
+
+
+def matrix_log(matrix: Tensor) -> Tensor:
+    """log A of positive definite A (..., d, d)."""
+    return of_matrix(torch.log, torch.reciprocal, matrix)
+
+
+def matrix_sqrt(matrix: Tensor) -> Tensor:
+    """A^1/2 of positive definite A (..., d, d)."""
+    return of_matrix(torch.sqrt, lambda x: 0.5 / x.sqrt(), matrix)
+
+
+def symmetric(matrix: Tensor) -> Tensor:
+    """(A + A^T) / 2 of the last two dimensions."""
+    return (matrix + matrix.mT) / 2
+
+
+def positive_definite(matrix: Tensor) -> Tensor:
+    """Whether a symmetric matrix is finite and positive definite, (..., d, d) -> (...)."""
+    finite = torch.isfinite(matrix).all(-1).all(-1)
+    safe = torch.where(finite[..., None, None], matrix.detach(), 0.0)
+    return finite & (torch.linalg.cholesky_ex(safe).info == 0)

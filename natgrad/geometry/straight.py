@@ -1,0 +1,154 @@
+"""Flat models: after a change of coordinates the geodesics are straight lines."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry.base import Manifold
+
+
+class Straightened(Manifold):
+    """Independent coordinates (..., n), each with a map y(x) in which the metric is dy^2."""
+
+    @abstractmethod
+    def straight(self, point: Tensor) -> Tensor:
+        """y(x), entry by entry."""
+
+    @abstractmethod
+    def bent(self, line: Tensor) -> Tensor:
+        """x(y), entry by entry."""
+
+    @abstractmethod
+    def slope(self, point: Tensor) -> Tensor:
+        """dy/dx > 0, entry by entry."""
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (self.slope(point).square() * first * second).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return gradient / self.slope(point).square()
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return self.bent(self.straight(point) + self.slope(point) * tangent)
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        return (self.straight(other) - self.straight(point)) / self.slope(point)
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        return vector * self.slope(point) / self.slope(other)
+
+
+class Rates(Straightened):
+    """Independent Poisson rates, each > 0: metric d rate^2 / rate, distance 2 |sqrt a - sqrt b|.
+
+    The edge, 0, is at a finite distance: `exp` comes back from it, `retract` (rate exp(v / rate)) never gets there.
+    """
+
+    domain = "positive rates (..., n)"
+
+    def straight(self, point: Tensor) -> Tensor:
+        return 2 * point.sqrt()
+
+    def bent(self, line: Tensor) -> Tensor:
+        return (line / 2).square()
+
+    def slope(self, point: Tensor) -> Tensor:
+        return point.rsqrt()
+
+    def inside(self, point: Tensor) -> Tensor:
+        return positive(point)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return point * (tangent / point).exp()
+
+
+class Scales(Straightened):
+    """Independent rates (or means) of Exponential distributions, each > 0: metric d rate^2 / rate^2.
+
+    shape: of Gamma distributions of a known shape, whose metric is that times larger. Distance sqrt(shape) |log a / b|.
+    """
+
+    domain = "positive rates (..., n)"
+
+    def __init__(self, shape: float = 1.0) -> None:
+        if not shape > 0:
+            raise ValueError(f"shape is {shape}, expected a positive number; 1 for the Exponential")
+        self.root = shape**0.5
+
+    def straight(self, point: Tensor) -> Tensor:
+        return self.root * point.log()
+
+    def bent(self, line: Tensor) -> Tensor:
+        return (line / self.root).exp()
+
+    def slope(self, point: Tensor) -> Tensor:
+        return self.root / point
+
+    def inside(self, point: Tensor) -> Tensor:
+        return positive(point)
+
+
+class Bits(Straightened):
+    """Independent Bernoulli probabilities, each in (0, 1): metric dp^2 / (p (1 - p)), distance 2 |arcsin sqrt a - ...|.
+
+    p = 0 and 1 are at finite distances: `exp` comes back from them, `retract` (straight in the logit) never gets there.
+    """
+
+    domain = "probabilities strictly between 0 and 1, (..., n)"
+
+    def straight(self, point: Tensor) -> Tensor:
+        return 2 * torch.atan2(point.sqrt(), (1 - point).sqrt())
+
+    def bent(self, line: Tensor) -> Tensor:
+        return (line / 2).sin().square()
+
+    def slope(self, point: Tensor) -> Tensor:
+        return (point * (1 - point)).rsqrt()
+
+    def inside(self, point: Tensor) -> Tensor:
+        return ((point > 0) & (point < 1)).all(-1)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return torch.sigmoid(point.logit() + tangent / (point * (1 - point)))
+
+
+class Location(Manifold):
+    """Means (..., d) of normals with a known covariance (d, d): Euclidean, the distance is Mahalanobis'."""
+
+    domain = "finite means (..., d)"
+
+    def __init__(self, covariance: Tensor) -> None:
+        factor, info = torch.linalg.cholesky_ex(covariance)
+        if covariance.dim() != 2 or bool(info):
+            raise ValueError("covariance must be one positive definite matrix (d, d)")
+        self.covariance, self.factor = covariance, factor
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        whitened = torch.cholesky_solve(second.unsqueeze(-1), self.factor).squeeze(-1)
+        return (first * whitened).sum(-1)
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return (self.covariance @ gradient.unsqueeze(-1)).squeeze(-1)
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return point + tangent
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        return other - point
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        return vector
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1)
+
+    def __repr__(self) -> str:
+        return f"Location(covariance of {len(self.covariance)} variables)"
+
+
+def positive(point: Tensor) -> Tensor:
+    """Whether all entries are positive and finite, (..., n) -> (...)."""
+    return ((point > 0) & torch.isfinite(point)).all(-1)

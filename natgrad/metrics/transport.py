@@ -1,0 +1,161 @@
+"""The Wasserstein metric of a model that is a distribution of samples: how far mass moves with the parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.linalg import eigh
+from natgrad.metrics.base import Metric, check_has_outputs, checked_model, linearise_after
+from natgrad.operators import Linearization, LowRank, Operator, OutputMap, Pullback
+from natgrad.pure import Model, RandomState
+from natgrad.spaces import Params
+
+Kernel = Callable[[Tensor, Tensor], Tensor]
+
+
+def transport_metric(
+    model: Model,
+    *,
+    kernel: RBF | Kernel | None = None,
+    basis: int = 100,
+    regularization: float = 1e-5,
+    generator: torch.Generator | None = None,
+) -> TransportMetric:
+    """The Wasserstein-2 metric of the distribution of x = model(z), z random, from samples.
+
+    model: a module or a function f(params, z), from draws z (b, ...) to samples (b, ...), d numbers each.
+    `.at(params, z)` gives the operator, a mean over draws.
+
+    kernel=None: E[J^T J], J = dx/d theta: the cost of moving every sample as the parametrisation does. It is the
+    Wasserstein metric where that motion is a gradient field (any one-dimensional monotone map, shifts, scales), and an
+    upper bound elsewhere: a rotation of z that leaves the distribution as it is still costs.
+    kernel: the kernelised metric (Arbel, Gretton, Li & Montufar 2020): motion is measured after projection on gradients
+    of `basis` functions h_m(x) = d/dy_i k(y_m, x), so that such rotations cost nothing. With C_m = grad h_m at the N
+    samples, T = E[C J] and K_ml = d/dx_j h_m(y_l): G = T^T (regularization K + C C^T / N)^+ T, of rank at most `basis`,
+    with its root and a closed damped inverse.
+    `RBF()` from natgrad.metrics, or any smooth k(x, y) of points (d,).   regularization: > 0, in the kernel's units.
+    generator: private source of the basis points, default seeded 0; every `.at` draws anew.
+
+    ValueError for numbers out of range, and at `.at` for samples that are not finite.
+    """
+    if kernel is not None and not callable(kernel):
+        raise TypeError(f"kernel is {kernel!r}, expected natgrad.metrics.RBF(), a function k(x, y), or None")
+    if not isinstance(basis, int) or basis < 1:
+        raise ValueError(f"basis is {basis!r}, expected an integer >= 1")
+    if not 0 < regularization < math.inf:
+        raise ValueError(f"regularization is {regularization}, expected a number > 0")
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module or a function f(params, z)")
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    return TransportMetric(model, kernel, basis, regularization, generator)
+
+
+@dataclass(frozen=True)
+class RBF:
+    """k(x, y) = exp(-|x - y|^2 / (2 bandwidth^2)); bandwidth None: the median distance between samples."""
+
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
+            raise ValueError(f"bandwidth is {self.bandwidth}, expected a number > 0, or None for the median distance")
+
+    def width(self, samples: Tensor) -> float:
+        """The bandwidth, or the median distance between at most 500 samples (N, d); 1 where these coincide."""
+        if self.bandwidth is not None:
+            return self.bandwidth
+        few = samples[:500]
+        return float(torch.pdist(few).median()) or 1.0 if len(few) > 1 else 1.0
+
+    def mixed(self, points: Tensor, axes: Tensor, samples: Tensor, width: float) -> Tensor:
+        """d/dy_i d/dx_j k(y, x) at y = points (M, d) and its axis i, x = samples (N, d), every j: (M, N, d)."""
+        gap = points.unsqueeze(1) - samples
+        values = (-gap.square().sum(2) / (2 * width**2)).exp() / width**2  # (M, N)
+        along = gap.gather(2, axes.view(-1, 1, 1).expand(-1, len(samples), 1))
+        unit = nn.functional.one_hot(axes, samples.shape[1]).to(gap.dtype).unsqueeze(1)
+        return values.unsqueeze(2) * (unit - along * gap / width**2)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.bandwidth is None:
+            raise ValueError("bandwidth is None: it is known with the samples only; give RBF a number")
+        return (-(x - y).square().sum(-1) / (2 * self.bandwidth**2)).exp()
+
+
+@dataclass(frozen=True)
+class TransportMetric(Metric):
+    """See `transport_metric`."""
+
+    model: Model
+    kernel: RBF | Kernel | None = None
+    basis: int = 100
+    regularization: float = 1e-5
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        pure = checked_model(self.model, params, getattr(inputs, "inputs", inputs), random)
+        lines = Linearization(OutputMap(pure, _samples), params, linearise_after(self.model))
+        if self.kernel is None:
+            return Pullback(lines, Euclidean())
+        return self._kernelised(lines)
+
+    def _kernelised(self, lines: Linearization) -> LowRank:
+        samples = lines.outputs
+        points, axes = self._basis(samples)
+        count = len(samples)
+        mixed = self._derivatives(samples)
+        slopes = mixed(points, axes, samples)  # C, (M, N, d)
+        each = torch.arange(len(points), device=points.device)
+        kept = mixed(points, axes, points)[each.unsqueeze(1), each, axes]  # K (M, M)
+        flat = slopes.flatten(1).double()  # smooth kernels are nearly dependent: float32 loses what is small
+        values, vectors = eigh(self.regularization * (kept + kept.mT).double() / 2 + flat @ flat.mT / count)
+        cut = len(points) * torch.finfo(values.dtype).eps * values[-1]
+        scale = torch.where(values > cut, values.clamp(min=cut).rsqrt(), torch.zeros_like(values))
+        turned = ((vectors * scale).mT @ flat / count).to(slopes.dtype).unflatten(1, samples.shape)
+        return LowRank(torch.stack([lines.vjp(one) for one in turned], dim=1))
+
+    def _basis(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Points (M, d) among the samples and an axis (M,) for each, no pair twice."""
+        count, d = samples.shape
+        device = self.generator.device
+        pairs = torch.randperm(count * d, generator=self.generator, device=device)[: self.basis].to(samples.device)
+        return samples[pairs // d], pairs % d
+
+    def _derivatives(self, samples: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        kernel = self.kernel
+        if isinstance(kernel, RBF):
+            width = kernel.width(samples)
+            return lambda points, axes, x: kernel.mixed(points, axes, x, width)
+        assert kernel is not None
+        both = torch.func.jacrev(torch.func.grad(kernel), argnums=1)  # (d, d): d/dy_i d/dx_j
+        table = torch.func.vmap(torch.func.vmap(both, (None, 0)), (0, None))
+
+        def mixed(points: Tensor, axes: Tensor, x: Tensor) -> Tensor:
+            return table(points, x)[torch.arange(len(points), device=x.device), :, axes]
+
+        return mixed
+
+
+class Euclidean:
+    """The form I on every row of outputs."""
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        """v itself: (R, m) -> (R, m)."""
+        return tangents
+
+    def root(self, outputs: Tensor) -> Tensor:
+        """I, (R, m, m)."""
+        return torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device).expand(len(outputs), -1, -1)
+
+
+def _samples(outputs: Any) -> Tensor:
+    """A model's samples as rows (b, d)."""
+    check_has_outputs(outputs)
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"the model returned {type(outputs).__name__}, expected samples as one tensor (b, ...)")
+    return outputs.flatten(1) if outputs.dim() > 1 else outputs.unsqueeze(1)

@@ -1,0 +1,277 @@
+"""Normal families: the lectures' closed forms, sparse precisions, what stays accurate, and errors at the door."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from models import F64, draw
+from torch import Tensor
+from torch.testing import assert_close
+
+from natgrad.families import (
+    DiagonalNormal,
+    FixedCovarianceNormal,
+    FixedMeanNormal,
+    MultivariateNormal,
+    Normal,
+    SparseNormal,
+    SubModel,
+)
+from natgrad.testing import check_operator
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def tensor(values) -> Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def moments(d: int, *shape: int) -> tuple[Tensor, Tensor]:
+    root = torch.eye(d, dtype=F64) + 0.4 * draw(*shape, d, d, seed=d)
+    return draw(*shape, d, seed=1), root @ root.mT
+
+
+def graph(d: int) -> list[tuple[int, int]]:
+    """A cycle with a few chords, beyond what elimination gives for nothing."""
+    pairs = [*((i, (i + 1) % d) for i in range(d)), *((i, (i + d // 2) % d) for i in range(0, d // 2, 2))]
+    return sorted({(min(e), max(e)) for e in pairs if e[0] != e[1]})
+
+
+def sparse_theta(family: SparseNormal) -> Tensor:
+    d = family.d
+    off = 0.3 * draw(len(family.pairs.edges), seed=2)
+    precision = family.pairs.unpack(torch.cat([torch.zeros(d, dtype=F64), off]))
+    precision = precision + torch.diag(precision.abs().sum(1) + 0.1 + draw(d).abs())
+    return family.from_mean_precision(draw(d), precision)
+
+
+# The lectures' entries one by one, with their misprints mended; (k, l) are those of T = (x; x_k^2; 2 x_k x_l).
+
+
+def places(d: int) -> list[tuple[int, int]]:
+    return [*((i, i) for i in range(d)), *itertools.combinations(range(d), 2)]
+
+
+def lectures_theta(mean: Tensor, sigma: Tensor) -> Tensor:
+    """I_theta = 1/2 [[-Theta^-1, Lambda_kl theta], [., lambda_klmn - theta^T Lambda_klmn theta]], Theta = -P / 2."""
+    d = len(mean)
+    theta, inverse = torch.linalg.solve(sigma, mean), -2 * sigma
+
+    def outer(k: int, l: int) -> Tensor:  # noqa: E741
+        one = torch.outer(inverse[:, k], inverse[l])
+        return one if k == l else one + torch.outer(inverse[:, l], inverse[k])
+
+    def small(k: int, l: int, m: int, n: int) -> Tensor:  # noqa: E741
+        both = inverse[k, m] * inverse[l, n] + inverse[l, m] * inverse[k, n]
+        if k == l and m == n:
+            return inverse[k, m] ** 2
+        return both if k == l or m == n else 2 * both
+
+    def large(k: int, l: int, m: int, n: int) -> Tensor:  # noqa: E741
+        first = torch.outer(outer(k, l)[:, m], inverse[n])
+        return first if m == n else first + torch.outer(outer(k, l)[:, n], inverse[m])
+
+    size = d + len(places(d))
+    found = torch.zeros(size, size, dtype=F64)
+    found[:d, :d] = -inverse
+    for a, (k, l) in enumerate(places(d), d):  # noqa: E741
+        found[:d, a] = found[a, :d] = outer(k, l) @ theta
+        for b, (m, n) in enumerate(places(d), d):
+            found[a, b] = small(k, l, m, n) - theta @ large(k, l, m, n) @ theta
+    return found / 2
+
+
+def lectures_eta(mean: Tensor, sigma: Tensor) -> Tensor:
+    """I_eta = [[Gamma, -K_kl eta], [., kappa_klmn]] with P = (E - eta eta^T)^-1."""
+    d, p = len(mean), torch.linalg.inv(sigma)
+
+    def outer(k: int, l: int) -> Tensor:  # noqa: E741
+        return torch.outer(p[:, k], p[l]) if k == l else (torch.outer(p[:, k], p[l]) + torch.outer(p[:, l], p[k])) / 2
+
+    def kappa(k: int, l: int, m: int, n: int) -> Tensor:  # noqa: E741
+        if k == l or m == n:
+            return p[k, m] * p[l, n] / 2
+        return (p[k, m] * p[l, n] + p[l, m] * p[k, n]) / 4
+
+    size = d + len(places(d))
+    found = torch.zeros(size, size, dtype=F64)
+    found[:d, :d] = p + (mean @ p @ mean) * p + p @ torch.outer(mean, mean) @ p
+    for a, (k, l) in enumerate(places(d), d):  # noqa: E741
+        found[:d, a] = found[a, :d] = -outer(k, l) @ mean
+        for b, (m, n) in enumerate(places(d), d):
+            found[a, b] = kappa(k, l, m, n)
+    return found
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 4])
+def test_the_lectures_closed_forms(d):
+    family, (mean, sigma) = MultivariateNormal(d), moments(d)
+    theta = family.from_mean_covariance(mean, sigma)
+    eta = family.expectation(theta)
+    first, second = lectures_theta(mean, sigma), lectures_eta(mean, sigma)
+    assert_close(family.fisher(theta).dense(), first, rtol=1e-9, atol=1e-9)
+    assert_close(family.covariance(theta), first, rtol=1e-9, atol=1e-9)
+    assert_close(torch.func.hessian(family.log_partition)(theta), first, rtol=1e-8, atol=1e-8)
+    assert_close(family.fisher_expectation(eta).dense(), second, rtol=1e-8, atol=1e-8)
+    assert_close(torch.func.hessian(family.conjugate)(eta), second, rtol=1e-7, atol=1e-7)
+    assert_close(first @ second, torch.eye(family.size, dtype=F64), rtol=0, atol=1e-9)
+    for operator in (family.fisher(theta), family.fisher_expectation(eta)):
+        check_operator(operator)
+
+
+def test_the_diagonal_family_is_the_full_one_without_pairs():
+    full, diagonal = MultivariateNormal(3), DiagonalNormal(3)
+    theta = diagonal.from_mean_std(draw(3), draw(3, seed=4).exp())
+    whole = torch.cat([theta, torch.zeros(3, dtype=F64)])
+    part = SubModel(full, range(6), base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
+    assert_close(diagonal.log_partition(theta), full.log_partition(whole))
+    assert_close(diagonal.expectation(theta), full.expectation(whole)[:6])
+    assert_close(diagonal.fisher(theta).dense(), part.covariance(theta))
+    operator = diagonal.fisher(theta)
+    inverse = operator.inverse(0.0)
+    assert inverse is not None
+    assert_close(inverse.dense(), torch.linalg.inv(operator.dense()), rtol=1e-9, atol=1e-9)
+    for found, given in zip(diagonal.mean_std(theta), (draw(3), draw(3, seed=4).exp()), strict=True):
+        assert_close(found, given)
+
+
+def test_one_variable_has_scalars():
+    family = Normal()
+    theta = family.from_mean_std(tensor([0.5, 1.0]), tensor(2.0))
+    assert theta.shape == (2, 2)
+    assert_close(theta[0], MultivariateNormal(1).from_mean_covariance(tensor([0.5]), tensor([[4.0]])))
+    mean, std = family.mean_std(theta)
+    assert_close(mean, tensor([0.5, 1.0]))
+    assert_close(std, tensor([2.0, 2.0]))
+    assert family.sample(theta, 4, generator=GENERATOR).shape == (4, 2, 1)
+
+
+@pytest.mark.parametrize("d", [2, 5, 12, 30])
+def test_a_sparse_precision_comes_back(d):
+    family = SparseNormal(d, graph(d))
+    theta = sparse_theta(family)
+    found = family.natural(family.expectation(theta))
+    assert_close(found, theta, rtol=1e-9, atol=1e-10)
+
+
+def test_scales_and_means_do_not_disturb_a_sparse_precision():
+    """Variables in units that differ by 1e8, far from zero."""
+    family = SparseNormal(6, graph(6))
+    precision = family.precision(sparse_theta(family))
+    units = 10.0 ** torch.linspace(-4, 4, 6, dtype=F64)
+    theta = family.from_mean_precision(3 / units, units * precision * units.unsqueeze(1))
+    found = family.natural(family.expectation(theta))
+    assert_close(family.precision(found) / (units * units.unsqueeze(1)), precision, rtol=1e-9, atol=1e-9)
+
+
+def test_sparse_agrees_with_the_sub_model_and_the_complete_graph():
+    d, edges = 4, [(0, 1), (1, 3), (2, 3)]
+    family, full = SparseNormal(d, edges), MultivariateNormal(d)
+    theta = sparse_theta(family)
+    free = [*range(2 * d), *(2 * d + list(itertools.combinations(range(d), 2)).index(e) for e in edges)]
+    part = SubModel(full, free, base=full.from_mean_covariance(torch.zeros(d), torch.eye(d)))
+    assert_close(family.log_partition(theta), part.log_partition(theta))
+    assert_close(family.covariance(theta), part.covariance(theta))
+    assert_close(family.fisher(theta).dense(), part.covariance(theta))
+    complete = SparseNormal(d, itertools.combinations(range(d), 2))
+    whole = part.whole(theta)
+    assert_close(complete.expectation(whole), full.expectation(whole))
+    assert_close(complete.natural(complete.expectation(whole)), whole, rtol=1e-9, atol=1e-10)
+
+
+def test_a_batch_of_sparse_precisions_and_their_gradients():
+    family = SparseNormal(4, graph(4))
+    theta = torch.stack([sparse_theta(family), 0.9 * sparse_theta(family)])
+    eta = family.expectation(theta).requires_grad_()
+    found = family.natural(eta)
+    assert_close(found, theta, rtol=1e-9, atol=1e-10)
+    probe = draw(*theta.shape)
+    (back,) = torch.autograd.grad((found * probe).sum(), eta)
+    expected = torch.linalg.solve(family.covariance(theta), probe.unsqueeze(-1)).squeeze(-1)
+    assert_close(back, expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e8])
+def test_nearly_singular_covariances_come_back(condition):
+    family, d = MultivariateNormal(4), 4
+    basis = torch.linalg.qr(draw(d, d)).Q
+    sigma = basis @ torch.diag(torch.logspace(0, -torch.tensor(condition).log10().item(), d, dtype=F64)) @ basis.mT
+    sigma = (sigma + sigma.mT) / 2
+    theta = family.from_mean_covariance(torch.zeros(d, dtype=F64), sigma)
+    _, found = family.mean_covariance(theta)
+    assert_close(found, sigma, rtol=0, atol=1e-14 * condition)
+    for value in (family.log_partition(theta), family.entropy(theta), family.kl(theta, theta)):
+        assert bool(torch.isfinite(value))
+    x = family.sample(theta, 2000, generator=GENERATOR)
+    assert_close((x.mT @ x) / 2000, sigma, rtol=0, atol=0.15)
+
+
+def test_ten_thousand_conversions_keep_ten_digits():
+    family, (mean, sigma) = MultivariateNormal(3), moments(3, 10_000)
+    theta = family.from_mean_covariance(mean, sigma)
+    back = family.mean_covariance(theta)
+    size = torch.linalg.cond(sigma)
+    assert_close(back[1] / size[:, None, None], sigma / size[:, None, None], rtol=1e-10, atol=1e-12)
+    again = family.natural(family.expectation(theta))
+    gap = (again - theta).abs().amax(1) / (theta.abs().amax(1) * size)
+    assert float(gap.max()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "family",
+    [MultivariateNormal(2), DiagonalNormal(2), SparseNormal(2, []), FixedMeanNormal(torch.zeros(2)), Normal()],
+    ids=repr,
+)
+def test_single_precision_stays_single(family):
+    x = torch.randn(200, family.d, generator=GENERATOR)
+    theta = family.mle(x)
+    found = [
+        theta,
+        family.expectation(theta),
+        family.entropy(theta),
+        family.log_prob(theta, x),
+        family.covariance(theta),
+    ]
+    assert all(value.dtype == torch.float32 for value in found)
+    assert family.fisher(theta).dtype == torch.float32
+    assert_close(family.expectation(theta), family.statistics(x).mean(0), rtol=1e-4, atol=1e-4)
+
+
+FULL, SPARSE = MultivariateNormal(2), SparseNormal(3, [(0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: FULL.from_mean_covariance(torch.zeros(2), tensor([[1.0, 0.5], [0.0, 1.0]])), ("symmetric", "A.mT")),
+        (lambda: FULL.from_mean_covariance(torch.zeros(2), torch.nan * torch.eye(2)), ("positive definite",)),
+        (lambda: FULL.from_mean_covariance(torch.nan * torch.zeros(2), torch.eye(2)), ("mean", "not finite")),
+        (lambda: FULL.statistics(draw(5, 3)), ("(5, 3)", "(..., 2)")),
+        (lambda: FULL.natural(tensor([1.0, 0.0, 0.5, 1.0, 0.0])), ("positive definite",)),
+        (lambda: FULL.natural(tensor([torch.inf, 0.0, 0.5, 1.0, 0.0])), ("not finite",)),
+        (lambda: SparseNormal(3, [(0, 3)]), ("(0, 3)", "0 to 2")),
+        (lambda: SparseNormal(3, [(0, 1), (1, 0)]), ("a pair twice",)),
+        (lambda: SPARSE.from_mean_precision(torch.zeros(3), torch.eye(3) + 0.1), ("beside the edges",)),
+        (lambda: SPARSE.from_mean_precision(torch.zeros(3), -torch.eye(3)), ("precision is not positive definite",)),
+        (lambda: SPARSE.natural(tensor([1.0, 0, 0, 1, 1, 1, 0])), ("variances <= 0",)),
+        (lambda: SPARSE.natural(tensor([0.0, 0, 0, 1, 1, 1, 2.5])), ("eta is not reached",)),
+        (lambda: FixedMeanNormal(torch.zeros(2, 2)), ("(d,)", "torch.zeros(d)")),
+        (lambda: FixedMeanNormal(torch.zeros(2)).expectation(torch.ones(3)), ("outside", "positive definite")),
+        (lambda: FixedCovarianceNormal(torch.ones(2, 2)), ("positive definite",)),
+        (lambda: FixedCovarianceNormal(torch.ones(2)), ("(2,)", "(d, d)")),
+        (lambda: DiagonalNormal(2).natural(tensor([1.0, 0.0, 1.0, 1.0])), ("variances <= 0",)),
+        (lambda: DiagonalNormal(2).expectation(torch.ones(4)), ("outside", "negative")),
+        (lambda: Normal().from_mean_std(torch.tensor(0.0), torch.tensor(-1.0)), ("std > 0",)),
+    ],
+)
+def test_errors_name_what_is_wrong(call, words):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_moments_must_be_numbers():
+    with pytest.raises(TypeError, match=r"covariance is torch\.int64"):
+        FULL.from_mean_covariance(torch.zeros(2), torch.eye(2, dtype=torch.long))

@@ -1,0 +1,155 @@
+"""The Wasserstein metric of samples: against its definition, and where mass moves without cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import F64, assert_close
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.metrics import RBF
+from natgrad.testing import check_metric, check_operator
+
+Z = torch.randn(40, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+def warp(params: Any, z: Tensor) -> Tensor:
+    """A small map of the plane."""
+    return torch.tanh(z @ params["A"]) + params["b"] * z.square()
+
+
+def parameters() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {"A": torch.randn(2, 2, dtype=F64, generator=g), "b": torch.randn(2, dtype=F64, generator=g)}
+
+
+def jacobian(model: Any, params: dict[str, Tensor], z: Tensor) -> Tensor:
+    """d x / d theta, (N, d, n)."""
+    parts = torch.func.jacrev(model)(params, z)
+    return torch.cat([part.flatten(2) for part in parts.values()], dim=2)
+
+
+def test_without_a_kernel_it_is_the_cost_of_moving_every_sample():
+    found = ng.transport_metric(warp).at(parameters(), Z)
+    rows = jacobian(warp, parameters(), Z)
+    check_operator(found)
+    assert_close(found.dense(), torch.einsum("ndi,ndj->ij", rows, rows) / len(Z))
+    check_metric(ng.transport_metric(warp), parameters(), Z)
+
+
+def test_the_kernelised_metric_is_its_definition():
+    """T, C and K by autodiff from k alone."""
+    bandwidth, lam, many = 0.8, 1e-3, 12
+    kernel = RBF(bandwidth)
+    metric = ng.transport_metric(
+        warp, kernel=kernel, basis=many, regularization=lam, generator=torch.Generator().manual_seed(5)
+    )
+    found = metric.at(parameters(), Z)
+    check_operator(found)
+    samples = warp(parameters(), Z)
+    pairs = torch.randperm(len(Z) * 2, generator=torch.Generator().manual_seed(5))[:many]
+    points, axes = samples[pairs // 2], pairs % 2
+
+    def h(x: Tensor) -> Tensor:  # (M,) at one x
+        slopes = torch.func.vmap(torch.func.grad(kernel), (0, None))(points, x)
+        return slopes[torch.arange(many), axes]
+
+    c = torch.func.vmap(torch.func.jacrev(h))(samples)  # (N, M, d)
+    k = torch.func.vmap(torch.func.jacrev(h))(points)[torch.arange(many), :, axes]
+    t = torch.func.jacrev(lambda p: torch.func.vmap(h)(warp(p, Z)).mean(0))(parameters())
+    t = torch.cat([part.flatten(1) for part in t.values()], dim=1)
+    inner = torch.linalg.inv(lam * k + torch.einsum("nmd,nld->ml", c, c) / len(Z))
+    assert_close(found.dense(), t.mT @ inner @ t, rtol=1e-7)
+
+
+def test_any_smooth_kernel_serves():
+    bandwidth = 0.8
+    ours = ng.transport_metric(warp, kernel=RBF(bandwidth), basis=9).at(parameters(), Z)
+
+    def own(x: Tensor, y: Tensor) -> Tensor:
+        return torch.exp(-(x - y).square().sum() / (2 * bandwidth**2))
+
+    theirs = ng.transport_metric(warp, kernel=own, basis=9).at(parameters(), Z)
+    assert_close(ours.dense(), theirs.dense(), rtol=1e-7)
+
+
+def test_turning_a_round_distribution_costs_nothing():
+    """x = R(a) z of isotropic z: E[J^T J] = E|z|^2 = 2, the Wasserstein metric 0; a shift costs 1 in both."""
+
+    def turned(params: Any, z: Tensor) -> Tensor:
+        c, s = params["angle"].cos(), params["angle"].sin()
+        return torch.stack([c * z[:, 0] - s * z[:, 1], s * z[:, 0] + c * z[:, 1]], dim=1) + params["shift"]
+
+    params = {"angle": torch.tensor(0.3, dtype=F64), "shift": torch.zeros(2, dtype=F64)}
+    z = torch.randn(3000, 2, dtype=F64, generator=torch.Generator().manual_seed(2))
+    plain = ng.transport_metric(turned).at(params, z).diagonal()
+    kernelised = ng.transport_metric(turned, kernel=RBF(3.0), basis=40, regularization=1e-8).at(params, z).diagonal()
+    assert float(plain[0]) == pytest.approx(2, rel=0.1)
+    assert float(kernelised[0]) < 0.05
+    assert_close(kernelised[1:], torch.ones(2, dtype=F64), rtol=0.02)
+
+
+def test_a_gaussian_s_mean_and_spread():
+    """N(m, s^2) has the Wasserstein metric diag(1, 1) in (m, s)."""
+
+    def scaled(params: Any, z: Tensor) -> Tensor:
+        return params["m"] + params["s"] * z
+
+    params = {"m": torch.tensor(0.5, dtype=F64), "s": torch.tensor(2.0, dtype=F64)}
+    z = torch.randn(2000, dtype=F64, generator=torch.Generator().manual_seed(2))
+    z = (z - z.mean()) / z.square().mean().sqrt()
+    for kernel in (None, RBF(4.0)):
+        found = ng.transport_metric(scaled, kernel=kernel, basis=50, regularization=1e-9).at(params, z).dense()
+        assert_close(found, torch.eye(2, dtype=F64), rtol=0.02)
+
+
+def test_an_optimizer_takes_it():
+    """A generator is pulled to data by the energy distance; samples in float32, kernel from their median distance."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    data = torch.randn(200, 2) @ torch.tensor([[2.0, 0.0], [1.0, 0.3]]) + 3
+    z = torch.randn(200, 2)
+
+    def distance() -> Tensor:
+        x = model(z)
+        near = torch.nn.functional.pdist(x).mean() + torch.nn.functional.pdist(data).mean()
+        return 2 * torch.cdist(x, data).mean() - near
+
+    opt = ng.NaturalGradient(
+        model, ng.transport_metric(model, kernel=RBF(), basis=40), lr=1.0, damping=1e-3, rule=ng.Rate()
+    )
+    before = distance().item()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = distance()
+        loss.backward()
+        return loss
+
+    for _ in range(30):
+        opt.step(closure)
+    assert distance().item() < 0.05 * before
+
+
+BAD = {
+    "kernel": ({"kernel": 3}, TypeError),
+    "basis": ({"basis": 0}, ValueError),
+    "regularization": ({"regularization": 0.0}, ValueError),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    options, error = BAD[name]
+    with pytest.raises(error, match=f"^{name} is"):
+        ng.transport_metric(warp, **options)
+
+
+def test_bad_bandwidths_and_outputs():
+    with pytest.raises(ValueError, match=r"^bandwidth is"):
+        RBF(-1.0)
+    with pytest.raises(ValueError, match="expected samples as one tensor"):
+        ng.transport_metric(lambda p, z: (z * p["b"], z)).at(parameters(), Z)
