@@ -174,12 +174,12 @@ def parity_rows() -> list[Row]:
     groups = [range(4 * i, 4 * i + 4) for i in range(15)]
 
     def ours(search: Search) -> int | None:
-        return reached_at(search, parities, -15, 15_000)
+        return reached_at(search, parities, -15, 4_000)
 
     return [
         ("parities of 4 on 60 bits, cliques given", "", "", lambda s: ours(MarkovSearch(60, groups, seed=s))),
         ("parities, cliques learned", "", "", lambda s: ours(MarkovSearch(60, seed=s))),
-        ("parities, (1+1)-EA", "", "", lambda s: one_plus_one(parities, 60, -15, s, 15_000)),
+        ("parities, (1+1)-EA", "", "", lambda s: one_plus_one(parities, 60, -15, s, 4_000)),
     ]
 
 
