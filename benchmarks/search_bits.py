@@ -134,7 +134,7 @@ def trap_rows() -> list[Row]:
     return [
         ("trap-5 on 30 bits, cliques given", "1300", "1300", lambda s: ours(MarkovSearch(30, blocks, seed=s))),
         ("trap-5, cliques learned", "", "10000", lambda s: ours(MarkovSearch(30, seed=s))),
-        ("trap-5, BernoulliSearch up to 6000", "0 of 10", "", lambda s: ours(BernoulliSearch(30, seed=s), 6000)),
+        ("trap-5, BernoulliSearch up to 2000", "0 of 10", "", lambda s: ours(BernoulliSearch(30, seed=s), 2000)),
         ("trap-5, update=PBIL(.1, 4)", "0 of 10", "", lambda s: ours(BernoulliSearch(30, seed=s, update=PBIL(0.1, 4)))),
         ("trap-5, update=CGA()", "0 of 10", "", lambda s: ours(BernoulliSearch(30, seed=s, update=CGA()))),
         ("trap-5, (1+1)-EA", "", "", lambda s: one_plus_one(traps, 30, -30, s, 60_000)),
@@ -174,12 +174,12 @@ def parity_rows() -> list[Row]:
     groups = [range(4 * i, 4 * i + 4) for i in range(15)]
 
     def ours(search: Search) -> int | None:
-        return reached_at(search, parities, -15, 15_000)
+        return reached_at(search, parities, -15, 4_000)
 
     return [
         ("parities of 4 on 60 bits, cliques given", "", "", lambda s: ours(MarkovSearch(60, groups, seed=s))),
         ("parities, cliques learned", "", "", lambda s: ours(MarkovSearch(60, seed=s))),
-        ("parities, (1+1)-EA", "", "", lambda s: one_plus_one(parities, 60, -15, s, 15_000)),
+        ("parities, (1+1)-EA", "", "", lambda s: one_plus_one(parities, 60, -15, s, 4_000)),
     ]
 
 

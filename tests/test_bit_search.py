@@ -161,6 +161,19 @@ def test_cliques_are_learned():
     assert search.cliques == [(0, 1, 2, 3, 4), (5, 6, 7, 8, 9)]
 
 
+def test_parities_are_found_with_their_cliques_and_not_learned():
+    """No pair of bits correlates with the value: the statistics stay single bits and explain nothing."""
+
+    def parities(X: Tensor) -> Tensor:
+        return -(X.reshape(len(X), -1, 4).sum(2) % 2 == 0).sum(1).to(torch.float64)
+
+    groups = [range(4 * i, 4 * i + 4) for i in range(8)]
+    assert run(ng.MarkovSearch(32, groups, seed=0), parities, -8, 600).best.fun == -8
+    learned = run(ng.MarkovSearch(32, seed=0), parities, -math.inf, 600)
+    assert not learned.settled
+    assert learned.slope.explained < 0.1
+
+
 def test_a_cut_is_found_in_the_complete_pairwise_field():
     edges = [(i, j) for i, j in combinations(range(10), 2) if (i * j + i + j) % 3]
 
