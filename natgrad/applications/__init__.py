@@ -1,6 +1,6 @@
 """Floor 6: one file, or folder, per kind of problem."""
 
-from natgrad.applications import helmholtz, search
+from natgrad.applications import flows, helmholtz, search
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.pairs import PairPreconditioner
@@ -18,6 +18,7 @@ __all__ = [
     "PairPreconditioner",
     "TwoLayer",
     "denoising_score_matching_loss",
+    "flows",
     "helmholtz",
     "ratio_matching_loss",
     "score_matching_loss",
