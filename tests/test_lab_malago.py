@@ -55,7 +55,8 @@ def test_balls_are_level_lines_of_the_kl():
     assert_close(normal_kl(at, other)[0], family.kl(*thetas))
     found = balls(Run(Points()))["balls"]
     for one in found[:3]:
-        kl = normal_kl(torch.tensor(one["centre"]).double(), torch.tensor(one["ball"]).double())
+        centre, ball = (torch.tensor(one[key], dtype=torch.float64) for key in ("centre", "ball"))
+        kl = normal_kl(centre, ball)
         assert_close(kl, torch.full_like(kl, 0.02), rtol=1e-6, atol=0)
 
 
