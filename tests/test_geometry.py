@@ -289,12 +289,12 @@ def test_bad_points_are_told():
 
 
 @pytest.mark.parametrize("transport", ["cheap", "parallel"])
-@pytest.mark.parametrize("case", ["half plane", "cone", "simplex", "theta of normals in 2", "wasserstein"])
+@pytest.mark.parametrize("case", ["half plane", "cone", "simplex", "wasserstein"])
 def test_momentum_finds_the_nearest_point(case, transport):
     """Half the squared distance to a point is minimised there; its natural gradient is -log."""
     manifold, point, other = CASES[case]
     descent, velocity = Descent(manifold, 0.2, 0.5, transport), None
-    for _ in range(40):
+    for _ in range(25):
         start = point.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(manifold.distance(start, other).square().sum() / 2, start)
         point, velocity = descent.step(point, gradient, velocity)
@@ -308,5 +308,7 @@ def test_descent_stays_inside_for_any_rate():
     for seed in range(20):
         theta, velocity = descent.step(theta, draws(3, 5, seed=seed), velocity)
         assert bool(family.inside(theta).all())
+    with pytest.raises(ValueError, match="gradient is not finite"):
+        descent.step(theta, torch.full_like(theta, torch.nan))
     with pytest.raises(ValueError, match="momentum"):
         Descent(manifold, 0.1, 1.0)

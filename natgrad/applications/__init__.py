@@ -1,6 +1,7 @@
 """Floor 6: one file, or folder, per kind of problem."""
 
 from natgrad.applications import helmholtz, policy, search, variational
+from natgrad.applications import flows, helmholtz, search
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.pairs import PairPreconditioner
@@ -18,6 +19,7 @@ __all__ = [
     "PairPreconditioner",
     "TwoLayer",
     "denoising_score_matching_loss",
+    "flows",
     "helmholtz",
     "policy",
     "ratio_matching_loss",

@@ -17,7 +17,8 @@ class Descent:
 
     step(point, gradient, velocity) -> (point, velocity): v <- momentum * v + natural gradient, point <- point moved by
     -lr v, v carried there. The step is `retract`, which never leaves the domain for any rate. transport: "cheap" for
-    `translate`, "parallel" for `transport`. What changes is returned: keep it for a checkpoint.
+    `translate`, "parallel" for `transport`. What changes is returned: keep it for a checkpoint. At points so extreme
+    that a direction overflows, it is left out.
     """
 
     manifold: Manifold
@@ -35,8 +36,11 @@ class Descent:
 
     def step(self, point: Tensor, gradient: Tensor, velocity: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One step from partial derivatives at the point. velocity: what the last step returned, None at first."""
+        if not bool(torch.isfinite(gradient).all()):
+            raise ValueError("gradient is not finite: look for a NaN in the loss")
         natural = self.manifold.natural(point, gradient)
         heading = natural if velocity is None else self.momentum * velocity + natural
+        heading = torch.where(torch.isfinite(self.lr * heading), heading, 0.0)
         new = self.manifold.retract(point, -self.lr * heading)
         carry = self.manifold.transport if self.transport == "parallel" else self.manifold.translate
         carried = carry(point, new, heading)

@@ -190,7 +190,9 @@ class Charted(Manifold):
         return self._pull(*self.manifold.carry(at, pushed, self._push(point, vector)[1]))
 
     def inside(self, point: Tensor) -> Tensor:
-        return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+        """On both sides of the chart: a nearly singular precision has an inverse that round-off leaves indefinite."""
+        whole = torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
+        return whole & self.manifold.inside(self.there(point.nan_to_num()))
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         end = self.manifold.curve(*self._push(point, tangent))
@@ -242,7 +244,8 @@ class NormalTheta(Charted):
 
     def there(self, theta: Tensor) -> Tensor:
         assert isinstance(self.family, MultivariateNormal)
-        covariance = torch.linalg.inv(self.family.precision(theta))  # cholesky_inverse has wrong forward derivatives
+        # cholesky_inverse has wrong forward derivatives; outside of the domain, where inv raises, anything will do
+        covariance = torch.linalg.inv_ex(self.family.precision(theta))[0]
         mean = (covariance @ theta[..., : self.family.d].unsqueeze(-1)).squeeze(-1)
         if isinstance(self.manifold, Normals):
             return self.manifold.join(mean, covariance)
