@@ -1,4 +1,4 @@
-"""The bound of a sparse Gaussian process classifier beside gpytorch's, at the same q, and where its own optimiser ends."""
+"""The bound of a sparse Gaussian process classifier beside gpytorch's, where both optimisers end."""
 
 from __future__ import annotations
 

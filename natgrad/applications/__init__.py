@@ -1,7 +1,6 @@
 """Floor 6: one file, or folder, per kind of problem."""
 
-from natgrad.applications import helmholtz, policy, search, variational
-from natgrad.applications import flows, helmholtz, search
+from natgrad.applications import flows, helmholtz, policy, search, variational
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.gauss_markov import GaussMarkov
 from natgrad.applications.pairs import PairPreconditioner
