@@ -87,8 +87,8 @@ def test_the_theorem_counts():
 def test_every_figure_has_a_page(name, tmp_path):
     study = find(f"malago_2023_{name}")
     few = FEW if study.settings is Settings else LITTLE
-    folder = execute(study, few, [0], tmp_path / name)
-    told, page = build(study, folder, {})
+    execute(study, few, [0], tmp_path / name)
+    told, page = build(tmp_path / name)
     text = page.read_text()
     assert told.story.title in text
     assert "<svg" in text

@@ -218,7 +218,7 @@ def _line_verdict(name: str, one: Numbers) -> str:
             "as 1/sqrt(t): faster is a "
             "matter of the coordinates, the curve is not."
         )
-    return f"Two local maxima, near x = -1.3 and 1.4, the right one global. Where the flows end: {said}."
+    return f"Two local maxima, at x = -√2 and √2, the right one global. Where the flows end: {said}."
 
 
 def _line_picture(
