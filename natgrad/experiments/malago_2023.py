@@ -112,9 +112,8 @@ def _grid(run: Run, cases: dict, maximise: bool) -> Numbers:
         for number, (kind, natural) in enumerate(KINDS.items()):
             run.advance((place + number / 2) / len(cases))
             field = flow_field(expected(family, f), family, chart, natural=natural, maximise=maximise)
-            found[name][kind] = plain(
-                paths(field, lattice(*view, s.starts), times, domain(family, chart), 5 if maximise else 2)
-            )
+            starts = lattice(view[0], view[1], s.starts)
+            found[name][kind] = plain(paths(field, starts, times, domain(family, chart), 5 if maximise else 2))
     return found
 
 

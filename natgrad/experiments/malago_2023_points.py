@@ -183,7 +183,8 @@ def _levels(axes: Axes) -> None:
     a, b = torch.meshgrid(ticks, ticks, indexing="ij")
     keep = (a + b <= 1).flatten()
     p = torch.stack([a.flatten(), b.flatten(), 1 - a.flatten() - b.flatten()], 1)[keep]
-    axes.tricontour(*flat(p).T.numpy(), polarization(p).numpy(), levels=16, colors=GRID, linewidths=0.9)
+    across, up = flat(p).T.numpy()
+    axes.tricontour(across, up, polarization(p).numpy(), levels=16, colors=GRID, linewidths=0.9)
     corners = flat(torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]])
     axes.plot(*corners.T.numpy(), color=QUIET, linewidth=1)
 
