@@ -23,7 +23,9 @@ METRIC = fisher(affine, Gaussian())
 
 
 def test_every_check_is_public_and_documented():
-    assert set(testing.__all__) == {f"check_{kind}" for kind in ("family", "metric", "operator", "solver", "structure")}
+    assert set(testing.__all__) == {
+        f"check_{kind}" for kind in ("exponential_family", "family", "metric", "operator", "solver", "structure")
+    }
     assert all(getattr(testing, name).__doc__ for name in testing.__all__)
 
 

@@ -1,0 +1,99 @@
+"""Likelihoods: nll, sample, score, fisher and kl speak of one distribution."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.families import Likelihood
+from natgrad.pure import leaves, map_tensors
+from natgrad.testing.demand import (
+    require,
+    require_close,
+    require_mean,
+    tolerance,
+    untouched,
+)
+
+
+def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rtol: float | None = None) -> None:
+    """nll, sample, score, fisher, mv, root and kl of a likelihood speak of one distribution, at the given outputs.
+
+    By sampling, within six standard errors: E[score] = 0, E[score score^T] = fisher, E[log p - log q] = KL(p, q).
+    Exactly: mv and root agree with fisher, KL(p, p) = 0, and its second derivative is fisher. `fisher` and `kl` are
+    checked where the family has them. Targets must not be bounded by the batch: outputs are repeated along it.
+    """
+    rows = family.rows(outputs).detach()
+    rtol = tolerance(rtol, rows.dtype)
+    require(rows.dim() == 2, f"family.rows(outputs) has shape {tuple(rows.shape)}, expected (R, m)")
+    with untouched({"outputs": rows}, None, "family"):
+        targets, many = _drawn_targets(family, outputs, samples)
+        scores = family.score(many, targets).view(samples, *rows.shape)
+        _require_score_is_derivative(family, outputs)
+        require_mean("E[score]", scores, torch.zeros_like(rows))
+        with suppress(NotImplementedError):
+            fisher = family.fisher(rows)
+            _require_form(family, rows, fisher, rtol)
+            require_mean("E[score score^T]", scores.unsqueeze(-1) * scores.unsqueeze(-2), fisher)
+        with suppress(NotImplementedError):
+            _require_mean_kl(family, outputs, many, targets, samples)
+            _require_kl(family, rows, rtol)
+
+
+def _drawn_targets(family: Likelihood, outputs: Any, samples: int) -> tuple[Any, Any]:
+    many = map_tensors(outputs, lambda t: t.detach().repeat(samples, *[1] * (t.dim() - 1)))
+    device = next(leaves(outputs)).device
+    first, second = (family.sample(many, torch.Generator(device).manual_seed(0)) for _ in range(2))
+    same = all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(second), strict=True))
+    require(same, "family.sample draws differently from one generator state; draw from the generator only")
+    family.check_targets(many, first)
+    return first, many
+
+
+def _require_score_is_derivative(family: Likelihood, outputs: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    targets = family.sample(outputs, torch.Generator(next(leaves(outputs)).device).manual_seed(1))
+    direction = map_tensors(outputs, lambda t: torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device))
+    length = torch.finfo(family.rows(outputs).dtype).eps ** (1 / 3)
+
+    def value(shift: float) -> Tensor:
+        moves = iter(leaves(direction))
+        return family.nll(map_tensors(outputs, lambda t: t.detach() + shift * next(moves)), targets)
+
+    nll = value(0.0)
+    count = len(family.rows(outputs))
+    require(nll.shape == (count,), f"family.nll has shape {tuple(nll.shape)}, expected ({count},), one number per row")
+    slope = (value(-length) - value(length)) / (2 * length)
+    found = (family.score(outputs, targets) * family.rows(direction)).sum(1)
+    require_close("family.score against differences of nll", found, slope, 1e3 * length**2, 1 + slope.abs().max())
+
+
+def _require_form(family: Likelihood, rows: Tensor, fisher: Tensor, rtol: float) -> None:
+    shape = (*rows.shape, rows.shape[1])
+    require(fisher.shape == shape, f"family.fisher(rows) has shape {tuple(fisher.shape)}, expected {shape}")
+    tangents = torch.randn(rows.shape, generator=torch.Generator().manual_seed(3), dtype=rows.dtype).to(rows.device)
+    expected = torch.einsum("imn,in->im", fisher, tangents)
+    require_close("family.mv(rows, tangents)", family.mv(rows, tangents), expected, rtol, fisher.abs().max())
+    root = family.root(rows)
+    require_close("root root^T of family.root(rows)", root @ root.mT, fisher, rtol)
+
+
+def _require_kl(family: Likelihood, rows: Tensor, rtol: float) -> None:
+    same = family.kl(rows, rows)
+    require_close("family.kl(p, p)", same, torch.zeros(len(rows)).to(rows), rtol, 1.0)
+    with torch.enable_grad():
+        point = rows.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(family.kl(rows, point).sum(), point, create_graph=True)
+        columns = [torch.autograd.grad(g, point, retain_graph=True)[0] for g in gradient.sum(0)]
+    require_close("the derivative of family.kl(p, q) at q = p", gradient.detach(), torch.zeros_like(rows), rtol, 1.0)
+    fisher = family.fisher(rows)
+    require_close("the second derivative of family.kl", torch.stack(columns, 2), fisher, rtol, 1 + fisher.abs().max())
+
+
+def _require_mean_kl(family: Likelihood, outputs: Any, many: Any, targets: Any, samples: int) -> None:
+    moved, moved_many = (map_tensors(tree, lambda t: 0.9 * t.detach()) for tree in (outputs, many))
+    ratio = (family.nll(moved_many, targets) - family.nll(many, targets)).view(samples, -1)
+    require_mean("E[log p - log q] against family.kl", ratio, family.kl(family.rows(outputs), family.rows(moved)))

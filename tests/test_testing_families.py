@@ -1,0 +1,106 @@
+"""The public check of exponential families passes honest ones and finds each lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import F64
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.families import Beta, Dirichlet, Exponential, Gamma, Product
+from natgrad.testing import check_exponential_family
+
+
+def points(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=F64)
+
+
+HONEST: dict[str, tuple[Any, Tensor]] = {
+    "bits": (ng.Bernoulli(), points([0.3, -1.0], [0.0, 0.5])),
+    "counts": (ng.Poisson(), points([0.3, -1.0], [0.0, 0.5])),
+    "a normal in two dimensions": (
+        ng.MultivariateNormal(2),
+        points([0.3, -0.2, -0.6, -0.5, 0.1], [0.0, 0.1, -0.4, -0.7, -0.1]),
+    ),
+    "three spins": (ng.Ising(3), points([0.2, -0.1, 0.0, 0.3, -0.2, 0.1], [0.0, 0.1, 0.2, -0.3, 0.2, 0.0])),
+    "waiting times": (Exponential(), points([-1.5], [-0.7])),
+    "gamma": (Gamma(), points([1.5, -2.0], [2.0, -1.0])),
+    "beta": (Beta(), points([1.5, 0.5], [0.7, 2.0])),
+    "dirichlet": (Dirichlet(3), points([0.5, 1.0, 2.0], [1.0, 0.3, 0.8])),
+    "a product": (Product((Exponential(), 1), (ng.Bernoulli(1), 1)), points([-1.5, 0.3], [-0.7, -0.4])),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_families_pass(name):
+    family, theta = HONEST[name]
+    check_exponential_family(family, theta, samples=4000)
+
+
+class Counts(ng.ExponentialFamily):
+    """Poisson in three lines; `lie` says what is wrong with it."""
+
+    size = 1
+
+    def __init__(self, lie: str = "") -> None:
+        self.lie = lie
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(-1) if self.lie != "statistics" else 1 + x.unsqueeze(-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return theta.exp().squeeze(-1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        rate = theta.squeeze(-1).exp().expand(count, *theta.shape[:-1])
+        return torch.poisson(rate, generator=None if self.lie == "draw" else generator)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -torch.lgamma(x + 1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        k = torch.arange(200, dtype=theta.dtype)
+        p = torch.exp(theta * k - theta.exp() - torch.lgamma(k + 1))
+        return -(p * torch.lgamma(k + 1)).sum(-1) if self.lie != "entropy" else theta.new_zeros(theta.shape[:-1])
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return super().expectation(theta) * (1.01 if self.lie == "expectation" else 1)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return super().covariance(theta) * (1.01 if self.lie == "covariance" else 1)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        found = eta.log()
+        return found.detach() + 0 * eta if self.lie == "natural" else found
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return super().kl(theta, other) if self.lie != "kl" else super().kl(other, theta)
+
+
+LIES = {
+    "statistics": r"E\[T\]",
+    "draw": "one generator state|global random state",
+    "entropy": r"-E\[log p\]",
+    "expectation": "grad psi",
+    "covariance": "Hess psi",
+    "natural": "d natural",
+    "kl": r"family.kl\(p, q\)",
+}
+
+
+def test_a_family_of_one_s_own_passes():
+    check_exponential_family(Counts(), points([0.3], [-0.5]), samples=4000)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_every_lie_is_found(lie):
+    with pytest.raises(AssertionError, match=LIES[lie]):
+        check_exponential_family(Counts(lie), points([0.3], [-0.5]), samples=4000)
+
+
+def test_two_points_are_asked_for():
+    with pytest.raises(AssertionError, match="two points"):
+        check_exponential_family(Counts(), torch.zeros(1, dtype=F64))
