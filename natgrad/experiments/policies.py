@@ -126,9 +126,9 @@ class Peer:
     """TRPO of sb3-contrib. `total`: steps per update; `scaled`: observations and rewards by VecNormalize."""
 
     def __init__(self, settings: Settings, choice: Choice, seed: int) -> None:
-        from sb3_contrib import TRPO  # a peer, only where it is installed
-        from stable_baselines3.common.env_util import make_vec_env
-        from stable_baselines3.common.vec_env import VecNormalize
+        from sb3_contrib import TRPO  # a peer, only where it is installed  # pyright: ignore[reportMissingImports]
+        from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
+        from stable_baselines3.common.vec_env import VecNormalize  # pyright: ignore[reportMissingImports]
 
         arguments = dict(choice.arguments)
         scaled, self.batch = arguments.pop("scaled", False), arguments.pop("total", 2048)
