@@ -5,7 +5,8 @@ import math
 import torch
 
 import natgrad as ng
-from natgrad.applications.search import PBIL, CategoricalSearch, ProductSearch
+
+search = ng.applications.search
 
 torch.manual_seed(0)
 x = torch.rand(80, 1, dtype=torch.float64) * 6 - 3
@@ -23,8 +24,8 @@ def validation_error(point: torch.Tensor) -> float:
 
 
 numbers = ng.GaussianSearch([0.0, 5.0], [2.0, 5.0], 12, seed=0, bounds=([-8, 1], [3, 30]), integers=[1])
-kinds = CategoricalSearch([len(BASES)], 12, seed=0, update=PBIL(0.1, best=3))
-result = ng.minimize(validation_error, ProductSearch(numbers, kinds), maxfevals=600, vectorized=False)
+kinds = search.CategoricalSearch([len(BASES)], 12, seed=0, update=search.PBIL(0.1, best=3))
+result = ng.minimize(validation_error, search.ProductSearch(numbers, kinds), maxfevals=600, vectorized=False)
 name = list(BASES)[int(result.x[2])]
 print(f"error {result.fun:.4f} with {int(result.x[1])} {name}, ridge {10 ** float(result.x[0]):.2g}: {result.message}")
 assert result.fun < 0.02
