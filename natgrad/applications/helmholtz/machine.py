@@ -225,10 +225,10 @@ def check_sizes(sizes: Any) -> list[int]:
 def check_units(units: Any) -> tuple[int, int]:
     """The lower and the upper value. ValueError for others."""
     try:
-        found = tuple(sorted(units))
+        found = sorted(units)
     except TypeError:
-        found = ()
-    if found not in ((0, 1), (-1, 1)):
+        found = []
+    if found not in ([0, 1], [-1, 1]):
         raise ValueError(f"units is {units!r}, expected (0, 1) or (-1, 1)")
     return int(found[0]), 1
 
