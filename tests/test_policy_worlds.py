@@ -399,6 +399,13 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "seed": (lambda: small(seed=-1), ValueError, "seed is -1"),
     "limit": (lambda: small(max_episode_steps=0), ValueError, "max_episode_steps is 0"),
     "steps": (lambda: small().learn(0), ValueError, "total_steps is 0"),
+    "half a step": (lambda: small().learn(64.5), ValueError, "total_steps is 64.5"),
+    "callback": (lambda: small().learn(64, callback=3), TypeError, "callback is int"),
+    "radius's kind": (lambda: small(radius="1"), ValueError, "radius is '1', expected a finite number > 0"),
+    "gamma's kind": (lambda: small(gamma=None), ValueError, "gamma is None"),
+    "entropy weight": (lambda: small(entropy_weight="1"), ValueError, "entropy_weight is '1'"),
+    "batch's kind": (lambda: small(batch=64.0), ValueError, "batch is 64.0, expected an integer"),
+    "a recurrent policy": (lambda: small(Bandit(), nn.LSTM(2, 3)), ValueError, "policy returned"),
     "observation": (lambda: small().predict(np.zeros(3)), ValueError, r"observation has shape \(3,\), expected \(2,\)"),
     "NaN": (lambda: small().predict(np.array([np.nan, 0])), ValueError, "not finite"),
 }
@@ -409,6 +416,21 @@ def test_bad_input_is_told_at_the_door(name: str):
     make, kind, words = BAD[name]
     with pytest.raises(kind, match=words):
         make()
+
+
+def test_numbers_and_environments_come_in_many_kinds():
+    plain = small()
+    plain.learn(128)
+    kinds = [
+        small(lambda: Walk(), batch=np.int64(64), seed=np.int64(0), radius=np.float32(0.01)),
+        small([lambda: Walk()], critic_batch=np.int32(64), metric_batch=np.int64(100)),
+    ]
+    for agent in kinds:
+        agent.learn(np.int64(64))
+        agent.learn(64.0)
+        assert agent.history["return"] == plain.history["return"]
+    vector = small(lambda: SyncVectorEnv([Walk, Walk]))
+    assert vector.learn(1e2)["steps"] == [64, 128]
 
 
 def test_observation_spaces():
