@@ -118,7 +118,7 @@ def check_goals(ftarget: Any, maxfevals: Any, popsize: int, callback: Any) -> No
     if ftarget is not None and (not isinstance(ftarget, (Real, Tensor)) or math.isnan(ftarget)):
         came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
         raise ValueError(f"ftarget is {came}, expected a number, or None for no target")
-    if maxfevals is not None and not (isinstance(maxfevals, (Real, Tensor)) and maxfevals >= popsize):
+    if maxfevals is not None and not (isinstance(maxfevals, (Real, Tensor)) and float(maxfevals) >= popsize):
         raise ValueError(f"maxfevals is {maxfevals!r}, expected at least {popsize}, the evaluations of one generation")
     if callback is not None and not callable(callback):
         raise TypeError(f"callback is {type(callback).__name__}, expected a function of the search")
