@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import F64, assert_close
@@ -336,8 +337,8 @@ def test_training_approaches_the_data():
     for kind in (ng.WakeSleep, ng.NaturalWakeSleep):
         torch.manual_seed(0)
         trained = ng.HelmholtzMachine([4, 3, 2])
-        trainer = kind(trained, lr=0.1, samples=10)
-        for _ in range(400):
+        trainer = kind(trained, lr=0.2, samples=10)
+        for _ in range(150):
             trainer.step(x)
         found[kind] = float(trained.log_likelihood(x, samples=None).mean())
     assert found[ng.NaturalWakeSleep] > -1.7  # -log 4 is -1.39, undecided units are at -2.77
@@ -389,6 +390,16 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         ("30 hidden units", "use samples"),
     ),
     "n": (lambda: machine().sample(0), ValueError, ("n is 0", ">= 1")),
+    "units of one kind": (lambda: ng.HelmholtzMachine([3, 2], units=2), ValueError, ("units is 2", "(-1, 1)")),  # type: ignore[arg-type]
+    "prior's list": (lambda: ng.HelmholtzMachine([3, 2], prior=[0.2] * 3), ValueError, ("prior", "(2,)")),  # type: ignore[arg-type]
+    "words": (lambda: machine().log_likelihood(["on"]), ValueError, ("x is list", "(b, 3)")),  # type: ignore[arg-type]
+    "lr's kind": (lambda: ng.WakeSleep(machine(), lr="fast"), ValueError, ("lr is 'fast'", "> 0")),  # type: ignore[arg-type]
+    "a built optimizer": (
+        lambda: ng.WakeSleep(machine(), optimizer=torch.optim.SGD(machine().parameters(), 0.1)),  # type: ignore[arg-type]
+        TypeError,
+        ("optimizer is SGD", "lambda params"),
+    ),
+    "all frozen": (lambda: ng.WakeSleep(machine().requires_grad_(False)), ValueError, ("no parameter to train",)),
     "lr": (lambda: ng.WakeSleep(machine(), lr=0.0), ValueError, ("lr", "> 0")),
     "momentum": (lambda: ng.WakeSleep(machine(), momentum=1.0), ValueError, ("momentum", "[0, 1)")),
     "no machine": (lambda: ng.WakeSleep(torch.nn.Linear(2, 2)), TypeError, ("machine", "HelmholtzMachine")),  # type: ignore[arg-type]
@@ -403,6 +414,20 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         ("blocks",),
     ),
 }
+
+
+def test_sets_arrays_and_numpy_s_integers_do_as_well():
+    for given in ({0, 1}, {-1, +1}, [-1, 1], (1.0, -1.0)):
+        assert ng.HelmholtzMachine([3, 2], units=given).units == tuple(sorted(given))
+    assert ng.HelmholtzMachine(np.array([3, 2, 2])).sizes == [3, 2, 2]
+    found, x = machine(), data("bits")
+    by_tensor = found.log_likelihood(x, samples=None)
+    for same in (x.numpy(), x.int().tolist(), x.bool(), x.numpy().astype(np.uint8)):
+        assert_close(found.log_likelihood(same, samples=None), by_tensor)
+        assert ng.NaturalWakeSleep(machine()).step(same) == ng.NaturalWakeSleep(machine()).step(x)
+    assert_close(found.fisher_blocks(x.numpy())["recognition.0"], found.fisher_blocks(x)["recognition.0"])
+    assert found.sample(np.int64(2)).shape == (2, 3)
+    assert found.log_likelihood(x, samples=np.int64(7)).shape == (4,)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -277,7 +277,7 @@ def test_an_environment_that_fails_leaves_all_as_before_the_update(fault: str):
 
 
 def test_an_environment_that_never_ends():
-    agent = small(Walk(end=None), batch=PATIENCE * 2)
+    agent = small(Walk(end=None), nn.Linear(2, 1), batch=PATIENCE * 2)
     before = parameters(agent)
     with pytest.raises(pg.EnvironmentFault, match=r"no episode ended in 1000 steps.*max_episode_steps"):
         agent.learn(PATIENCE * 4)
@@ -285,8 +285,60 @@ def test_an_environment_that_never_ends():
     cut = small(Walk(end=None), max_episode_steps=16)
     cut.learn(64)
     assert cut.history["episodes"] == [4]
-    endless = small(Walk(end=None), batch=PATIENCE + 50, max_episode_steps=math.inf, critic_epochs=0)
+    endless = small(Walk(end=None), nn.Linear(2, 1), batch=PATIENCE + 50, max_episode_steps=math.inf, critic_epochs=0)
     assert endless.learn(1)["return"] == [None]
+
+
+@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient])
+def test_nothing_is_learned_from_what_never_ends_however_small_the_batch(kind: Any):
+    agent = small([Walk(end=None), Walk(end=None)], nn.Linear(2, 1), kind)
+    before = parameters(agent)
+    with pytest.raises(pg.EnvironmentFault, match="does the environment end"):
+        agent.learn(64)
+    assert agent.updates == 0
+    assert all(torch.equal(a, b) for a, b in zip(parameters(agent), before, strict=True))
+
+
+def test_the_first_batch_goes_on_until_an_episode_ends():
+    agent = small(Walk(end=150), batch=64)
+    history = agent.learn(300)
+    assert history["steps"] == [150, 214, 278, 342]
+    assert history["episodes"] == [1, 0, 0, 1]
+
+
+class Elsewhere(Walk):
+    """step() and reset() as another library has them."""
+
+    def __init__(self, step: Any = lambda found: found, reset: Any = lambda found: found) -> None:
+        super().__init__()
+        self.after, self.first = step, reset
+
+    def reset(self, **choices: Any):
+        return self.first(super().reset(**choices))
+
+    def step(self, action):
+        return self.after(super().step(action))
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (Elsewhere(lambda f: (*f[:2], f[2], {"TimeLimit.truncated": False})), r"step\(\) returned 4 values, expected"),
+        (Elsewhere(reset=lambda f: f[0]), r"reset\(\) returned ndarray, expected \(observation, info\)"),
+        (Elsewhere(lambda f: (f[0], None, *f[2:])), "reward None, expected a number"),
+        (Elsewhere(lambda f: (f[0], np.ones(2), *f[2:])), r"reward array\(.*expected a number"),
+    ],
+)
+def test_what_is_not_gymnasium_s_is_told(env: Any, words: str):
+    agent = small(env, nn.Linear(2, 1))
+    with pytest.raises(pg.EnvironmentFault, match=words):
+        agent.learn(64)
+    assert agent.updates == 0
+
+
+def test_a_reward_may_be_an_array_of_one_number():
+    here, there = small(Elsewhere(lambda f: (f[0], np.array([f[1]]), *f[2:]))), small(Walk())
+    assert here.learn(64)["return"] == there.learn(64)["return"]
 
 
 def test_an_interrupt_keeps_what_was_learned():
@@ -347,6 +399,13 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "seed": (lambda: small(seed=-1), ValueError, "seed is -1"),
     "limit": (lambda: small(max_episode_steps=0), ValueError, "max_episode_steps is 0"),
     "steps": (lambda: small().learn(0), ValueError, "total_steps is 0"),
+    "half a step": (lambda: small().learn(64.5), ValueError, "total_steps is 64.5"),
+    "callback": (lambda: small().learn(64, callback=3), TypeError, "callback is int"),
+    "radius's kind": (lambda: small(radius="1"), ValueError, "radius is '1', expected a finite number > 0"),
+    "gamma's kind": (lambda: small(gamma=None), ValueError, "gamma is None"),
+    "entropy weight": (lambda: small(entropy_weight="1"), ValueError, "entropy_weight is '1'"),
+    "batch's kind": (lambda: small(batch=64.0), ValueError, "batch is 64.0, expected an integer"),
+    "a recurrent policy": (lambda: small(Bandit(), nn.LSTM(2, 3)), ValueError, "policy returned"),
     "observation": (lambda: small().predict(np.zeros(3)), ValueError, r"observation has shape \(3,\), expected \(2,\)"),
     "NaN": (lambda: small().predict(np.array([np.nan, 0])), ValueError, "not finite"),
 }
@@ -357,6 +416,21 @@ def test_bad_input_is_told_at_the_door(name: str):
     make, kind, words = BAD[name]
     with pytest.raises(kind, match=words):
         make()
+
+
+def test_numbers_and_environments_come_in_many_kinds():
+    plain = small()
+    plain.learn(128)
+    kinds = [
+        small(lambda: Walk(), batch=np.int64(64), seed=np.int64(0), radius=np.float32(0.01)),
+        small([lambda: Walk()], critic_batch=np.int32(64), metric_batch=np.int64(100)),
+    ]
+    for agent in kinds:
+        agent.learn(np.int64(64))
+        agent.learn(64.0)
+        assert agent.history["return"] == plain.history["return"]
+    vector = small(lambda: SyncVectorEnv([Walk, Walk]))
+    assert vector.learn(1e2)["steps"] == [64, 128]
 
 
 def test_observation_spaces():

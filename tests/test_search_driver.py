@@ -233,6 +233,8 @@ WRONG = {
     "sigma0 zero": (lambda: ng.minimize(sphere, [0.0], 0.0), ValueError, "sigma0 is 0"),
     "sigma0 infinite": (lambda: ng.minimize(sphere, [0.0], math.inf), ValueError, "sigma0 is inf"),
     "ftarget NaN": (lambda: ng.minimize(sphere, [0.0], 1.0, ftarget=math.nan), ValueError, "ftarget is NaN"),
+    "ftarget's kind": (lambda: ng.minimize(sphere, [0.0], 1.0, ftarget="0"), ValueError, "ftarget is '0'"),
+    "maxfevals' kind": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals="9"), ValueError, "maxfevals is '9'"),
     "maxfevals negative": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals=-1), ValueError, "maxfevals is -1"),
     "maxfevals NaN": (lambda: ng.minimize(sphere, [0.0], 1.0, maxfevals=math.nan), ValueError, "maxfevals is nan"),
     "callback": (lambda: ng.minimize(sphere, [0.0], 1.0, callback=3), TypeError, "callback is int"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class HelmholtzMachine(nn.Module):
     """p(x, h) from the top layer down, q(h | x) from the data up: sigmoid belief networks (Dayan et al. 1995).
 
     sizes: units per layer, visible first, such as [784, 200, 10].   prior: the top layer's probabilities of being up, a
-    number or (n,), fixed; None: learned, starting at 1/2.   units: the two values, (0, 1) or (-1, 1).   autoregressive:
+    number or (n,), fixed; None: learned, starting at 1/2.   units: the two values, {0, 1} or {-1, 1}.   autoregressive:
     every unit also sees the units before it in its own layer (in both networks).
 
     generation[l] is p(h_l | h_{l+1}), the last one the prior; recognition[l] is q(h_{l+1} | h_l). Each unit is a
@@ -32,16 +33,14 @@ class HelmholtzMachine(nn.Module):
         self,
         sizes: Sequence[int],
         *,
-        prior: float | Tensor | None = None,
-        units: tuple[int, int] = (0, 1),
+        prior: float | Tensor | Sequence[float] | None = None,
+        units: Iterable[int] = (0, 1),
         autoregressive: bool = False,
     ) -> None:
         super().__init__()
         self.sizes = check_sizes(sizes)
-        if tuple(units) not in ((0, 1), (-1, 1)):
-            raise ValueError(f"units is {units}, expected (0, 1) or (-1, 1)")
-        self.units, self.autoregressive = tuple(units), autoregressive
-        below, low = self.sizes[:-1], int(units[0])
+        self.units, self.autoregressive = check_units(units), autoregressive
+        below, low = self.sizes[:-1], self.units[0]
         above = self.sizes[1:]
         pairs = list(zip(below, above, strict=True))
         top = Conditional(0, self.sizes[-1], low, autoregressive and prior is None)
@@ -64,24 +63,23 @@ class HelmholtzMachine(nn.Module):
 
     def sample(self, n: int, generator: torch.Generator | None = None, *, means: bool = False) -> Tensor:
         """n visible states (n, size); means: the probabilities of being up instead, which look smoother."""
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"n is {n!r}, expected an integer >= 1")
-        states = self.dream(n, generator)
+        states = self.dream(as_integer(n, "n"), generator)
         if not means:
             return states[0]
         with torch.no_grad():
             return torch.sigmoid(next(chain(self.generation)).logits(states[1], states[0]))
 
     @torch.no_grad()
-    def recognise(self, x: Tensor, samples: int = 1, generator: torch.Generator | None = None) -> States:
+    def recognise(self, x: Any, samples: int = 1, generator: torch.Generator | None = None) -> States:
         """`samples` draws of h from q(h | x) per example: one tensor (samples, b, size) per layer, visible first."""
-        states = [self.check(x).expand(samples, *x.shape)]
+        x = self.check(x)
+        states = [x.expand(samples, *x.shape)]
         for layer in chain(self.recognition):
             states.append(layer.sample(states[-1], (samples, len(x)), generator))
         return states
 
     @torch.no_grad()
-    def reconstruct(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def reconstruct(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """The visible units' probabilities of being up after one way up and down, (b, size)."""
         states = self.recognise(x, 1, generator)
         return torch.sigmoid(next(chain(self.generation)).logits(states[1][0], states[0][0]))
@@ -100,15 +98,16 @@ class HelmholtzMachine(nn.Module):
         return torch.stack([layer.log_prob(below, own) for layer, below, own in pairs]).sum(0)
 
     @torch.no_grad()
-    def log_likelihood(self, x: Tensor, samples: int | None = 100, generator: torch.Generator | None = None) -> Tensor:
+    def log_likelihood(self, x: Any, samples: int | None = 100, generator: torch.Generator | None = None) -> Tensor:
         """log p(x) of every example, (b,), in nats: log of the mean of p(x, h) / q(h | x) over `samples` draws from q.
 
         A lower bound in expectation that rises with samples (Burda et al. 2016). samples=None: exact, by summing over
         all states of the hidden units. ValueError for more than 20 hidden units then.
         """
+        x = self.check(x)
         if samples is None:
-            return self._enumerated(self.check(x))
-        check_samples(samples)
+            return self._enumerated(x)
+        samples = as_samples(samples)
         found = [self.weights_of(self.recognise(x, part, generator)) for part in parts(samples, x)]
         return torch.cat(found).logsumexp(0) - math.log(samples)
 
@@ -118,7 +117,7 @@ class HelmholtzMachine(nn.Module):
 
     @torch.no_grad()
     def fisher_blocks(
-        self, x: Tensor, samples: int | None = None, generator: torch.Generator | None = None
+        self, x: Any, samples: int | None = None, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """The Fisher matrix, block-diagonal with one block per unit (Ay 2002; Varady, Volpi, Malago & Ay 2022).
 
@@ -134,7 +133,7 @@ class HelmholtzMachine(nn.Module):
             seen = [x.expand(len(hidden[0]), *x.shape), *(h.unsqueeze(1).expand(-1, len(x), -1) for h in hidden)]
             shares = logs.exp(), self.log_posterior(seen).exp() / len(x)
         else:
-            check_samples(samples)
+            samples = as_samples(samples)
             states, seen = self.dream(samples * len(x), generator), self.recognise(x, samples, generator)
             shares = tuple(s[0].new_full(s[0].shape[:-1], 1 / (samples * len(x))) for s in (states, seen))
         found = {"generation": generation_rows(self.generation, states, shares[0])}
@@ -172,19 +171,22 @@ class HelmholtzMachine(nn.Module):
                 f"the machine has {units} {kind}, too many to enumerate (at most {ENUMERABLE}); use samples"
             )
 
-    def check(self, x: Tensor) -> Tensor:
-        """x in the machine's dtype. ValueError for another shape, or for entries that are not the units' values."""
-        width = self.sizes[0]
-        if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != width or len(x) == 0:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"x is {came}, expected examples (b, {width}), b >= 1: flatten images first")
+    def check(self, x: Any) -> Tensor:
+        """x, a tensor or an array, as the machine's parameters are. ValueError for another shape, or other entries."""
+        width, given = self.sizes[0], x
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"x is {type(given).__name__}, expected a tensor or an array (b, {width})") from error
+        if x.dim() != 2 or x.shape[1] != width or len(x) == 0:
+            raise ValueError(f"x is {tuple(x.shape)}, expected examples (b, {width}), b >= 1: flatten images first")
         low, high = self.units
         if not all_finite(x) or not bool(((x == low) | (x == high)).all()):
             raise ValueError(
                 f"x has entries other than {low} and {high}: binarise it, or build the machine with units={(-1, 1)!r} "
                 "or (0, 1) as your data are"
             )
-        return x.to(next(self.parameters()).dtype)
+        return x.to(next(self.parameters()))
 
 
 def parts(samples: int, x: Tensor) -> list[int]:
@@ -193,30 +195,53 @@ def parts(samples: int, x: Tensor) -> list[int]:
     return [min(step, samples - start) for start in range(0, samples, step)]
 
 
-def check_samples(samples: Any) -> None:
-    """ValueError unless an integer >= 1."""
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples is {samples!r}, expected an integer >= 1, or None for the exact sum over all states")
+def as_integer(value: Any, name: str, why: str = "") -> int:
+    """A whole number >= 1, NumPy's too. ValueError for anything else."""
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise ValueError(f"{name} is {value!r}, expected an integer >= 1{why}")
+    return found
+
+
+def as_samples(samples: Any) -> int:
+    """Draws per example. ValueError unless an integer >= 1."""
+    return as_integer(samples, "samples", ", or None for the exact sum over all states")
 
 
 def check_sizes(sizes: Any) -> list[int]:
     """A list of at least two positive integers. ValueError otherwise."""
-    found = list(sizes) if isinstance(sizes, Sequence) else []
-    if len(found) < 2 or not all(isinstance(n, int) and n >= 1 for n in found):
+    try:
+        found = [as_integer(n, "size") for n in sizes]
+    except (TypeError, ValueError):
+        found = []
+    if len(found) < 2:
         raise ValueError(f"sizes is {sizes!r}, expected at least two integers >= 1, visible first: [784, 200, 10]")
     return found
 
 
-def check_prior(prior: float | Tensor, size: int) -> Tensor:
+def check_units(units: Any) -> tuple[int, int]:
+    """The lower and the upper value. ValueError for others."""
+    try:
+        found = sorted(units)
+    except TypeError:
+        found = []
+    if found not in ([0, 1], [-1, 1]):
+        raise ValueError(f"units is {units!r}, expected (0, 1) or (-1, 1)")
+    return int(found[0]), 1
+
+
+def check_prior(prior: Any, size: int) -> Tensor:
     """Probabilities (size,). ValueError outside (0, 1) or for another shape."""
-    found = torch.as_tensor(prior, dtype=torch.get_default_dtype()).expand(size) if not _wrong(prior, size) else None
-    if found is None or not bool(((found > 0) & (found < 1)).all()):
+    try:
+        found = torch.as_tensor(prior, dtype=torch.get_default_dtype()).expand(size)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(size)
+    if not bool(((found > 0) & (found < 1)).all()):
         raise ValueError(f"prior is {prior!r}, expected probabilities between 0 and 1: a number or a tensor ({size},)")
     return found
-
-
-def _wrong(prior: float | Tensor, size: int) -> bool:
-    return isinstance(prior, Tensor) and prior.shape not in ((), (size,), (1,))
 
 
 def _values(layer: Conditional) -> Tensor:

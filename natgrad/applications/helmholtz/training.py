@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from natgrad.applications.helmholtz.blocks import Kept, refresh_cost
-from natgrad.applications.helmholtz.machine import HelmholtzMachine
+from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
 from natgrad.applications.helmholtz.units import Conditional
 from natgrad.linalg import all_finite
@@ -45,22 +46,28 @@ class WakeSleep:
     ) -> None:
         if not isinstance(machine, HelmholtzMachine):
             raise TypeError(f"machine is {type(machine).__name__}, expected ng.HelmholtzMachine([784, 200, 10])")
-        if not isinstance(samples, int) or samples < 1:
-            raise ValueError(f"samples is {samples!r}, expected an integer >= 1")
-        if not 0 < lr < math.inf:
-            raise ValueError(f"lr is {lr}, expected a number > 0")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}, expected a number in [0, 1)")
+        samples = as_integer(samples, "samples")
+        if not isinstance(lr, Real) or not 0 < lr < math.inf:
+            raise ValueError(f"lr is {lr!r}, expected a number > 0")
+        if not isinstance(momentum, Real) or not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum!r}, expected a number in [0, 1)")
+        if optimizer is not None and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
+            raise TypeError(
+                f"optimizer is {type(optimizer).__name__}, expected a function that makes one: lambda params: "
+                "torch.optim.Adam(params, 1e-3)"
+            )
         if algorithm is not None and not isinstance(algorithm, Algorithm):
             raise TypeError(f"algorithm is {algorithm!r}, expected Reweighted(), Classic() or Bidirectional()")
         self.machine, self.samples, self.algorithm = machine, samples, algorithm or Reweighted()
         trained = [p for p in machine.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("machine has no parameter to train: requires_grad is False for all of them")
         self.optimizer = SGD(trained, lr, momentum=momentum) if optimizer is None else optimizer(trained)
         self.generator = torch.Generator(trained[0].device).manual_seed(seed)
         self.steps, self.failures = 0, 0
 
     @torch.no_grad()
-    def step(self, x: Tensor) -> float:
+    def step(self, x: Any) -> float:
         """One step on examples x (b, visible). Returns the bound before it, in nats per example: the mean of log 1/K
         sum_k p(x, h_k) / q(h_k | x)."""
         lesson = self.algorithm.lesson(self.machine, self.machine.check(x), self.samples, self.generator)
@@ -136,12 +143,11 @@ class NaturalWakeSleep(WakeSleep):
         optimizer: MakeOptimizer | None = None,
         seed: int = 0,
     ) -> None:
-        if not 0 < damping < math.inf:
-            raise ValueError(f"damping is {damping}, expected a number > 0: a unit's block may be singular")
-        if refresh is not None and (not isinstance(refresh, int) or refresh < 1):
-            raise ValueError(f"refresh is {refresh!r}, expected an integer >= 1, or None")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay is {decay}, expected a number in [0, 1)")
+        if not isinstance(damping, Real) or not 0 < damping < math.inf:
+            raise ValueError(f"damping is {damping!r}, expected a number > 0: a unit's block may be singular")
+        refresh = None if refresh is None else as_integer(refresh, "refresh", ", or None")
+        if not isinstance(decay, Real) or not 0 <= decay < 1:
+            raise ValueError(f"decay is {decay!r}, expected a number in [0, 1)")
         super().__init__(
             machine,
             lr,

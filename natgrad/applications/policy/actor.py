@@ -60,7 +60,7 @@ class Actor(nn.Module):
         )
         try:
             found = self.rows(outputs)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ValueError(f"policy returned {described(outputs)}, expected rows {expected} needs") from error
         if found.shape != (batch, self.head.width) or not found.is_floating_point():
             raise ValueError(f"policy returned {described(outputs)}, expected rows {expected} needs")

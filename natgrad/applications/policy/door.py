@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Real
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,27 +31,35 @@ def like_first(module: nn.Module) -> Tensor:
     return first.detach()
 
 
-def check_numbers(
-    batch: int,
-    gamma: float,
-    gae_lambda: float,
-    metric_batch: int | None,
-    critic_lr: float,
-    critic_epochs: int,
-    critic_batch: int,
-    seed: int,
-) -> None:
+def as_integer(name: str, value: Any, least: int) -> int:
+    """A whole number of at least `least`, NumPy's too. ValueError for anything else."""
+    try:
+        found = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise ValueError(f"{name} is {value!r}, expected an integer >= {least}")
+    return found
+
+
+def is_real(value: Any) -> bool:
+    """A real number, NumPy's too."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require_positive(name: str, value: Any) -> None:
+    """ValueError unless value is a finite number > 0."""
+    if not is_real(value) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, expected a finite number > 0")
+
+
+def check_numbers(gamma: Any, gae_lambda: Any, critic_lr: Any, entropy_weight: Any, max_episode_steps: Any) -> None:
     """ValueError for numbers out of range."""
-    integers = {"batch": (batch, 2), "critic_epochs": (critic_epochs, 0), "critic_batch": (critic_batch, 1)}
-    if metric_batch is not None:
-        integers["metric_batch"] = (metric_batch, 1)
-    for name, (value, least) in integers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value!r}, expected an integer >= {least}")
     for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} is {share}, expected a number in [0, 1]")
-    if not 0 < critic_lr < math.inf:
-        raise ValueError(f"critic_lr is {critic_lr}, expected a number > 0")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed is {seed!r}, expected an integer >= 0")
+        if not is_real(share) or not 0 <= share <= 1:
+            raise ValueError(f"{name} is {share!r}, expected a number in [0, 1]")
+    require_positive("critic_lr", critic_lr)
+    if not is_real(entropy_weight) or not math.isfinite(entropy_weight):
+        raise ValueError(f"entropy_weight is {entropy_weight!r}, expected a finite number")
+    if max_episode_steps is not None and not (is_real(max_episode_steps) and max_episode_steps >= 1):
+        raise ValueError(f"max_episode_steps is {max_episode_steps!r}, expected a number >= 1, math.inf or None")

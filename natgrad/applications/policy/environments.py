@@ -57,12 +57,13 @@ class Episode:
 class Environments:
     """n environments in step. `max_episode_steps`: longer episodes are truncated; math.inf: they may go on for ever.
 
-    env: a gymnasium environment, a vector environment in any autoreset mode, the name of a registered one, or a
-    sequence of environments (or of functions that make them).
+    env: a gymnasium environment, a vector environment in any autoreset mode, the name of a registered one, a function
+    that makes one of these, or a sequence of such.
     """
 
     def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:
         gym = gymnasium()
+        env = built(env)
         self.vector: Any = env if isinstance(env, gym.vector.VectorEnv) else None
         self.singles: list[Any] = [] if self.vector is not None else singles(env)
         self.count = self.vector.num_envs if self.vector is not None else len(self.singles)
@@ -155,12 +156,12 @@ class Environments:
     def _reset(self, seed: int) -> Any:
         if self.vector is not None:
             return self.vector.reset(seed=seed)[0]
-        return stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.singles)])
+        return stack([first(env.reset(seed=seed + i)) for i, env in enumerate(self.singles)])
 
     def _single_steps(self, actions: Array) -> Stepped:
-        found = [env.step(action) for env, action in zip(self.singles, actions, strict=True)]
+        found = [five(env.step(action)) for env, action in zip(self.singles, actions, strict=True)]
         successors = self._seen(stack([one[0] for one in found]))
-        rewards = np.array([float(one[1]) for one in found])
+        rewards = np.array([as_reward(one[1]) for one in found])
         terminated = np.array([bool(one[2]) for one in found])
         truncated = self._cut(np.array([bool(one[3]) for one in found]), np.ones(self.count, dtype=bool))
         ended = terminated | truncated
@@ -168,7 +169,7 @@ class Environments:
         if ended.any():
             following = successors.copy()
             for i in np.flatnonzero(ended):
-                following[i] = self._seen(stack([self.singles[i].reset()[0]]))[0]
+                following[i] = self._seen(stack([first(self.singles[i].reset())]))[0]
         return Stepped(rewards, terminated, truncated, successors, following, np.ones(self.count, dtype=bool))
 
     def _vector_step(self, actions: Array) -> Stepped:
@@ -228,10 +229,7 @@ def singles(env: Any) -> list[Any]:
         raise ValueError("env is an empty sequence, expected at least one environment")
     found = []
     for one in given:
-        if isinstance(one, str):
-            one = gym.make(one)
-        elif callable(one) and not isinstance(one, gym.Env):
-            one = one()
+        one = built(one)
         if not isinstance(one, gym.Env):
             raise TypeError(
                 f"env is {type(one).__name__}, expected a gymnasium environment (or gymnasium.vector's, a registered "
@@ -244,6 +242,15 @@ def singles(env: Any) -> list[Any]:
     if len(spaces) > 1:
         raise ValueError(f"env holds environments of different spaces, expected equal ones: {sorted(spaces)}")
     return found
+
+
+def built(env: Any) -> Any:
+    """An environment where a registered name or a function that makes one was given; else what was given."""
+    gym = gymnasium()
+    if isinstance(env, str):
+        return gym.make(env)
+    made = isinstance(env, (gym.Env, gym.vector.VectorEnv))
+    return env() if callable(env) and not made else env
 
 
 def autoreset(vector: Any) -> str:
@@ -301,6 +308,33 @@ def encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
         f"the observation space is {space}, expected Box, Discrete, MultiDiscrete or MultiBinary; wrap the environment "
         "in gymnasium.wrappers.FlattenObservation"
     )
+
+
+def first(found: Any) -> Any:
+    """The observation of what reset() returned. EnvironmentFault unless that is (observation, info)."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise EnvironmentFault(
+            f"the environment's reset() returned {type(found).__name__}, expected (observation, info) as gymnasium says"
+        )
+    return found[0]
+
+
+def five(found: Any) -> Any:
+    """What step() returned. EnvironmentFault unless that is gymnasium's five: gym's four have no `truncated`."""
+    if not isinstance(found, (tuple, list)) or len(found) != 5:
+        came = f"{len(found)} values" if isinstance(found, (tuple, list)) else type(found).__name__
+        raise EnvironmentFault(
+            f"the environment's step() returned {came}, expected (observation, reward, terminated, truncated, info)"
+        )
+    return found
+
+
+def as_reward(given: Any) -> float:
+    """A number, or an array of one. EnvironmentFault for anything else."""
+    try:
+        return float(np.asarray(given).reshape(()).item())
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFault(f"the environment returned the reward {given!r}, expected a number") from error
 
 
 def stack(observations: list[Any]) -> Array:

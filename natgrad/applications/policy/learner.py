@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.policy.actor import Actor, perceptron, probe_size
 from natgrad.applications.policy.critic import Critic, check_values
-from natgrad.applications.policy.door import check_numbers, evaluation, like_first
+from natgrad.applications.policy.door import as_integer, check_numbers, evaluation, like_first
 from natgrad.applications.policy.environments import Environments, Episode
 from natgrad.applications.policy.heads import Head, head_for
 from natgrad.applications.policy.history import History
@@ -62,9 +62,11 @@ class PolicyLearner(ABC):
         max_episode_steps: float | None,
         seed: int,
     ) -> None:
-        check_numbers(batch, gamma, gae_lambda, metric_batch, critic_lr, critic_epochs, critic_batch, seed)
-        if max_episode_steps is not None and not max_episode_steps >= 1:
-            raise ValueError(f"max_episode_steps is {max_episode_steps}, expected a number >= 1, math.inf or None")
+        check_numbers(gamma, gae_lambda, critic_lr, entropy_weight, max_episode_steps)
+        batch, seed = as_integer("batch", batch, 2), as_integer("seed", seed, 0)
+        critic_epochs = as_integer("critic_epochs", critic_epochs, 0)
+        critic_batch = as_integer("critic_batch", critic_batch, 1)
+        metric_batch = None if metric_batch is None else as_integer("metric_batch", metric_batch, 1)
         if not isinstance(solver, Solver):
             raise TypeError(f"solver is {solver!r}, expected a natgrad Solver such as ng.CG(max_steps=10)")
         if structure is not None and not isinstance(structure, Structure):
@@ -121,7 +123,7 @@ class PolicyLearner(ABC):
 
     def learn(
         self,
-        total_steps: int,
+        total_steps: float,
         callback: Callable[[Any], Any] | None = None,
         progress: bool | None = None,
     ) -> History:
@@ -132,8 +134,10 @@ class PolicyLearner(ABC):
         environment that raises, returns NaN or never ends is an `EnvironmentFault`, and everything is as it was
         before the current update; the next call begins new episodes.
         """
-        if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
-            raise ValueError(f"total_steps is {total_steps!r}, expected an integer >= 1")
+        whole = isinstance(total_steps, float) and total_steps.is_integer()
+        total_steps = as_integer("total_steps", int(total_steps) if whole else total_steps, 1)  # 1e5 is meant so
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback is {type(callback).__name__}, expected a function of the learner")
         goal = self.steps + total_steps
         with Progress(total_steps, progress) as shown:
             while self.steps < goal:

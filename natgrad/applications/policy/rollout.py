@@ -65,6 +65,8 @@ def collect(
 ) -> Collected:
     """At least `size` transitions with the policy as it is, and as few more as come in step.
 
+    While no episode has ended in environments without a time limit, it goes on: until one does, or they are found to be
+    endless. So nothing is learned from a task that never ends.
     Observations enter the running moments as they come, and are scaled by the moments of then.
     """
     like = next(actor.parameters())
@@ -78,14 +80,14 @@ def collect(
     def seen(values: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(scale(values))).to(like.device, like.dtype)
 
-    while count < size:
+    while count < size or not worlds.patient:
         states = seen(observations)
         rows = actor(states)
         if not all_finite(rows):
             raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
         draws = actor.head.draw(rows, generator)
         stepped = worlds.step(actor.head.actions(draws))
-        time, last = len(kept.states), count + int(stepped.valid.sum()) >= size
+        time, last = len(kept.states), count + int(stepped.valid.sum()) >= size and worlds.patient
         for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~stepped.ended)):
             kept.ends[time, int(i)] = seen(stepped.successors[i : i + 1])
         kept.states.append(states)

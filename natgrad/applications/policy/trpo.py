@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from natgrad.applications.policy.door import as_integer, require_positive
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.learner import PolicyLearner
 from natgrad.applications.policy.step import Direction, Move, Surrogate, line_search, standing, taken
@@ -68,11 +69,10 @@ class TRPO(PolicyLearner):
         seed: int = 0,
     ) -> None:
         require_positive("radius", radius)
-        if not 0 < backtrack < 1:
+        require_positive("backtrack", backtrack)
+        if not backtrack < 1:
             raise ValueError(f"backtrack is {backtrack}, expected a factor between 0 and 1")
-        if isinstance(backtracks, bool) or not isinstance(backtracks, int) or backtracks < 1:
-            raise ValueError(f"backtracks is {backtracks!r}, expected an integer >= 1")
-        self.radius, self.backtrack, self.backtracks = radius, backtrack, backtracks
+        self.radius, self.backtrack, self.backtracks = radius, backtrack, as_integer("backtracks", backtracks, 1)
         super().__init__(
             policy,
             env,
@@ -188,9 +188,3 @@ def acktr(
     return NaturalPolicyGradient(
         policy, env, radius, structure=Kronecker(decay, factored=True), solver=Direct(), damping=damping, **choices
     )
-
-
-def require_positive(name: str, value: float) -> None:
-    """ValueError unless value is a finite number > 0."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}, expected a finite number > 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,11 @@ def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
 
 def check_goals(ftarget: Any, maxfevals: Any, popsize: int, callback: Any) -> None:
     """ValueError for a target that is no number, and for a budget that does not pay for one generation."""
-    if ftarget is not None and math.isnan(ftarget):
-        raise ValueError("ftarget is NaN, expected a number, or None for no target")
-    if maxfevals is not None and not maxfevals >= popsize:
-        raise ValueError(f"maxfevals is {maxfevals}, expected at least {popsize}, the evaluations of one generation")
+    if ftarget is not None and (not isinstance(ftarget, (Real, Tensor)) or math.isnan(ftarget)):
+        came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
+        raise ValueError(f"ftarget is {came}, expected a number, or None for no target")
+    if maxfevals is not None and not (isinstance(maxfevals, (Real, Tensor)) and float(maxfevals) >= popsize):
+        raise ValueError(f"maxfevals is {maxfevals!r}, expected at least {popsize}, the evaluations of one generation")
     if callback is not None and not callable(callback):
         raise TypeError(f"callback is {type(callback).__name__}, expected a function of the search")
 

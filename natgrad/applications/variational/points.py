@@ -20,6 +20,11 @@ class Points(ABC):
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
         """z (s, d) and w (s,), which sum to one, in float64."""
 
+    @property
+    def steady(self) -> bool:
+        """Whether they are the same at every step."""
+        return False
+
 
 @dataclass(frozen=True)
 class Sobol(Points):
@@ -36,6 +41,10 @@ class Sobol(Points):
     def __post_init__(self) -> None:
         if self.count is not None and (not isinstance(self.count, int) or self.count < 2):
             raise ValueError(f"count is {self.count!r}, expected an integer >= 2, or None")
+
+    @property
+    def steady(self) -> bool:
+        return not self.fresh
 
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
         half = max(self.count or 128, 4 * d) // 2
@@ -61,6 +70,10 @@ class GaussHermite(Points):
     def __post_init__(self) -> None:
         if not isinstance(self.order, int) or not 1 <= self.order <= 200:
             raise ValueError(f"order is {self.order!r}, expected an integer from 1 to 200")
+
+    @property
+    def steady(self) -> bool:
+        return True
 
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
         if self.order**d > LARGEST_GRID:

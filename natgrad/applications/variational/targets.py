@@ -32,7 +32,15 @@ class Moments:
 
 
 class Target(ABC):
-    """log p(z, data) as a function of z (d,), known by its expected derivatives under a normal distribution."""
+    """log p(z, data) as a function of z (d,), known by its expected derivatives under a normal distribution.
+
+    steady: moments of the same q are the same at every step, so that two bounds can be compared.
+    """
+
+    @property
+    def steady(self) -> bool:
+        """Unless a subclass knows better, it may draw anew."""
+        return False
 
     @abstractmethod
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
@@ -52,6 +60,10 @@ class Density(Target):
     points: Points | None
     batched: bool
 
+    @property
+    def steady(self) -> bool:
+        return self.points is None or self.points.steady
+
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         require_no_batch(batch)
         z, weights = (part.to(mean) for part in (self.points or default_points(len(mean))).at(len(mean), step))
@@ -65,11 +77,11 @@ class Density(Target):
 
     def values(self, z: Tensor) -> Tensor:
         """log p(z, data) of rows z (s, d): (s,)."""
-        return self.log_joint(z) if self.batched else torch.func.vmap(self.log_joint)(z)
+        return (self.log_joint(z) if self.batched else torch.func.vmap(self.log_joint)(z)).reshape(len(z))
 
     def _derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
         def one(row: Tensor) -> Tensor:
-            return self.log_joint(row.unsqueeze(0)).squeeze(0) if self.batched else self.log_joint(row)
+            return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(())
 
         slope = torch.func.grad(one)
         # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
@@ -101,6 +113,10 @@ class Projected(Target):
             raise ValueError(f"rows has shape {tuple(self.rows.shape)}, expected a floating-point A (N, d)")
         if bool((torch.as_tensor(self.variance) < 0).any()):
             raise ValueError("variance has negative entries; for a Gaussian process, add jitter to the diagonal of Kmm")
+
+    @property
+    def steady(self) -> bool:
+        return True
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         require_no_batch(batch)
@@ -220,18 +236,19 @@ def _chunk(d: int) -> int:
 
 
 def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
-    """Whether log_joint takes rows (s, d) to (s,), or one z (d,) to a scalar: by trying. ValueError if neither."""
+    """Whether log_joint takes rows (s, d) to (s,) or (s, 1), or one z (d,) to a scalar: by trying. Else ValueError."""
     rows = start + torch.linspace(0, 1e-3, 3, dtype=start.dtype, device=start.device).unsqueeze(1)
     try:
         together, alone = log_joint(rows), log_joint(rows[1:2])
-        if together.shape == (3,) and alone.shape == (1,) and torch.equal(together[1:2].isnan(), alone.isnan()):
-            return bool(torch.allclose(together[1:2], alone, rtol=1e-3, atol=1e-6, equal_nan=True))
-    except (RuntimeError, IndexError, ValueError, TypeError):
+        if together.shape in ((3,), (3, 1)) and alone.numel() == 1:
+            there, here = together[1].reshape(()), alone.reshape(())
+            return bool(torch.allclose(there, here, rtol=1e-3, atol=1e-6, equal_nan=True))
+    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
         pass  # it takes one z, then
     value = log_joint(start)
     if not isinstance(value, Tensor) or value.numel() != 1:
         came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"log_joint returned {came} for z {tuple(start.shape)}, expected a scalar, or (s,) for rows (s, d)"
+            f"log_joint returned {came} for z {tuple(start.shape)}, expected a tensor: a scalar, or (s,) for rows"
         )
     return False
