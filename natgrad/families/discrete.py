@@ -75,7 +75,8 @@ class Bernoulli(Entries):
         return outputs.sigmoid() * (-outputs).sigmoid()  # not y (1 - y): 1 - y rounds to 0 in float32 beyond r = 17
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        self.check_shape(outputs, "theta"), self.check_shape(other, "other")
+        self.check_shape(outputs, "theta")
+        self.check_shape(other, "other")
         sign = torch.where(outputs > 0, -1.0, 1.0).to(outputs)  # 0 and 1 change places: no difference of large numbers
         first, second = sign * outputs, sign * other
         return (softplus(second) - softplus(first) - first.sigmoid() * (second - first)).sum(-1)
