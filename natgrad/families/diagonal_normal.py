@@ -175,6 +175,11 @@ class FixedCovarianceNormal(ExponentialFamily):
         z = torch.randn(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
         return self._times(self._sigma, theta) + z @ self._factor.to(theta).mT
 
+    @property
+    def known_covariance(self) -> Tensor:
+        """Sigma (d, d)."""
+        return self._sigma
+
     def _times(self, matrix: Tensor, vector: Tensor) -> Tensor:
         return vector @ matrix.to(vector)
 
