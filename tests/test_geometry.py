@@ -8,7 +8,21 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from natgrad.families import Exponential, Gamma, Ising, MultivariateNormal, Product
+from natgrad.families import (
+    Bernoulli,
+    Categorical,
+    DiagonalNormal,
+    Exponential,
+    FixedCovarianceNormal,
+    FixedMeanNormal,
+    Gamma,
+    Ising,
+    Multinomial,
+    MultivariateNormal,
+    Poisson,
+    Product,
+    SubModel,
+)
 from natgrad.geometry import (
     Bits,
     Descent,
@@ -25,7 +39,7 @@ from natgrad.geometry import (
     fisher_rao,
     integrate,
 )
-from natgrad.geometry.smooth import symmetric
+from natgrad.geometry.smooth import length, symmetric
 
 
 def draws(*shape, seed=0):
@@ -72,6 +86,20 @@ CASES = {
         *(torch.cat([-draws(3, 1, seed=s).exp(), thetas(1, s)], -1) for s in (1, 3)),
     ),
     "theta of independent spins": (fisher_rao(Ising(2, [(0,), (1,)])), draws(3, 2), draws(3, 2, seed=1)),
+    "theta of bits": (fisher_rao(Bernoulli(2)), 3 * draws(3, 2), 3 * draws(3, 2, seed=1)),
+    "theta of counts": (fisher_rao(Poisson(2)), draws(3, 2), draws(3, 2, seed=1)),
+    "theta of classes": (fisher_rao(Categorical(4)), draws(3, 4), draws(3, 4, seed=1)),
+    "theta of draws": (fisher_rao(Multinomial(5, 3)), draws(3, 3), draws(3, 3, seed=1)),
+    "theta of classes, one held": (fisher_rao(SubModel(Categorical(3), [0, 2])), draws(3, 2), draws(3, 2, seed=1)),
+    "theta of independent normals": (
+        fisher_rao(DiagonalNormal(2)),
+        *(torch.cat([draws(3, 2, seed=s), -draws(3, 2, seed=s + 1).exp()], -1) for s in (0, 5)),
+    ),
+    "theta of a known mean": (
+        fisher_rao(FixedMeanNormal(torch.zeros(2).double())),
+        *(MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
+    ),
+    "theta of a known covariance": (fisher_rao(FixedCovarianceNormal(spd())), draws(3, 2), draws(3, 2, seed=1)),
     "equations of a field": (NaturalParameters(FIELD), 0.4 * draws(3, 3), 0.4 * draws(3, 3, seed=1)),
     "equations of gamma": (
         NaturalParameters(Gamma()),
@@ -194,7 +222,15 @@ PAIRS = {
     "half plane": (MultivariateNormal(1), thetas(1, 1), thetas(1, 3)),
     "normals": (MultivariateNormal(2), thetas(2, 1), thetas(2, 3)),
     "exponential": (Exponential(), -draws(3, 1).exp(), -draws(3, 1, seed=1).exp()),
-    "independent": (Ising(2, [(0,), (1,)], values=(0, 1)), draws(3, 2), draws(3, 2, seed=1)),
+    "independent": (Ising(2, [(0,), (1,)]), draws(3, 2), draws(3, 2, seed=1)),
+    "counts": (Poisson(1), draws(3, 1), draws(3, 1, seed=1)),
+    "classes": (SubModel(Categorical(3), [0, 2]), draws(3, 2), draws(3, 2, seed=1)),
+    "deviation": (DiagonalNormal(1), thetas(1, 1), thetas(1, 3)),
+    "known mean": (
+        FixedMeanNormal(torch.zeros(2).double()),
+        *(MultivariateNormal(2).pack(-spd(3, seed=s) / 2) for s in (1, 2)),
+    ),
+    "known covariance": (FixedCovarianceNormal(spd()), draws(3, 2), draws(3, 2, seed=1)),
 }
 
 
@@ -229,6 +265,48 @@ def test_known_distances():
     assert_close(Location(4 * eye).distance(one, far).item(), 1.0)
 
 
+KNOWN = {
+    "bits": (Bernoulli(2), Bits(), lambda theta: theta.sigmoid()),
+    "spins": (Ising(2, [(0,), (1,)]), Bits(), lambda theta: (2 * theta).sigmoid()),
+    "counts": (Poisson(3), Rates(), lambda theta: theta.exp()),
+    "classes": (Categorical(3), Simplex(), lambda theta: theta.softmax(-1)),
+    "draws": (Multinomial(7, 3), Simplex(7), lambda theta: theta.softmax(-1)),
+    "one held": (
+        SubModel(Categorical(3), [1, 2]),
+        Simplex(),
+        lambda theta: torch.nn.functional.pad(theta, (1, 0)).softmax(-1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_natural_parameters_are_the_known_manifold_s(case):
+    """Distances, ways, transport, and steps beyond the edge, from which both come back."""
+    family, known, there = KNOWN[case]
+    manifold = fisher_rao(family)
+    theta, other, v, w = (draws(4, family.size, seed=s) for s in range(4))
+    (p, moved), carried = (torch.func.jvp(there, (theta,), (x,)) for x in (v, w))
+    assert_close(manifold.distance(theta, other), known.distance(p, there(other)))
+    assert_close(there(manifold.geodesic(theta, other, 0.3)), known.geodesic(p, there(other), 0.3))
+    assert_close(manifold.inner(theta, v, w), known.inner(p, moved, carried[1]))
+    for size in (1.0, 10.0):
+        assert_close(there(manifold.exp(theta, size * v)), known.exp(p, size * moved))
+    end = manifold.transport(theta, other, w)
+    assert_close(torch.func.jvp(there, (other,), (end,))[1], known.transport(p, there(other), carried[1]))
+
+
+def test_logits_lose_no_digits_where_probabilities_are_one():
+    """At logits of 60, sqrt p is 1 - 4e-27: the arc to the edge is 2 exp(-30)."""
+    theta, other = (torch.tensor([x, -x], dtype=torch.float64) for x in (60.0, 62.0))
+    arc = 2 * (math.exp(-30) - math.exp(-31)) * math.sqrt(2)
+    manifold = fisher_rao(Bernoulli())
+    assert_close(float(manifold.distance(theta, other)), arc, rtol=1e-12, atol=0)
+    assert_close(manifold.exp(theta, manifold.log(theta, other)), other, rtol=1e-12, atol=0)
+    classes = fisher_rao(Categorical(2))
+    assert_close(float(classes.distance(theta / 2, other / 2)), arc / math.sqrt(2), rtol=1e-12, atol=0)
+    assert_close(classes.exp(theta / 2, classes.log(theta / 2, other / 2)), other / 2, rtol=1e-12, atol=0)
+
+
 def test_normals_hold_the_half_plane():
     """Along one axis the normals in two dimensions are the hyperbolic plane, totally geodesic."""
     plane, manifold = HalfPlane(), Normals(2)
@@ -257,12 +335,21 @@ def test_distance_is_the_root_of_twice_kl_nearby():
 
 
 def test_geodesics_that_leave_the_domain_are_nan_and_the_others_are_not():
-    """The edge of one spin's model, theta = infinity, is a quarter of a circle of radius 2 from the middle, pi / 2."""
-    manifold = NaturalParameters(Ising(1, [(0,)]))
+    """A count's edge, the log rate of minus infinity, is 2 from a rate of one."""
+    manifold = NaturalParameters(Poisson(1))
     theta = torch.zeros(2, 1, dtype=torch.float64)
-    end = manifold.exp(theta, torch.tensor([[2.0], [0.5]], dtype=torch.float64))
+    end = manifold.exp(theta, torch.tensor([[-3.0], [0.5]], dtype=torch.float64))
     assert bool(torch.isnan(end[0]).all())
     assert_close(end[1], fisher_rao(manifold.family).exp(theta[1], torch.tensor([0.5], dtype=torch.float64)))
+
+
+def test_lengths_that_are_no_numbers_are_not_zero():
+    """Shooting would take a way over the edge for one that has arrived."""
+    squares = torch.tensor([torch.nan, -1e-20, 4.0], dtype=torch.float64, requires_grad=True)
+    found = length(squares)
+    assert_close(found.detach(), torch.tensor([torch.nan, 0.0, 2.0]).double(), equal_nan=True)
+    (slope,) = torch.autograd.grad(found[1:].sum(), squares)
+    assert_close(slope[1:], torch.tensor([0.0, 0.25]).double())
 
 
 def test_integration_is_exact_to_its_tolerance_and_has_gradients():
@@ -305,7 +392,7 @@ def test_descent_stays_inside_for_any_rate():
     family = MultivariateNormal(2)
     manifold, theta = fisher_rao(family), thetas(2, 1)
     descent, velocity = Descent(manifold, 1e6), None
-    for seed in range(20):
+    for seed in range(8):
         theta, velocity = descent.step(theta, draws(3, 5, seed=seed), velocity)
         assert bool(family.inside(theta).all())
     with pytest.raises(ValueError, match="gradient is not finite"):

@@ -33,7 +33,8 @@ class Product(ExponentialFamily):
         return torch.cat([family.statistics(piece) for family, piece in pieces], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return sum((f.log_partition(t) for f, t in self._each(theta)), torch.zeros((), dtype=theta.dtype))
+        self.check_shape(theta, "theta")
+        return torch.stack([family.log_partition(part) for family, part in self._each(theta)]).sum(0)
 
     def inside(self, theta: Tensor) -> Tensor:
         return torch.stack([family.inside(part) for family, part in self._each(theta)]).all(0)
@@ -106,7 +107,7 @@ class SubModel(ExponentialFamily):
         return self.family.statistics(x)[..., list(self.free)]
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return self.family.log_partition(self.whole(theta))
+        return self.family.log_partition(self.whole(self.check_shape(theta, "theta")))
 
     def inside(self, theta: Tensor) -> Tensor:
         return self.family.inside(self.whole(theta))

@@ -31,9 +31,9 @@ class DiagonalNormal(ExponentialFamily):
         return torch.cat([x, x.square()], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        linear, half = theta.split(self.d, dim=-1)
+        linear, half = self.check_shape(theta, "theta").split(self.d, dim=-1)
         found = -linear.square() / (4 * half) - 0.5 * (-2 * half).log() + 0.5 * math.log(2 * math.pi)
-        return found.sum(-1)
+        return torch.where(self.inside(theta), found.sum(-1), torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return torch.isfinite(theta).all(-1) & (theta[..., self.d :] < 0).all(-1)
@@ -143,7 +143,7 @@ class FixedCovarianceNormal(ExponentialFamily):
         return points(self.as_numbers(x, self._sigma.dtype), self.d)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return 0.5 * (theta * self._times(self._sigma, theta)).sum(-1)
+        return 0.5 * (self.check_shape(theta, "theta") * self._times(self._sigma, theta)).sum(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         return -0.5 * (x * self._times(self._precision, x)).sum(-1) - self._constant(x)
@@ -174,6 +174,11 @@ class FixedCovarianceNormal(ExponentialFamily):
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         z = torch.randn(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
         return self._times(self._sigma, theta) + z @ self._factor.to(theta).mT
+
+    @property
+    def known_covariance(self) -> Tensor:
+        """Sigma (d, d)."""
+        return self._sigma
 
     def _times(self, matrix: Tensor, vector: Tensor) -> Tensor:
         return vector @ matrix.to(vector)

@@ -38,7 +38,7 @@ class Bernoulli(Entries):
         return check_support(sized(x, self.n, "bits"), (x >= 0) & (x <= 1), "bits, 0 or 1")
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return softplus(theta).sum(-1)
+        return softplus(self.check_shape(theta, "theta")).sum(-1)
 
     def expectation(self, theta: Tensor) -> Tensor:
         return self.check(theta).sigmoid()
@@ -75,6 +75,8 @@ class Bernoulli(Entries):
         return outputs.sigmoid() * (-outputs).sigmoid()  # not y (1 - y): 1 - y rounds to 0 in float32 beyond r = 17
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        self.check_shape(outputs, "theta")
+        self.check_shape(other, "other")
         sign = torch.where(outputs > 0, -1.0, 1.0).to(outputs)  # 0 and 1 change places: no difference of large numbers
         first, second = sign * outputs, sign * other
         return (softplus(second) - softplus(first) - first.sigmoid() * (second - first)).sum(-1)
@@ -111,7 +113,7 @@ class Poisson(Entries):
         return check_support(x, (x >= 0) & (x == x.round()), "counts 0, 1, 2, ...")
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return theta.exp().sum(-1)
+        return self.check_shape(theta, "theta").exp().sum(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         return -torch.lgamma(x + 1).sum(-1)
@@ -140,7 +142,7 @@ class Poisson(Entries):
         return outputs.exp()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        gap = other - outputs
+        gap = self.check_shape(other, "other") - self.check_shape(outputs, "theta")
         return (outputs.exp() * (torch.expm1(gap) - gap)).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
@@ -188,7 +190,7 @@ class Categorical(NaturalLikelihood):
         return x
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return theta.logsumexp(-1)
+        return self.check_shape(theta, "theta").logsumexp(-1)
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         log_p = self.check(theta).log_softmax(-1)
@@ -257,7 +259,8 @@ class Categorical(NaturalLikelihood):
         return torch.diag_embed(s) - y.unsqueeze(-1) * s.unsqueeze(-2)
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        log_p, log_q = outputs.log_softmax(-1), other.log_softmax(-1)
+        log_p = self.check_shape(outputs, "theta").log_softmax(-1)
+        log_q = self.check_shape(other, "other").log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:

@@ -30,7 +30,7 @@ class ExponentialFamily(ABC):
 
     @abstractmethod
     def log_partition(self, theta: Tensor) -> Tensor:
-        """psi(theta), (..., n) -> (...)."""
+        """psi(theta), (..., n) -> (...); infinite outside of the domain."""
 
     @abstractmethod
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -92,6 +92,8 @@ class ExponentialFamily(ABC):
     def covariance(self, theta: Tensor) -> Tensor:
         """Cov(T) = Hess psi(theta) as matrices, (..., n) -> (..., n, n)."""
         theta = self.check(theta)
+        if not theta.numel():
+            return theta.new_empty(*theta.shape, theta.shape[-1])  # an empty batch, which vmap cannot take
         flat = theta.reshape(-1, theta.shape[-1])
         return torch.func.vmap(torch.func.hessian(self.log_partition))(flat).view(*theta.shape, theta.shape[-1])
 

@@ -70,6 +70,7 @@ class MarkovField(ExponentialFamily):
         return found.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
 
     def log_partition(self, theta: Tensor) -> Tensor:
+        self.check_shape(theta, "theta")
         if self._table is not None:
             return (theta @ self._table.to(theta).mT).logsumexp(-1)
         self._need_sums("log_partition")

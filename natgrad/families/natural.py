@@ -51,6 +51,7 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
 
     def fisher(self, rows: Tensor) -> Any:
         """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n)."""
+        rows = self.check_shape(rows, "theta")
         return self.operator(self.check(rows)) if rows.dim() == 1 else self.forms(rows)
 
     def forms(self, rows: Tensor) -> Tensor:

@@ -69,6 +69,8 @@ def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
         value = (at * eta).sum(1) - family.log_partition(at)
         return torch.where(family.inside(at), value, -torch.inf).nan_to_num(nan=-torch.inf)
 
+    if not len(eta):
+        return theta  # none to find, and no largest residual
     accuracy = 30 * torch.finfo(eta.dtype).eps
     left = eta.new_full((), torch.inf)
     for _ in range(NEWTON_STEPS):

@@ -31,7 +31,7 @@ class GraphNormal(ExponentialFamily):
         return torch.cat([points(x, self.d), self.pairs.products(x)], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        precision = self.precision(theta)
+        precision = self.precision(self.check_shape(theta, "theta"))
         factor, fine = safe_factor(precision)
         half = torch.linalg.solve_triangular(factor, theta[..., : self.d].unsqueeze(-1), upper=False).squeeze(-1)
         found = 0.5 * (half.square().sum(-1) + self.d * math.log(2 * math.pi)) - half_log_det(factor)
@@ -177,7 +177,8 @@ def check_moments(mean: Tensor, matrix: Tensor, d: int, name: str = "covariance"
     if not bool(torch.isfinite(mean.detach()).all()):
         raise ValueError("mean has entries that are not finite")
     gap = (matrix - matrix.mT).detach().abs()
-    if bool((gap > 1e4 * torch.finfo(matrix.dtype).eps * matrix.detach().abs().amax()).any()):
+    largest = matrix.detach().abs().amax((-2, -1), keepdim=True)
+    if bool((gap > 1e4 * torch.finfo(matrix.dtype).eps * largest).any()):
         raise ValueError(f"{name} is not symmetric; symmetrise it with (A + A.mT) / 2")
 
 

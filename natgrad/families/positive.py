@@ -20,7 +20,8 @@ class Exponential(ExponentialFamily):
         return check_support(last_of(x, 1), x >= 0, "x >= 0")
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return -(-theta[..., 0]).log()
+        found = -(-self.check_shape(theta, "theta")[..., 0]).log()
+        return torch.where(self.inside(theta), found, torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta < 0) & torch.isfinite(theta)).all(-1)
@@ -53,8 +54,9 @@ class Gamma(ExponentialFamily):
         return torch.cat([x.log(), x], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
+        self.check_shape(theta, "theta")
         shape, rate = theta[..., 0] + 1, -theta[..., 1]
-        return torch.lgamma(shape) - shape * rate.log()
+        return torch.where(self.inside(theta), torch.lgamma(shape) - shape * rate.log(), torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return (theta[..., 0] > -1) & (theta[..., 1] < 0) & torch.isfinite(theta).all(-1)
@@ -106,7 +108,9 @@ class Dirichlet(ExponentialFamily):
         return check_support(x, fits, "proportions > 0 with the sum 1").log()
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return torch.lgamma(theta + 1).sum(-1) - torch.lgamma((theta + 1).sum(-1))
+        self.check_shape(theta, "theta")
+        found = torch.lgamma(theta + 1).sum(-1) - torch.lgamma((theta + 1).sum(-1))
+        return torch.where(self.inside(theta), found, torch.inf)  # lgamma has values below zero, psi has not
 
     def inside(self, theta: Tensor) -> Tensor:
         return ((theta > -1) & torch.isfinite(theta)).all(-1)
@@ -149,7 +153,7 @@ class Beta(ExponentialFamily):
         return torch.cat([x.log(), torch.log1p(-x)], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return PAIR.log_partition(theta)
+        return PAIR.log_partition(self.check_shape(theta, "theta"))
 
     def inside(self, theta: Tensor) -> Tensor:
         return PAIR.inside(theta)

@@ -44,7 +44,7 @@ class Multinomial(ExponentialFamily):
         return check_support(x, fits, f"counts >= 0 with the sum {self.n_trials}")
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return self.n_trials * theta.logsumexp(-1)
+        return self.n_trials * self.check_shape(theta, "theta").logsumexp(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         return math.lgamma(self.n_trials + 1) - torch.lgamma(x + 1).sum(-1)

@@ -82,7 +82,8 @@ class FixedMeanNormal(ExponentialFamily):
         return self.pairs.products(points(x, self.d) - self.mean.to(x))
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        return 0.5 * self.d * math.log(2 * math.pi) + Centred(self.pairs).log_partition(theta)
+        centred = Centred(self.pairs).log_partition(self.check_shape(theta, "theta"))
+        return 0.5 * self.d * math.log(2 * math.pi) + centred
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         factor = checked_factor(self.precision(theta))

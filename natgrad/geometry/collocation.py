@@ -10,14 +10,23 @@ from numpy.polynomial import chebyshev
 from torch import Tensor
 
 NODES, MEMORY, SWEEPS = 32, 10, 80
+DRIFT = 1e-5
+"""Relative change of the invariant along a way that is believed."""
 
 
-def connect(bend: Callable[[Tensor, Tensor], Tensor], start: Tensor, end: Tensor, tolerance: float) -> Tensor:
+def connect(
+    bend: Callable[[Tensor, Tensor], Tensor],
+    start: Tensor,
+    end: Tensor,
+    tolerance: float,
+    invariant: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
     """x'(0) of the solution from start (b, n) at time 0 to end at time 1; NaN in rows where none was found.
 
     bend(x, x') is f, on (b, N, n). x'' is a polynomial of degree 31, found by iterating x'' <- f(x, x'), accelerated
     (Anderson 1965): every sweep is one call of f. It converges for ways that are not too long, and its last
-    coefficients tell whether the degree was enough.
+    coefficients tell whether the degree was enough. invariant(x, x'), (b, N, n) -> (b, N), is the same all along a
+    true solution: polynomials that fit the equation at the nodes alone change it.
     """
     place, speed, first, tail, nodes = (m.to(start) for m in _matrices())
     away = (end - start).unsqueeze(1)
@@ -28,8 +37,10 @@ def connect(bend: Callable[[Tensor, Tensor], Tensor], start: Tensor, end: Tensor
 
     u, settled = _settle(sweep, torch.zeros_like(line), tolerance)
     rough = (tail @ u).abs().amax((1, 2)) > 1e3 * tolerance * (1 + u.abs().amax((1, 2)))
+    drift = invariant(line + place @ u, away + speed @ u)
+    kept = drift.amax(1) - drift.amin(1) <= DRIFT * drift.amax(1)  # false for NaN
     velocity = away.squeeze(1) + torch.einsum("k,bkn->bn", first, u)
-    return torch.where((settled & ~rough).unsqueeze(1), velocity, torch.nan)
+    return torch.where((settled & ~rough & kept).unsqueeze(1), velocity, torch.nan)
 
 
 def _settle(sweep: Callable[[Tensor], Tensor], u: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.families import Exponential, ExponentialFamily, Ising, MultivariateNormal, Product
+from natgrad.families import (
+    Bernoulli,
+    Categorical,
+    DiagonalNormal,
+    Exponential,
+    ExponentialFamily,
+    FixedCovarianceNormal,
+    FixedMeanNormal,
+    Ising,
+    Multinomial,
+    MultivariateNormal,
+    Poisson,
+    Product,
+    SubModel,
+)
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.collocation import connect
+from natgrad.geometry.cone import PositiveDefinite
 from natgrad.geometry.half_plane import HalfPlane
+from natgrad.geometry.logits import ClassLogits, Logits, LogRates
 from natgrad.geometry.normals import Normals, tolerance
 from natgrad.geometry.ode import integrate, shoot
 from natgrad.geometry.shooting import Shooting, scale
 from natgrad.geometry.smooth import symmetric
-from natgrad.geometry.straight import Bits, Scales
+from natgrad.geometry.straight import Location, Scales
 from natgrad.geometry.together import Together
 
 SHOTS = 50
@@ -26,17 +42,48 @@ SHOTS = 50
 def fisher_rao(family: ExponentialFamily) -> Manifold:
     """The Fisher-Rao manifold of a family; its points are theta (..., n).
 
-    Closed: `Exponential`, `MultivariateNormal(1)`, an `Ising` of single variables, products of these;
-    `MultivariateNormal(d)` but for the way to a given point. Any other family by its geodesic equation.
+    Closed: `Bernoulli`, `Categorical`, `Multinomial` (and these two with one logit held at zero), `Poisson`,
+    `Exponential`, `Normal`, `DiagonalNormal`, `MultivariateNormal(1)`, normals of a known mean or covariance, an
+    `Ising` of single variables, products of these; `MultivariateNormal(d)` but for the way to a given point. Any other
+    family by its geodesic equation.
     """
+    if isinstance(family, Product):
+        return Together(*((fisher_rao(part), part.size) for part in family.families))
+    if isinstance(family, SubModel):
+        return _sub_model(family)
+    return _normal(family) or _discrete(family) or NaturalParameters(family)
+
+
+def _discrete(family: ExponentialFamily) -> Manifold | None:
+    if isinstance(family, Bernoulli):
+        return Logits()
+    if isinstance(family, Poisson):
+        return LogRates()
+    if isinstance(family, Categorical | Multinomial):
+        return ClassLogits(family.n_trials if isinstance(family, Multinomial) else 1)
+    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
+        return Logits(family.values[1] - family.values[0])
+    return None
+
+
+def _normal(family: ExponentialFamily) -> Manifold | None:
     if isinstance(family, Exponential):
         return ExponentialTheta(family, Scales())
     if isinstance(family, MultivariateNormal):
         return NormalTheta(family, HalfPlane() if family.d == 1 else Normals(family.d))
-    if isinstance(family, Ising) and all(len(clique) == 1 for clique in family.cliques):
-        return IndependentTheta(family, Bits())
-    if isinstance(family, Product):
-        return Together(*((fisher_rao(part), part.size) for part in family.families))
+    if isinstance(family, DiagonalNormal):
+        return DiagonalTheta(family, Together(*[(HalfPlane(), 2)] * family.d))
+    if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
+        return Location(torch.linalg.inv(family.known_covariance))
+    if isinstance(family, FixedMeanNormal) and family.size == family.d * (family.d + 1) // 2:
+        return PrecisionTheta(family, PositiveDefinite())
+    return None
+
+
+def _sub_model(family: SubModel) -> Manifold:
+    whole = family.family
+    if isinstance(whole, Categorical | Multinomial) and family.size == whole.size - 1:
+        return HeldTheta(family, fisher_rao(whole))
     return NaturalParameters(family)
 
 
@@ -70,10 +117,17 @@ class NaturalParameters(Shooting):
         return end, carried
 
     def aim(self, point: Tensor, other: Tensor) -> Tensor:
-        found = connect(self._bend_along(point), point, other, max(1e-12, tolerance(point) / 10))
+        found = connect(self._bend_along(point), point, other, max(1e-12, tolerance(point) / 10), self._speed)
         far = torch.isnan(found).any(-1)
         if bool(far.any()):
             found[far] = self._shot(point[far], other[far])
+        return found
+
+    def _speed(self, at: Tensor, speed: Tensor) -> Tensor:
+        """|theta'|^2, (..., n) -> (...), which no geodesic changes; NaN outside of the domain."""
+        inside = self.inside(at)
+        found = speed.new_full(inside.shape, torch.nan)
+        found[inside] = self.inner(at[inside], speed[inside], speed[inside])
         return found
 
     def _bend_along(self, point: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -130,7 +184,13 @@ class NaturalParameters(Shooting):
             return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
 
         end = integrate(field, start.reshape(-1, start.shape[-1]), steps=steps).view(start.shape)
+        end = torch.where(self._kept(start, end).unsqueeze(-1), end, torch.nan)
         return end[..., :n], end[..., n : 2 * n], end[..., 2 * n :]
+
+    def _kept(self, start: Tensor, end: Tensor) -> Tensor:
+        """Whether |theta'| is what it was: a step over the edge, where theta' is infinite, comes out anywhere."""
+        before, after = (self._speed(*x.detach().split(self.size, -1)[:2]) for x in (start, end))
+        return (after - before).abs() <= 1e-6 * before
 
     def _bend(self, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]) -> list[Tensor]:
         """-1/2 I^-1 (D_speed I) v for every v: third derivatives of psi, as the gradient of its second ones."""
@@ -141,7 +201,9 @@ class NaturalParameters(Shooting):
             return jvp(lambda t: jvp(psi, (t,), (v,))[1], (at,), (speed,))[1].sum()
 
         turned = torch.stack([torch.func.grad(second)(point, v) for v in vectors], dim=-1)
-        return list((-torch.linalg.solve(metric, turned) / 2).unbind(-1))
+        raised, singular = torch.linalg.solve_ex(metric, turned)
+        known = (singular == 0)[..., None, None]  # on the edge the metric is singular: as good as outside
+        return list(torch.where(known, -raised / 2, torch.nan).unbind(-1))
 
     def __repr__(self) -> str:
         return f"NaturalParameters({self.family!r})"
@@ -224,19 +286,44 @@ class ExponentialTheta(Charted):
         return -point
 
 
-class IndependentTheta(Charted):
-    """An `Ising` of single variables: theta = logit(p) / (b - a) for the values a < b, p of the higher one."""
+class HeldTheta(Charted):
+    """A `SubModel` of classes with one logit held at zero: the others less that one."""
 
     def there(self, theta: Tensor) -> Tensor:
-        return torch.sigmoid(self._width() * theta)
+        assert isinstance(self.family, SubModel)
+        return self.family.whole(theta)
 
     def back(self, point: Tensor) -> Tensor:
-        return point.logit() / self._width()
+        assert isinstance(self.family, SubModel)
+        free = list(self.family.free)
+        (held,) = set(range(point.shape[-1])) - set(free)
+        return point[..., free] - point[..., held : held + 1]
 
-    def _width(self) -> float:
-        assert isinstance(self.family, Ising)
-        low, high = self.family.values
-        return high - low
+
+class DiagonalTheta(Charted):
+    """`Normal` and `DiagonalNormal`: theta from a (mean, standard deviation) for every variable, side by side."""
+
+    def there(self, theta: Tensor) -> Tensor:
+        linear, half = theta.chunk(2, -1)
+        variance = -0.5 / half
+        return torch.stack([linear * variance, variance.clamp(min=0.0).sqrt()], -1).flatten(-2)
+
+    def back(self, point: Tensor) -> Tensor:
+        mean, deviation = point.unflatten(-1, (-1, 2)).unbind(-1)
+        precision = deviation.square().reciprocal()
+        return torch.cat([mean * precision, -precision / 2], -1)
+
+
+class PrecisionTheta(Charted):
+    """`FixedMeanNormal`: theta from the precision."""
+
+    def there(self, theta: Tensor) -> Tensor:
+        assert isinstance(self.family, FixedMeanNormal)
+        return self.family.precision(theta)
+
+    def back(self, point: Tensor) -> Tensor:
+        assert isinstance(self.family, FixedMeanNormal)
+        return self.family.pairs.pack(-point / 2)
 
 
 class NormalTheta(Charted):

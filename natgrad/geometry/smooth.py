@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def length(square: Tensor) -> Tensor:
-    """sqrt(square), with gradient zero where square is zero (or, by round-off, below)."""
-    safe = torch.where(square > 0, square, 1.0)
-    return torch.where(square > 0, safe.sqrt(), 0.0)
+    """sqrt(square), with gradient zero where square is zero (or, by round-off, below); NaN stays NaN."""
+    none = square <= 0
+    return torch.where(none, 0.0, torch.where(none, 1.0, square).sqrt())
 
 
 def sinhc(square: Tensor) -> Tensor:
