@@ -66,12 +66,25 @@ class Likelihood(ABC):
         """ValueError if targets cannot have come from this likelihood. Default: accepts anything."""
 
 
-class Separable(Likelihood):
-    """Outputs that are independent given the input, each with one natural parameter: the form is diagonal."""
+class DiagonalForm(Likelihood):
+    """A likelihood whose Fisher form is diagonal in its outputs."""
 
     @abstractmethod
     def curvature(self, outputs: Tensor) -> Tensor:
-        """Fisher information of every output, same shape as `outputs`."""
+        """The form's diagonal: Fisher information of every output, same shape as `outputs`."""
+
+    def fisher(self, rows: Tensor) -> Tensor:
+        return torch.diag_embed(self.curvature(rows))
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self.curvature(outputs) * tangents
+
+    def root(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(self.curvature(outputs).sqrt())
+
+
+class Separable(DiagonalForm):
+    """Outputs that are independent given the input, each with one natural parameter: the form is diagonal."""
 
     @abstractmethod
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -83,15 +96,6 @@ class Separable(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         check_same_shape(outputs, targets)
         return self.entry_nll(outputs, targets).reshape(len(outputs), -1).sum(1)
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return torch.diag_embed(self.curvature(rows))
-
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self.curvature(outputs) * tangents
-
-    def root(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self.curvature(outputs).sqrt())
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         check_same_shape(outputs, targets)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.families.base import Likelihood, Separable, check_same_shape
+from natgrad.families.base import DiagonalForm, Separable, check_same_shape
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Gaussian(Separable):
 
 
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(DiagonalForm):
     """N(mean, variance) with both predicted: outputs are a tuple (mean, spread), each (b, ...).
 
     log_variance: spread is log sigma^2 (no positivity to enforce, the default) or sigma^2 itself.
@@ -73,15 +73,6 @@ class HeteroscedasticGaussian(Likelihood):
         # written out first: one spread for several means would get their summed gradient in every row
         return super().score((mean, spread.contiguous()), targets)
 
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self._curvature(outputs) * tangents
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return torch.diag_embed(self._curvature(rows))
-
-    def root(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self._curvature(outputs).sqrt())
-
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         (m, s), (n, t) = outputs.unbind(1), other.unbind(1)
         v, w = (s.exp(), t.exp()) if self.log_variance else (s, t)
@@ -90,8 +81,8 @@ class HeteroscedasticGaussian(Likelihood):
     def check_targets(self, outputs: Any, targets: Any) -> None:
         Gaussian().check_targets(self._split(outputs)[0], targets)
 
-    def _curvature(self, rows: Tensor) -> Tensor:
-        spread = rows[:, 1]
+    def curvature(self, outputs: Tensor) -> Tensor:
+        spread = outputs[:, 1]
         if self.log_variance:
             return torch.stack([(-spread).exp(), torch.full_like(spread, 0.5)], dim=1)
         return torch.stack([1 / spread, 0.5 / spread.square()], dim=1)
@@ -111,7 +102,7 @@ class HeteroscedasticGaussian(Likelihood):
 
 
 @dataclass(frozen=True)
-class DiagonalGaussian(Likelihood):
+class DiagonalGaussian(DiagonalForm):
     """N(mean, diag(std^2)) in d dimensions, one row per example: outputs (b, 2 d), the means and then the log stds.
 
     Fisher form diag(1 / std^2, 2). A tuple (mean, log_std) is taken too, log_std (b, d), or (d,) for all examples.
@@ -142,15 +133,6 @@ class DiagonalGaussian(Likelihood):
     def score(self, outputs: Any, targets: Any) -> Tensor:
         return super().score(self.rows(outputs).detach(), targets)  # of one log_std for all examples, in every row
 
-    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        return self._curvature(outputs) * tangents
-
-    def fisher(self, rows: Tensor) -> Tensor:
-        return torch.diag_embed(self._curvature(rows))
-
-    def root(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self._curvature(outputs).sqrt())
-
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         (m, s), (n, t) = outputs.chunk(2, dim=1), other.chunk(2, dim=1)
         ratio = 2 * (s - t)  # log of the variances' ratio
@@ -159,8 +141,8 @@ class DiagonalGaussian(Likelihood):
     def check_targets(self, outputs: Any, targets: Any) -> None:
         Gaussian().check_targets(self.rows(outputs).chunk(2, dim=1)[0], targets)
 
-    def _curvature(self, rows: Tensor) -> Tensor:
-        log_std = rows.chunk(2, dim=1)[1]
+    def curvature(self, outputs: Tensor) -> Tensor:
+        log_std = outputs.chunk(2, dim=1)[1]
         return torch.cat([(-2 * log_std).exp(), torch.full_like(log_std, 2.0)], dim=1)
 
 
