@@ -275,3 +275,15 @@ def test_errors_name_what_is_wrong(call, words):
 def test_moments_must_be_numbers():
     with pytest.raises(TypeError, match=r"covariance is torch\.int64"):
         FULL.from_mean_covariance(torch.zeros(2), torch.eye(2, dtype=torch.long))
+
+
+def test_a_covariance_off_the_graph_is_completed():
+    """theta of Sigma: its entries on the graph are kept, the precision is zero off it."""
+    family = FixedMeanNormal(torch.zeros(3, dtype=F64), [(0, 1), (1, 2)])
+    given = tensor([[2.0, 0.5, 0.1], [0.5, 1.5, -0.4], [0.1, -0.4, 1.0]])
+    theta = family.from_covariance(given)
+    found = family.mean_covariance(theta)[1]
+    kept = torch.tensor([[True, True, False], [True, True, True], [False, True, True]])
+    assert_close(found[kept], given[kept])
+    assert_close(family.precision(theta)[0, 2], tensor(0.0))
+    assert abs(float(found[0, 2]) - 0.5 * -0.4 / 1.5) < 1e-12  # conditional independence given the middle

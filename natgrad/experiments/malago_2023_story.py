@@ -162,7 +162,8 @@ def _saddle(axes: Axes, name: str) -> None:
 
 def _within(view: View) -> View:
     """A little inside, where coordinates are finite."""
-    return tuple((a + 1e-3 * (b - a), b - 1e-3 * (b - a)) for a, b in view)  # type: ignore[return-value]
+    (a, b), (c, d) = view
+    return (a + 1e-3 * (b - a), b - 1e-3 * (b - a)), (c + 1e-3 * (d - c), d - 1e-3 * (d - c))
 
 
 def _plane(

@@ -110,11 +110,14 @@ def dual_gradient(
     theta=...: the natural gradient at theta of an objective that is a function of eta (..., n) -> (...). eta=...: that
     at eta of a function of theta. ValueError unless one of the two is given.
     """
-    if (theta is None) == (eta is None):
+    if theta is not None and eta is None:
+        at = family.expectation(theta)
+    elif eta is not None and theta is None:
+        at = family.natural(eta)
+    else:
         raise ValueError(
             "dual_gradient takes theta=..., with an objective of eta, or eta=..., with an objective of theta"
         )
-    at = family.expectation(theta) if theta is not None else family.natural(eta)  # type: ignore[arg-type]
     return torch.func.grad(lambda dual: objective(dual).sum())(at)
 
 

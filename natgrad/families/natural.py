@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -54,13 +55,13 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
         rows = self.check_shape(rows, "theta")
         return self.operator(self.check(rows)) if rows.dim() == 1 else self.forms(rows)
 
+    @abstractmethod
     def forms(self, rows: Tensor) -> Tensor:
         """Cov(T) of every row, (..., n) -> (..., n, n), unchecked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def operator(self, theta: Tensor) -> Operator:
         """The Fisher matrix in the natural parameters theta (n,)."""
-        raise NotImplementedError
 
     def covariance(self, theta: Tensor) -> Tensor:
         return self.forms(self.check(theta))
