@@ -295,16 +295,72 @@ def test_what_is_kept_of_a_wide_layer_is_half_its_columns(count, columns):
         assert len(kept.state["rows"]) == count * min(5, columns // (2 * count))
 
 
+def fisher(rows: Rows) -> SharedRows:
+    return SharedRows(rows.inputs, (rows.slopes * rows.weights.unsqueeze(1)).mT)
+
+
+@torch.no_grad()
+def test_a_step_in_a_shared_basis_is_the_solve_with_its_blocks():
+    found, x = machine(), data("bits")
+    lesson = Reweighted().lesson(found, x, 4, torch.Generator().manual_seed(3))
+    before = copy.deepcopy(found)
+    ng.NaturalWakeSleep(found, lr=0.1, samples=4, damping=0.2, exact=False, seed=3).step(x)
+    networks = ("generation", lesson.generation), ("recognition", lesson.recognition)
+    for name, rows in ((f"{network}.{i}", r) for network, all_rows in networks for i, r in enumerate(all_rows)):
+        old, new = (m.get_submodule(name).weight.detach() for m in (before, found))
+        blocks = fisher(rows).spectral(256).dense()
+        solved = torch.linalg.solve(blocks + 0.2 * torch.eye(len(blocks), dtype=F64), rows.ascent().flatten())
+        assert_close(new - old, 0.1 * 1.2 * solved.view_as(old), rtol=1e-9)
+
+
+@torch.no_grad()
+def test_a_shared_basis_sees_as_many_refreshes_as_the_running_average():
+    kept = Kept(0.5, 0.1, {}, exact=False)
+    every = [some_rows(20 + i, 7) for i in range(4)]
+    for rows in every:
+        assert kept.refresh(rows)
+    last, first = every[-1], every[-2]
+    assert len(kept.state["rows"]) == 45
+    both = SharedRows(
+        torch.cat([last.inputs, first.inputs]), torch.cat([fisher(last).weights, 0.5 * fisher(first).weights], 1) / 1.5
+    )
+    vector = torch.randn(14, dtype=F64)
+    assert kept.inverse is not None
+    assert_close(kept.inverse.mv(vector), 1.1 * both.spectral(7).inverse(0.1).mv(vector), rtol=1e-9)
+    inverse = kept.inverse
+    broken = replace(every[0], slopes=every[0].slopes * torch.nan)
+    assert not kept.refresh(broken)
+    assert kept.inverse is inverse
+
+
+@pytest.mark.parametrize(("exact", "shared"), [(None, [False, False, True]), (True, [False] * 3), (False, [True] * 3)])
+def test_wide_layers_share_a_basis_unless_told_otherwise(exact, shared):
+    torch.manual_seed(0)
+    trainer = ng.NaturalWakeSleep(ng.HelmholtzMachine([130, 6]), samples=2, exact=exact)
+    trainer.step(torch.randint(0, 2, (9, 130), generator=torch.Generator().manual_seed(0)).float())
+    assert trainer.failures == 0
+    layers = ["generation.0", "generation.1", "recognition.0"]
+    assert [not trainer._kept[name].exact for name in layers] == shared
+
+
+def test_an_autoregressive_machine_keeps_exact_blocks():
+    found = ng.HelmholtzMachine([130, 2], autoregressive=True)
+    trainer = ng.NaturalWakeSleep(found, samples=1)
+    trainer.step(torch.ones(2, 130))
+    assert all(kept.exact for kept in trainer._kept.values())
+
+
 def trainers(found: ng.HelmholtzMachine) -> dict[str, Any]:
     return {
         "plain": ng.WakeSleep(found, 0.1, samples=3, momentum=0.5),
         "Adam": ng.WakeSleep(found, samples=3, optimizer=lambda p: torch.optim.Adam(p, 0.01)),
         "natural": ng.NaturalWakeSleep(found, 0.1, samples=3, refresh=3),
         "natural, wide": ng.NaturalWakeSleep(found, 0.1, samples=1, refresh=2, decay=0.5),
+        "natural, shared": ng.NaturalWakeSleep(found, 0.1, samples=2, refresh=2, exact=False),
     }
 
 
-@pytest.mark.parametrize("name", ["plain", "Adam", "natural", "natural, wide"])
+@pytest.mark.parametrize("name", ["plain", "Adam", "natural", "natural, wide", "natural, shared"])
 def test_a_resumed_run_is_the_run_that_never_stopped(name):
     torch.manual_seed(0)
     first = ng.HelmholtzMachine([12, 3, 2])
@@ -407,6 +463,12 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "wake_phi": (lambda: Reweighted(wake_phi=2.0), ValueError, ("wake_phi", "between 0 and 1")),
     "damping": (lambda: ng.NaturalWakeSleep(machine(), damping=0.0), ValueError, ("damping", "> 0")),
     "refresh": (lambda: ng.NaturalWakeSleep(machine(), refresh=0), ValueError, ("refresh", ">= 1")),
+    "exact": (lambda: ng.NaturalWakeSleep(machine(), exact="no"), ValueError, ("exact is 'no'", "None")),  # type: ignore[arg-type]
+    "a shared basis for units that see different inputs": (
+        lambda: ng.NaturalWakeSleep(machine(autoregressive=True), exact=False),
+        ValueError,
+        ("exact is False", "exact=None"),
+    ),
     "decay": (lambda: ng.NaturalWakeSleep(machine(), decay=1.0), ValueError, ("decay", "[0, 1)")),
     "another state": (
         lambda: ng.NaturalWakeSleep(machine()).load_state_dict(ng.WakeSleep(machine()).state_dict()),

@@ -32,7 +32,8 @@ def test_every_study_is_found_with_its_own_defaults():
 
 
 def test_all_contestants_have_as_many_settings():
-    assert {len(one.choices) for one in CONTESTANTS} == {4}
+    for settings in (SMALL, find("varady_2022_mnist").settings()):
+        assert {len(one.choices(settings)) for one in CONTESTANTS} == {4}
     assert len(varady_2022.pieces(SMALL)) == 5 * 4 + 5
 
 
@@ -77,6 +78,14 @@ def test_training_on_lines_raises_the_exact_likelihood():
     assert len(training.images()) == varady_2022.PICTURES
 
 
+def test_a_race_looks_as_often_as_it_is_told():
+    settings = replace(SMALL, looks=4, epochs=2)
+    training = Training(settings, CONTESTANTS[0], Choice(0.3, 0.0), seed=0)
+    seen = [(epoch, training.steps) for epoch in training.epochs(2, Run(settings), looks=4)]
+    assert [epoch for epoch, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+    assert [steps for _, steps in seen] == [2, 3, 4, 6, 8, 9, 10, 12]  # six steps per epoch
+
+
 def test_a_rate_falls():
     training = Training(SMALL, CONTESTANTS[0], Choice(1.0, 0.5), seed=0)
     for _ in training.epochs(1, Run(SMALL)):
@@ -89,13 +98,13 @@ def test_a_race_takes_the_setting_that_was_best_and_is_sound():
     one = CONTESTANTS[1]
     tuned: dict[str, Any] = {f"tune-rws-{i}": {"valid": v} for i, v in enumerate((-5.0, None, -3.0, -4.0))}
     numbers = Racing(one)(Run(SMALL, 0, tuned))
-    assert numbers["choice"] == str(one.choices[2])
+    assert numbers["choice"] == str(one.choices(SMALL)[2])
     assert [p["epoch"] for p in numbers["curve"]] == [0, 1, 2]
     assert [look["epoch"] for look in numbers["looks"]] == [1, 2]
     assert Racing(one)(Run(SMALL, 1, tuned))["looks"] == []
     again = Racing(one)(Run(SMALL, 0, tuned))
     assert [p["bound"] for p in again["curve"]] == [p["bound"] for p in numbers["curve"]]
-    assert Tuning(one, one.choices[0])(Run(SMALL))["valid"] < 0
+    assert Tuning(one, one.choices(SMALL)[0])(Run(SMALL))["valid"] < 0
 
 
 def test_levels_are_reached_where_the_curve_says():

@@ -15,6 +15,7 @@ from natgrad.operators import (
     Layout,
     Operator,
     QuasiDiagonal,
+    SharedBasis,
     SharedRows,
     Spectral,
     Units,
@@ -51,6 +52,12 @@ def arranged() -> Arranged:
     return Arranged(space, [turned, bare, first])
 
 
+def in_basis(d: int, m: int) -> SharedBasis:
+    """Three units with eigenvalues of at least 1/2."""
+    basis = torch.linalg.qr(draw(d, d))[0][:, :m]
+    return SharedBasis(basis, 0.5 + draw(3, m, seed=1).square(), 0.5 + draw(3, seed=2).square())
+
+
 MASK = torch.ones(4, 4, dtype=F64).tril()
 ALL = {
     "kronecker, blocks": lambda: Kronecker(spd(2, 3), spd(2, 4, seed=1)),
@@ -74,6 +81,11 @@ ALL = {
     "inverse of few shared rows under a mask": lambda: SharedRows(draw(3, 4), draw(4, 3).square(), MASK).inverse(0.1),
     "inverse of few shared rows": lambda: SharedRows(draw(3, 5), draw(4, 3, seed=1).square()).inverse(0.1),
     "inverse of many shared rows": lambda: SharedRows(draw(7, 3), draw(4, 7, seed=1).square()).inverse(0.1),
+    "shared basis": lambda: in_basis(4, 4),
+    "shared basis of a few directions": lambda: in_basis(4, 2),
+    "shared basis, dead directions": lambda: SharedRows(draw(3, 5), draw(4, 3, seed=1).square()).spectral(5),
+    "shared basis, a dead unit": lambda: SharedRows(draw(3, 5), torch.eye(3, dtype=F64)[:2] * 0).spectral(2),
+    "inverse of a shared basis": lambda: in_basis(4, 2).inverse(0.1),
     "arranged": arranged,
     "inverse of arranged": lambda: arranged().inverse(0.1),
 }
@@ -198,6 +210,18 @@ BAD = {
         lambda: SharedRows(torch.ones(3, 2), torch.ones(4, 3), torch.ones(4, 3)),
         "mask",
     ),
+    "a basis of more directions than there are": (
+        lambda: SharedBasis(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)),
+        "basis has shape (2, 3)",
+    ),
+    "a basis without a rest": (
+        lambda: SharedBasis(torch.eye(2), torch.ones(4, 2), torch.ones(3)),
+        "rest (3,)",
+    ),
+    "a basis for units that see different columns": (
+        lambda: SharedRows(torch.ones(3, 2), torch.ones(4, 3), torch.ones(4, 2)).spectral(2),
+        "mask",
+    ),
     "a quasi-diagonal without cross terms": (lambda: QuasiDiagonal(torch.ones(2, 3), torch.ones(2, 3)), "cross (2, 3)"),
     "parts that leave a parameter out": (lambda: Arranged(arranged().space, arranged().parts[:2]), "parts cover"),
     "an operator of another size": (
@@ -228,3 +252,31 @@ def test_shared_rows_are_the_units_blocks(rows, masked):
     for damping in (1e-6, 0.1, 10.0):
         expected = torch.linalg.solve(torch.block_diag(*blocks) + damping * torch.eye(16, dtype=F64), vector)
         assert_close(operator.inverse(damping).mv(vector), expected, rtol=1e-7 if damping < 0.1 else 1e-11)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 9])
+def test_the_shared_basis_is_the_nearest_of_its_kind(rank):
+    """In Frobenius norm no other eigenvalues are nearer to the blocks, and with the whole basis the mean is exact."""
+    operator = SharedRows(draw(7, 4), draw(3, 7, seed=1).square())
+    found, blocks = operator.spectral(rank), operator.blocks()
+    basis, kept = found.basis, min(rank, 4)
+    assert basis.shape == (4, kept)
+    assert_close(basis.mT @ basis, torch.eye(kept, dtype=F64), 1e-12)
+    assert_close(found.spectrum, torch.einsum("dm,kde,em->km", basis, blocks, basis), 1e-12)
+    assert_close(found.trace(), operator.trace(), 1e-12)
+    distance = (found.dense() - operator.dense()).norm()
+    for seed in range(5):
+        nearby = found.spectrum + 0.01 * draw(3, kept, seed=seed), found.rest + 0.01 * draw(3, seed=seed + 9)
+        moved = SharedBasis(basis, *nearby)
+        assert (moved.dense() - operator.dense()).norm() > distance
+    if kept == 4:
+        mean = (basis * found.spectrum.mean(0)) @ basis.mT
+        assert_close(mean, blocks.mean(0), 1e-12)
+
+
+def test_the_shared_basis_is_exact_for_blocks_that_differ_in_scale():
+    weights = draw(1, 7).square() * torch.tensor([[1.0], [3.0], [0.1]], dtype=F64)
+    operator = SharedRows(draw(7, 4), weights)
+    assert_close(operator.spectral(4).dense(), operator.dense(), 1e-12)
+    vector = draw(12, seed=2)
+    assert_close(operator.spectral(4).inverse(0.1).mv(vector), operator.inverse(0.1).mv(vector), 1e-11)

@@ -2,6 +2,7 @@
 
 from natgrad.operators.arranged import Arranged, Layout
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
+from natgrad.operators.basis import SharedBasis
 from natgrad.operators.block import Block
 from natgrad.operators.centred import Centred
 from natgrad.operators.curvature import Curvature
@@ -39,6 +40,7 @@ __all__ = [
     "QuasiDiagonal",
     "Rows",
     "Scaled",
+    "SharedBasis",
     "SharedRows",
     "Shifted",
     "Spectral",

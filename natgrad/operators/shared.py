@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.linalg import inverse_psd
+from natgrad.linalg import eigh, inverse_psd
 from natgrad.operators.base import Operator
+from natgrad.operators.basis import SharedBasis
 from natgrad.operators.units import Units
 
 CHUNK = 2**24
@@ -45,6 +46,22 @@ class SharedRows(Operator):
         step = max(1, CHUNK // max(1, self.rows.numel()))
         found = torch.cat([(self.rows.mT * w.unsqueeze(1)) @ self.rows for w in self.weights.split(step)])
         return found if self.mask is None else found * self.mask.unsqueeze(2) * self.mask.unsqueeze(1)
+
+    def spectral(self, rank: int) -> SharedBasis:
+        """The nearest blocks, in Frobenius norm, that are diagonal in a basis Q for all units, of `rank` directions.
+
+        Q has the leading eigenvectors of the blocks' mean; a unit's eigenvalues are diag(Q^T G_j Q), as in EKFAC
+        (George et al. 2018), and the mean of what is left. ValueError under a mask: units that see different columns
+        share no basis.
+        """
+        if self.mask is not None:
+            raise ValueError("mask is given: units that see different columns share no basis, use inverse()")
+        mean = (self.rows.mT * self.weights.mean(0)) @ self.rows
+        basis = eigh(mean)[1].flip(1)[:, :rank].contiguous()
+        spectrum = self.weights @ (self.rows @ basis).square()
+        left = self.weights @ self.rows.square().sum(1) - spectrum.sum(1)
+        rest = left.clamp(min=0) / max(1, basis.shape[0] - basis.shape[1])
+        return SharedBasis(basis, spectrum, rest)
 
     def grams(self) -> Tensor:
         """B_j B_j^T for B_j = diag(sqrt w_j) A_j, (k, s, s)."""

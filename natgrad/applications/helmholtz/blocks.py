@@ -15,23 +15,31 @@ from natgrad.operators import Operator, Scaled, SharedRows, Units
 
 ROWS = 256
 """Rows that a refresh takes at most where the unit's inputs are fewer."""
+EXACT = 128
+"""Inputs up to which every unit's own block is inverted, unless told otherwise."""
+RANK = 256
+"""Directions of a shared basis."""
 
 
 @dataclass
 class Kept:
-    """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes."""
+    """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes.
+
+    exact: whether every unit's own block is inverted; else all are diagonal in one basis, made from the rows.
+    """
 
     decay: float
     damping: float
     state: dict[str, Any]
     mask: Tensor | None = None
+    exact: bool = True
     inverse: Operator | None = None
 
     def refresh(self, rows: Rows) -> bool:
         """Take a batch into the running average and invert. False, with everything as it was, if that fails."""
         fresh = fisher_rows(thinned(rows))
-        wide = 2 * len(fresh.rows) <= fresh.rows.shape[1]
-        state = self._with_rows(fresh) if wide or "rows" in self.state else self._with_blocks(fresh)
+        few = not self.exact or 2 * len(fresh.rows) <= fresh.rows.shape[1]
+        state = self._with_rows(fresh) if few or "rows" in self.state else self._with_blocks(fresh)
         inverse = self._operator(state).inverse(self.damping)
         if inverse is None or not all_finite(_spot(inverse)):
             return False
@@ -46,12 +54,10 @@ class Kept:
             self.inverse = Scaled(found, 1 + self.damping)
 
     def _window(self, fresh: SharedRows) -> int:
-        """Refreshes that a running average with this decay sees, but only rows that are half as many as the columns.
-
-        Beyond these Woodbury costs more than the blocks do.
-        """
-        room = fresh.rows.shape[1] // (2 * len(fresh.rows))
-        return max(1, min(room, round(1 / (1 - self.decay))))
+        """Refreshes that a running average with this decay sees, but for exact blocks only rows half as many as the
+        columns: beyond these Woodbury costs more than the blocks do."""
+        seen = round(1 / (1 - self.decay))
+        return max(1, min(fresh.rows.shape[1] // (2 * len(fresh.rows)), seen) if self.exact else seen)
 
     def _with_blocks(self, fresh: SharedRows) -> dict[str, Any]:
         blocks, weight = fresh.blocks(), 1.0
@@ -74,7 +80,8 @@ class Kept:
         if "blocks" in state:
             return Units(state["blocks"] / state["weight"])
         share = sum(self.decay**age for age in range(len(state["counts"])))
-        return SharedRows(state["rows"], state["weights"] / share, self.mask)
+        found = SharedRows(state["rows"], state["weights"] / share, self.mask)
+        return found if self.exact else found.spectral(RANK)
 
 
 def thinned(rows: Rows) -> Rows:
@@ -93,10 +100,13 @@ def thinned(rows: Rows) -> Rows:
     return Rows(rows.inputs[taken], rows.residuals[taken], rows.slopes[taken], weights, rows.mask)
 
 
-def refresh_cost(weight: Tensor, rows: Rows) -> int:
-    """Multiplications of a refresh; those of a factorisation count twice, as long as they take (measured)."""
+def refresh_cost(kept: Kept, weight: Tensor, rows: Rows) -> int:
+    """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
     units, columns = weight.shape
     many = min(len(rows.inputs), max(ROWS, columns))
+    if not kept.exact:
+        many *= round(1 / (1 - kept.decay))
+        return columns * columns * (many + 5 * columns) + units * many * min(RANK, columns)
     if 2 * many <= columns:
         return units * many * (columns + 2 * many * many)
     return units * columns * columns * (many + 2 * columns)

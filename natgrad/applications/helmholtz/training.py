@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from natgrad.applications.helmholtz.blocks import Kept, refresh_cost
+from natgrad.applications.helmholtz.blocks import EXACT, Kept, refresh_cost
 from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
 from natgrad.applications.helmholtz.units import Conditional
@@ -122,11 +122,17 @@ class NaturalWakeSleep(WakeSleep):
     Each unit's gradient is multiplied by (1 + damping) (F_j + damping I)^-1, F_j = E[s'(W_j a) a a^T] over the samples
     that the gradient is taken over, with their importance weights.   refresh: steps between new estimates and
     inverses; None: so that they cost about a quarter of a plain step on average, counted in operations, and more often
-    at first, but never below 10 steps.   decay: weight of the past in a block's running average.   The rest as in
-    `WakeSleep`. A refresh takes at most 256 rows, or as many as a unit has inputs, drawn by their weights. Inverses are
+    at first, but never below 10 steps.   decay: weight of the past in a block's running average.   exact: True inverts
+    every unit's own block; False takes all blocks of a layer as diagonal in one basis, the 256 leading eigenvectors of
+    their mean, where every unit has its own eigenvalues (as in EKFAC, George et al. 2018), and their mean for what is
+    left: products then cost as much as the layer itself. None: exact for units with at most 128 inputs.   The rest as
+    in `WakeSleep`.
+
+    A refresh takes at most 256 rows, or as many as a unit has inputs, drawn by their weights. Exact inverses are
     batched over the units of a layer: by Woodbury where the rows are at most half as many as a unit's inputs (of the
     past as many are kept as this allows), by Cholesky otherwise. One that fails is counted in `failures` and the last
-    good one is kept.
+    good one is kept. ValueError for numbers out of range, and for exact=False where units see different inputs (an
+    autoregressive machine).
     """
 
     def __init__(
@@ -138,6 +144,7 @@ class NaturalWakeSleep(WakeSleep):
         damping: float = 0.03,
         refresh: int | None = None,
         decay: float = 0.8,
+        exact: bool | None = None,
         algorithm: Algorithm | None = None,
         momentum: float = 0.0,
         optimizer: MakeOptimizer | None = None,
@@ -157,7 +164,11 @@ class NaturalWakeSleep(WakeSleep):
             optimizer=optimizer,
             seed=seed,
         )
-        self.damping, self.refresh, self.decay = damping, refresh, decay
+        if exact not in (None, True, False):
+            raise ValueError(f"exact is {exact!r}, expected True, False or None")
+        if exact is False and machine.autoregressive:
+            raise ValueError("exact is False, but the machine's units see different inputs: leave exact=None")
+        self.damping, self.refresh, self.decay, self.exact = damping, refresh, decay, exact
         self._kept: dict[str, Kept] = {}
         self._refreshed = -1
 
@@ -171,24 +182,25 @@ class NaturalWakeSleep(WakeSleep):
         super().load_state_dict(state)
         device = self.generator.device
         self._refreshed = state["refreshed"]
-        self._kept = {
-            name: Kept(
-                self.decay,
-                self.damping,
-                map_tensors(part, lambda t: t.to(device).clone()),
-                self._layer(name).seen(),
-            )
-            for name, part in state["blocks"].items()
-        }
-        for kept in self._kept.values():
-            kept.rebuild()
+        self._kept = {}
+        for name, part in state["blocks"].items():
+            self._keeper(name).state = map_tensors(part, lambda t: t.to(device).clone())
+            self._keeper(name).rebuild()
+
+    def _keeper(self, name: str) -> Kept:
+        """What is kept of a layer, empty at first."""
+        if name not in self._kept:
+            layer = self._layer(name)
+            small = layer.autoregressive or layer.weight.shape[1] <= EXACT
+            exact = small if self.exact is None else self.exact
+            self._kept[name] = Kept(self.decay, self.damping, {}, layer.seen(), exact)
+        return self._kept[name]
 
     def _directions(self, lesson: Lesson) -> list[tuple[Tensor, Tensor]]:
         taught = self._taught(lesson)
         if self._due(taught):
             for name, _, rows in taught:
-                kept = self._kept.setdefault(name, Kept(self.decay, self.damping, {}, rows.mask))
-                self.failures += not kept.refresh(rows)
+                self.failures += not self._keeper(name).refresh(rows)
             self._refreshed = self.steps
         return [(weight, self._natural(name, rows.ascent())) for name, weight, rows in taught]
 
@@ -207,4 +219,5 @@ class NaturalWakeSleep(WakeSleep):
     def _affordable(self, taught: list[tuple[str, Tensor, Rows]]) -> int:
         """Steps between refreshes at which these cost a quarter of what plain steps do, in multiplications."""
         plain = sum(6 * rows.inputs.numel() * len(weight) for _, weight, rows in taught)
-        return max(10, math.ceil(4 * sum(refresh_cost(weight, rows) for _, weight, rows in taught) / plain))
+        costs = [refresh_cost(self._keeper(name), weight, rows) for name, weight, rows in taught]
+        return max(10, math.ceil(4 * sum(costs) / plain))
