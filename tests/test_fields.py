@@ -113,6 +113,8 @@ def test_batches_of_draws():
         x = family.sample(theta, 6, generator=GENERATOR)
         assert x.shape == (6, 2, family.n)
         assert family.statistics(x).shape == (6, 2, family.size)
+    for family in PAIRS["chain"]:
+        assert family.sample(draw(0, family.size), 6).shape == (6, 0, family.n)
     again = [Ising(3, gibbs=Gibbs(5)).sample(draw(6), 6, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
     assert torch.equal(*again)
 

@@ -454,6 +454,19 @@ def test_observation_spaces():
         small(Seen(spaces.Dict({"a": spaces.Discrete(2)})))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_single_real_action_comes_in_the_shape_of_its_space():
+    class Strict(Walk):
+        def step(self, action):
+            assert self.action_space.contains(action)
+            return super().step(action)
+
+    space = spaces.Box(-1, 1, (), np.float32)
+    agent = small(Strict(end=10, action=space), batch=32)
+    agent.learn(32)
+    assert space.contains(agent.predict(np.zeros(2, dtype=np.float32)))
+
+
 def test_states_on_the_door_of_vector_environments_are_independent_of_their_mode():
     found = [batch_of(MODES[mode]([lambda: Clock((3, 5, 2), True)]), 20, lambda s: s[:, 1]) for mode in MODES]
     for other in found[1:]:

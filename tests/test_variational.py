@@ -279,6 +279,13 @@ def half_line(z: Tensor) -> Tensor:
     return z.log().sum(-1)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("axis", [(), (-1,)], ids=["one z", "rows"])
+def test_a_log_joint_that_torch_cannot_batch_is_taken_quietly(axis):
+    q = variational(lambda z: -z.square().sum(*axis) + 0.1 * z.prod(*axis).sin(), 2)
+    assert q.step() == pytest.approx(math.log(2 * math.pi) + 1 - 2, abs=0.05)  # entropy of N(0, 1) and E[-z^2]
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "lr": (lambda: variational(regression, 4, lr=0.0), ValueError, "lr is"),
     "start": (lambda: variational(regression), ValueError, "start is None"),
@@ -294,6 +301,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "its value": (lambda: variational(lambda z: z, 4), ValueError, "log_joint returned"),
     "a number": (lambda: variational(lambda z: 3.0, 4), ValueError, "log_joint returned float.*expected a tensor"),  # pyright: ignore
     "an array": (lambda: variational(lambda z: z.numpy().sum(-1), 4), ValueError, "log_joint returned float64"),
+    "its dtype": (
+        lambda: variational(regression, torch.zeros(4)),
+        ValueError,
+        "fails for z .*float32.*of your data",
+    ),
     "words": (lambda: variational(regression, ["a"]), ValueError, "start is"),  # pyright: ignore
     "points": (lambda: variational(regression, 4, points=3), TypeError, "points is 3"),  # pyright: ignore
     "a grid too large": (lambda: variational(regression, 4, points=GaussHermite(40)).step(), ValueError, "use Sobol"),

@@ -89,9 +89,11 @@ class Tables:
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
         """Independent states (count, ..., n): variables against the order of elimination, each given those before."""
-        flat = theta.reshape(-1, theta.shape[-1])
+        flat = theta.reshape(theta.shape[:-1].numel(), theta.shape[-1])
         rows = torch.arange(len(flat), device=theta.device)
         found = torch.zeros(count, len(flat), len(self.counts), dtype=torch.long, device=theta.device)
+        if found.numel() == 0:
+            return found.view(count, *theta.shape[:-1], len(self.counts))
         for scope, variable, joined in reversed(list(self._eliminations(flat))):
             others = tuple(i for i in scope if i != variable)
             last = joined.movedim(1 + scope.index(variable), -1).reshape(len(flat), -1, self.counts[variable])

@@ -159,7 +159,7 @@ class Environments:
         return stack([first(env.reset(seed=seed + i)) for i, env in enumerate(self.singles)])
 
     def _single_steps(self, actions: Array) -> Stepped:
-        found = [five(env.step(action)) for env, action in zip(self.singles, actions, strict=True)]
+        found = [five(env.step(single(actions, i))) for i, env in enumerate(self.singles)]
         successors = self._seen(stack([one[0] for one in found]))
         rewards = np.array([as_reward(one[1]) for one in found])
         terminated = np.array([bool(one[2]) for one in found])
@@ -335,6 +335,11 @@ def as_reward(given: Any) -> float:
         return float(np.asarray(given).reshape(()).item())
     except (TypeError, ValueError) as error:
         raise EnvironmentFault(f"the environment returned the reward {given!r}, expected a number") from error
+
+
+def single(actions: Array, i: int) -> Any:
+    """Action i. A real one of shape () stays an array: a NumPy scalar is no member of its space."""
+    return np.asarray(actions[i]) if actions.dtype.kind == "f" else actions[i]
 
 
 def stack(observations: list[Any]) -> Array:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from natgrad.applications.policy.actor import Actor, perceptron, probe_size
 from natgrad.applications.policy.critic import Critic, check_values
 from natgrad.applications.policy.door import as_integer, check_numbers, evaluation, like_first
-from natgrad.applications.policy.environments import Environments, Episode
+from natgrad.applications.policy.environments import Environments, Episode, single
 from natgrad.applications.policy.heads import Head, head_for
 from natgrad.applications.policy.history import History
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
@@ -253,24 +253,24 @@ class PolicyLearner(ABC):
         deterministic: the likeliest one; False: a draw, from a generator that training does not use. Observations are
         scaled by what training has seen, which does not change here. ValueError for another shape, or NaN.
         """
-        states, single = self._states(observation)
+        states, alone = self._states(observation)
         with evaluation(self.actor):
             rows = self.actor(states)
         draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
         actions = self.head.actions(draws)
-        return actions[0] if single else actions
+        return single(actions, 0) if alone else actions
 
     def _states(self, observation: Any) -> tuple[Tensor, bool]:
         raw = np.asarray(observation)
         shape = self.worlds.observation_space.shape or ()
-        single = raw.shape == shape
-        if not single and raw.shape[1:] != shape:
+        alone = raw.shape == shape
+        if not alone and raw.shape[1:] != shape:
             raise ValueError(f"observation has shape {raw.shape}, expected {shape}, or (b, ...) for a batch of them")
-        found = self.worlds.encode(raw[None] if single else raw)
+        found = self.worlds.encode(raw[None] if alone else raw)
         if not np.isfinite(found).all():
             raise ValueError("observation is not finite: the policy was not asked")
         like = next(self.actor.parameters())
-        return torch.from_numpy(np.ascontiguousarray(self.scale(found))).to(like.device, like.dtype), single
+        return torch.from_numpy(np.ascontiguousarray(self.scale(found))).to(like.device, like.dtype), alone
 
     def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
         """Returns of so many whole episodes, the policy and its scales frozen; env: as for the learner.

@@ -260,7 +260,10 @@ def _fitting(log_joint: LogJoint, mean: Tensor) -> Tensor:
     """The mean in float64, or in the default dtype where the function has tensors of that inside."""
     try:
         is_batched(log_joint, mean)
-    except RuntimeError:  # torch does not mix dtypes in products
+    except ValueError as error:
+        if error.__cause__ is None:
+            raise
+        # torch does not mix dtypes in products
         return mean.to(torch.get_default_dtype())
     return mean
 

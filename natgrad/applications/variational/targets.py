@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Density(Target):
 
     def values(self, z: Tensor) -> Tensor:
         """log p(z, data) of rows z (s, d): (s,)."""
-        return (self.log_joint(z) if self.batched else torch.func.vmap(self.log_joint)(z)).reshape(len(z))
+        return (self.log_joint(z) if self.batched else mapped(self.log_joint, z)).reshape(len(z))
 
     def _derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
         def one(row: Tensor) -> Tensor:
@@ -85,8 +86,7 @@ class Density(Target):
 
         slope = torch.func.grad(one)
         # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
-        both = torch.func.vmap(lambda row: (slope(row), torch.func.jacrev(slope)(row)))
-        found, curvature = both(z)
+        found, curvature = mapped(lambda row: (slope(row), torch.func.jacrev(slope)(row)), z)
         return found.detach(), curvature.detach()
 
 
@@ -235,6 +235,13 @@ def _chunk(d: int) -> int:
     return max(1, 2**22 // max(1, d * d))
 
 
+def mapped(function: Callable[[Tensor], Any], z: Tensor) -> Any:
+    """The function of every row at once. Quietly: torch warns where it takes one after the other, as in prod()."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        return torch.func.vmap(function)(z)
+
+
 def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
     """Whether log_joint takes rows (s, d) to (s,) or (s, 1), or one z (d,) to a scalar: by trying. Else ValueError."""
     rows = start + torch.linspace(0, 1e-3, 3, dtype=start.dtype, device=start.device).unsqueeze(1)
@@ -245,7 +252,13 @@ def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
             return bool(torch.allclose(there, here, rtol=1e-3, atol=1e-6, equal_nan=True))
     except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
         pass  # it takes one z, then
-    value = log_joint(start)
+    try:
+        value = log_joint(start)
+    except RuntimeError as error:
+        raise ValueError(
+            f"log_joint fails for z {tuple(start.shape)} in {start.dtype}: {error}. It takes one z (d,) or rows "
+            "(s, d): pass the start in the dtype of your data"
+        ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
