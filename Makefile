@@ -1,7 +1,7 @@
 # Every target makes its own environment in $(VENV) and reuses it: only a change of pyproject.toml or
 # constraints.txt installs again. Needed beforehand: make and Python 3.11 or newer.
 #
-#   make test ARGS="-k cg"      arguments for the command behind a target
+#   make test ARGS="-k cg"      arguments for the command behind a target; ARGS="-n 0 -k cg": in one process
 #   make demo PYTHON=python3.12 another interpreter for a new environment
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ demo: $(VENV)/.lab  ## K-FAC and the natural gradient beside SGD and Adam on the
 	$(BIN)/natgrad run digits $(ARGS)
 
 test: $(VENV)/.test  ## every claim of the library, checked
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint and types
 	$(BIN)/ruff format --check .
