@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.helmholtz import Bidirectional, Classic, Reweighted
-from natgrad.applications.helmholtz.blocks import Kept, thinned
+from natgrad.applications.helmholtz.blocks import RADIUS, Kept, thinned, within
 from natgrad.applications.helmholtz.rows import Rows, generation_rows
 from natgrad.operators import SharedRows, Units
 
@@ -272,7 +273,7 @@ def some_rows(count: int, columns: int) -> Rows:
 
 def test_a_refresh_takes_a_row_as_often_as_its_weight_says():
     rows = some_rows(1000, 5)
-    found = thinned(rows)
+    found = thinned(rows, 256)
     assert len(found.inputs) == len(found.weights) == 256
     assert_close(found.weights.sum(), rows.weights.sum())
     places = (found.inputs.unsqueeze(1) == rows.inputs).all(2)
@@ -281,7 +282,7 @@ def test_a_refresh_takes_a_row_as_often_as_its_weight_says():
     assert bool(((places.sum(0) - expected).abs() < 1).all())
     assert torch.equal(found.slopes, rows.slopes[places.to(torch.uint8).argmax(1)])
     few = some_rows(200, 5)
-    assert thinned(few) is few
+    assert thinned(few, 256) is few
 
 
 @pytest.mark.parametrize(("count", "columns"), [(40, 100), (300, 700), (60, 100), (10, 100)])
@@ -341,6 +342,41 @@ def test_wide_layers_share_a_basis_unless_told_otherwise(exact, shared):
     assert trainer.failures == 0
     layers = ["generation.0", "generation.1", "recognition.0"]
     assert [not trainer._kept[name].exact for name in layers] == shared
+
+
+@torch.no_grad()
+def test_a_step_moves_no_unit_further_than_the_radius():
+    """KL of every unit, before and after, in the mean over its rows; units that move less are left alone."""
+    torch.manual_seed(0)
+    layer = ng.HelmholtzMachine([6, 4]).double().generation[0]
+    rows = some_rows(90, 5)
+    rows = replace(rows, weights=2 * rows.weights)
+    direction = torch.randn(6, 5, dtype=F64) * torch.tensor([100.0, 10, 1, 1e-3, 1e-6, 0], dtype=F64).unsqueeze(1)
+    found = within(0.02, direction, rows, rate=0.5)
+    old, new = (rows.inputs @ weight.mT for weight in (layer.weight, layer.weight + 0.5 * found))
+    up = torch.sigmoid(old)
+    kl = up * (old - new) + torch.nn.functional.softplus(new) - torch.nn.functional.softplus(old)
+    assert float((rows.weights @ kl).max()) <= 0.02
+    assert_close(rows.weights @ (0.5 * rows.inputs @ found.mT).square()[:, :2] / 8, tensor([0.02, 0.02]), rtol=1e-9)
+    assert torch.equal(found[3:], direction[3:])
+    assert_close(torch.nn.functional.normalize(found[:3]), torch.nn.functional.normalize(direction[:3]))
+
+
+def test_wide_machines_are_bounded_unless_told_otherwise():
+    found = [ng.NaturalWakeSleep(ng.HelmholtzMachine(sizes)).radius for sizes in ([128, 6], [127, 6], [6, 128])]
+    assert found == [RADIUS, math.inf, RADIUS]
+    assert ng.NaturalWakeSleep(ng.HelmholtzMachine([128, 6]), radius=math.inf).radius == math.inf
+
+
+def test_a_bound_keeps_a_large_rate_from_running_away():
+    torch.manual_seed(0)
+    x = torch.randint(0, 2, (20, 40), generator=torch.Generator().manual_seed(0)).float()
+    lowest = {}
+    for radius in (math.inf, 0.01):
+        torch.manual_seed(0)
+        trainer = ng.NaturalWakeSleep(ng.HelmholtzMachine([40, 5]), 5.0, radius=radius)
+        lowest[radius] = min(trainer.step(x) for _ in range(15))
+    assert lowest[0.01] > lowest[math.inf] + 20
 
 
 def test_an_autoregressive_machine_keeps_exact_blocks():
@@ -463,6 +499,7 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "wake_phi": (lambda: Reweighted(wake_phi=2.0), ValueError, ("wake_phi", "between 0 and 1")),
     "damping": (lambda: ng.NaturalWakeSleep(machine(), damping=0.0), ValueError, ("damping", "> 0")),
     "refresh": (lambda: ng.NaturalWakeSleep(machine(), refresh=0), ValueError, ("refresh", ">= 1")),
+    "radius": (lambda: ng.NaturalWakeSleep(machine(), radius=0.0), ValueError, ("radius is 0.0", "math.inf")),
     "exact": (lambda: ng.NaturalWakeSleep(machine(), exact="no"), ValueError, ("exact is 'no'", "None")),  # type: ignore[arg-type]
     "a shared basis for units that see different inputs": (
         lambda: ng.NaturalWakeSleep(machine(autoregressive=True), exact=False),

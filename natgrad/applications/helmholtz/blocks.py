@@ -19,6 +19,10 @@ EXACT = 128
 """Inputs up to which every unit's own block is inverted, unless told otherwise."""
 RANK = 256
 """Directions of a shared basis."""
+FEW = 128
+"""Rows that the length of a step is measured on."""
+RADIUS = 0.03
+"""Nats that a step may move a unit by, unless told otherwise, in machines with wide layers."""
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Kept:
 
     def refresh(self, rows: Rows) -> bool:
         """Take a batch into the running average and invert. False, with everything as it was, if that fails."""
-        fresh = fisher_rows(thinned(rows))
+        fresh = fisher_rows(thinned(rows, max(ROWS, rows.inputs.shape[1])))
         few = not self.exact or 2 * len(fresh.rows) <= fresh.rows.shape[1]
         state = self._with_rows(fresh) if few or "rows" in self.state else self._with_blocks(fresh)
         inverse = self._operator(state).inverse(self.damping)
@@ -84,13 +88,25 @@ class Kept:
         return found if self.exact else found.spectral(RANK)
 
 
-def thinned(rows: Rows) -> Rows:
-    """At most as many rows as a unit has inputs, or ROWS, drawn in proportion to their weights, each of equal weight.
+def within(radius: float, direction: Tensor, rows: Rows, rate: float) -> Tensor:
+    """Every unit's direction (size, columns), shortened where `rate` times it is too far.
+
+    A step moves a unit's distribution by KL <= E[(rate d_j . a)^2] / 8 nats in the mean over its inputs a, since the
+    log-partition log(1 + e^z) has no second derivative above 1/4; this is held to `radius`, on FEW of the rows. The
+    Fisher matrix cannot bound it: that of a unit which is wrong and sure of it vanishes, and its step is then long.
+    """
+    seen = thinned(rows, FEW)
+    moved = (seen.weights / seen.weights.sum()) @ (seen.inputs @ direction.mT).square() * rate**2
+    return direction * (8 * radius / moved).sqrt().clamp(max=1).unsqueeze(1)
+
+
+def thinned(rows: Rows, most: int) -> Rows:
+    """At most as many rows, drawn in proportion to their weights, each of equal weight.
 
     Systematic draws: a row of weight w is taken floor(w m) or ceil(w m) times of m, so that the mean of any function of
     the rows is kept within 1/m. They start at the middle of a step, so that nothing random is added.
     """
-    many, most = len(rows.inputs), max(ROWS, rows.inputs.shape[1])
+    many = len(rows.inputs)
     if many <= most:
         return rows
     total = rows.weights.cumsum(0)

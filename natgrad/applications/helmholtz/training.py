@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from natgrad.applications.helmholtz.blocks import EXACT, Kept, refresh_cost
+from natgrad.applications.helmholtz.blocks import EXACT, RADIUS, Kept, refresh_cost, within
 from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
-from natgrad.applications.helmholtz.units import Conditional
+from natgrad.applications.helmholtz.units import Conditional, chain
 from natgrad.linalg import all_finite
 from natgrad.pure import map_tensors
 
@@ -125,8 +125,10 @@ class NaturalWakeSleep(WakeSleep):
     at first, but never below 10 steps.   decay: weight of the past in a block's running average.   exact: True inverts
     every unit's own block; False takes all blocks of a layer as diagonal in one basis, the 256 leading eigenvectors of
     their mean, where every unit has its own eigenvalues (as in EKFAC, George et al. 2018), and their mean for what is
-    left: products then cost as much as the layer itself. None: exact for units with at most 128 inputs.   The rest as
-    in `WakeSleep`.
+    left: products then cost as much as the layer itself. None: exact for units with at most 128 inputs.   radius: nats
+    by which a step of lr may move a unit's distribution at most, in the mean over its inputs: E[(lr d_j . a)^2] / 8, a
+    bound on the KL divergence; a unit's direction is shortened to it. math.inf: none; None: .03 in machines that have
+    units with more than 128 inputs, none in others.   The rest as in `WakeSleep`.
 
     A refresh takes at most 256 rows, or as many as a unit has inputs, drawn by their weights. Exact inverses are
     batched over the units of a layer: by Woodbury where the rows are at most half as many as a unit's inputs (of the
@@ -145,6 +147,7 @@ class NaturalWakeSleep(WakeSleep):
         refresh: int | None = None,
         decay: float = 0.8,
         exact: bool | None = None,
+        radius: float | None = None,
         algorithm: Algorithm | None = None,
         momentum: float = 0.0,
         optimizer: MakeOptimizer | None = None,
@@ -164,13 +167,22 @@ class NaturalWakeSleep(WakeSleep):
             optimizer=optimizer,
             seed=seed,
         )
+        if radius is not None and not (isinstance(radius, Real) and radius > 0):
+            raise ValueError(f"radius is {radius!r}, expected nats > 0, math.inf for no bound, or None")
         if exact not in (None, True, False):
             raise ValueError(f"exact is {exact!r}, expected True, False or None")
         if exact is False and machine.autoregressive:
             raise ValueError("exact is False, but the machine's units see different inputs: leave exact=None")
         self.damping, self.refresh, self.decay, self.exact = damping, refresh, decay, exact
+        self.radius = self._usual_radius() if radius is None else float(radius)
         self._kept: dict[str, Kept] = {}
         self._refreshed = -1
+
+    def _usual_radius(self) -> float:
+        widest = max(
+            layer.weight.shape[1] for layer in (*chain(self.machine.generation), *chain(self.machine.recognition))
+        )
+        return RADIUS if widest > EXACT else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: dict(kept.state) for name, kept in self._kept.items()}
@@ -202,11 +214,13 @@ class NaturalWakeSleep(WakeSleep):
             for name, _, rows in taught:
                 self.failures += not self._keeper(name).refresh(rows)
             self._refreshed = self.steps
-        return [(weight, self._natural(name, rows.ascent())) for name, weight, rows in taught]
+        rates = {p: group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+        return [(weight, self._natural(name, rows, rates[weight])) for name, weight, rows in taught]
 
-    def _natural(self, name: str, ascent: Tensor) -> Tensor:
-        inverse = self._kept[name].inverse
-        return ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
+    def _natural(self, name: str, rows: Rows, rate: float) -> Tensor:
+        inverse, ascent = self._kept[name].inverse, rows.ascent()
+        found = ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
+        return found if math.isinf(self.radius) else within(self.radius, found, rows, float(rate))
 
     def _due(self, taught: list[tuple[str, Tensor, Rows]]) -> bool:
         if self._refreshed < 0:
