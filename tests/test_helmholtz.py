@@ -368,6 +368,15 @@ def test_wide_machines_are_bounded_unless_told_otherwise():
     assert ng.NaturalWakeSleep(ng.HelmholtzMachine([128, 6]), radius=math.inf).radius == math.inf
 
 
+def test_an_optimizer_may_have_a_part_of_the_parameters():
+    found = ng.HelmholtzMachine([130, 3])
+    before = copy.deepcopy(found.state_dict())
+    trainer = ng.NaturalWakeSleep(found, optimizer=lambda params: torch.optim.SGD(list(params)[:1], 0.1))
+    trainer.step(torch.ones(2, 130))
+    moved = [name for name, value in found.state_dict().items() if not torch.equal(value, before[name])]
+    assert moved == ["generation.0.weight"]
+
+
 def test_a_bound_keeps_a_large_rate_from_running_away():
     torch.manual_seed(0)
     x = torch.randint(0, 2, (20, 40), generator=torch.Generator().manual_seed(0)).float()

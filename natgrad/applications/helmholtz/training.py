@@ -215,7 +215,7 @@ class NaturalWakeSleep(WakeSleep):
                 self.failures += not self._keeper(name).refresh(rows)
             self._refreshed = self.steps
         rates = {p: group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
-        return [(weight, self._natural(name, rows, rates[weight])) for name, weight, rows in taught]
+        return [(weight, self._natural(name, rows, rates.get(weight, 0.0))) for name, weight, rows in taught]
 
     def _natural(self, name: str, rows: Rows, rate: float) -> Tensor:
         inverse, ascent = self._kept[name].inverse, rows.ascent()
