@@ -22,6 +22,7 @@ from benchmarks import (
     solves,
     steps,
     training,
+    wake_sleep,
 )
 
 COSTS = ("time / gradient", "memory / gradient")
@@ -148,6 +149,12 @@ def conversion_table(repeats: int) -> None:
     table(title, conversions.report(repeats), conversions.HEADS)
 
 
+def wake_sleep_table(repeats: int) -> None:
+    cycles = max(3, repeats // 4)
+    title = f"One step of reweighted wake-sleep, 5 draws, from {cycles} cycles of {wake_sleep.CYCLE}"
+    table(title, wake_sleep.report(cycles), wake_sleep.HEADS)
+
+
 TABLES: dict[str, Callable[[int], None]] = {
     "products": product_tables,
     "solves": solve_tables,
@@ -159,6 +166,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "scores": score_tables,
     "conversions": conversion_table,
     "policy": policy_table,
+    "wake-sleep": wake_sleep_table,
 }
 
 SEARCHES: dict[str, Callable[[Choices], None]] = {

@@ -363,9 +363,9 @@ def test_a_step_moves_no_unit_further_than_the_radius():
 
 
 def test_wide_machines_are_bounded_unless_told_otherwise():
-    found = [ng.NaturalWakeSleep(ng.HelmholtzMachine(sizes)).radius for sizes in ([128, 6], [127, 6], [6, 128])]
+    found = [ng.NaturalWakeSleep(ng.HelmholtzMachine(sizes)).radius for sizes in ([129, 6], [128, 6], [6, 129])]
     assert found == [RADIUS, math.inf, RADIUS]
-    assert ng.NaturalWakeSleep(ng.HelmholtzMachine([128, 6]), radius=math.inf).radius == math.inf
+    assert ng.NaturalWakeSleep(ng.HelmholtzMachine([129, 6]), radius=math.inf).radius == math.inf
 
 
 def test_an_optimizer_may_have_a_part_of_the_parameters():
@@ -393,6 +393,108 @@ def test_an_autoregressive_machine_keeps_exact_blocks():
     trainer = ng.NaturalWakeSleep(found, samples=1)
     trainer.step(torch.ones(2, 130))
     assert all(kept.exact for kept in trainer._kept.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("columns", [8, 40])
+def test_the_running_average_is_kept_over_batches_of_any_size(columns):
+    """Few rows once, as in the last batch of an epoch, are a batch like others; so is what was loaded."""
+    every = [some_rows(count, columns) for count in (2, 50, 3, 50, 3)]
+    kept = Kept(0.5, 0.1, {})
+    for rows in every:
+        assert kept.refresh(rows)
+    ages = [0.5**age for age in reversed(range(5))]
+    blocks = sum(age * fisher(rows).blocks() for age, rows in zip(ages, every, strict=True)) / sum(ages)
+    vector = torch.randn(2 * columns, dtype=F64)
+    assert kept.inverse is not None
+    assert_close(kept.inverse.mv(vector), 1.1 * Units(blocks).inverse(0.1).mv(vector), rtol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_was_kept_is_the_same_under_another_decay(exact):
+    kept, other = Kept(0.8, 0.1, {}, exact=exact), Kept(0.2, 0.1, {}, exact=exact)
+    for rows in (some_rows(3, 40), some_rows(4, 40)):
+        kept.refresh(rows)
+    other.load(kept.state, torch.ones(1, dtype=F64))
+    vector = torch.randn(80, dtype=F64)
+    assert kept.inverse is not None
+    assert other.inverse is not None
+    assert_close(other.inverse.mv(vector), kept.inverse.mv(vector))
+
+
+def test_rows_of_a_shared_basis_are_bounded_for_any_decay():
+    kept = Kept(0.9999, 0.1, {}, exact=False)
+    for _ in range(15):
+        kept.refresh(some_rows(256, 5))
+    assert len(kept.state["rows"]) == 2560
+
+
+def test_rows_in_a_period_are_thinned_evenly():
+    rows = some_rows(1024, 3)
+    phase = (torch.arange(1024) % 4).to(F64).unsqueeze(1)
+    rows = replace(rows, residuals=phase, weights=torch.full((1024,), 1 / 1024, dtype=F64))
+    counts = torch.bincount(thinned(rows, 256).residuals.flatten().long(), minlength=4)
+    assert counts.min() > 40
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_machine_may_change_its_precision(exact):
+    x = torch.randint(0, 2, (9, 6), generator=torch.Generator().manual_seed(0)).float()
+    found = ng.HelmholtzMachine([6, 3])
+    trainer = ng.NaturalWakeSleep(found, refresh=10, exact=exact)
+    trainer.step(x)
+    state = trainer.state_dict()
+    found.double()
+    trainer.step(x)
+    assert trainer.failures == 0
+    other = ng.NaturalWakeSleep(ng.HelmholtzMachine([6, 3]).double(), refresh=10, exact=exact)
+    other.load_state_dict(state)
+    other.step(x)
+    assert other.failures == 0
+
+
+def test_layers_may_be_frozen_and_freed():
+    x = torch.ones(5, 6)
+    found = ng.HelmholtzMachine([6, 3])
+    trainer = ng.NaturalWakeSleep(found)
+    found.recognition.requires_grad_(False)
+    trainer.step(x)
+    found.requires_grad_(False)
+    before = copy.deepcopy(found.state_dict())
+    trainer.step(x)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), found.state_dict().values(), strict=True))
+    found.requires_grad_(True)
+    trainer.step(x)
+    assert not torch.equal(before["recognition.0.weight"], found.state_dict()["recognition.0.weight"])
+    assert all(p.grad is None for p in found.parameters())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_state_of_another_machine_is_refused(exact):
+    trainer = ng.NaturalWakeSleep(ng.HelmholtzMachine([6, 3]), exact=exact)
+    trainer.step(torch.ones(5, 6))
+    for sizes in ([7, 3], [6, 4], [6, 3, 2], [6, 3]):
+        other = ng.NaturalWakeSleep(ng.HelmholtzMachine(sizes), exact=exact)
+        if sizes == [6, 3]:
+            other.load_state_dict(trainer.state_dict())
+            continue
+        with pytest.raises(ValueError, match="of another machine"):
+            other.load_state_dict(trainer.state_dict())
+        assert other.steps == 0
+
+
+@torch.no_grad()
+def test_momentum_does_not_carry_a_step_over_the_radius():
+    torch.manual_seed(0)
+    found = ng.HelmholtzMachine([130, 3])
+    x = torch.ones(20, 130)
+    inputs = torch.ones(1, 131)
+    trainer = ng.NaturalWakeSleep(found, 1.0, momentum=0.9)
+    for _ in range(15):
+        before = found.recognition[0].weight.clone()
+        trainer.step(x)
+        assert float(((found.recognition[0].weight - before) @ inputs.mT).square().max()) / 8 <= 0.03 * (1 + 1e-3)
 
 
 def trainers(found: ng.HelmholtzMachine) -> dict[str, Any]:
@@ -509,6 +611,10 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "damping": (lambda: ng.NaturalWakeSleep(machine(), damping=0.0), ValueError, ("damping", "> 0")),
     "refresh": (lambda: ng.NaturalWakeSleep(machine(), refresh=0), ValueError, ("refresh", ">= 1")),
     "radius": (lambda: ng.NaturalWakeSleep(machine(), radius=0.0), ValueError, ("radius is 0.0", "math.inf")),
+    "LBFGS": (lambda: ng.WakeSleep(machine(), optimizer=torch.optim.LBFGS), TypeError, ("LBFGS", "gradients alone")),
+    "seed": (lambda: ng.WakeSleep(machine(), seed=None), TypeError, ("seed is None", "integer")),  # type: ignore[arg-type]
+    "draws": (lambda: machine().recognise(data("bits"), 0), ValueError, ("samples is 0", ">= 1")),
+    "a number for exact": (lambda: ng.NaturalWakeSleep(machine(), exact=0), ValueError, ("exact is 0",)),  # type: ignore[arg-type]
     "exact": (lambda: ng.NaturalWakeSleep(machine(), exact="no"), ValueError, ("exact is 'no'", "None")),  # type: ignore[arg-type]
     "a shared basis for units that see different inputs": (
         lambda: ng.NaturalWakeSleep(machine(autoregressive=True), exact=False),

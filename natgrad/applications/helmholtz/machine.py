@@ -72,7 +72,7 @@ class HelmholtzMachine(nn.Module):
     @torch.no_grad()
     def recognise(self, x: Any, samples: int = 1, generator: torch.Generator | None = None) -> States:
         """`samples` draws of h from q(h | x) per example: one tensor (samples, b, size) per layer, visible first."""
-        x = self.check(x)
+        x, samples = self.check(x), as_integer(samples, "samples")
         states = [x.expand(samples, *x.shape)]
         for layer in chain(self.recognition):
             states.append(layer.sample(states[-1], (samples, len(x)), generator))

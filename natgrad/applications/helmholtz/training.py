@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from natgrad.applications.helmholtz.blocks import EXACT, RADIUS, Kept, refresh_cost, within
+from natgrad.applications.helmholtz.blocks import EXACT, RADIUS, Kept, fitting, refresh_cost, within
 from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
 from natgrad.applications.helmholtz.units import Conditional, chain
 from natgrad.linalg import all_finite
-from natgrad.pure import map_tensors
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -56,6 +56,8 @@ class WakeSleep:
                 f"optimizer is {type(optimizer).__name__}, expected a function that makes one: lambda params: "
                 "torch.optim.Adam(params, 1e-3)"
             )
+        if not isinstance(seed, Integral) or isinstance(seed, bool):
+            raise TypeError(f"seed is {seed!r}, expected an integer")
         if algorithm is not None and not isinstance(algorithm, Algorithm):
             raise TypeError(f"algorithm is {algorithm!r}, expected Reweighted(), Classic() or Bidirectional()")
         self.machine, self.samples, self.algorithm = machine, samples, algorithm or Reweighted()
@@ -63,20 +65,23 @@ class WakeSleep:
         if not trained:
             raise ValueError("machine has no parameter to train: requires_grad is False for all of them")
         self.optimizer = SGD(trained, lr, momentum=momentum) if optimizer is None else optimizer(trained)
-        self.generator = torch.Generator(trained[0].device).manual_seed(seed)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise TypeError("optimizer makes LBFGS, which asks for losses: expected one that needs gradients alone")
+        self.generator = torch.Generator(trained[0].device).manual_seed(int(seed))
         self.steps, self.failures = 0, 0
 
     @torch.no_grad()
     def step(self, x: Any) -> float:
         """One step on examples x (b, visible). Returns the bound before it, in nats per example: the mean of log 1/K
-        sum_k p(x, h_k) / q(h_k | x)."""
+        sum_k p(x, h_k) / q(h_k | x), or what the algorithm has instead (`Bidirectional`)."""
         lesson = self.algorithm.lesson(self.machine, self.machine.check(x), self.samples, self.generator)
         found = self._directions(lesson)
         if all(all_finite(direction) for _, direction in found):
             for weight, direction in found:
                 weight.grad = -direction
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            for weight, _ in found:
+                weight.grad = None
         else:
             self.failures += 1
         self.steps += 1
@@ -125,10 +130,12 @@ class NaturalWakeSleep(WakeSleep):
     at first, but never below 10 steps.   decay: weight of the past in a block's running average.   exact: True inverts
     every unit's own block; False takes all blocks of a layer as diagonal in one basis, the 256 leading eigenvectors of
     their mean, where every unit has its own eigenvalues (as in EKFAC, George et al. 2018), and their mean for what is
-    left: products then cost as much as the layer itself. None: exact for units with at most 128 inputs.   radius: nats
-    by which a step of lr may move a unit's distribution at most, in the mean over its inputs: E[(lr d_j . a)^2] / 8, a
-    bound on the KL divergence; a unit's direction is shortened to it. math.inf: none; None: .03 in machines that have
-    units with more than 128 inputs, none in others.   The rest as in `WakeSleep`.
+    left: products then cost as much as the layer itself. None: exact for units with at most 128 inputs, and in
+    autoregressive machines.   radius: nats by which a step may move a unit's distribution, in the mean over its inputs:
+    E[(lr d_j . a)^2] / 8, a bound on the KL divergence, estimated on 128 of the step's rows; a unit's direction is
+    shortened to it. With momentum, lr / (1 - momentum) counts; under another optimizer than SGD nothing is shortened.
+    math.inf: none; None: .03 in machines that have units with more than 128 inputs, none in others.   The rest as in
+    `WakeSleep`.
 
     A refresh takes at most 256 rows, or as many as a unit has inputs, drawn by their weights. Exact inverses are
     batched over the units of a layer: by Woodbury where the rows are at most half as many as a unit's inputs (of the
@@ -169,8 +176,9 @@ class NaturalWakeSleep(WakeSleep):
         )
         if radius is not None and not (isinstance(radius, Real) and radius > 0):
             raise ValueError(f"radius is {radius!r}, expected nats > 0, math.inf for no bound, or None")
-        if exact not in (None, True, False):
+        if exact is not None and not isinstance(exact, (bool, np.bool_)):
             raise ValueError(f"exact is {exact!r}, expected True, False or None")
+        exact = None if exact is None else bool(exact)
         if exact is False and machine.autoregressive:
             raise ValueError("exact is False, but the machine's units see different inputs: leave exact=None")
         self.damping, self.refresh, self.decay, self.exact = damping, refresh, decay, exact
@@ -179,10 +187,8 @@ class NaturalWakeSleep(WakeSleep):
         self._refreshed = -1
 
     def _usual_radius(self) -> float:
-        widest = max(
-            layer.weight.shape[1] for layer in (*chain(self.machine.generation), *chain(self.machine.recognition))
-        )
-        return RADIUS if widest > EXACT else math.inf
+        layers = *chain(self.machine.generation), *chain(self.machine.recognition)
+        return RADIUS if any(_wide(layer) for layer in layers) else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: dict(kept.state) for name, kept in self._kept.items()}
@@ -191,21 +197,22 @@ class NaturalWakeSleep(WakeSleep):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "blocks" not in state:
             raise ValueError("state lacks 'blocks': it was not saved by NaturalWakeSleep.state_dict()")
-        super().load_state_dict(state)
-        device = self.generator.device
-        self._refreshed = state["refreshed"]
-        self._kept = {}
+        own = {name for name, part in self.machine.named_modules() if isinstance(part, Conditional)}
         for name, part in state["blocks"].items():
-            self._keeper(name).state = map_tensors(part, lambda t: t.to(device).clone())
-            self._keeper(name).rebuild()
+            if name not in own or not fitting(part, self._layer(name).weight):
+                raise ValueError(f"state's blocks of {name} are of another machine than {self.machine.sizes}")
+        super().load_state_dict(state)
+        self._refreshed, self._kept = state["refreshed"], {}
+        for name, part in state["blocks"].items():
+            self._keeper(name).load(part, self._layer(name).weight)
 
     def _keeper(self, name: str) -> Kept:
         """What is kept of a layer, empty at first."""
+        layer = self._layer(name)
         if name not in self._kept:
-            layer = self._layer(name)
-            small = layer.autoregressive or layer.weight.shape[1] <= EXACT
-            exact = small if self.exact is None else self.exact
+            exact = layer.autoregressive or not _wide(layer) if self.exact is None else self.exact
             self._kept[name] = Kept(self.decay, self.damping, {}, layer.seen(), exact)
+        self._kept[name].to(layer.weight)
         return self._kept[name]
 
     def _directions(self, lesson: Lesson) -> list[tuple[Tensor, Tensor]]:
@@ -214,16 +221,23 @@ class NaturalWakeSleep(WakeSleep):
             for name, _, rows in taught:
                 self.failures += not self._keeper(name).refresh(rows)
             self._refreshed = self.steps
-        rates = {p: group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+        rates = self._rates()
         return [(weight, self._natural(name, rows, rates.get(weight, 0.0))) for name, weight, rows in taught]
 
+    def _rates(self) -> dict[Tensor, float]:
+        """What a direction that stays the same is multiplied by at every step; only SGD's is known."""
+        if not isinstance(self.optimizer, SGD):
+            return {}
+        groups = self.optimizer.param_groups
+        return {p: float(group["lr"]) / (1 - group["momentum"]) for group in groups for p in group["params"]}
+
     def _natural(self, name: str, rows: Rows, rate: float) -> Tensor:
-        inverse, ascent = self._kept[name].inverse, rows.ascent()
+        inverse, ascent = self._keeper(name).inverse, rows.ascent()
         found = ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
-        return found if math.isinf(self.radius) else within(self.radius, found, rows, float(rate))
+        return found if math.isinf(self.radius) else within(self.radius, found, rows, rate)
 
     def _due(self, taught: list[tuple[str, Tensor, Rows]]) -> bool:
-        if self._refreshed < 0:
+        if self._refreshed < 0 or any(name not in self._kept for name, _, _ in taught):
             return True
         if self.refresh is not None:
             return self.steps - self._refreshed >= self.refresh
@@ -234,4 +248,9 @@ class NaturalWakeSleep(WakeSleep):
         """Steps between refreshes at which these cost a quarter of what plain steps do, in multiplications."""
         plain = sum(6 * rows.inputs.numel() * len(weight) for _, weight, rows in taught)
         costs = [refresh_cost(self._keeper(name), weight, rows) for name, weight, rows in taught]
-        return max(10, math.ceil(4 * sum(costs) / plain))
+        return max(10, math.ceil(4 * sum(costs) / max(1, plain)))
+
+
+def _wide(layer: Conditional) -> bool:
+    """Whether its units have more inputs, the bias left out, than exact blocks are made for."""
+    return layer.weight.shape[1] - 1 > EXACT
