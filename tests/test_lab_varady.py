@@ -35,6 +35,8 @@ def test_all_contestants_have_as_many_settings():
     for settings in (SMALL, find("varady_2022_mnist").settings()):
         assert {len(one.choices(settings)) for one in CONTESTANTS} == {4}
     assert len(varady_2022.pieces(SMALL)) == 5 * 4 + 5
+    two = varady_2022.pieces(replace(SMALL, contestants="nrws, rws-adam"))
+    assert [piece.name for piece in two if piece.name.startswith("race")] == ["race-rws-adam", "race-nrws"]
 
 
 def test_lines_are_twelve_patterns():
@@ -135,6 +137,7 @@ def test_a_whole_study_tells_its_story(tmp_path):
         ({"epochs": 0}, ("epochs", "at least 1")),
         ({"evaluation": -1}, ("evaluation", "exact")),
         ({"units": "bits"}, ("units", "signs")),
+        ({"contestants": "adam"}, ("contestants", "rws-adam")),
     ],
 )
 def test_settings_that_will_not_do(given, words):

@@ -33,7 +33,7 @@ class Settings:
     """data: lines, digits, mnist, fashion or faces.   sizes: hidden layers.   epochs, batch: of a run.   samples: draws
     of h per example.   evaluation: draws for the bound, 0 for the exact likelihood.   tuning: epochs of a tuning run.
     train, test: examples at most, none for all.   looks: at the test bound per epoch.   damping: of the natural
-    versions.   units: 01 or signs.
+    versions.   units: 01 or signs.   contestants: who runs, comma-separated, of ws, rws, rws-adam, nws, nrws.
     """
 
     data: str = "digits"
@@ -48,6 +48,7 @@ class Settings:
     looks: int = 1
     damping: float = 0.03
     units: str = "01"
+    contestants: str = "ws,rws,rws-adam,nws,nrws"
     threads: int | None = 1
     device: str = "cpu"
 
@@ -64,6 +65,15 @@ class Settings:
         if not 0 < self.damping < math.inf:
             raise LabError(f"damping is {self.damping}, expected a number > 0")
         self.hidden()
+        self.names()
+
+    def names(self) -> list[str]:
+        """The contestants' names."""
+        found = [name.strip() for name in self.contestants.split(",")]
+        if not set(found) <= set(varady_2022_story.NAMES):
+            known = ", ".join(varady_2022_story.NAMES)
+            raise LabError(f"contestants is {self.contestants}, expected some of {known}, comma-separated")
+        return found
 
     def hidden(self) -> list[int]:
         """The hidden layers' sizes."""
@@ -137,11 +147,12 @@ CONTESTANTS = (
 def pieces(settings: Settings) -> tuple[Piece, ...]:
     """Tuning runs of every contestant, then its race."""
     found: list[Piece] = []
-    for one in CONTESTANTS:
+    running = [one for one in CONTESTANTS if one.name in settings.names()]
+    for one in running:
         for i, choice in enumerate(one.choices(settings)):
             title = f"{one.title}, {choice}"
             found.append(Piece(f"tune-{one.name}-{i}", title, Tuning(one, choice), repeated=False))
-    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", Racing(one)) for one in CONTESTANTS]
+    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", Racing(one)) for one in running]
     return tuple(found)
 
 
