@@ -122,13 +122,13 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str) -> Callable[
             y = np.array([one[2][:length] for one in found])
             axes.plot(x, np.median(y, axis=0), color=COLOURS[name], linewidth=1.8, label=NAMES[name])
             axes.fill_between(x, y.min(0), y.max(0), color=COLOURS[name], alpha=0.18, linewidth=0)
-            ends += [np.nanmedian(y[:, length // 10]), np.nanmax(y)]
-        room = 0.1 * (max(ends) - min(ends)) + 1e-6
-        axes.set_ylim(min(ends) - room, max(ends) + room)  # a dive, or a steep start, is cut off
+            ends += [np.nanmedian(y[:, -1]), np.nanmax(y)]
+        room = max(ends) - min(ends) + 1e-6
+        axes.set_ylim(min(ends) - 0.75 * room, max(ends) + 0.1 * room)  # steep starts, and dives, are cut off
         axes.set_xlabel(label)
         axes.set_title("nats per example", loc="left", fontsize=11)
         axes.grid(visible=True, axis="y")
-        axes.legend(fontsize=9, loc="lower right")
+        figure.legend(fontsize=8, loc="outside lower center", ncols=len(races), handlelength=1.2, columnspacing=1.2)
 
     return fill
 
