@@ -25,7 +25,8 @@ def tell(findings: Findings) -> Story:
     races = {name: runs for name in NAMES if (runs := findings.of(f"race-{name}"))}
     sections = [_settings(findings)]
     if races:
-        sections = [_race(races), *([_images(races)] if any(r[0]["looks"] for r in races.values()) else []), *sections]
+        dreams = any(runs[0]["looks"] for runs in races.values())
+        sections = [_race(races), *([_images(races, s.data != "faces")] if dreams else []), *sections]
     method = (
         f"Helmholtz machine with hidden layers {s.sizes} on {s.data}, {s.samples} draws of h per example, batches of "
         f"{s.batch}, {s.epochs} epochs. WS: wake-sleep; RWS: reweighted wake-sleep, q learning half from weighted "
@@ -133,21 +134,22 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str) -> Callable[
     return fill
 
 
-def _images(races: dict[str, list[Numbers]]) -> Section:
+def _images(races: dict[str, list[Numbers]], ink: bool) -> Section:
+    """ink: whether a unit that is up is dark, as in drawings; in photographs it is bright."""
     seen = {name: runs[0] for name, runs in races.items() if runs[0]["looks"]}
     epochs = [look["epoch"] for look in next(iter(seen.values()))["looks"]]
     size = (2.6 * len(epochs) + 0.9, 0.95 * len(seen) + 0.4)
-    picture = Picture("images", "Probabilities of pixels in dreams from the first seed", _gallery(seen), size)
+    picture = Picture("images", "Probabilities of pixels in dreams from the first seed", _gallery(seen, ink), size)
     return Section("Dreams", f"After {', '.join(str(e) for e in epochs)} epochs.", (), (picture,))
 
 
-def _gallery(seen: dict[str, Numbers]) -> Callable[[Figure], None]:
+def _gallery(seen: dict[str, Numbers], ink: bool) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         looks = [run["looks"] for run in seen.values()]
         axes = figure.subplots(len(seen), len(looks[0]), squeeze=False)
         for row, (name, run) in enumerate(seen.items()):
             for column, look in enumerate(run["looks"]):
-                _tile(axes[row][column], look["images"], tuple(run["shape"]))
+                _tile(axes[row][column], look["images"], tuple(run["shape"]), ink)
                 if column == 0:
                     axes[row][column].set_ylabel(NAMES[name], fontsize=9)
                 if row == 0:
@@ -156,14 +158,15 @@ def _gallery(seen: dict[str, Numbers]) -> Callable[[Figure], None]:
     return fill
 
 
-def _tile(axes: Any, images: list[list[float]], shape: tuple[int, ...]) -> None:
+def _tile(axes: Any, images: list[list[float]], shape: tuple[int, ...], ink: bool) -> None:
     """Two rows of images, a blank line between."""
     height, width = shape
     half = len(images) // 2
     sheet = np.ones((2 * (height + 1) - 1, half * (width + 1) - 1))
     for i, image in enumerate(images[: 2 * half]):
         top, left = (i // half) * (height + 1), (i % half) * (width + 1)
-        sheet[top : top + height, left : left + width] = 1 - np.array(image).reshape(height, width)
+        pixels = np.array(image).reshape(height, width)
+        sheet[top : top + height, left : left + width] = 1 - pixels if ink else pixels
     axes.imshow(sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
