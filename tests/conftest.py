@@ -1,4 +1,4 @@
-"""What every test shares: one thread, one random state to start from, plots without a screen."""
+"""What every test shares: one thread, one random state to start from, plots without a screen, how far fuzzers go."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # the models are tiny, and sums in one order give the same digits everywhere
+
+# A fuzzer's cases are the same on every run of the suite; `--hypothesis-profile=long` draws fresh ones, and more.
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile(
+    "suite", max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=SLOW
+)
+settings.register_profile("long", max_examples=2000, deadline=None, database=None, suppress_health_check=SLOW)
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
