@@ -71,13 +71,29 @@ class Relative(Damping):
 class LevenbergMarquardt(Damping):
     """Raise lambda where the model promised too much, lower it where it was right.
 
-    ratio < low: lambda * raise_by; ratio > high: lambda * lower_by; never below `floor` (without one it was seen to
-    run down to 7e-18) nor above `ceiling`. A rejected step (NaN) raises.
-    per_example: count damping in nats per example, lambda = damping / operator.nats, instead of in units of the mean
-    loss: a mean over the 784 pixels of an image makes the metric 784 times smaller, and 1.0 would drown it.
-    linear_model: predict the decrease by g . d alone, as eq. 30 of Pascanu & Bengio does. With an exact solve on
-    a quadratic that ratio is 1 - lr / 2 and not 1, and with these thresholds and lr >= 1/2 lambda is never lowered;
-    kept for replication. Martens 2010, section 4.1.
+    ratio < low: lambda * raise_by; ratio > high: lambda * lower_by. A rejected step (NaN) raises. A success never
+    raises lambda, and a failure never lowers it.
+
+    Args:
+        start: lambda at the first step, at most `ceiling`. One below `floor` is where lambda stays until a failure.
+        low: Ratios below it raise lambda.
+        high: Ratios above it lower lambda.
+        raise_by: Factor above 1.
+        lower_by: Factor below 1.
+        floor: Successes do not take lambda below it: without one it was seen to run down to 7e-18.
+        ceiling: Failures do not take lambda above it.
+        linear_model: Predict the decrease by g . d alone, as eq. 30 of Pascanu & Bengio does. With an exact solve on
+            a quadratic that ratio is 1 - lr / 2 and not 1, and with these thresholds and lr >= 1/2 lambda is never
+            lowered; kept for replication.
+        per_example: Count damping in nats per example, lambda = damping / operator.nats, instead of in units of the
+            mean loss: a mean over the 784 pixels of an image makes the metric 784 times smaller, and 1.0 would drown
+            it.
+
+    Raises:
+        ValueError: For numbers that contradict each other: `ceiling` below `floor` or `start`, `low` not below `high`.
+
+    Reference:
+        Martens 2010, section 4.1.
     """
 
     start: float = 1.0
@@ -93,6 +109,13 @@ class LevenbergMarquardt(Damping):
     def __post_init__(self) -> None:
         require("start", self.start)
         require("floor", self.floor)
+        if not self.floor <= self.ceiling:
+            raise ValueError(f"floor is {self.floor} and ceiling is {self.ceiling}, expected floor <= ceiling")
+        if not self.start <= self.ceiling:
+            raise ValueError(
+                f"start is {self.start}, above the ceiling {self.ceiling} that damping never rises over: lower start, "
+                "or raise ceiling"
+            )
         if not self.low < self.high:
             raise ValueError(f"low is {self.low} and high is {self.high}, expected low < high")
         if not (self.raise_by > 1 and 0 < self.lower_by < 1):
@@ -114,11 +137,13 @@ class LevenbergMarquardt(Damping):
         return slope if self.linear_model else change
 
     def update(self, damping: float, ratio: float) -> float:
+        # a damping outside of the bounds, from `start` or set by hand, is not pulled inside against the ratio
         if math.isnan(ratio) or ratio < self.low:
             # from lambda = 0 a product never rises: start from the floor
-            return min(max(damping * self.raise_by, self.floor), self.ceiling)
+            raised = damping * self.raise_by if damping > 0 else self.floor or type(self).floor
+            return max(damping, min(raised, self.ceiling))
         if ratio > self.high:
-            return max(damping * self.lower_by, self.floor)
+            return min(damping, max(damping * self.lower_by, self.floor))
         return damping
 
 

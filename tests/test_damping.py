@@ -100,6 +100,37 @@ def test_levenberg_marquardt_leaves_zero() -> None:
     assert LM(start=0.0, floor=1e-3).update(0.0, -1.0) == 1e-3
 
 
+def test_levenberg_marquardt_leaves_zero_without_a_floor() -> None:
+    damping = LM(start=0.0, floor=0.0)
+    assert damping.update(0.0, 1.0) == 0.0
+    assert 0 < damping.update(0.0, -1.0) <= damping.ceiling
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize("damping", [0.0, 1e-300, 1e-8, 1e-4, 0.5, 1.0, 1e8, 1e12])
+def test_a_success_never_raises_the_damping_and_a_failure_never_lowers_it(damping: float, floor: float) -> None:
+    strategy = LM(start=min(damping, 1e8), floor=floor)
+    for ratio in (0.76, 1.0, 5.0, math.inf):
+        assert strategy.update(damping, ratio) <= damping
+    for ratio in (math.nan, -math.inf, -1.0, 0.0, 0.24):
+        assert strategy.update(damping, ratio) >= damping
+    assert strategy.update(damping, 0.5) == damping
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"start": 10.0, "ceiling": 1.0}, "start is 10.0, above the ceiling 1.0"),
+        ({"floor": 2.0, "ceiling": 1.0, "start": 0.5}, "floor is 2.0 and ceiling is 1.0"),
+        ({"ceiling": math.nan}, "ceiling is nan"),
+        ({"low": math.nan}, "low is nan"),
+    ],
+)
+def test_bounds_that_contradict_each_other_are_refused(choices: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LM(**choices)
+
+
 def test_the_ratio_divides_by_the_quadratic_model_unless_asked_for_the_linear_one() -> None:
     assert LM().predicted(change=-0.3, slope=-0.5) == -0.3
     assert LM(linear_model=True).predicted(change=-0.3, slope=-0.5) == -0.5  # eq. 30
