@@ -17,6 +17,7 @@ MAX_LINES = 400
 FLOORS: dict[str, int] = {
     "spaces": 0,
     "pure": 0,
+    "lapack": 0,
     "linalg": 0,
     "layered": 0,
     "positive": 0,

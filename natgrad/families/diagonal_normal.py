@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families.closed import Closed
-from natgrad.families.exponential import ExponentialFamily, concrete
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.natural import check_count
 from natgrad.families.normal import check_moments, checked_factor, half_log_det, inverse_from, points
+from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
 

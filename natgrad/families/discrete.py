@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.families.base import check_range, check_same_shape, one_tensor
-from natgrad.families.exponential import check_support, concrete
+from natgrad.families.exponential import check_support
 from natgrad.families.natural import ENUMERATED, Entries, NaturalLikelihood, check_count
 from natgrad.families.simplex import SimplexFisher, centred_logits, simplex_forms
+from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.newton import Inversion, newton
+from natgrad.lapack import concrete
 from natgrad.linalg import psd_root
 from natgrad.operators import Dense, Operator
 
@@ -179,11 +180,6 @@ class ExponentialFamily(ABC):
 def symmetric(matrix: Tensor) -> Tensor:
     """(A + A^T) / 2 of the last two dimensions."""
     return (matrix + matrix.mT) / 2
-
-
-def concrete(value: Tensor) -> bool:
-    """Whether the numbers are there to look at: not within a transform of torch.func."""
-    return torch.func.debug_unwrap(value) is value
 
 
 def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:

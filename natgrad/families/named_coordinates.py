@@ -8,9 +8,9 @@ from torch import Tensor
 from natgrad.families.closed import Closed
 from natgrad.families.coordinates import Coordinates, Mapped
 from natgrad.families.diagonal_normal import DiagonalNormal
-from natgrad.families.exponential import concrete
 from natgrad.families.normal import MultivariateNormal, check_moments, checked_factor, inverse_from
 from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
+from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from natgrad.families.closed import Closed
-from natgrad.families.exponential import ExponentialFamily, concrete
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.pairs import Pairs
+from natgrad.lapack import concrete, invert_or_nan, require_factor
 from natgrad.operators import Operator
 
 POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"
@@ -184,10 +185,9 @@ def check_moments(mean: Tensor, matrix: Tensor, d: int, name: str = "covariance"
 
 def checked_factor(matrix: Tensor, message: str | None = None) -> Tensor:
     """L with L L^T the matrix (..., d, d). ValueError unless it is positive definite (the lower triangle is read)."""
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if concrete(matrix) and not bool((info == 0).all() & torch.isfinite(factor.detach()).all()):
-        raise ValueError(message or "covariance is not positive definite, which a distribution with a density needs")
-    return factor
+    return require_factor(
+        matrix, message or "covariance is not positive definite, which a distribution with a density needs"
+    )
 
 
 def outside(family: ExponentialFamily) -> str:
@@ -210,7 +210,7 @@ def half_log_det(factor: Tensor) -> Tensor:
 def inverse_from(factor: Tensor) -> Tensor:
     """(L L^T)^-1 for L (..., d, d). The forward derivative of torch.cholesky_inverse is wrong (torch 2.13)."""
     if factor.shape[-1] <= SMALL:
-        half = torch.linalg.inv(factor)
+        half = invert_or_nan(factor)
     else:
         eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
         half = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)

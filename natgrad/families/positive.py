@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.exponential import ExponentialFamily, check_support, concrete
+from natgrad.families.exponential import ExponentialFamily, check_support
+from natgrad.lapack import concrete
 
 GAMMA_STEPS = 8
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.families.exponential import ExponentialFamily, check_support, concrete
+from natgrad.families.exponential import ExponentialFamily, check_support
 from natgrad.families.natural import check_count
+from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
 OUTCOMES = 2**20

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.closed import Closed
-from natgrad.families.exponential import ExponentialFamily, concrete
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.newton import Inversion, newton
 from natgrad.families.normal import (
     POSITIVE,
@@ -25,6 +25,7 @@ from natgrad.families.normal import (
     safe_factor,
 )
 from natgrad.families.pairs import Pairs
+from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
 
