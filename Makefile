@@ -1,5 +1,5 @@
-# Every target makes its own environment in $(VENV) and reuses it: only a change of pyproject.toml or
-# constraints.txt installs again. Needed beforehand: make and Python 3.11 or newer.
+# Every target makes its own environment in $(VENV) and reuses it: only a change of a pyproject.toml or
+# of constraints.txt installs again. Needed beforehand: make and Python 3.11 or newer.
 #
 #   make test ARGS="-k cg"      arguments for the command behind a target; ARGS="-n 0 -k cg": in one process
 #   make demo PYTHON=python3.12 another interpreter for a new environment
@@ -43,10 +43,15 @@ clean:  ## remove the environment, the site and the caches; runs/ stays
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp file per extra of pyproject.toml: lab, test, bench, docs, dev.
-$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing natgrad[$*] into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --editable ".[$*]"
+# One stamp file per extra of pyproject.toml: test, bench, docs, dev. The laboratory, a package beside it, comes with each.
+$(VENV)/.%: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing natgrad[$*] and the laboratory into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --editable ".[$*]" --editable ./lab
+	@touch $@
+
+$(VENV)/.lab: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing natgrad and the laboratory into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --editable . --editable ./lab
 	@touch $@
 
 $(BIN)/python:

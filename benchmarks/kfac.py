@@ -16,7 +16,7 @@ from torch import nn
 import natgrad as ng
 from benchmarks.timing import Ratio, ratio
 from benchmarks.training import Training, classifier
-from natgrad.experiments.contestants import Muon, Together
+from natgrad_lab.experiments.contestants import Muon, Together
 
 CYCLE = 20  # steps that are timed together: one update of the statistics and one of the inverses
 HEADS = ("step / SGD step",)

@@ -12,8 +12,8 @@ from torch import nn
 
 import natgrad as ng
 from benchmarks.training import classifier
-from natgrad.data import fashion_mnist
-from natgrad.experiments.contestants import Muon, Together
+from natgrad_lab.data import fashion_mnist
+from natgrad_lab.experiments.contestants import Muon, Together
 
 GOAL, SECONDS, SEEDS = 0.25, 15.0, (0, 1, 2)
 HEADS = (f"seconds to {GOAL}", f"loss after {SECONDS:.0f} s", "best test loss")

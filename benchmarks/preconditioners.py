@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.data import digits
-from natgrad.experiments.models import mirrored, perceptron
+from natgrad_lab.data import digits
+from natgrad_lab.experiments.models import mirrored, perceptron
 
 RTOL, MOST, MOMENTS = 1e-2, 2000, (0, 20, 200)
 CHOICES: dict[str, ng.Preconditioner | ng.Structure | None] = {

@@ -27,7 +27,7 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 def references(page: Path) -> Iterator[tuple[str, str]]:
     """(file, dotted name) of every `natgrad/file.py: name`."""
-    yield from re.findall(r"`(natgrad/[\w/]+\.py): ([\w.]+)`", page.read_text(encoding="utf-8"))
+    yield from re.findall(r"`((?:natgrad|lab/natgrad_lab)/[\w/]+\.py): ([\w.]+)`", page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
@@ -43,7 +43,7 @@ def test_a_paper_s_table_refers_to_what_exists(page: Path):
     found = list(references(page))
     assert found, f"{page.name} refers to no function"
     for file, dotted in found:
-        thing: object = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        thing: object = importlib.import_module(file.removeprefix("lab/").removesuffix(".py").replace("/", "."))
         assert (ROOT / file).is_file()
         for part in dotted.split("."):
             assert hasattr(thing, part), f"{page.name}: {file} has no {dotted}"

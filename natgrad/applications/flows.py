@@ -251,7 +251,7 @@ def _solve(
     try:
         from scipy.integrate import solve_ivp
     except ImportError as error:
-        raise ImportError("flows are integrated by SciPy: pip install scipy, or natgrad[lab]") from error
+        raise ImportError("flows are integrated by SciPy: pip install scipy") from error
     times = None if wanted is None else wanted.numpy()
     with np.errstate(all="ignore"):
         return solve_ivp(field, (0.0, end), start.numpy(), method, times, events=[event], rtol=rtol, atol=atol)

@@ -67,7 +67,7 @@ class History:
     def plot(self) -> Any:
         """A matplotlib figure: return, KL against what was predicted, entropy, explained variance, over steps.
 
-        Needs matplotlib (`natgrad[lab]`).
+        Needs matplotlib.
         """
         from matplotlib.figure import Figure  # an extra: only where a picture is asked for
 

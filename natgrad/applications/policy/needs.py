@@ -11,5 +11,5 @@ def gymnasium() -> Any:
         import gymnasium as found  # an extra: only where an environment is asked for
         import gymnasium.vector
     except ImportError as error:
-        raise ImportError("policies need gymnasium: pip install 'natgrad[rl]', or pip install gymnasium") from error
+        raise ImportError("policies need gymnasium: pip install gymnasium") from error
     return found

@@ -43,7 +43,7 @@ class History:
         """A matplotlib figure of values and sizes over evaluations; grey lines are restarts.
 
         target: the minimum where it is known, subtracted from the values, on a logarithmic axis. Without it the axis is
-        logarithmic where all values are positive. Needs matplotlib (`natgrad[lab]`).
+        logarithmic where all values are positive. Needs matplotlib.
         """
         from matplotlib.figure import Figure  # an extra: only where a picture is asked for
 

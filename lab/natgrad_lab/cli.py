@@ -1,0 +1,126 @@
+"""The `natgrad` command: list experiments, run them, and rebuild their reports.
+
+    natgrad list
+    natgrad run digits [--seeds 3] [--set seconds=5]... [--out runs/digits]
+    natgrad report runs/digits
+
+A run that is stopped goes on where it was when the same command is given again. One folder holds the runs of one
+plan: a command with other settings is refused there (more seeds are welcome). Bad input ends with exit code 2.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import typer
+
+NEEDED = ("typer", "rich", "matplotlib", "jinja2", "sklearn")
+
+
+def main() -> None:
+    """Entry point of the command."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"natgrad: the command needs {', '.join(missing)}: pip install -e ./lab, from a clone")
+    application()()
+
+
+def application() -> "typer.Typer":
+    """The commands, put together."""
+    import typer
+
+    app = typer.Typer(
+        help="Natural gradient for PyTorch: the laboratory.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.command("list")
+    def list_command() -> None:
+        """List the experiments."""
+        list_experiments()
+
+    @app.command("run")
+    def run_command(
+        name: Annotated[str, typer.Argument(help="The experiment, one of `natgrad list`.")],
+        seeds: Annotated[int | None, typer.Option(help="How many seeds [default: the experiment's].", min=1)] = None,
+        set_: Annotated[list[str] | None, typer.Option("--set", help="A setting, key=value; may be repeated.")] = None,
+        out: Annotated[Path | None, typer.Option(help="Folder of records and report [default: runs/NAME].")] = None,
+    ) -> None:
+        """Run an experiment, or go on with one that was stopped, and write its report."""
+        guarded(lambda: run(name, seeds, set_ or [], out or Path("runs") / name))
+
+    @app.command("report")
+    def report_command(
+        folder: Annotated[Path, typer.Argument(help="A folder that `natgrad run` wrote.")],
+    ) -> None:
+        """Rebuild the tables, the figures and the page from the records."""
+        guarded(lambda: report(folder))
+
+    return app
+
+
+def list_experiments() -> None:
+    """Print every experiment's name and what it does."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from natgrad_lab.experiments import EXPERIMENTS, find
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for name in EXPERIMENTS:
+        table.add_row(f"[bold]{name}[/]", find(name).summary)
+    Console().print(table)
+
+
+def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None:
+    """Run an experiment into a folder, then report on it. seeds: None for the experiment's own number."""
+    from rich.console import Console
+
+    from natgrad_lab.experiments import execute, find, interruptible, override
+    from natgrad_lab.experiments.progress import watching
+
+    experiment = find(name)
+    settings = override(experiment.settings, assignments)
+    many = range(experiment.seeds if seeds is None else seeds)
+    with interruptible() as stopped, watching(experiment, Console(stderr=True)) as watcher:
+        execute(experiment, settings, many, out, watcher, stopped)
+    report(out)
+
+
+def report(folder: Path) -> None:
+    """Rebuild a folder's report and print its tables and verdicts."""
+    from rich.console import Console
+
+    from natgrad_lab.report import build, printed
+
+    numbers, page = build(folder)
+    console = Console()
+    for part in printed(numbers):
+        console.print(part, highlight=False)
+    console.print(f"Report: {page}", soft_wrap=True, highlight=False)
+
+
+def guarded(work: "Callable[[], None]") -> None:
+    """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130."""
+    import typer
+
+    from natgrad_lab.data import DataError
+    from natgrad_lab.experiments import Interrupted, LabError
+
+    try:
+        work()
+    except (LabError, DataError) as error:
+        typer.echo(f"natgrad: {error}", err=True)
+        raise typer.Exit(2) from error
+    except Interrupted as error:
+        typer.echo("natgrad: stopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from error
+
+
+if __name__ == "__main__":
+    main()

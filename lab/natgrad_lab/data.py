@@ -1,0 +1,334 @@
+"""Data sets as tensors: the embedded digits, drawn curves, and others from a local folder or from OpenML.
+
+The folder is named by the environment variable NATGRAD_DATA and laid out like this (arrays are uint8):
+
+    mnist/, fashion-mnist/    train-images-idx3-ubyte.gz and so on, the four idx files as published
+    binarized_mnist.npz       train_bits, valid_bits, test_bits (n, 98), y_train, y_valid, y_test
+    cifar10_subset.npz        x_train (n, 32, 32, 3), y_train, x_test, y_test, class_names
+    fer2013_subset.npz        x_train (n, 48, 48), y_train, x_test, y_test, x_unlabelled, class_names
+    omniglot28.npz            x_, character_ of `background` and `evaluation` (n, 28, 28)
+    frey_faces.npz, orl_faces.npz, kodak_gray.npz, uci_regression.npz
+
+Images come as float32 in [0, 1], labels as int64. Nothing here is packaged or published again: the sets keep
+their owners' licences. No file is written, and nothing is downloaded unless a set is asked for by name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+VARIABLE = "NATGRAD_DATA"
+
+
+class DataError(RuntimeError):
+    """A data set is missing or damaged; the message is one sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A data set cut into a training and a test part.
+
+    train_x (n, ...), test_x: inputs, images in [0, 1]. train_y (n,), test_y: class numbers (int64), or values to
+    regress. valid_x, valid_y: a part its authors set aside, else None. unlabelled_x: further inputs, else None.
+    """
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    valid_x: Tensor | None = None
+    valid_y: Tensor | None = None
+    unlabelled_x: Tensor | None = None
+    classes: tuple[str, ...] = ()
+
+    def flat(self) -> Split:
+        """The same set with every input as one row: (n, h, w) -> (n, h w)."""
+        parts = {name: getattr(self, name) for name in ("train_x", "test_x", "valid_x", "unlabelled_x")}
+        return replace(self, **{name: x.flatten(1) for name, x in parts.items() if x is not None})
+
+    def to(self, device: torch.device | str) -> Split:
+        """The same set on another device."""
+        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)})
+
+
+def digits() -> Split:
+    """8 x 8 digits that come with scikit-learn: 1437 for training, the last 360 for testing (other writers)."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    x, y = _unit(np.asarray(pixels), 16.0).reshape(-1, 8, 8), _labels(np.asarray(labels))
+    return Split("digits", x[:1437], y[:1437], x[1437:], y[1437:], classes=tuple("0123456789"))
+
+
+def curves(train: int = 20_000, test: int = 10_000, seed: int = 0) -> Split:
+    """Smooth strokes 28 x 28, drawn here in the manner of the CURVES set of Hinton & Salakhutdinov 2006: not that set.
+
+    Each is the parabola through three points, uniform in the middle of the image: six numbers tell all about it. The
+    ink is 1 in the middle of the stroke and falls off as a Gaussian. There are no classes: labels are positions. The
+    same seed gives the same images. ValueError unless there is at least one image of each part.
+    """
+    if train < 1 or test < 1:
+        raise ValueError(f"train is {train} and test {test}, expected at least one image of each")
+    points = torch.rand(train + test, 3, 2, generator=torch.Generator().manual_seed(seed))
+    x = torch.cat([strokes(5 + 18 * part) for part in points.split(250)])
+    order = torch.arange(len(x))
+    return Split("curves", x[:train], order[:train], x[train:], order[train:])
+
+
+def strokes(points: Tensor, size: int = 28, width: float = 0.9, samples: int = 50) -> Tensor:
+    """Images (b, size, size) in [0, 1] of the parabolas through three points each, (b, 3, 2), in pixels.
+
+    width: standard deviation of the ink across the stroke, in pixels. A pixel's ink is the integral along the curve of
+    a Gaussian around that pixel, scaled to be 1 on a straight line, cut off at 1, and rounded to 256 levels.
+    """
+    t = (torch.arange(samples) + 0.5) / samples
+    first, second, third = points.unbind(1)
+    middle = 2 * second - (first + third) / 2  # the control point of a parabola that passes through `second` at t = 1/2
+    basis = torch.stack([(1 - t) ** 2, 2 * t * (1 - t), t**2], 1)  # (samples, 3)
+    slopes = torch.stack([2 * t - 2, 2 - 4 * t, 2 * t], 1)
+    controls = torch.stack([first, middle, third], 1)  # (b, 3, 2)
+    speed = (slopes @ controls).norm(dim=2, keepdim=True) / samples  # length of the curve per sample
+    place = (basis @ controls).unsqueeze(3)  # (b, samples, 2, 1)
+    distance = (place - torch.arange(size)) / width  # (b, samples, 2, size)
+    ink = torch.exp(
+        (-0.5 * distance * distance).clamp(min=-30)
+    )  # further off it is nothing, but slow: denormal numbers
+    total = (speed * ink[:, :, 0]).mT @ ink[:, :, 1] / (2 * torch.pi) ** 0.5 / width
+    return (255 * total.clamp(max=1)).round() / 255
+
+
+def mnist() -> Split:
+    """MNIST: 60,000 + 10,000 handwritten digits, 28 x 28. LeCun, Bottou, Bengio, Haffner 1998."""
+    return _idx_or_openml("mnist", "mnist_784", MNIST_TEST_COUNTS, tuple("0123456789"))
+
+
+def fashion_mnist() -> Split:
+    """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, 28 x 28. Xiao, Rasul, Vollgraf 2017."""
+    return _idx_or_openml("fashion-mnist", "Fashion-MNIST", (1000,) * 10, FASHION_CLASSES)
+
+
+def binarized_mnist() -> Split:
+    """MNIST in a fixed binarisation, 50,000 / 10,000 / 10,000. Salakhutdinov & Murray 2008."""
+    with _archive("binarized_mnist.npz", "binarised MNIST") as table:
+        x = {part: _bits(table[f"{part}_bits"], 784).reshape(-1, 28, 28) for part in ("train", "valid", "test")}
+        y = {part: _labels(table[f"y_{part}"]) for part in ("train", "valid", "test")}
+    classes = tuple("0123456789")
+    return Split("binarized_mnist", x["train"], y["train"], x["test"], y["test"], x["valid"], y["valid"], None, classes)
+
+
+def cifar10() -> Split:
+    """CIFAR-10 in colour, (n, 3, 32, 32). Krizhevsky 2009.
+
+    From the folder: a balanced subset of 10,000 + 2,000 whose pixels went through JPEG once, so that accuracies do
+    not compare with published ones. From OpenML: all 50,000 + 10,000.
+    """
+    if _find("cifar10_subset.npz") is None:
+        x, y = _openml("CIFAR_10", "cifar10_subset.npz")
+        return _published_order("cifar10", x.reshape(-1, 3, 32, 32), y, (1000,) * 10, CIFAR_CLASSES)
+    with _archive("cifar10_subset.npz", "CIFAR-10") as table:
+        x = {part: _unit(table[f"x_{part}"], 255.0).permute(0, 3, 1, 2).contiguous() for part in ("train", "test")}
+        y_train, y_test = _labels(table["y_train"]), _labels(table["y_test"])
+        return Split("cifar10", x["train"], y_train, x["test"], y_test, classes=_names(table["class_names"]))
+
+
+def fer2013() -> Split:
+    """Faces 48 x 48 with seven emotions, and more without labels. Goodfellow et al. 2013."""
+    with _archive("fer2013_subset.npz", "FER2013") as table:
+        x_train, x_test, x_more = (_unit(table[f"x_{part}"], 255.0) for part in ("train", "test", "unlabelled"))
+        y_train, y_test, names = _labels(table["y_train"]), _labels(table["y_test"]), _names(table["class_names"])
+    return Split("fer2013", x_train, y_train, x_test, y_test, unlabelled_x=x_more, classes=names)
+
+
+def omniglot() -> Split:
+    """Handwritten characters 28 x 28: 964 of the background alphabets, 659 others to test on. Lake et al. 2015.
+
+    Labels number the characters within each part: the two parts have no character in common.
+    """
+    with _archive("omniglot28.npz", "Omniglot") as table:
+        x = [_unit(table[f"x_{part}"], 255.0) for part in ("background", "evaluation")]
+        y = [_labels(table[f"character_{part}"]) for part in ("background", "evaluation")]
+    return Split("omniglot", x[0], y[0], x[1], y[1])
+
+
+def frey_faces() -> Split:
+    """1,965 video frames (28, 20) of one face: the first 1,565 to train, the last 400 to test. Labels are positions."""
+    with _archive("frey_faces.npz", "the Frey faces") as table:
+        x = _unit(table["x"], 255.0)
+    order = torch.arange(len(x))
+    return Split("frey_faces", x[:1565], order[:1565], x[1565:], order[1565:])
+
+
+def orl_faces() -> Split:
+    """400 faces (112, 92) of 40 persons: the first five of each to train, five to test. Samaria, Harter 1994."""
+    with _archive("orl_faces.npz", "the ORL faces") as table:
+        x, person = _unit(table["x"], 255.0), _labels(table["subject"])
+    same = person[:, None] == person  # (n, n)
+    early = same.tril(-1).sum(1) < 5
+    return Split("orl_faces", x[early], person[early], x[~early], person[~early])
+
+
+def kodak() -> tuple[Tensor, ...]:
+    """24 natural photographs in grey, each (512, 768) or (768, 512), in [0, 1]."""
+    with _archive("kodak_gray.npz", "the Kodak photographs") as table:
+        return tuple(_unit(table[name], 255.0) for name in sorted(table.files))
+
+
+def sample_photographs() -> tuple[Tensor, ...]:
+    """Two photographs in grey, each (427, 640), in [0, 1], that come with scikit-learn: a temple and a flower."""
+    from sklearn.datasets import load_sample_images
+
+    weights = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # Rec. 601, as for the Kodak photographs
+    return tuple(_unit(np.asarray(image) @ weights, 255.0) for image in load_sample_images().images)
+
+
+def uci(name: str, split: int = 0) -> Split:
+    """A UCI regression table in one of its usual train/test splits, in float64 and as given (not standardised).
+
+    name: boston, concrete, energy, kin8nm, naval, power, protein, wine_red or yacht. split: 0 to 19 (protein: 0 to 4).
+    """
+    with _archive("uci_regression.npz", "the UCI tables") as table:
+        known = sorted(key.removesuffix("_x") for key in table.files if key.endswith("_x"))
+        if name not in known:
+            raise DataError(f"name is {name!r}, expected one of {', '.join(known)}")
+        x, y = (torch.from_numpy(table[f"{name}_{part}"].astype(np.float64)) for part in "xy")
+        tests = np.unpackbits(table[f"{name}_test_bits"], axis=1)[:, : len(y)].astype(bool)
+    if not 0 <= split < len(tests):
+        raise DataError(f"split is {split}, expected 0 to {len(tests) - 1}: {name} has {len(tests)} splits")
+    test = torch.from_numpy(tests[split])
+    return Split(f"uci_{name}", x[~test], y[~test], x[test], y[test])
+
+
+MNIST_TEST_COUNTS = (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009)
+FASHION_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SETS: dict[str, Callable[[], Split]] = {
+    set_.__name__: set_
+    for set_ in (digits, mnist, fashion_mnist, binarized_mnist, cifar10, fer2013, omniglot, frey_faces, orl_faces)
+}
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An array of bytes from an idx file (.gz): two zero bytes, type 8, the number of axes, sizes, then the data.
+
+    DataError when the file is not gzip, is cut short, or does not hold what its header announces.
+    """
+    try:
+        raw = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path.name} is not a whole gzip file ({error}): fetch it again") from error
+    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
+        raise DataError(
+            f"{path.name} starts with {raw[:4].hex() or 'nothing'}, expected 000008 (idx, bytes): replace it"
+        )
+    axes = raw[3]
+    if len(raw) < 4 + 4 * axes:
+        raise DataError(f"{path.name} ends inside its header: fetch it again")
+    shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
+    body = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * axes)
+    if body.size != np.prod(shape, dtype=np.int64):
+        raise DataError(f"{path.name} announces shape {shape} and holds {body.size} values: fetch it again")
+    return body.reshape(shape)
+
+
+def _idx_or_openml(folder: str, openml: str, test_counts: Sequence[int], classes: tuple[str, ...]) -> Split:
+    name = folder.replace("-", "_")
+    place = _find(folder)
+    if place is None:
+        x, y = _openml(openml, f"{folder}/*.gz")
+        return _published_order(name, x.reshape(-1, 28, 28), y, test_counts, classes)
+    train, test = _idx_part(place, "train"), _idx_part(place, "t10k")
+    return Split(name, *train, *test, classes=classes)
+
+
+def _idx_part(place: Path, part: str) -> tuple[Tensor, Tensor]:
+    paths = place / f"{part}-images-idx3-ubyte.gz", place / f"{part}-labels-idx1-ubyte.gz"
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{place.name} lacks {path.name}: put the four published idx files there")
+    images, labels = (read_idx(path) for path in paths)
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise DataError(
+            f"{paths[0].name} has shape {images.shape} and {paths[1].name} {labels.shape}, expected (n, rows, columns) "
+            "and (n,) with one n: the files do not belong together, fetch them again"
+        )
+    return _unit(images, 255.0), _labels(labels)
+
+
+def _published_order(
+    name: str, x: np.ndarray, y: np.ndarray, test_counts: Sequence[int], classes: tuple[str, ...]
+) -> Split:
+    """OpenML keeps one table, the test part at its end; the counts of its classes tell whether that is so."""
+    numbers = _class_numbers(y, classes)
+    cut = len(numbers) - sum(test_counts)
+    counts = tuple(torch.bincount(numbers[cut:], minlength=len(classes)).tolist())
+    if counts != tuple(test_counts):
+        raise DataError(f"{name} from OpenML has test classes {counts}, expected {tuple(test_counts)}: set {VARIABLE}")
+    pixels = _unit(x, 255.0)
+    return Split(name, pixels[:cut], numbers[:cut], pixels[cut:], numbers[cut:], classes=classes)
+
+
+def _class_numbers(y: np.ndarray, classes: tuple[str, ...]) -> Tensor:
+    values = [str(value) for value in y]
+    named = {name: number for number, name in enumerate(classes)}
+    return torch.tensor([named[v] if v in named else int(float(v)) for v in values], dtype=torch.int64)
+
+
+def _openml(name: str, local: str) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn.datasets import fetch_openml
+    except ModuleNotFoundError as error:
+        raise DataError(f"{name} needs scikit-learn: pip install scikit-learn, or set {VARIABLE}") from error
+    try:
+        x, y = fetch_openml(name, version=1, as_frame=False, parser="liac-arff", return_X_y=True)
+    except Exception as error:  # the network fails in more ways than scikit-learn lists
+        raise DataError(
+            f"{name} could not be had from OpenML ({type(error).__name__}): set {VARIABLE} to a folder that holds "
+            f"{local}, or try again with a network"
+        ) from error
+    return np.asarray(x), np.asarray(y)
+
+
+def _find(entry: str) -> Path | None:
+    root = os.environ.get(VARIABLE)
+    path = Path(root) / entry if root else None
+    return path if path is not None and path.exists() else None
+
+
+def _archive(file: str, title: str) -> np.lib.npyio.NpzFile:
+    path = _find(file)
+    if path is None:
+        raise DataError(f"{title} is not here: set {VARIABLE} to a folder that holds {file} (see natgrad_lab.data)")
+    try:
+        return np.load(path, allow_pickle=False)
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file} is not a readable npz archive ({error}): fetch it again") from error
+
+
+def _unit(pixels: np.ndarray, top: float) -> Tensor:
+    return torch.from_numpy(np.asarray(pixels, dtype=np.float32) / np.float32(top))
+
+
+def _bits(packed: np.ndarray, size: int) -> Tensor:
+    return torch.from_numpy(np.unpackbits(packed, axis=1)[:, :size].astype(np.float32))
+
+
+def _labels(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _names(values: np.ndarray) -> tuple[str, ...]:
+    return tuple(str(value) for value in values)

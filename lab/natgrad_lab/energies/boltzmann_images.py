@@ -1,0 +1,162 @@
+"""A Boltzmann machine on binary images: a pair of weights for every two pixels, learnt by four optimisers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.applications.pairs import PairPreconditioner
+from natgrad_lab import data
+from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.study import Numbers
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Images:
+    """Binary images as rows of bits, for learning and for testing."""
+
+    train: Tensor
+    test: Tensor
+    side: int
+
+
+def images(name: str, looked_at: int) -> Images:
+    """The fixed binarisation of MNIST, or the embedded 8 x 8 digits, black where the ink is above 7 of 16."""
+    if name == "mnist":
+        split = data.binarized_mnist().flat()
+        return Images(split.train_x, split.test_x[:: max(1, len(split.test_x) // looked_at)][:looked_at], 28)
+    if name == "digits":
+        split = data.digits().flat()
+        return Images((split.train_x > 7.5 / 16).float(), (split.test_x > 7.5 / 16).float(), 8)
+    raise LabError(f"data is {name!r}, expected mnist or digits")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A loss and a way to minimise it. build(params, machine, rate); rates: what is tried."""
+
+    loss: str  # "ratio matching" or "pseudo-likelihood"
+    rates: tuple[float, ...]
+    build: Callable[[dict[str, Tensor], ng.Boltzmann, float], torch.optim.Optimizer]
+
+    def criterion(self, machine: ng.Boltzmann) -> Loss:
+        """loss(params, X) of that machine."""
+        return likelihood(machine) if self.loss == "pseudo-likelihood" else matching(machine)
+
+
+def preconditioned(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+    """One step of CG per batch: the preconditioner gives the direction, a product with the metric its length."""
+    return ng.NaturalGradient(
+        params, ng.ratio_metric(machine), lr=rate, damping=DAMPING, solver=ng.CG(max_steps=1),
+        preconditioner=PairPreconditioner(machine, every=20),
+    )  # fmt: skip
+
+
+def truncated(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+    """Ten steps of CG per batch, without a preconditioner."""
+    return ng.NaturalGradient(
+        params, ng.ratio_metric(machine), lr=rate, damping=DAMPING, solver=ng.CG(max_steps=10), warm_start=0.5
+    )
+
+
+def adam(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+    """torch's Adam."""
+    return torch.optim.Adam(params.values(), lr=rate)
+
+
+def sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+    """torch's SGD with momentum .9."""
+    return torch.optim.SGD(params.values(), lr=rate, momentum=0.9)
+
+
+DAMPING = 1e-3
+CONTESTANTS = {
+    "ratio matching, natural": Contestant("ratio matching", (0.3, 0.6, 1.0), preconditioned),
+    "ratio matching, natural, CG alone": Contestant("ratio matching", (0.3, 0.6, 1.0), truncated),
+    "ratio matching, Adam": Contestant("ratio matching", (0.01, 0.03, 0.1), adam),
+    "ratio matching, SGD": Contestant("ratio matching", (0.1, 0.3, 1.0), sgd),
+    "pseudo-likelihood, Adam": Contestant("pseudo-likelihood", (0.01, 0.03, 0.1), adam),
+    "pseudo-likelihood, SGD": Contestant("pseudo-likelihood", (0.03, 0.1, 0.3), sgd),
+}
+
+
+def train(
+    contestant: Contestant, rate: float, shown: Images, batch: int, seconds: float, seed: int, evaluations: int = 12
+) -> Iterator[Numbers]:
+    """Points (steps, seconds, losses) of one run from zero couplings; the last one holds the parameters too.
+
+    The biases start at the logits of the pixels' means, so that nobody spends time on these. The rate falls in a line
+    to zero over the seconds, which are those of the training steps alone, in processor time. A run ends early when a
+    loss is not finite.
+    """
+    machine = ng.Boltzmann(shown.side**2)
+    params, loss = start(machine, shown.train), contestant.criterion(machine)
+    optimizer = contestant.build(params, machine, rate)
+    generator = torch.Generator().manual_seed(seed)
+    spent, steps, due = 0.0, 0, 0.0
+    while True:
+        if spent >= due:
+            found = {"steps": steps, "seconds": spent, **losses(machine, params, shown)}
+            due += seconds / evaluations
+            if spent >= seconds or not math.isfinite(sum(found.values())):
+                yield {**found, "params": params}
+                return
+            yield found
+        began = time.process_time()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * max(0.0, 1 - spent / seconds)
+        x = shown.train[torch.randint(len(shown.train), (batch,), generator=generator)]
+        optimizer.zero_grad()
+        loss(params, x).backward()
+        optimizer.step()
+        spent, steps = spent + time.process_time() - began, steps + 1
+        due = min(due, seconds)
+
+
+def start(machine: ng.Boltzmann, x: Tensor) -> dict[str, Tensor]:
+    """No couplings, and biases that give every pixel its own mean."""
+    params = machine.parameters()
+    mean = (x.sum(0) + 0.5) / (len(x) + 1)
+    with torch.no_grad():
+        params["h"].copy_(mean.logit())
+    return params
+
+
+def losses(machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> dict[str, float]:
+    """Both losses on the test images, and on as many for training."""
+    some = shown.train[:: max(1, len(shown.train) // len(shown.test))][: len(shown.test)]
+    with torch.no_grad():
+        found = {"": shown.test, ", training": some}
+        return {
+            name + part: loss(params, x).item()
+            for part, x in found.items()
+            for name, loss in (("ratio matching", matching(machine)), ("pseudo-likelihood", likelihood(machine)))
+        }
+
+
+def matching(machine: ng.Boltzmann) -> Loss:
+    """Ratio matching as loss(params, X)."""
+    return lambda params, x: ng.ratio_matching_loss(machine, params, x)
+
+
+def likelihood(machine: ng.Boltzmann) -> Loss:
+    """Pseudo-likelihood as loss(params, X)."""
+    return machine.pseudo_likelihood_loss
+
+
+def draws(params: dict[str, Tensor], shown: Images, count: int, sweeps: int) -> list[list[int]]:
+    """Images after so many sweeps of Gibbs sampling, from noise with every pixel's own mean."""
+    machine = ng.Boltzmann(shown.side**2)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.bernoulli(shown.train.mean(0).expand(count, -1), generator=generator)
+    found = machine.gibbs(params, noise, sweeps=sweeps, generator=generator)
+    return found.int().tolist()

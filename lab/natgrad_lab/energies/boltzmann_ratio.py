@@ -1,0 +1,209 @@
+"""Ratio matching and score matching where the truth is known, and a Boltzmann machine on binary images.
+
+Three parts: a machine of a few spins learnt from its exact distribution; the precision of a Gauss-Markov field, whose
+optimum is known in closed form; and couplings between all pixels of handwritten digits, by seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.applications.gauss_markov import lattice
+from natgrad.spaces import Space
+from natgrad_lab.energies import boltzmann_page
+from natgrad_lab.energies.boltzmann_exact import LOSSES, Exact, descend, natural, path
+from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, draws, images, train
+from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+
+SCALES = (0.3, 0.6, 1.0)
+RATES = tuple(2.0**power for power in range(-6, 4))  # of gradient descent; 8 diverges for every loss and scale
+FLOORS = (1.0, 0.1, 0.01, 0.001)  # the lowest eigenvalue of the field's precision
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change. In full size: data=mnist seconds=120."""
+
+    units: int = 6  # of the machine that is learnt from its exact distribution
+    more: int = 12  # units of a larger one, for the natural gradient alone; 20 takes an hour
+    goal: float = 1e-4  # KL in nats that ends a run
+    steps: int = 20_000  # of gradient descent, at most
+    field: int = 8  # the field is a lattice of field x field
+    examples: int = 5000  # drawn from the field
+    data: str = "digits"  # or mnist: 784 pixels, 307,720 parameters
+    batch: int = 500
+    seconds: float = 6.0  # of training per run on images, processor time
+    tuning: float = 0.4  # the part of it that a choice of rate gets
+    looked_at: int = 2000  # test images
+    sweeps: int = 200  # of Gibbs sampling, for the pictures
+    tuning_seed: int = 100
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.units <= 10 or not 2 <= self.more <= 20:
+            raise LabError(f"units is {self.units} and more {self.more}, expected 2 to 10 and 2 to 20")
+        for name in ("steps", "examples", "batch", "looked_at", "sweeps"):
+            if getattr(self, name) < 1:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        for name in ("goal", "seconds"):
+            if not getattr(self, name) > 0:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if self.field < 2:
+            raise LabError(f"field is {self.field}, expected at least 2")
+        if not 0 < self.tuning <= 1:
+            raise LabError(f"tuning is {self.tuning}, expected a part of the seconds, above 0 and at most 1")
+        if self.data not in ("digits", "mnist"):
+            raise LabError(f"data is {self.data!r}, expected digits or mnist")
+
+
+def exact(run: Run) -> Numbers:
+    """For every scale and loss: KL after each natural step, and how many steps gradient descent takes."""
+    s: Settings = run.settings
+    found: Numbers = {}
+    for place, scale in enumerate(SCALES):
+        known = Exact(s.units, scale, run.seed)
+        found[f"{scale:g}"] = {}
+        for number, loss in enumerate(LOSSES):
+            begun = (len(LOSSES) * place + number) / (len(SCALES) * len(LOSSES))
+            found[f"{scale:g}"][loss] = compared(run, known, loss, begun)
+    return found
+
+
+def compared(run: Run, known: Exact, loss: str, begun: float) -> Numbers:
+    """Both directions on one loss; gradient descent at the best of ten rates."""
+    s: Settings = run.settings
+    rates = torch.tensor(RATES, dtype=torch.float64)
+    taken = descend(known, loss, rates, s.goal, s.steps, lambda: run.advance(begun))
+    reached = [(count, rate) for count, rate in zip(taken, RATES, strict=True) if count is not None]
+    count, rate = min(reached, default=(None, None))
+    return {
+        "natural": natural(known, loss, s.goal, 100),
+        "descent": count,
+        "rate": rate,
+        "path": [] if rate is None or count is None else path(known, loss, rate, count),
+    }
+
+
+def larger(run: Run) -> Numbers:
+    """Natural steps of ratio matching on a larger machine, couplings scaled to drive each unit as strongly."""
+    s: Settings = run.settings
+    found: Numbers = {}
+    for place, scale in enumerate(SCALES):
+        run.advance(place / len(SCALES))
+        known = Exact(s.more, scale * math.sqrt(s.units / s.more), run.seed)
+        found[f"{scale:g}"] = natural(known, "ratio matching", s.goal, 100)
+    return found
+
+
+def field(run: Run) -> Numbers:
+    """Precision recovery on a lattice: one natural step, and steps of gradient descent at its best rate."""
+    return {f"{floor:g}": recovered(run, floor, place / len(FLOORS)) for place, floor in enumerate(FLOORS)}
+
+
+def recovered(run: Run, floor: float, begun: float) -> Numbers:
+    """From the identity to the optimum; distances are relative to the optimum's length."""
+    s: Settings = run.settings
+    model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))
+    truth = laplacian(model, floor)
+    x = model.condensed(model.sample(truth, s.examples, generator=torch.Generator().manual_seed(run.seed)))
+    space, params = Space(truth), model.parameters(torch.eye(model.size, dtype=torch.float64))
+    best = space.flatten(model.fit(x)).detach()
+    metric = ng.score_metric(model).at(params, x)
+    loss = ng.score_matching_loss(model, params, x)
+    gradient = space.flatten(dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True)))
+    begin = space.flatten(params).detach()
+    end = begin - ng.natural_gradient(metric, gradient).value
+    curvature = metric.dense()
+    low, high = torch.linalg.eigvalsh(curvature)[[0, -1]].tolist()
+    steps = descent(run, curvature, begin - best, 2 / (low + high), 1e-3 * float(best.norm()), begun)
+    return {
+        "condition": high / low,
+        "natural": float((end - best).norm() / best.norm()),
+        "descent": steps,
+        "truth": float((best - space.flatten(truth).detach()).norm() / best.norm()),
+    }
+
+
+def laplacian(model: ng.GaussMarkov, floor: float) -> dict[str, Tensor]:
+    """Every edge at -1, the diagonal so large that the lowest eigenvalue is `floor`, for the constant vector."""
+    first, second = torch.tensor(model.edges).T
+    matrix = torch.zeros(model.size, model.size, dtype=torch.float64)
+    matrix[first, second] = matrix[second, first] = -1.0
+    return model.parameters(torch.diag(floor - matrix.sum(1)) + matrix)
+
+
+def descent(run: Run, curvature: Tensor, error: Tensor, rate: float, close: float, begun: float) -> int | None:
+    """Steps of gradient descent on a quadratic until the error is that short; None if that takes over a million."""
+    for step in range(1, 1_000_001):
+        error = error - rate * (curvature @ error)
+        if step % 1000 == 0:
+            run.advance(begun)
+        if float(error.norm()) <= close:
+            return step
+    return None
+
+
+def choice(run: Run) -> Numbers:
+    """Every contestant's best rate, by its own loss on the last training images after a part of the seconds."""
+    s: Settings = run.settings
+    shown = images(s.data, s.looked_at)
+    held = min(1000, len(shown.train) // 5)
+    apart = Images(shown.train[:-held], shown.train[-held:], shown.side)
+    found: Numbers = {}
+    for place, (name, one) in enumerate(CONTESTANTS.items()):
+        found[name] = {}
+        for number, rate in enumerate(one.rates):
+            run.advance((place + number / len(one.rates)) / len(CONTESTANTS))
+            *_, last = train(one, rate, apart, s.batch, s.tuning * s.seconds, s.tuning_seed, 1)
+            found[name][str(rate)] = last[one.loss]
+    return found
+
+
+def best(tried: Numbers) -> float:
+    """The rate with the lowest loss; not finite counts as worst."""
+    losses = {
+        float(rate): math.inf if loss is None or not math.isfinite(loss) else loss for rate, loss in tried.items()
+    }
+    return min(losses, key=lambda rate: losses[rate])
+
+
+def race(run: Run) -> Numbers:
+    """Test losses over seconds of every contestant at its rate, and draws from what it has learnt."""
+    s: Settings = run.settings
+    shown, found = images(s.data, s.looked_at), {}
+    for place, (name, one) in enumerate(CONTESTANTS.items()):
+        points: list[Numbers] = []
+        for point in train(one, best(run.earlier["choice"][name]), shown, s.batch, s.seconds, run.seed):
+            run.advance((place + min(0.99, point["seconds"] / s.seconds)) / len(CONTESTANTS))
+            points.append(point)
+        params = points[-1].pop("params")
+        found[name] = {"points": points, "draws": draws(params, shown, 8, s.sweeps)}
+    return {"side": shown.side, "contestants": found, "real": shown.test[:: len(shown.test) // 8][:8].int().tolist()}
+
+
+def pieces(settings: Settings) -> tuple[Piece, ...]:
+    """The exact machines, the field, and the images: first the rates, then the race."""
+    return (
+        Piece("exact", f"{settings.units} spins, exact", exact),
+        Piece("larger", f"{settings.more} spins, exact", larger),
+        Piece("field", "Gauss-Markov field", field),
+        Piece("choice", "Rates on images", choice, repeated=False),
+        Piece("race", "Images", race),
+    )
+
+
+STUDY = Study(
+    "boltzmann_ratio",
+    "Boltzmann machines by ratio matching and a Gauss-Markov field: exact, then on digits",
+    Settings,
+    pieces,
+    boltzmann_page.tell,
+    seeds=3,
+)

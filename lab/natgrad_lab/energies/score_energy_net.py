@@ -1,0 +1,197 @@
+"""An energy network by denoising score matching: rings, a spiral and digits, with Kronecker factors beside Adam.
+
+The score of the network is a module (`ng.Score`), so that denoising is a regression; samples are drawn by Langevin
+dynamics down a ladder of noise levels that the network is not told.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.densities import Energy
+from natgrad_lab.data import digits, mnist
+from natgrad_lab.energies import score_energy_page
+from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+
+TASKS = ("rings", "spiral", "digits", "mnist")
+GRID, HELD_OUT, SHOWN = 60, 1000, 40
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change."""
+
+    tasks: str = "rings,spiral,digits"  # and mnist, where its data are
+    seconds: float = 30.0  # of CPU time per method and task
+    batch: int = 250
+    width: int = 64  # of both hidden layers in two dimensions; four times that on images
+    noise: float = 0.1  # in two dimensions
+    image_noise: float = 0.3  # on pixels in [0, 1]
+    kfac: float = 0.3  # falls linearly to a twentieth; 1 diverged on rings in a probe
+    kl_share: float = 0.02
+    adam: float = 0.01  # falls likewise; the best of .001, .003, .01 on rings in a probe
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.names if name not in TASKS]
+        if unknown:
+            raise LabError(f"tasks has {unknown}, expected some of {', '.join(TASKS)}")
+        for name in ("seconds", "noise", "image_noise"):
+            if not getattr(self, name) > 0:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks to do."""
+        return tuple(self.tasks.split(","))
+
+
+def rings(count: int, generator: torch.Generator) -> Tensor:
+    """Three rings of radius 1, 2 and 3, (count, 2)."""
+    radius = torch.randint(1, 4, (count,), generator=generator) + 0.05 * torch.randn(count, generator=generator)
+    angle = 2 * math.pi * torch.rand(count, generator=generator)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], 1)
+
+
+def spiral(count: int, generator: torch.Generator) -> Tensor:
+    """Two arms of one turn and a half each, (count, 2)."""
+    turn = torch.rand(count, generator=generator).sqrt() * 3 * math.pi
+    arm = math.pi * torch.randint(2, (count,), generator=generator)
+    points = torch.stack([(turn + arm).cos(), (turn + arm).sin()], 1) * (turn / math.pi).unsqueeze(1)
+    return points + 0.05 * torch.randn(count, 2, generator=generator)
+
+
+def images(name: str) -> tuple[Tensor, Tensor]:
+    """Training and held-out pixels, (n, pixels)."""
+    split = (digits if name == "digits" else mnist)().flat()
+    return split.train_x, split.test_x[:HELD_OUT]
+
+
+Source = Callable[[int, torch.Generator], Tensor]
+
+
+def source(name: str) -> tuple[Source, Tensor]:
+    """How examples are drawn, and held-out ones."""
+    if name in ("rings", "spiral"):
+        draw = rings if name == "rings" else spiral
+        return draw, draw(HELD_OUT, torch.Generator().manual_seed(12345))
+    train, test = images(name)
+    return lambda count, generator: train[torch.randint(len(train), (count,), generator=generator)], test
+
+
+def network(name: str, variables: int, width: int, seed: int) -> nn.Module:
+    """Two hidden layers with SiLU."""
+    width = width if name in ("rings", "spiral") else 4 * width
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [m for a, b in pairwise((variables, width, width)) for m in (nn.Linear(a, b), nn.SiLU())]
+        return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def optimizers(s: Settings) -> dict[str, Callable[[nn.Module], Any]]:
+    """The methods by name: two lines apart."""
+    return {
+        "K-FAC": lambda score: ng.kfac(score, nn.MSELoss(), s.kfac, kl_share=s.kl_share),
+        "Adam": lambda score: torch.optim.Adam(score.parameters(), s.adam),
+    }
+
+
+def training(run: Run, task: str, method: str) -> Numbers:
+    """Held-out loss against CPU seconds and steps; the energy's map or samples at the end."""
+    s: Settings = run.settings
+    draw, test = source(task)
+    noise = s.noise if task in ("rings", "spiral") else s.image_noise
+    energy = network(task, test.shape[1], s.width, run.seed)
+    score, generator = ng.Score(energy), torch.Generator().manual_seed(run.seed)
+    opt = optimizers(s)[method](score)
+    rate, spent, steps = opt.param_groups[0]["lr"], 0.0, 0
+    curve = [(0.0, 0, held_out(score, test, noise))]
+    while spent < s.seconds:
+        run.advance(spent / s.seconds)
+        began = time.process_time()
+        for group in opt.param_groups:
+            group["lr"] = rate * (1 - 0.95 * spent / s.seconds)
+        step(opt, score, draw(s.batch, generator), noise, generator)
+        spent, steps = spent + time.process_time() - began, steps + 1
+        if spent >= s.seconds * len(curve) / 20:
+            curve.append((spent, steps, held_out(score, test, noise)))
+    drawn = samples(energy, test, noise, generator, task)
+    return {"curve": curve, "steps": steps, "samples": rounded(drawn), **picture(energy, task, test, noise)}
+
+
+def step(opt: Any, score: nn.Module, x: Tensor, noise: float, generator: torch.Generator) -> None:
+    """One step on (x + noise z, -z / noise)."""
+    z = torch.randn(x.shape, generator=generator)
+    opt.zero_grad()
+    found = score(x + noise * z)
+    loss = (
+        nn.functional.mse_loss(found, -z / noise) if isinstance(opt, torch.optim.Adam) else opt.loss(found, -z / noise)
+    )
+    loss.backward()
+    opt.step()
+
+
+def held_out(score: nn.Module, x: Tensor, noise: float) -> float:
+    """noise^2 |s + z / noise|^2 per variable with always the same z: 1 for a network that says nothing."""
+    z = torch.randn(x.shape, generator=torch.Generator().manual_seed(54321))
+    with torch.no_grad():
+        return (noise**2 * (score(x + noise * z) + z / noise).square()).mean().item()
+
+
+def samples(energy: nn.Module, test: Tensor, noise: float, generator: torch.Generator, task: str) -> Tensor:
+    """Langevin draws with Metropolis' correction, in two dimensions from a wide start, on images from noisy ones."""
+    density, params = Energy(energy), ng.trainable(energy)
+    flat = task in ("rings", "spiral")
+    start = 6 * torch.rand(500, 2, generator=generator) - 3 if flat else test[:SHOWN].clone()
+    if not flat:
+        start = start + noise * torch.randn(start.shape, generator=generator)
+    dynamics = ng.Langevin(steps=300 if flat else 200, step=0.3 * noise**2)
+    return dynamics.draw(density, params, start, generator)
+
+
+def picture(energy: nn.Module, task: str, test: Tensor, noise: float) -> Numbers:
+    """In two dimensions log p on a grid, its highest value 0; on images noisy ones and their means given the noise."""
+    with torch.no_grad():
+        if task in ("rings", "spiral"):
+            ticks = torch.linspace(-3.8, 3.8, GRID)
+            grid = torch.stack(torch.meshgrid(ticks, ticks, indexing="xy"), -1).view(-1, 2)
+            height = -energy(grid).view(GRID, GRID)
+            return {"map": rounded(height - height.max()), "data": rounded(test[:500])}
+        noisy = test[:SHOWN] + noise * torch.randn(test[:SHOWN].shape, generator=torch.Generator().manual_seed(1))
+        cleaned = noisy + noise**2 * ng.Score(energy)(noisy)  # Tweedie's formula
+        return {"data": rounded(test[:SHOWN]), "noisy": rounded(noisy), "cleaned": rounded(cleaned)}
+
+
+def rounded(tensor: Tensor) -> list[Any]:
+    """Three digits behind the point."""
+    return tensor.mul(1000).round().div(1000).tolist()
+
+
+def pieces(s: Settings) -> tuple[Piece, ...]:
+    """One per task and method."""
+    return tuple(
+        Piece(f"{task} {method}", f"{task}, {method}", lambda run, t=task, m=method: training(run, t, m))
+        for task in s.names
+        for method in optimizers(s)
+    )
+
+
+STUDY = Study(
+    name="score_energy_net",
+    summary="energy networks by denoising score matching: rings, a spiral, digits; K-FAC beside Adam",
+    settings=Settings,
+    pieces=pieces,
+    tell=score_energy_page.tell,
+    seeds=1,
+)

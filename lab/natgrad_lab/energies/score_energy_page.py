@@ -1,0 +1,110 @@
+"""The page of `score_energy_net`: curves, densities, samples, cleaned digits."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from natgrad_lab.experiments.sections import Picture, Section, Story, Table
+from natgrad_lab.experiments.study import Findings, Numbers
+from natgrad_lab.figures import INK, PALETTE, draw_images
+
+METHODS = ("K-FAC", "Adam")
+
+
+def tell(findings: Findings) -> Story:
+    """A section per task that is finished."""
+    s = findings.settings
+    told = {task: {m: found for m in METHODS if (found := findings.of(f"{task} {m}"))} for task in s.names}
+    told = {task: methods for task, methods in told.items() if methods}
+    method = (
+        f"Energies with two hidden layers of {s.width} units ({4 * s.width} on images) and SiLU, denoising score "
+        f"matching with noise {s.noise:g} ({s.image_noise:g} on pixels), batches of {s.batch}, {s.seconds:g} CPU s "
+        f"each. Both rates, ng.kfac's {s.kfac:g} with kl_share={s.kl_share:g} and Adam's {s.adam:g}, fall linearly "
+        "to a twentieth. The loss is that of held-out examples with fixed noise, times noise^2 per variable: 1 for a "
+        "network that says nothing. Samples: 300 steps of Langevin dynamics with Metropolis' correction from a uniform "
+        "start in two dimensions, 200 from noisy digits."
+    )
+    return Story(
+        "Energy networks by denoising", _lead(told), method, tuple(_section(task, told[task]) for task in told)
+    )
+
+
+def ends(found: list[Numbers]) -> float:
+    """The last loss, the median over seeds."""
+    return median(one["curve"][-1][2] for one in found)
+
+
+def _lead(told: dict[str, dict[str, list[Numbers]]]) -> str:
+    both = {task: methods for task, methods in told.items() if len(methods) == len(METHODS)}
+    lower = [task for task, methods in both.items() if ends(methods["K-FAC"]) < ends(methods["Adam"])]
+    return f"After the same CPU time K-FAC's held-out loss is below Adam's on {len(lower)} of {len(both)} tasks."
+
+
+def _section(task: str, methods: dict[str, list[Numbers]]) -> Section:
+    said = ", ".join(f"{name} {ends(found):.4f}" for name, found in methods.items())
+    rows = tuple(
+        (name, f"{ends(found):.4f}", f"{median(one['steps'] for one in found):,}") for name, found in methods.items()
+    )
+    table = Table("At the end, medians over seeds", ("", "held-out loss", "steps"), rows)
+    looks = _densities(task, methods) if "map" in next(iter(methods.values()))[0] else _digits(task, methods)
+    return Section(
+        task, f"Held-out loss: {said}.", (table,), (_curve(task, methods, 0), _curve(task, methods, 1), looks)
+    )
+
+
+def _curve(task: str, methods: dict[str, list[Numbers]], axis: int) -> Picture:
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        for number, (method, found) in enumerate(methods.items()):
+            for place, one in enumerate(found):
+                points = np.array(one["curve"])
+                label = method if place == 0 else None
+                axes.plot(points[:, axis], points[:, 2], color=PALETTE[number], linewidth=1.6, label=label)
+        axes.set(xlabel=("CPU seconds", "steps")[axis], ylabel="held-out loss")
+        axes.legend(fontsize=9)
+
+    return Picture(f"{task}-{('seconds', 'steps')[axis]}", ("Against seconds", "Against steps")[axis], fill)
+
+
+def _densities(task: str, methods: dict[str, list[Numbers]]) -> Picture:
+    def fill(figure: Figure) -> None:
+        grid = figure.subplots(1, 2 * len(methods) + 1)
+        first = next(iter(methods.values()))[0]
+        _points(grid[0], first["data"], "data")
+        for place, (method, found) in enumerate(methods.items()):
+            axes = grid[2 * place + 1]
+            height = np.exp(np.maximum(np.array(found[0]["map"]), -12.0))
+            axes.imshow(height, origin="lower", extent=(-3.8, 3.8, -3.8, 3.8), cmap="magma")
+            axes.set(xticks=[], yticks=[])
+            axes.set_title(f"{method}: density", fontsize=10)
+            _points(grid[2 * place + 2], found[0]["samples"], f"{method}: samples")
+
+    return Picture(f"{task}-density", "Densities (each on its own scale) and samples, first seed", fill, (11.0, 2.6))
+
+
+def _points(axes, points: list[list[float]], title: str) -> None:
+    where = np.array(points)
+    axes.scatter(where[:, 0], where[:, 1], s=2, color=INK, linewidths=0)
+    axes.set(xticks=[], yticks=[], xlim=(-3.8, 3.8), ylim=(-3.8, 3.8), aspect="equal")
+    axes.set_title(title, fontsize=10)
+
+
+def _digits(task: str, methods: dict[str, list[Numbers]]) -> Picture:
+    def fill(figure: Figure) -> None:
+        first = next(iter(methods.values()))[0]
+        rows = {"digits": first["data"], "noisy": first["noisy"]}
+        for method, found in methods.items():
+            rows |= {f"{method}: cleaned": found[0]["cleaned"], f"{method}: samples": found[0]["samples"]}
+        grid = figure.subplots(len(rows), 1)
+        for axes, (title, pixels) in zip(grid, rows.items(), strict=True):
+            images = np.array(pixels)[:20]
+            side = round(images.shape[1] ** 0.5)
+            draw_images(axes, 1 - 2 * np.clip(images, 0, 1).reshape(-1, side, side), 20)
+            axes.set_ylabel(title, rotation=0, ha="right", fontsize=9)
+
+    return Picture(
+        f"{task}-digits", "Digits, cleaned by the score, and drawn by Langevin from noisy ones", fill, (10.0, 4.2)
+    )

@@ -1,0 +1,246 @@
+"""What a race is made of: tasks, contestants with their grids, a budget, and the runs that follow from them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad_lab.data import Split
+
+Choice = Mapping[str, float]  # one point of a contestant's grid; "batch" is the number of examples per step, 0 for all
+Rows = Tensor | slice  # which examples: indices, or all of them
+
+
+class LabError(ValueError):
+    """A request that the laboratory cannot meet; the message is one sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An optimiser with the grid over which it is tuned.
+
+    build(model, criterion, choice) returns a `torch.optim.Optimizer`. steps: the end of its runs, where they are longer
+    or shorter than the settings say. schedule(t): the factor on the learning rate in update t, counted from 1.
+    observes(examples, rows, seed, step): inputs on which natgrad takes the metric of a step, drawn from seed and step
+    alone (see `natgrad_lab.experiments.metric_data`); rows are the gradient's. None: the gradient's own batch.
+    needs: a package beyond those of the laboratory, by the name it is imported by.
+    """
+
+    name: str
+    grid: tuple[Choice, ...]
+    build: Callable[[nn.Module, nn.Module, Choice], torch.optim.Optimizer]
+    steps: int | None = None
+    schedule: Callable[[int], float] | None = None
+    observes: Callable[[Examples, Rows, int, int], Tensor] | None = None
+    needs: str | None = None
+
+    @property
+    def tuned(self) -> bool:
+        """Whether there is anything to choose: one choice races as it is."""
+        return len(self.grid) > 1
+
+    @property
+    def slug(self) -> str:
+        """The name, fit for a file."""
+        return slug(self.name)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, data and a loss for the contestants to minimise.
+
+    model(): a fresh model, drawn from torch's global generator, which the frame seeds. data(): the examples.
+    draw(examples, seed): those of one seed, such as a labelled subset; None: all of them for every seed. The loss
+    reported is scale * criterion, in `unit`. divergence(outputs, outputs) is KL(before, after), a mean over examples in
+    nats. tuned_on: what the choice of a contestant is made by, lowest at the end: "train_loss", or "valid_loss",
+    "valid_error" where the examples have a validation part; then the report compares test errors, seed by seed.
+    paper: contestant -> (training loss, test error as a share) as published, None where nothing was.
+    """
+
+    name: str
+    title: str
+    model: Callable[[], nn.Module]
+    data: Callable[[], Examples]
+    criterion: nn.Module
+    unit: str
+    divergence: Callable[[Tensor, Tensor], Tensor]
+    contestants: tuple[Contestant, ...]
+    scale: float = 1.0
+    error: Callable[[Tensor, Tensor], Tensor] | None = None  # share of mistakes, where the task has a notion of one
+    share: float = 1.0  # of the settings' seconds
+    draw: Callable[[Examples, int], Examples] | None = None
+    tuned_on: str = "train_loss"
+    paper: Mapping[str, tuple[float | None, float | None]] | None = None
+    also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None  # by name: kept in the records with the losses
+    note: str = ""  # for the report: where the task departs from the paper
+
+    def __post_init__(self) -> None:
+        if self.tuned_on not in ("train_loss", "valid_loss", "valid_error"):
+            raise LabError(f"tuned_on is {self.tuned_on!r}, expected train_loss, valid_loss or valid_error")
+
+    def examples(self, pool: Examples, seed: int) -> Examples:
+        """What a run from that seed trains on."""
+        return pool if self.draw is None else self.draw(pool, seed)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs (n, ...) and targets (n, ...), for training, testing and validating; unlabelled_x: inputs alone."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    valid_x: Tensor | None = None
+    valid_y: Tensor | None = None
+    unlabelled_x: Tensor | None = None
+
+    def to(self, device: str) -> Examples:
+        """The same examples on another device."""
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Those with targets."""
+        return ("train", "test") if self.valid_x is None else ("train", "valid", "test")
+
+
+def labelled(split: Split) -> Examples:
+    """Targets are the labels."""
+    return Examples(split.train_x, split.train_y, split.test_x, split.test_y)
+
+
+def reconstructed(split: Split) -> Examples:
+    """Targets are the inputs themselves."""
+    return Examples(split.train_x, split.train_x, split.test_x, split.test_x)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a run ends, and how often it is evaluated.
+
+    seconds: of training, evaluation and record keeping excluded; infinite where steps alone end a run. steps: an
+    earlier end, or None. evaluations: at equal distances of time; more come at steps 1, 2, 3, 4, 6, 9 ... so that
+    curves over steps have points too. Where no time ends the run: at equal distances of steps, and at 1, 2, 4, 8 ...
+    looked_at: how many examples of each part an evaluation uses at most.
+    """
+
+    seconds: float = math.inf
+    steps: int | None = None
+    evaluations: int = 40
+    looked_at: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise LabError(f"seconds is {self.seconds}, expected a positive number of training seconds per run")
+        if self.steps is not None and self.steps < 1:
+            raise LabError(f"steps is {self.steps}, expected a positive number, or none for no bound")
+        if not self.timed and self.steps is None:
+            raise LabError("steps is none and nothing bounds the seconds: expected a number of one of them")
+        if self.evaluations < 1 or self.looked_at < 1:
+            raise LabError("evaluations and looked_at are counts, expected at least 1")
+
+    @property
+    def timed(self) -> bool:
+        """Whether seconds end a run."""
+        return self.seconds < math.inf
+
+    @property
+    def growth(self) -> float:
+        """Of the number of steps, from one of the early evaluations to the next."""
+        return 1.4 if self.timed else 2.0
+
+    def marks(self, steps: int, seconds: float) -> int:
+        """How many of the evenly spaced evaluations are due by then."""
+        if self.timed:
+            return int(seconds // (self.seconds / self.evaluations))
+        assert self.steps is not None
+        return steps * self.evaluations // self.steps
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: this contestant with this choice, on this task, from this seed."""
+
+    task: Task
+    contestant: Contestant
+    index: int  # of the choice in the contestant's grid
+    seed: int
+    phase: str  # "tune" or "race"
+
+    @property
+    def choice(self) -> Choice:
+        """The point of the grid that this run tries."""
+        return self.contestant.grid[self.index]
+
+    @property
+    def name(self) -> str:
+        """The stem of the run's file, unique within a race."""
+        part = f"tune-{self.index}" if self.phase == "tune" else f"seed-{self.seed}"
+        return f"{self.task.name}.{self.contestant.slug}.{part}"
+
+    def within(self, budget: Budget) -> Budget:
+        """The task's budget with the contestant's own number of steps, if it has one."""
+        return budget if self.contestant.steps is None else replace(budget, steps=self.contestant.steps)
+
+
+@dataclass(frozen=True)
+class Race:
+    """An experiment in which contestants minimise the same losses on equal seconds, or on a number of steps each.
+
+    settings: a frozen dataclass with the fields steps, evaluations, looked_at, tuning_seed, threads, device, and what
+    else tasks(settings) reads; seconds, unless steps alone end the runs. seeds: how many, where the user does not say.
+    title: of the report page; None lists the contestants.
+    """
+
+    name: str
+    summary: str
+    settings: type
+    tasks: Callable[[Any], tuple[Task, ...]]
+    seeds: int = 3
+    title: str | None = None
+
+    def budget(self, settings: Any, task: Task) -> Budget:
+        """Of every run on that task, unless its contestant has a number of steps of its own."""
+        seconds = task.share * getattr(settings, "seconds", math.inf)
+        return Budget(seconds, settings.steps, settings.evaluations, settings.looked_at)
+
+
+def plan(race: Race, tasks: tuple[Task, ...], settings: Any) -> dict[str, Any]:
+    """What is going to be compared, as plain values: kept beside the records and compared on resuming."""
+    made = {
+        "experiment": race.name,
+        "settings": dict(vars(settings)),
+        "tasks": [_task_plan(task) for task in tasks],
+    }
+    return made if race.title is None else {**made, "title": race.title}
+
+
+def _task_plan(task: Task) -> dict[str, Any]:
+    made = {
+        "name": task.name,
+        "title": task.title,
+        "unit": task.unit,
+        "contestants": [_contestant_plan(contestant) for contestant in task.contestants],
+    }
+    if task.note:
+        made["note"] = task.note
+    if task.tuned_on != "train_loss":
+        made |= {"tuned_on": task.tuned_on, "paper": task.paper}
+    return made
+
+
+def _contestant_plan(contestant: Contestant) -> dict[str, Any]:
+    made = {"name": contestant.name, "grid": [dict(choice) for choice in contestant.grid]}
+    return made if contestant.steps is None else {**made, "steps": contestant.steps}
+
+
+def slug(name: str) -> str:
+    """A name fit for a file: lower case, words joined by hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

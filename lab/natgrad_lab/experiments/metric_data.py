@@ -1,0 +1,64 @@
+"""Where a contestant takes its metric: on other examples than the gradient's, drawn from the seed and the step alone.
+
+Each function here makes a `Contestant.observes`. A run that is put down and taken up again sees the same draws.
+Pascanu & Bengio 2013, section 5: another batch of the training set, unlabelled data, or the gradient's batch and
+unlabelled data together (section 8.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from natgrad_lab.experiments.base import Examples, LabError, Rows
+
+Observes = Callable[[Examples, Rows, int, int], Tensor]
+
+
+def another_batch(size: int) -> Observes:
+    """So many training inputs that are not in the gradient's batch. LabError where fewer are left."""
+
+    def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
+        others = torch.ones(len(examples.train_x), dtype=torch.bool, device=examples.train_x.device)
+        others[rows] = False
+        return drawn(examples.train_x, others.nonzero()[:, 0], size, seed, step)
+
+    return observes
+
+
+def unlabelled(size: int) -> Observes:
+    """So many inputs without labels."""
+
+    def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
+        return drawn(*_without_labels(examples), size, seed, step)
+
+    return observes
+
+
+def joined_by_unlabelled(size: int) -> Observes:
+    """The gradient's own inputs, and so many without labels behind them."""
+
+    def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
+        return torch.cat([examples.train_x[rows], drawn(*_without_labels(examples), size, seed, step)])
+
+    return observes
+
+
+def drawn(inputs: Tensor, among: Tensor, size: int, seed: int, step: int) -> Tensor:
+    """size different rows of the inputs, among the given indices."""
+    if size > len(among):
+        raise LabError(
+            f"the metric asks for {size} examples besides the gradient's, and there are {len(among)}: lower the batch, "
+            "or train on more examples"
+        )
+    generator = torch.Generator().manual_seed(((seed + 1) * 1_000_003 + step) * 2 + 1)  # never the seed of an `Order`
+    return inputs[among[torch.randperm(len(among), generator=generator)[:size].to(among.device)]]
+
+
+def _without_labels(examples: Examples) -> tuple[Tensor, Tensor]:
+    inputs = examples.unlabelled_x
+    if inputs is None:
+        raise LabError("the metric asks for unlabelled data, and the task has none: expected Examples.unlabelled_x")
+    return inputs, torch.arange(len(inputs), device=inputs.device)

@@ -1,0 +1,71 @@
+"""What a study has to show: sections of prose, tables and pictures, made from its numbers and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Cell = tuple[str, str]  # what it says, and in small type below; a plain string stands for one without small type
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure. draw(figure) fills an empty matplotlib figure of that size, in inches, in the report's own style.
+
+    Colours out of `natgrad_lab.figures` (INK, GRID, PALETTE) follow the page into the dark.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[Figure], None]
+    size: tuple[float, float] = (4.5, 3.3)
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes the whole width of the page."""
+        return self.size[0] > 6
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under heads; the first column holds names, the others numbers."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str | Cell, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = [row for row in self.rows if len(row) != len(self.heads)]
+        if wrong:
+            raise ValueError(f"{self.title}: a row has {len(wrong[0])} cells, expected {len(self.heads)} as in heads")
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """Every cell as a pair."""
+        return [[(cell, "") if isinstance(cell, str) else cell for cell in row] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page: a verdict computed from the numbers, then tables, pictures, notes."""
+
+    title: str
+    verdict: str
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Story:
+    """All that a study's page says. method: how the numbers came about, and what was chosen by us."""
+
+    title: str
+    lead: str
+    method: str
+    sections: tuple[Section, ...]

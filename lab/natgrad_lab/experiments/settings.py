@@ -1,0 +1,67 @@
+"""Settings of an experiment from the command line: `--set key=value` onto a frozen dataclass."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from natgrad_lab.experiments.base import LabError
+
+
+def override(kind: type, assignments: Iterable[str]) -> Any:
+    """kind() with some fields replaced. assignments: "key=value" each; the last one of a key counts.
+
+    LabError for an unknown key (it lists the known ones) or a value of another type (it says which).
+    """
+    hints = get_type_hints(kind)
+    values = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise LabError(f"--set {assignment} has no equals sign, expected key=value")
+        if key not in hints:
+            raise LabError(f"--set {key}: no such setting, expected one of {', '.join(f.name for f in fields(kind))}")
+        values[key] = parse(key, text, hints[key])
+    return kind(**values)
+
+
+def fill(settings: Any, values: Mapping[str, Any]) -> None:
+    """Give the fields of a frozen dataclass that are None their values: sizes that another setting decides on.
+
+    LabError for a size below 1.
+    """
+    for key, value in values.items():
+        if getattr(settings, key) is None:
+            object.__setattr__(settings, key, value)
+        if getattr(settings, key) < 1:
+            raise LabError(f"{key} is {getattr(settings, key)}, expected a number of at least 1")
+
+
+def known(size: int | None) -> int:
+    """A size that `fill` has given its value."""
+    assert size is not None
+    return size
+
+
+def parse(key: str, text: str, hint: Any) -> Any:
+    """text as the annotated type: int, float, bool, str, or one of them `| None` ("none")."""
+    optional = get_origin(hint) in (Union, types.UnionType)
+    if optional and text.lower() == "none":
+        return None
+    bare = next(a for a in get_args(hint) if a is not types.NoneType) if optional else hint
+    try:
+        return _READERS[bare](text)
+    except (ValueError, KeyError) as error:
+        wanted = _WORDS[bare] + (" or none" if optional else "")
+        raise LabError(f"--set {key}={text}: expected {wanted}") from error
+
+
+_READERS: dict[type, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    str: str,
+    bool: lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()],
+}
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -1,0 +1,1 @@
+"""Races of optimisers over networks: classifiers, autoencoders, a convolutional network, a transformer."""

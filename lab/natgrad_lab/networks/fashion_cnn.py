@@ -1,0 +1,88 @@
+"""A small convolutional network with batch norm on Fashion-MNIST.
+
+The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of
+the same size, on equal seconds of one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from natgrad_lab.data import fashion_mnist
+from natgrad_lab.experiments import contestants
+from natgrad_lab.experiments.base import Contestant, Examples, Race, Task, labelled
+from natgrad_lab.experiments.models import categorical_divergence, mistakes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change."""
+
+    seconds: float = 20.0  # of training per run
+    steps: int | None = None  # an earlier end of every run
+    evaluations: int = 8  # at equal distances of time
+    looked_at: int = 5000  # the first of the training and of the test images
+    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
+    threads: int | None = 1
+    device: str = "cpu"
+    methods: str = "structures"  # or names of contestants such as kfac,adam
+    filters: int = 16  # of the first convolution; the second has twice as many
+
+
+def tasks(settings: Settings) -> tuple[Task, ...]:
+    """One task: cross-entropy of ten classes."""
+    return (
+        Task(
+            name="fashion",
+            title=f"Fashion-MNIST, {settings.filters} and {2 * settings.filters} filters with batch norm",
+            model=lambda: network(settings.filters),
+            data=images,
+            criterion=nn.CrossEntropyLoss(),
+            unit="nats per image",
+            divergence=categorical_divergence,
+            error=mistakes,
+            contestants=contestants.select(settings.methods, among(), contestants.GROUPS),
+        ),
+    )
+
+
+def images() -> Examples:
+    """The clothes as (n, 1, 28, 28)."""
+    split = fashion_mnist()
+    return labelled(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))
+
+
+def network(filters: int) -> nn.Sequential:
+    """Two convolutions 3 x 3, each with batch norm, rectifier and pooling, and a linear layer; torch's own start."""
+    return nn.Sequential(
+        *stage(1, filters), *stage(filters, 2 * filters), nn.Flatten(), nn.Linear(2 * filters * 7 * 7, 10)
+    )
+
+
+def stage(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
+    """A convolution without bias, which batch norm has, and what follows it."""
+    convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return convolution, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)
+
+
+def among() -> Mapping[str, Contestant]:
+    """Grids narrowed by probes with the tuning seed. The layer of the logits is Adam's where Muon has the rest."""
+    grid = contestants.grid
+    return contestants.by_default(batch=256) | {
+        "adam": contestants.adam(grid(batch=(128,), lr=(3e-3, 0.01))),
+        "muon": contestants.muon(grid(batch=(128,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=("9.weight",)),
+        "soap": contestants.soap(grid(batch=(128,), lr=(3e-3, 0.01))),
+        "sgd": contestants.sgd(grid(batch=(128,), lr=(0.03, 0.1))),
+    }
+
+
+RACE = Race(
+    "fashion_cnn",
+    "A convolutional network with batch norm on Fashion-MNIST (needs the data; a quarter of an hour on one core)",
+    Settings,
+    tasks,
+    title="A convolutional network with batch norm: the natural gradient beside Adam, Muon, SOAP and SGD",
+)

@@ -1,0 +1,223 @@
+"""Simple cells from photographs: the two-layer model of Koster & Hyvarinen 2010, fitted by exact score matching.
+
+log p(x; W, V) = -sum_h sqrt(1 + v_h . (W x)^2) + const on whitened patches: the rows of W become oriented, localised
+filters, the rows of V pool those of like orientation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.applications.two_layer import TwoLayer
+from natgrad_lab.data import kodak, sample_photographs
+from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.papers.koster_2010 import page
+
+PHOTOGRAPHS: dict[str, Callable[[], tuple[Tensor, ...]]] = {"kodak": kodak, "embedded": sample_photographs}
+HELD_OUT = 500
+GAUGE = 0.1  # added to a patch's norm, in units of the mean norm, before dividing by it: flat patches stay small
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change."""
+
+    photographs: str = "kodak"  # or embedded: two that come with scikit-learn
+    size: int = 16  # side of a patch, in pixels
+    keep: int = 80  # principal components kept of size^2 - 1; as many features and as many pooling units
+    patches: int = 50_000
+    batch: int = 100
+    methods: str = "natural gradient,Adam,SGD-momentum"
+    seconds: float = 60.0  # of CPU time per method
+    adam: float = 0.01
+    sgd: float = 3e-4  # not tuned
+    natural: float = 0.5
+    damping: float = 10.0  # .1, 1 and 10 were tried for some seconds
+    radius: float = 0.1
+    products: int = 8
+    metric_batch: int = 100
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.photographs not in PHOTOGRAPHS:
+            raise LabError(f"photographs is {self.photographs!r}, expected one of {', '.join(PHOTOGRAPHS)}")
+        if not 2 <= self.keep < self.size**2:
+            raise LabError(f"keep is {self.keep}, expected 2 to {self.size**2 - 1}: a patch has {self.size**2} pixels")
+        if self.patches < 2 * HELD_OUT:
+            raise LabError(f"patches is {self.patches}, expected at least {2 * HELD_OUT}")
+        unknown = set(self.methods.split(",")) - set(page.METHODS)
+        if unknown:
+            raise LabError(f"methods has {sorted(unknown)}, expected some of {', '.join(page.METHODS)}")
+        if not self.seconds > 0:
+            raise LabError(f"seconds is {self.seconds}, expected a positive number")
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Whitened patches (n, keep), and the maps between these and pixels, (size^2, keep) both."""
+
+    train: Tensor
+    test: Tensor
+    whitening: Tensor
+    dewhitening: Tensor
+
+
+def patches(s: Settings, seed: int) -> Patches:
+    """Patches from random places, without their mean, divided by their norm, whitened by principal components."""
+    generator = torch.Generator().manual_seed(seed)
+    images = PHOTOGRAPHS[s.photographs]()
+    each = -(-s.patches // len(images))
+    drawn = torch.cat([cut(image, s.size, each, generator) for image in images])
+    flat = drawn[torch.randperm(len(drawn), generator=generator)[: s.patches]]
+    flat = flat - flat.mean(1, keepdim=True)
+    norms = flat.norm(dim=1, keepdim=True)
+    flat = flat / (norms + GAUGE * norms.mean())
+    values, vectors = torch.linalg.eigh((flat.mT @ flat / len(flat)).double())
+    deviations, axes = values[-s.keep :].sqrt().float(), vectors[:, -s.keep :].float()
+    white = flat @ (axes / deviations)
+    return Patches(white[HELD_OUT:], white[:HELD_OUT], axes / deviations, axes * deviations)
+
+
+def cut(image: Tensor, size: int, count: int, generator: torch.Generator) -> Tensor:
+    """Square patches from uniformly drawn places, (count, size^2)."""
+    tops, lefts = (torch.randint(side - size + 1, (count,), generator=generator) for side in image.shape)
+    pairs = zip(tops.tolist(), lefts.tolist(), strict=True)
+    return torch.stack([image[top : top + size, left : left + size].flatten() for top, left in pairs])
+
+
+def start(keep: int, seed: int) -> dict[str, Tensor]:
+    """W orthogonal; V = exp(v) near the identity: every unit pools one feature at first, and next to nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    W = torch.linalg.qr(torch.randn(keep, keep, generator=generator))[0].contiguous()
+    V = 5 * torch.eye(keep) - 5 + 0.1 * torch.randn(keep, keep, generator=generator)
+    return {"W": W.requires_grad_(), "V": V.requires_grad_()}
+
+
+class Graphed(TwoLayer):
+    """The model without its closed Jacobian of the score, which would be keep x 2 keep^2 numbers per example."""
+
+    def score_jacobian(self, params: Any, inputs: Tensor) -> Any:
+        return None
+
+
+def optimizers(s: Settings) -> dict[str, Callable[[dict[str, Tensor], TwoLayer], Any]]:
+    """The methods, by name."""
+    return {
+        "natural gradient": lambda params, model: ng.NaturalGradient(
+            params,
+            ng.score_metric(model),
+            s.natural,
+            solver=ng.CG(rtol=0.01, max_steps=s.products),
+            damping=s.damping,
+            rule=ng.TrustRegion(s.radius),
+            warm_start=0.9,
+        ),
+        "Adam": lambda params, model: torch.optim.Adam(params.values(), s.adam),
+        "SGD-momentum": lambda params, model: torch.optim.SGD(params.values(), s.sgd, momentum=0.9),
+    }
+
+
+def training(run: Run, method: str) -> Numbers:
+    """Loss on held-out patches against CPU seconds and steps, and the filters at the end."""
+    s: Settings = run.settings
+    data, params, model = patches(s, run.seed), start(s.keep, run.seed), Graphed()
+    opt = optimizers(s)[method](params, model)
+    generator = torch.Generator().manual_seed(run.seed)
+    spent, steps, curve = 0.0, 0, [(0.0, 0, held_out(model, params, data))]
+    while spent < s.seconds:
+        run.advance(spent / s.seconds)
+        began = time.process_time()
+        x = data.train[torch.randint(len(data.train), (s.batch,), generator=generator)]
+        move(opt, model, params, x, s.metric_batch)
+        spent, steps = spent + time.process_time() - began, steps + 1
+        if spent >= s.seconds * len(curve) / 20:
+            curve.append((spent, steps, held_out(model, params, data)))
+    return {"curve": curve, "steps": steps, **looks(params, data, s)}
+
+
+def move(opt: Any, model: TwoLayer, params: dict[str, Tensor], x: Tensor, metric_batch: int) -> None:
+    """One step, with the model's closed gradient."""
+    with torch.no_grad():
+        gradients = model.gradient(params, x)
+    for name, p in params.items():
+        p.grad = gradients[name]
+    if isinstance(opt, ng.NaturalGradient):
+        opt.observe(x[:metric_batch])
+    opt.step()
+
+
+def held_out(model: TwoLayer, params: dict[str, Tensor], data: Patches) -> float:
+    """The loss on patches that were not trained on, some at a time."""
+    with torch.no_grad():
+        return torch.stack([model.loss(params, part) for part in data.test.split(100)]).mean().item()
+
+
+def looks(params: dict[str, Tensor], data: Patches, s: Settings) -> Numbers:
+    """What excites every feature most, in pixels, its orientation and extent; and the pooling weights."""
+    W, V = params["W"].detach(), params["V"].detach().exp()
+    features = W @ data.dewhitening.mT  # (keep, size^2)
+    images = features.view(-1, s.size, s.size)
+    components = data.dewhitening.mT.reshape(-1, s.size, s.size)
+    scaled = features / features.abs().amax(1, keepdim=True)
+    return {
+        "features": scaled.mul(100).round().tolist(),
+        "pooling": V.mul(1000).round().div(1000).tolist(),
+        "coherence": coherence(images).median().item(),
+        "extent": extent(images).median().item(),
+        "coherence of components": coherence(components).median().item(),
+        "extent of components": extent(components).median().item(),
+        "likeness": likeness(images, V).item(),
+    }
+
+
+def tensors(images: Tensor) -> tuple[Tensor, Tensor]:
+    """The structure tensor's trace and complex orientation, summed over every image: (n,), (n,)."""
+    down, right = (part.flatten(1) for part in torch.gradient(images, dim=(1, 2)))
+    return (down**2 + right**2).sum(1), torch.complex((right**2 - down**2).sum(1), 2 * (down * right).sum(1))
+
+
+def coherence(images: Tensor) -> Tensor:
+    """How much of an image's slopes point one way, 0 for all ways alike to 1 for a grating: (n, h, w) -> (n,)."""
+    trace, turned = tensors(images)
+    return turned.abs() / trace
+
+
+def extent(images: Tensor) -> Tensor:
+    """The share of the pixels that holds three quarters of an image's energy: small where it is localised."""
+    energy = images.flatten(1).square().sort(1, descending=True)[0].cumsum(1)
+    return (energy < 0.75 * energy[:, -1:]).double().mean(1)
+
+
+def likeness(images: Tensor, V: Tensor) -> Tensor:
+    """cos 2 (angle between features), mean over pairs that a unit pools, by weight; 0 for pairs at random."""
+    turned = tensors(images)[1]
+    angles = turned / turned.abs()
+    pairs = torch.einsum("hj,hk->jk", V, V)
+    pairs.fill_diagonal_(0)
+    cosines = (angles[:, None] * angles.conj()).real
+    return (pairs * cosines).sum() / pairs.sum()
+
+
+def pieces(s: Settings) -> tuple[Piece, ...]:
+    """One per method."""
+    names = s.methods.split(",")
+    return tuple(Piece(name, f"{name}, {s.seconds:g} s", lambda run, n=name: training(run, n)) for name in names)
+
+
+STUDY = Study(
+    name="koster_2010_natural_images",
+    summary="Koster & Hyvarinen's two-layer model on photographs: filters like simple cells",
+    settings=Settings,
+    pieces=pieces,
+    tell=page.tell,
+    seeds=1,
+)

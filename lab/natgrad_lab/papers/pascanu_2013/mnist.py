@@ -1,0 +1,120 @@
+"""Pascanu & Bengio 2013, section 8.6 and Figure 5: a convolutional network on MNIST, the metric on the gradient's batch
+or on another.
+
+Table 1's second row, with MSGD added as a baseline. A seed is another validation part, start and order of the examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from natgrad_lab.data import mnist
+from natgrad_lab.experiments.base import Contestant, Examples, Race, Task, labelled
+from natgrad_lab.experiments.metric_data import another_batch
+from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
+from natgrad_lab.experiments.settings import fill, known
+from natgrad_lab.papers.pascanu_2013.shared import (
+    COVARIANCE,
+    DIFFERENT,
+    MSGD,
+    SAME,
+    Falling,
+    adapted,
+    constant,
+    covariance,
+    divide,
+    kullback,
+    msgd,
+)
+
+TABLE_1 = {  # training cross-entropy, test error
+    MSGD: (None, None),
+    DIFFERENT: (0.00010, 0.0078),
+    SAME: (0.0011, 0.0082),
+    COVARIANCE: (0.024, 0.0107),
+}
+PAPER = {"filters": 32, "hidden": 750, "batch": 10_000, "steps": 2000, "hold": 200}
+REDUCED = {"filters": 8, "hidden": 128, "batch": 200, "steps": 40, "hold": 20}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
+
+    full: bool = False
+    filters: int | None = None  # of the first layer, 5 x 5 pixels; the second has twice as many
+    hidden: int | None = None  # tanh units; the paper names neither non-linearity nor pooling (2 x 2 here)
+    validation: int = 2000  # not given in the paper
+    batch: int | None = None  # of gradient and metric; MSGD takes a tenth
+    steps: int | None = None  # updates; MSGD takes 20 times as many
+    hold: int | None = None  # updates at the first learning rate l
+    fall: float = 20.0  # after them l / (1 + (t - hold) / fall)
+    products: int = 20  # with the metric per update, at most
+    floor: float = 0.01  # of the damping under Levenberg-Marquardt; not given in the paper
+    evaluations: int = 2  # at equal distances of updates
+    looked_at: int = 5000  # the first images of each part, the test images too: evaluations took half of the time
+    tuning_seed: int = 100
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        fill(self, PAPER if self.full else REDUCED)
+
+
+def tasks(settings: Settings) -> tuple[Task, ...]:
+    """One task, as Table 1's second row."""
+    filters, hidden = known(settings.filters), known(settings.hidden)
+    convolutions = Convolution(filters, 5, 2), Convolution(2 * filters, 5, 2)
+    return (
+        Task(
+            name="mnist",
+            title=f"MNIST, {filters} and {2 * filters} filters 5 x 5, {hidden} hidden units",
+            model=lambda: convolutional(28, convolutions, (hidden, 10), nn.Tanh),
+            data=images,
+            draw=lambda pool, seed: divide(pool, seed, settings.validation),
+            criterion=nn.CrossEntropyLoss(),
+            unit="nats per image",
+            divergence=categorical_divergence,
+            error=mistakes,
+            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
+            tuned_on="valid_error",
+            paper=TABLE_1,
+            note=NOTE,
+        ),
+    )
+
+
+NOTE = (
+    "The paper: 32 and 64 filters, 750 hidden units, batches of 10,000 for gradient and metric, 2000 updates. It does "
+    "not name pooling, non-linearity or validation part, and has no MSGD on this set."
+)
+
+
+def images() -> Examples:
+    """The digits as (n, 1, 28, 28)."""
+    split = mnist()
+    return labelled(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))
+
+
+def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
+    """Three choices each; the two Fisher metrics share theirs, so that only their data differ."""
+    schedule = Falling(known(settings.hold), settings.fall)
+    points = [*adapted(batch, (0.5, 5.0), (1.0, 5.0)), *constant(batch, (1.0, 0.3))]
+    given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}
+    return (
+        msgd(max(1, batch // 10), (0.2, 0.1, 0.05), 20 * steps, schedule.slowed(20)),
+        kullback(DIFFERENT, points, observes=another_batch(batch), **given),
+        kullback(SAME, points, **given),
+        covariance(constant(batch, (1.0, 0.1), (0.3, 0.1), (0.1, 0.1)), schedule),
+    )
+
+
+RACE = Race(
+    "pascanu_2013_mnist",
+    "Pascanu & Bengio 2013, Table 1: a convolutional network, metric on another batch or the same (15 minutes)",
+    Settings,
+    tasks,
+    title="Pascanu & Bengio 2013, Table 1: MNIST",
+)

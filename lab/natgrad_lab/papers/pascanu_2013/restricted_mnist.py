@@ -1,0 +1,115 @@
+"""Pascanu & Bengio 2013, section 8.5 and Figure 4: few labelled digits, and metrics on different data.
+
+One hidden layer, a few labelled images of MNIST, the rest of the training set without labels. The five contestants of
+Table 1, each tuned over as many choices on a validation part; a seed is another labelled subset and another start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from natgrad_lab.data import mnist
+from natgrad_lab.experiments.base import Contestant, Race, Task, labelled
+from natgrad_lab.experiments.metric_data import another_batch, unlabelled
+from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
+from natgrad_lab.experiments.settings import fill, known
+from natgrad_lab.papers.pascanu_2013.shared import (
+    COVARIANCE,
+    DIFFERENT,
+    MSGD,
+    SAME,
+    UNLABELLED,
+    adapted,
+    constant,
+    covariance,
+    divide,
+    kullback,
+    msgd,
+)
+
+TABLE_1 = {  # training cross-entropy, test error
+    MSGD: (0.0523, 0.0522),
+    UNLABELLED: (0.0017, 0.0463),
+    DIFFERENT: (0.0012, 0.0489),
+    SAME: (0.0023, 0.0491),
+    COVARIANCE: (0.0006, 0.0474),
+}
+PAPER = {"hidden": 1500, "labelled": 10_000, "batch": 2500, "steps": 2000}
+REDUCED = {"hidden": 300, "labelled": 1000, "batch": 500, "steps": 100}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
+
+    full: bool = False
+    hidden: int | None = None  # tanh units; the paper does not name the non-linearity
+    labelled: int | None = None  # not given in the paper
+    validation: int = 5000  # not given in the paper
+    batch: int | None = None  # of gradient and metric; MSGD takes a tenth
+    steps: int | None = None  # updates; MSGD takes 20 times as many
+    products: int = 20  # with the metric per update, at most
+    floor: float = 0.01  # of the damping under Levenberg-Marquardt; not given in the paper
+    evaluations: int = 15  # at equal distances of updates
+    looked_at: int = 10_000
+    tuning_seed: int = 100
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        fill(self, PAPER if self.full else REDUCED)
+
+
+def tasks(settings: Settings) -> tuple[Task, ...]:
+    """One task, as Table 1's first row."""
+    return (
+        Task(
+            name="restricted-mnist",
+            title=f"MNIST with {settings.labelled:,} labels, 784-{settings.hidden}-10, tanh",
+            model=lambda: perceptron([784, known(settings.hidden), 10], nn.Tanh),
+            data=lambda: labelled(mnist().flat()),
+            draw=lambda pool, seed: divide(pool, seed, settings.validation, settings.labelled),
+            criterion=nn.CrossEntropyLoss(),
+            unit="nats per image",
+            divergence=categorical_divergence,
+            error=mistakes,
+            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
+            tuned_on="valid_error",
+            paper=TABLE_1,
+            note=NOTE,
+        ),
+    )
+
+
+NOTE = (
+    "The paper: 1500 hidden units, batches of 2500 (MSGD 250), 2000 updates (MSGD 40,000). It does not say how many "
+    "labels it kept, how it validated, or which non-linearity it used."
+)
+
+
+def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
+    """Six choices each; the Fisher metrics share theirs, so that only their data differ. The paper's are among them."""
+    points = [
+        *constant(batch, (0.1, 0.01), (0.3, 0.1), (1.0, 1.0)),
+        *adapted(batch, (5.0, 2.0), (1.0, 2.0), (1.0, 0.2)),
+    ]
+    given = {"products": settings.products, "floor": settings.floor}
+    return (
+        msgd(max(1, batch // 10), (1.0, 2.0, 0.5, 0.2, 0.1, 0.05), 20 * steps),
+        kullback(UNLABELLED, points, observes=unlabelled(batch), **given),
+        kullback(DIFFERENT, points, observes=another_batch(batch), **given),
+        kullback(SAME, points, **given),
+        covariance(constant(batch, (5.0, 0.1), (1.0, 0.1), (0.2, 0.1), (1.0, 1.0), (0.2, 0.01), (0.05, 0.01))),
+    )
+
+
+RACE = Race(
+    "pascanu_2013_restricted_mnist",
+    "Pascanu & Bengio 2013, Table 1: metrics on unlabelled data, another batch, the same (a quarter of an hour)",
+    Settings,
+    tasks,
+    seeds=5,
+    title="Pascanu & Bengio 2013, Table 1: restricted MNIST",
+)

@@ -1,0 +1,301 @@
+"""Varady, Volpi, Malago & Ay 2022: wake-sleep, reweighted and natural, on Helmholtz machines.
+
+Every contestant has the same number of settings. Each is tried from a seed of its own, for `tuning` epochs, and judged
+on examples that are held out of training; the best one runs from every seed. The bound on the test examples is log of
+the mean importance weight over `evaluation` draws; on the lines it is the exact log-likelihood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.applications.helmholtz import Classic, Reweighted
+from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.training import Order, clock
+from natgrad_lab.papers.varady_2022 import page
+from natgrad_lab.papers.varady_2022.data import SETS, Bits, bits
+
+TUNING_SEED = 1000
+PICTURES = 12
+"""Images drawn at each look."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """data: lines, digits, mnist, fashion or faces.   sizes: hidden layers.   epochs, batch: of a run.   samples: draws
+    of h per example.   evaluation: draws for the bound, 0 for the exact likelihood.   tuning: epochs of a tuning run.
+    train, test: examples at most, none for all.   looks: at the test bound per epoch.   damping: of the natural
+    versions.   units: 01 or signs.   contestants: who runs, comma-separated, of ws, rws, rws-adam, nws, nrws.
+    """
+
+    data: str = "digits"
+    sizes: str = "32-16"
+    epochs: int = 20
+    batch: int = 50
+    samples: int = 5
+    evaluation: int = 100
+    tuning: int = 8
+    train: int | None = None
+    test: int | None = None
+    looks: int = 1
+    damping: float = 0.03
+    units: str = "01"
+    contestants: str = "ws,rws,rws-adam,nws,nrws"
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.data not in SETS:
+            raise LabError(f"data is {self.data}, expected one of {', '.join(SETS)}")
+        if self.units not in ("01", "signs"):
+            raise LabError(f"units is {self.units}, expected 01 or signs")
+        for key in ("epochs", "batch", "samples", "tuning", "looks"):
+            if getattr(self, key) < 1:
+                raise LabError(f"{key} is {getattr(self, key)}, expected a number of at least 1")
+        if self.evaluation < 0:
+            raise LabError(f"evaluation is {self.evaluation}, expected a number of draws, or 0 for the exact sum")
+        if not 0 < self.damping < math.inf:
+            raise LabError(f"damping is {self.damping}, expected a number > 0")
+        self.hidden()
+        self.names()
+
+    def names(self) -> list[str]:
+        """The contestants' names."""
+        found = [name.strip() for name in self.contestants.split(",")]
+        if not set(found) <= set(page.NAMES):
+            known = ", ".join(page.NAMES)
+            raise LabError(f"contestants is {self.contestants}, expected some of {known}, comma-separated")
+        return found
+
+    def hidden(self) -> list[int]:
+        """The hidden layers' sizes."""
+        try:
+            sizes = [int(part) for part in self.sizes.split("-")]
+        except ValueError:
+            sizes = []
+        if not sizes or min(sizes) < 1:
+            raise LabError(f"sizes is {self.sizes}, expected hidden layers such as 32-16")
+        return sizes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A learning rate, and how it falls: rate / (1 + fall * step)."""
+
+    rate: float
+    fall: float
+
+    def __str__(self) -> str:
+        return f"rate {self.rate:g}" + (f", / (1 + {self.fall:g} t)" if self.fall else "")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An algorithm with its settings, for small images and for large ones. build(machine, rate, settings, seed)."""
+
+    name: str
+    title: str
+    build: Callable[..., ng.WakeSleep]
+    small: tuple[Choice, ...]
+    large: tuple[Choice, ...]
+
+    def choices(self, settings: Settings) -> tuple[Choice, ...]:
+        """The settings that are tried."""
+        return self.small if settings.data in ("lines", "digits") else self.large
+
+
+def _plain(algorithm: Any) -> Callable[..., ng.WakeSleep]:
+    return lambda machine, rate, settings, seed: ng.WakeSleep(
+        machine, rate, samples=settings.samples, algorithm=algorithm, seed=seed
+    )
+
+
+def _natural(algorithm: Any) -> Callable[..., ng.WakeSleep]:
+    return lambda machine, rate, settings, seed: ng.NaturalWakeSleep(
+        machine, rate, samples=settings.samples, damping=settings.damping, algorithm=algorithm, seed=seed
+    )
+
+
+def _adam(machine: ng.HelmholtzMachine, rate: float, settings: Settings, seed: int) -> ng.WakeSleep:
+    return ng.WakeSleep(machine, samples=settings.samples, optimizer=lambda p: torch.optim.Adam(p, rate), seed=seed)
+
+
+GRADIENT = (Choice(0.3, 0.0), Choice(1.0, 0.0), Choice(1.0, 0.005), Choice(3.0, 0.005))
+NATURAL = (Choice(0.15, 0.0), Choice(0.5, 0.0), Choice(0.5, 0.005), Choice(1.0, 0.02))
+ADAM = (Choice(0.01, 0.0), Choice(0.03, 0.0), Choice(0.1, 0.0), Choice(0.1, 0.005))
+# each around what was best in runs of 800 steps on MNIST
+LARGE_GRADIENT = (Choice(0.1, 0.0), Choice(0.3, 0.0), Choice(0.3, 0.005), Choice(1.0, 0.005))
+LARGE_NATURAL = (Choice(0.2, 0.0), Choice(0.5, 0.005), Choice(1.0, 0.01), Choice(1.0, 0.02))
+LARGE_ADAM = (Choice(0.003, 0.0), Choice(0.01, 0.0), Choice(0.02, 0.002), Choice(0.03, 0.005))
+CONTESTANTS = (
+    Contestant("ws", "WS", _plain(Classic()), GRADIENT, LARGE_GRADIENT),
+    Contestant("rws", "RWS", _plain(Reweighted()), GRADIENT, LARGE_GRADIENT),
+    Contestant("rws-adam", "RWS, Adam", _adam, ADAM, LARGE_ADAM),
+    Contestant("nws", "NWS", _natural(Classic()), NATURAL, LARGE_NATURAL),
+    Contestant("nrws", "NRWS", _natural(Reweighted()), NATURAL, LARGE_NATURAL),
+)
+
+
+def pieces(settings: Settings) -> tuple[Piece, ...]:
+    """Tuning runs of every contestant, then its race."""
+    found: list[Piece] = []
+    running = [one for one in CONTESTANTS if one.name in settings.names()]
+    for one in running:
+        for i, choice in enumerate(one.choices(settings)):
+            title = f"{one.title}, {choice}"
+            found.append(Piece(f"tune-{one.name}-{i}", title, Tuning(one, choice), repeated=False))
+    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", Racing(one)) for one in running]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One setting of one contestant, judged on what is held out."""
+
+    contestant: Contestant
+    choice: Choice
+
+    def __call__(self, run: Run) -> Numbers:
+        training = Training(run.settings, self.contestant, self.choice, TUNING_SEED)
+        for _ in training.epochs(run.settings.tuning, run):
+            if not training.sound():
+                break
+        return {"choice": str(self.choice), "valid": training.bound(training.bits.valid), "seconds": training.seconds}
+
+
+@dataclass(frozen=True)
+class Racing:
+    """The best setting of one contestant from one seed."""
+
+    contestant: Contestant
+
+    def __call__(self, run: Run) -> Numbers:
+        choices = self.contestant.choices(run.settings)
+        tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
+        best = max(range(len(tuned)), key=lambda i: -math.inf if tuned[i]["valid"] is None else tuned[i]["valid"])
+        training = Training(run.settings, self.contestant, choices[best], run.seed)
+        curve, looks = [training.point(0)], []
+        for epoch in training.epochs(run.settings.epochs, run, run.settings.looks):
+            curve.append(training.point(epoch))
+            if run.seed == 0 and epoch in looked_at(run.settings.epochs):
+                looks.append({"epoch": round(epoch), "images": training.images()})
+        shape = list(training.bits.shape)
+        return {"choice": str(training.choice), "curve": curve, "looks": looks, "shape": shape, "steps": training.steps}
+
+
+def looked_at(epochs: int) -> list[int]:
+    """Epochs after which images are drawn."""
+    return sorted({1, max(1, round(epochs**0.5)), epochs})
+
+
+class Training:
+    """One machine under training."""
+
+    def __init__(self, settings: Settings, contestant: Contestant, choice: Choice, seed: int) -> None:
+        self.settings, self.choice = settings, choice
+        self.bits: Bits = bits(settings.data, settings.train, settings.test, settings.units == "signs")
+        torch.manual_seed(seed)
+        width = self.bits.train.shape[1]
+        values = (-1, 1) if settings.units == "signs" else (0, 1)
+        self.machine = ng.HelmholtzMachine([width, *settings.hidden()], units=values).to(settings.device)
+        start_at_means(self.machine, self.bits.train)
+        self.trainer = contestant.build(self.machine, choice.rate, settings, seed)
+        self.order = Order(len(self.bits.train), settings.batch, seed)
+        self.steps, self.seconds = 0, 0.0
+
+    def epochs(self, many: int, run: Run, looks: int = 1) -> Iterator[float]:
+        """Train, and stop `looks` times per epoch, where the epochs so far are told."""
+        for look in range(1, many * looks + 1):
+            while self.steps < round(look * self.order.per_epoch / looks):
+                self._step()
+                run.advance((self.steps / self.order.per_epoch) / many)
+            yield look / looks
+
+    def _step(self) -> None:
+        start = clock(self.settings.device)
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] = self.choice.rate / (1 + self.choice.fall * self.steps)
+        rows = self.order.batch(self.steps, "cpu")
+        self.trainer.step(self.bits.train[rows].to(self.settings.device))
+        self.seconds += clock(self.settings.device) - start
+        self.steps += 1
+
+    def sound(self) -> bool:
+        """Whether no step failed so far."""
+        return self.trainer.failures == 0
+
+    def bound(self, x: Tensor) -> float:
+        """Nats per example, from the same draws every time."""
+        generator = torch.Generator(self.settings.device).manual_seed(0)
+        samples = self.settings.evaluation or None
+        return float(self.machine.log_likelihood(x.to(self.settings.device), samples, generator).mean())
+
+    def point(self, epoch: float) -> Numbers:
+        """One point of the learning curve."""
+        return {"epoch": epoch, "seconds": self.seconds, "bound": self.bound(self.bits.test)}
+
+    def images(self) -> list[list[float]]:
+        """Probabilities of the visible units in a few dreams."""
+        generator = torch.Generator(self.settings.device).manual_seed(1)
+        found = self.machine.sample(PICTURES, generator, means=True)
+        return [[round(v, 3) for v in image] for image in found.tolist()]
+
+
+@torch.no_grad()
+def start_at_means(machine: ng.HelmholtzMachine, x: Tensor) -> None:
+    """Visible biases at the data's log-odds, so that no contestant spends its first steps on finding these."""
+    up = ((x > 0).float().sum(0) + 1) / (len(x) + 2)
+    layer: Any = machine.generation[0]
+    layer.weight[:, -1] = up.logit().to(layer.weight.device)
+
+
+def study(name: str, summary: str, seeds: int = 5, **defaults: Any) -> Study:
+    """The study of one data set: the settings' defaults are its own."""
+    fields = {key: type(value) if value is not None else int | None for key, value in defaults.items()}
+    kind = dataclass(frozen=True)(type("Settings", (Settings,), {"__annotations__": fields, **defaults}))
+    return Study(f"varady_2022_{name}", summary, kind, pieces, page.tell, seeds=seeds)
+
+
+LINES = study(
+    "lines",
+    "wake-sleep, plain and natural, on 3 x 3 lines with the exact likelihood (9-6-1), about two minutes",
+    data="lines",
+    sizes="6-1",
+    epochs=50,
+    batch=10,
+    evaluation=0,
+    tuning=25,
+)
+DIGITS = study("digits", "the same on embedded binarised digits (64-32-16), about ten minutes", data="digits")
+LARGE: dict[str, Any] = {
+    "sizes": "200-200-10",
+    "epochs": 4,
+    "batch": 100,
+    "evaluation": 20,
+    "tuning": 1,
+    "test": 1000,
+    "looks": 5,
+    "damping": 0.3,
+}
+MNIST = study("mnist", "the same on binarised MNIST (784-200-200-10), about an hour", data="mnist", **LARGE)
+FASHION = study("fashion", "the same on clothes, binarised (784-200-200-10), about an hour", data="fashion", **LARGE)
+FACES = study(
+    "faces",
+    "the same on binarised faces of FER2013, 24 x 24 (576-200-100-10), half an hour and more",
+    data="faces",
+    sizes="200-100-10",
+    epochs=20,
+    batch=50,
+    evaluation=50,
+    tuning=4,
+    test=1000,
+    damping=0.3,
+)

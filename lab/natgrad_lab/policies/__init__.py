@@ -1,0 +1,1 @@
+"""TRPO on gymnasium's environments, beside sb3-contrib's."""

@@ -1,0 +1,62 @@
+"""Energy networks by denoising: the densities, one step, and a page for two dimensions and for digits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import natgrad as ng
+from natgrad_lab.energies.score_energy_net import Settings, held_out, network, optimizers, rings, source, spiral, step
+from natgrad_lab.experiments import LabError, Run, find
+from natgrad_lab.experiments.study import Findings, Found
+
+FEW = Settings(tasks="rings,digits", seconds=0.05, batch=20, width=8)
+
+
+def test_rings_and_arms_lie_where_they_should():
+    generator = torch.Generator().manual_seed(0)
+    radii = rings(2000, generator).norm(dim=1)
+    assert (radii - radii.round()).abs().max() < 0.3
+    assert set(radii.round().tolist()) == {1.0, 2.0, 3.0}
+    arms = spiral(2000, generator)
+    assert 2.8 < arms.norm(dim=1).max() < 3.3
+    inner = arms[(arms.norm(dim=1) - 2).abs() < 0.1]  # a whole turn out: the first arm along +x, the second along -x
+    assert (inner[:, 0].abs() > 1.5).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("method", ["K-FAC", "Adam"])
+def test_steps_lower_the_loss(method):
+    s = replace(FEW, kfac=0.3, width=16)
+    draw, test = source("rings")
+    score, generator = ng.Score(network("rings", 2, s.width, 0)), torch.Generator().manual_seed(0)
+    opt = optimizers(s)[method](score)
+    before = held_out(score, test, 0.5)
+    assert abs(before - 1) < 0.1
+    for _ in range(40):
+        step(opt, score, draw(100, generator), 0.5, generator)
+    assert held_out(score, test, 0.5) < 0.97 * before
+
+
+def test_the_page_tells_every_task():
+    study = find("score_energy_net")
+    found = []
+    for piece in study.pieces(FEW):
+        numbers = piece.work(Run(FEW, 0))
+        assert all(math.isfinite(loss) for _, _, loss in numbers["curve"])
+        found.append(Found({"piece": piece.name, "seed": 0}, numbers))
+    story = study.tell(Findings(FEW, tuple(found)))
+    assert [section.title for section in story.sections] == ["rings", "digits"]
+    assert "of 2 tasks" in story.lead
+    assert len(study.tell(Findings(FEW, tuple(found[:1]))).sections) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"tasks": "rings,squares"}, ("squares", "spiral")), ({"noise": 0.0}, ("noise", "positive"))]
+)
+def test_settings_say_what_is_wrong(options, words):
+    with pytest.raises(LabError) as caught:
+        replace(FEW, **options)
+    assert all(word in str(caught.value) for word in words)

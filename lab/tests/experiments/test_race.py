@@ -1,0 +1,153 @@
+"""A race on disk: what is kept, what goes on after an interruption, what is refused."""
+
+import json
+
+import pytest
+from small_races import Settings, contestants, race, task
+
+from natgrad_lab.experiments import Interrupted, LabError, Silence, execute, run
+from natgrad_lab.experiments.race import choose, final_loss
+from natgrad_lab.experiments.records import read
+
+
+def stop_after(steps):
+    """A `stopped` that turns true when asked for the given time."""
+    asked = iter(range(10**6))
+    return lambda: next(asked) >= steps
+
+
+def losses(folder):
+    return {record.header["run"]: [row.get("loss") for row in record.rows] for record in folder.read_all()}
+
+
+def test_a_race_leaves_a_record_of_every_run(tmp_path):
+    folder = execute(race(), Settings(), [0, 1], tmp_path)
+    records = folder.read_all()
+    assert len(records) == 2 * (2 + 2)
+    header = records[0].header
+    assert {"settings", "seed", "versions", "threads", "device", "choice", "phase"} <= set(header)
+    assert set(header["versions"]) == {"natgrad", "torch", "python"}
+    assert all(record.end["end"] == "steps" and record.end["steps"] == 6 for record in records)
+    assert not list(folder.records.glob("*.part"))
+    assert not list(folder.records.glob("*.checkpoint"))
+
+
+def test_the_choice_with_the_lowest_training_loss_races(tmp_path):
+    folder = execute(race(), Settings(), [0], tmp_path)
+    tried = [r for r in folder.read_all() if r.header["phase"] == "tune" and r.header["contestant"] == "Adam"]
+    raced = folder.read("rings.adam.seed-0")
+    assert raced.header["index"] == choose(tried) == min(tried, key=final_loss).header["index"]
+
+
+@pytest.mark.parametrize("steps", [1, 4, 9, 23, 40])
+def test_interrupted_and_resumed_equals_never_stopped(tmp_path, steps):
+    among = race(task())
+    whole = execute(among, Settings(), [0], tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        execute(among, Settings(), [0], tmp_path / "parts", stopped=stop_after(steps))
+    with pytest.raises(Interrupted):
+        execute(among, Settings(), [0], tmp_path / "parts", stopped=stop_after(3))
+    parts = execute(among, Settings(), [0], tmp_path / "parts")
+    assert losses(parts) == losses(whole)
+
+
+def test_a_crash_without_a_checkpoint_starts_the_run_again(tmp_path):
+    folder = execute(race(), Settings(), [0], tmp_path)
+    whole = losses(folder)
+    finished, part, _ = folder.paths("rings.adam.seed-0")
+    text = finished.read_text()
+    finished.unlink()
+    part.write_text(text[: len(text) // 2])
+    assert losses(execute(race(), Settings(), [0], tmp_path)) == whole
+
+
+class Counter(Silence):
+    def __init__(self):
+        self.fresh = 0
+
+    def ended(self, job, record, fresh):
+        self.fresh += fresh
+
+
+def test_finished_runs_are_kept_and_more_seeds_are_added(tmp_path):
+    execute(race(), Settings(), [0], tmp_path)
+    again, more = Counter(), Counter()
+    execute(race(), Settings(), [0], tmp_path, again)
+    execute(race(), Settings(), [0, 1], tmp_path, more)
+    assert (again.fresh, more.fresh) == (0, 2)
+
+
+def test_other_settings_in_the_same_folder_are_refused(tmp_path):
+    execute(race(), Settings(), [0], tmp_path)
+    with pytest.raises(LabError, match=r"made under steps=6, not steps=7: choose another folder with --out"):
+        execute(race(), Settings(steps=7), [0], tmp_path)
+    with pytest.raises(LabError, match="tasks, contestants or grids differ"):
+        execute(race(task("squares", contestants()[:2])), Settings(), [0], tmp_path)
+
+
+def test_grids_of_different_sizes_are_refused(tmp_path):
+    from natgrad_lab.experiments.contestants import adam, grid
+
+    uneven = (contestants()[0], adam(grid(batch=(8,), lr=(0.1, 0.2, 0.3))))
+    with pytest.raises(LabError, match="same number for every contestant"):
+        execute(race(task(among=uneven)), Settings(), [0], tmp_path)
+
+
+def test_the_tuning_seed_does_not_race(tmp_path):
+    with pytest.raises(LabError, match="none of them 100"):
+        execute(race(), Settings(), [0, 100], tmp_path)
+
+
+def test_damaged_records_are_named(tmp_path):
+    folder = execute(race(), Settings(), [0], tmp_path)
+    path = folder.paths("rings.adam.seed-0")[0]
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(LabError, match=r"rings\.adam\.seed-0\.jsonl is damaged"):
+        read(path)
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    from natgrad_lab.experiments.contestants import grid, sgd
+
+    wild = race(task(among=(sgd(grid(batch=(0,), lr=(1e38,))),)))
+    folder = execute(wild, Settings(), [0], tmp_path)
+    record = folder.read("rings.sgd-momentum.seed-0")
+    assert record.end["end"] == "not finite"
+    assert final_loss(record) == float("inf")
+    assert all("NaN" not in line for line in folder.paths("rings.sgd-momentum.seed-0")[0].read_text().splitlines())
+    json.loads(folder.plan_path.read_text())
+
+
+def test_run_in_memory_gives_the_rows_of_the_record(tmp_path):
+    folder = execute(race(), Settings(), [0], tmp_path)
+    record = folder.read("rings.adam.seed-0")
+    rows = run(race(), Settings(), 0, "rings", "Adam", record.header["index"])
+    assert [row.get("loss") for row in rows] == [row.get("loss") for row in record.rows]
+    with pytest.raises(LabError, match="expected one of rings: SGD-momentum, Adam"):
+        run(race(), Settings(), 0, "rings", "Newton")
+
+
+def test_a_contestant_with_one_choice_is_not_tuned(tmp_path):
+    import natgrad as ng
+    from natgrad_lab.experiments.contestants import grid, structured
+
+    plain = structured("K-FAC", ng.kfac, grid(batch=(8,)))
+    folder = execute(race(task(among=(plain, contestants()[1]))), Settings(), [0], tmp_path)
+    assert sorted(losses(folder)) == [
+        "rings.adam.seed-0",
+        "rings.adam.tune-0",
+        "rings.adam.tune-1",
+        "rings.k-fac.seed-0",
+    ]
+
+
+def test_the_choice_s_other_keys_are_arguments_of_a_structured_recipe():
+    from torch import nn
+
+    import natgrad as ng
+    from natgrad_lab.experiments.contestants import grid, structured
+
+    (choice,) = grid(batch=(8,), damping=(0.7,), update_every=(3,))
+    opt = structured("K-FAC", ng.kfac, [choice]).build(nn.Linear(2, 2), nn.CrossEntropyLoss(), choice)
+    assert opt.param_groups[0]["damping"] == 0.7
+    assert opt.update_every == 3

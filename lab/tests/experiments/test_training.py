@@ -1,0 +1,135 @@
+"""One run: reproducible from its seed, resumable after any step, blind to its own evaluation."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from small_races import BUDGET, contestants, examples, task
+
+from natgrad_lab.experiments import Budget, Job, LabError, Training, find, override
+from natgrad_lab.experiments.models import bernoulli_divergence, categorical_divergence, gaussian_divergence
+from natgrad_lab.experiments.settings import parse
+from natgrad_lab.experiments.training import Order
+
+
+def training(index=0, seed=0, budget=BUDGET, contestant=0):
+    return Training(Job(task(), contestants()[contestant], index, seed, "race"), budget, examples())
+
+
+def losses(rows):
+    return [row.get("loss") for row in rows]
+
+
+@pytest.mark.parametrize("contestant", range(3))
+def test_same_seed_same_losses_bit_for_bit(contestant):
+    first, second, other = (losses(training(contestant=contestant, seed=seed)) for seed in (0, 0, 1))
+    assert first == second != other
+
+
+@pytest.mark.parametrize("contestant", range(3))
+def test_put_down_and_taken_up_equals_never_stopped(contestant, tmp_path):
+    whole = losses(training(contestant=contestant))
+    early = training(contestant=contestant)
+    rows = []
+    for row in early:
+        rows.append(row)
+        if row["step"] == 5:
+            break
+    torch.save(early.state_dict(), tmp_path / "state")
+    late = training(contestant=contestant, seed=0)
+    late.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert losses(rows) + losses(late) == whole
+
+
+def test_evaluation_changes_no_loss():
+    often = losses(training(budget=replace(BUDGET, evaluations=1000)))
+    assert often == losses(training(budget=replace(BUDGET, evaluations=1)))
+
+
+def test_all_contestants_start_from_the_same_model():
+    starts = {next(iter(training(contestant=c)))["train_loss"] for c in range(3)}
+    assert len(starts) == 1
+
+
+def test_rows_count_steps_and_seconds():
+    rows = list(training())
+    assert [row["step"] for row in rows] == list(range(BUDGET.steps + 1))
+    seconds = [row["seconds"] for row in rows]
+    assert seconds[0] == 0
+    assert seconds == sorted(seconds)
+    assert "train_loss" in rows[0]
+    assert "test_error" in rows[-1]
+
+
+def test_a_run_ends_with_its_seconds():
+    rows = list(training(budget=Budget(seconds=0.02)))
+    assert rows[-1]["seconds"] >= 0.02 > rows[-2]["seconds"]
+
+
+def test_measured_divergence_follows_every_evaluation():
+    rows = list(training())
+    for before, after in pairwise(rows):
+        assert ("kl_measured" in after) == ("train_loss" in before)
+        assert after.get("kl_measured", 1.0) > 0
+
+
+def test_a_run_that_breaks_down_stops():
+    made = training()
+    with torch.no_grad():
+        next(made.model.parameters()).fill_(float("nan"))
+    rows = list(made)
+    assert len(rows) == 2
+    assert made.finished
+    assert not made.finite
+
+
+def test_order_covers_an_epoch_and_depends_on_the_seed():
+    order = Order(10, 3, seed=4)
+    epoch = torch.cat([order.batch(step, "cpu") for step in range(3)])
+    assert len(epoch.unique()) == 9
+    again = Order(10, 3, seed=4)
+    assert torch.equal(again.batch(7, "cpu"), order.batch(7, "cpu"))
+    assert not torch.equal(Order(10, 3, seed=5).batch(0, "cpu"), again.batch(0, "cpu"))
+    assert Order(10, 0, seed=0).batch(0, "cpu") == Order(10, 99, seed=0).batch(3, "cpu") == slice(None)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "family"),
+    [
+        (categorical_divergence, lambda r: torch.distributions.Categorical(logits=r)),
+        (bernoulli_divergence, lambda r: torch.distributions.Independent(torch.distributions.Bernoulli(logits=r), 1)),
+        (gaussian_divergence, lambda r: torch.distributions.Independent(torch.distributions.Normal(r, 1.0), 1)),
+    ],
+)
+def test_divergences_are_the_kl_of_the_family(divergence, family):
+    p, q = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(3)
+    expected = torch.distributions.kl_divergence(family(p), family(q)).mean()
+    torch.testing.assert_close(divergence(p, q), expected, rtol=1e-12, atol=0)
+
+
+def test_settings_take_the_type_they_are_annotated_with():
+    settings = override(find("digits").settings, ["seconds=3", "steps=20", "steps=7", "device=cuda"])
+    assert (settings.seconds, settings.steps, settings.device) == (3.0, 7, "cuda")
+    assert override(find("digits").settings, ["steps=none"]).steps is None
+    assert parse("flag", "yes", bool) is True
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("second=3", "expected one of seconds, steps"),
+        ("seconds=fast", "--set seconds=fast: expected a number"),
+        ("steps=1.5", "expected a whole number or none"),
+        ("steps", "has no equals sign"),
+    ],
+)
+def test_wrong_settings_say_what_is_expected(assignment, said):
+    with pytest.raises(LabError, match=said):
+        override(find("digits").settings, [assignment])
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": 0.0}, {"seconds": float("nan")}, {"steps": 0}, {"evaluations": 0}])
+def test_impossible_budgets_are_refused(wrong):
+    with pytest.raises(LabError, match="expected"):
+        Budget(**{"seconds": 1.0, **wrong})

@@ -1,0 +1,69 @@
+"""Pieces side by side: the same records, failures that come to light, and an end when asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import dataclass
+
+import pytest
+
+from natgrad_lab.experiments import Interrupted, Piece, Section, Story, Study, execute
+from natgrad_lab.experiments.study import findings
+
+pytestmark = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+
+
+@dataclass(frozen=True)
+class Settings:
+    processes: int = 2
+    broken: bool = False
+    threads: int | None = 1
+    device: str = "cpu"
+
+
+def square(run):
+    run.advance(0.5)
+    if run.settings.broken:
+        raise ValueError("no square today")
+    return {"value": run.seed**2}
+
+
+def total(run):
+    return {"value": run.earlier["square"]["value"] + run.earlier["cube"]["value"]}
+
+
+def pieces(settings):
+    return (
+        Piece("square", "Square", square, independent=True),
+        Piece("cube", "Cube", lambda run: {"value": run.seed**3}, independent=True),
+        Piece("total", "Both", total),
+    )
+
+
+def tell(found):
+    return Story("Powers", "", "", (Section("Powers", str(len(found.found))),))
+
+
+STUDY = Study("powers", "Powers", Settings, pieces, tell)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_numbers_do_not_depend_on_the_processes(tmp_path, processes):
+    seen = []
+    folder = execute(STUDY, Settings(processes), [2, 3, 5], tmp_path, seen.append)
+    found = findings(STUDY, folder)
+    assert [one["value"] for one in found.of("square")] == [4, 9, 25]
+    assert [one["value"] for one in found.of("total")] == [12, 36, 150]
+    assert seen[-1].done == seen[-1].total == 9
+
+
+def test_a_failure_comes_to_light(tmp_path):
+    with pytest.raises(ValueError, match="no square today"):
+        execute(STUDY, Settings(broken=True), [2], tmp_path)
+
+
+def test_a_stop_ends_the_processes_and_keeps_what_is_finished(tmp_path):
+    with pytest.raises(Interrupted):
+        execute(STUDY, Settings(), [2], tmp_path, stopped=lambda: True)
+    folder = execute(STUDY, Settings(), [2], tmp_path)
+    assert [one["value"] for one in findings(STUDY, folder).of("total")] == [12]

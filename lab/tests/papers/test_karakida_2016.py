@@ -1,0 +1,174 @@
+"""Karakida et al. 2016: learners side by side are the library's own steps, the data are as said, a page is told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.applications import TwoLayer
+from natgrad.applications.two_layer import gradients
+from natgrad.positive import Positive, Square, positive
+from natgrad_lab.experiments import LabError, Run, execute, find, override
+from natgrad_lab.papers.karakida_2016.page import degraded, reached
+from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, Settings, learn, rank
+from natgrad_lab.papers.karakida_2016.two_layer_data import isa, starts
+from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, Descent, Learner, Ours, Paper
+from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
+from natgrad_lab.report import build
+
+SMALL = ["runs=2", "examples=60", "held_out=30", "descent_steps=6", "natural_steps=6", "tuned_steps=20", "batch=4"]
+SMALL += ["our_steps=6", "our_single=10", "dtype=float64"]
+
+
+def three(link: Positive | Square) -> dict[str, Tensor]:
+    return {name: p.clone() for name, p in starts(0, 3, link).items()}
+
+
+@pytest.mark.parametrize("link", [positive, Square()], ids=repr)
+def test_the_tight_loop_has_the_gradient_of_the_model(link: Positive | Square) -> None:
+    params, x = three(link), draw(3, 1, 8)
+    single, expected = SingleExample(params, link), three(link)
+    for found, general in zip(single.gradient(x), gradients(params["W"], link(params["V"]), x), strict=True):
+        assert_close(found, general, 1e-12)
+    rates = torch.tensor([1e-3, 1e-2, 0.0], dtype=F64).view(3, 1, 1)
+    for rate in (1e-3, rates):
+        descent = TwoLayer(link).gradient(expected, x)
+        expected = {name: p - rate * descent[name] for name, p in expected.items()}
+        single.descend(x, rate)
+        assert_close(params["W"], expected["W"], 1e-12)
+        assert_close(params["V"], expected["V"], 1e-12)
+        assert_close(single.V, link(params["V"]), 1e-14)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_ours_side_by_side_is_ng_ang(batch: int) -> None:
+    together, model = three(positive), TwoLayer()
+    alone = {name: p[1].clone().requires_grad_() for name, p in together.items()}
+    learner, opt = Ours(model, together), ng.ang(alone, ng.score_metric(model))
+    for t in range(12):
+        x = 0.5 * draw(batch, 8, seed=t)
+        learner.step(x.expand(3, -1, -1))
+        opt.zero_grad()
+        ng.score_matching_loss(model, alone, x).backward()
+        opt.step()
+        for name, p in alone.items():
+            assert_close(together[name][1], p.detach(), 1e-8)
+
+
+@pytest.mark.parametrize("method", [ng.FirstOrder(offset=5.0), ng.Woodbury()], ids=repr)
+def test_the_papers_method_side_by_side_is_its_update(method: ng.FirstOrder | ng.Woodbury) -> None:
+    """xi_t+1 from G_t^-1, and G_t+1^-1 as the structure updates it; eq. 4 refused for some models, not for others."""
+    together, model = three(positive), TwoLayer()
+    together["W"][2] *= 30
+    learner = Paper(model, together, 1e-4, method)
+    memory = {"step": 0, **method.start(ng.operators.Dense(torch.eye(128, dtype=F64)))}
+    for t in range(5):
+        x = 0.5 * draw(1, 8, seed=t)
+        point = {name: p[0].clone() for name, p in together.items()}
+        memory = {**memory, "step": t + 1}
+        gradient = ng.Space(point).flatten(model.gradient(point, x))
+        inverse = method.operator(memory).inverse()
+        assert inverse is not None
+        expected = ng.Space(point).flatten(point) - 1e-4 * inverse.mv(gradient)
+        memory = {**memory, **(method.step(memory, model.score_jacobian(point, x).flatten(0, 1).mT) or {})}
+        learner.step(x.expand(3, -1, -1))
+        assert_close(torch.cat([p[0].flatten() for p in together.values()]), expected, 1e-10)
+        assert_close(learner.inverse[0], memory["inverse"], 1e-9)
+        assert bool((torch.linalg.eigvalsh(learner.inverse)[:, 0] > 0).all())
+    assert (learner.refused > 0) == isinstance(method, ng.FirstOrder)
+
+
+def test_adam_is_torchs() -> None:
+    together, model = three(positive), TwoLayer()
+    alone = {name: p.clone().requires_grad_() for name, p in together.items()}
+    learner, opt = Adam(model, together, 1e-2), torch.optim.Adam(list(alone.values()), lr=1e-2)
+    for t in range(5):
+        x = draw(3, 4, 8, seed=t)
+        learner.step(x)
+        for name, gradient in model.gradient({n: p.detach() for n, p in alone.items()}, x).items():
+            alone[name].grad = gradient
+        opt.step()
+    for name, p in alone.items():
+        assert_close(together[name], p.detach(), 1e-10)
+
+
+def test_a_batch_descends_along_the_mean_gradient() -> None:
+    params, x = three(Square()), draw(3, 4, 8)
+    expected = {n: p - 1e-2 * TwoLayer(Square()).gradient(params, x)[n] for n, p in params.items()}
+    Descent(TwoLayer(Square()), params, 1e-2).step(x)
+    for name, p in expected.items():
+        assert_close(params[name], p, 1e-12)
+
+
+def test_data_are_independent_subspaces_under_a_rotation() -> None:
+    """E[x x^T] = E[u^2] I = I / 3, within six standard errors; equal seeds give equal data."""
+    x = isa(0, 40_000)
+    assert torch.equal(isa(3, 10), isa(3, 10))
+    covariance = x.mT @ x / len(x)
+    error = (x.unsqueeze(2) * x.unsqueeze(1)).std(0) / math.sqrt(len(x))
+    assert bool(((covariance - torch.eye(8, dtype=F64) / 3).abs() <= 6 * error).all())
+    assert float((x**4).mean() / (x**2).mean() ** 2) > 3.3  # heavier tails than a Gaussian
+
+
+def test_starts_are_the_same_model_for_both_links() -> None:
+    one, other = starts(2, 3, positive), starts(2, 3, Square())
+    assert torch.equal(one["W"], other["W"])
+    assert_close(positive(one["V"]), Square()(other["V"]), 1e-13)
+
+
+def test_steps_to_the_level_are_read_from_the_record() -> None:
+    found = {"steps": [0, 10, 20], "errors": [[-1.0, -2.0, None], [-29.0, -3.0, -30.0], [-27.0, -4.0, -31.0]]}
+    assert reached(found, -28.0) == [10, None, 10]
+    assert degraded(found, -28.0) == 1
+    assert rank({**found, "errors": [[-1.0], [-29.0], [-30.0]]}, -28.0) == (0, 10, -30.0)
+    missed, steps, last = rank({**found, "errors": [[-1.0], [math.nan], [math.nan]]}, -28.0)
+    assert (missed, steps, last) == (1, math.inf, math.inf)
+
+
+def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
+    class Still:
+        model, params = TwoLayer(), three(positive)
+
+        def step(self, examples: Tensor) -> None:
+            assert examples.shape == (3, 2, 8)
+
+    still: Learner = Still()
+    settings = override(Settings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
+    assert learn(Run(settings), still, 100, 2, 5)["steps"] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("study", [TABLE1, FIGURE1], ids=lambda study: study.name)
+def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
+    assert find(study.name) is study
+    settings = override(study.settings, [*SMALL, "square=true"])
+    folder = execute(study, settings, range(2), tmp_path / "runs")
+    told, page = build(folder.path)
+    assert page.exists()
+    assert told.missing == 0
+    if study is TABLE1:
+        tables = [table for section in told.story.sections for table in section.tables]
+        assert [len(table.rows) for table in tables] == [4, 5, 7]
+        assert all(row[3].endswith("of 4") for row in tables[0].rows)
+    again = execute(study, settings, range(2), tmp_path / "runs")
+    assert again.path == folder.path
+
+
+def test_a_part_is_told_too(tmp_path) -> None:
+    settings = override(Settings, SMALL)
+    folder = execute(TABLE1, settings, range(1), tmp_path)
+    for record in folder.records.glob("*.json"):
+        if not record.name.startswith("sgd"):
+            record.unlink()
+    told, _ = build(folder.path)
+    assert told.missing > 0
+
+
+@pytest.mark.parametrize("wrong", ["runs=0", "rate=0", "dtype=int8", "tuned_steps=1"])
+def test_wrong_settings_are_told(wrong: str) -> None:
+    with pytest.raises(LabError, match=wrong.split("=")[0]):
+        override(Settings, [wrong])

@@ -1,0 +1,102 @@
+"""The two-layer model on photographs: patches as said, measures of features that know a grating, and a page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from models import assert_close
+
+from natgrad_lab.data import sample_photographs
+from natgrad_lab.experiments import LabError, Run, find
+from natgrad_lab.experiments.study import Findings, Found
+from natgrad_lab.papers.koster_2010.natural_images import (
+    Settings,
+    coherence,
+    extent,
+    likeness,
+    patches,
+    start,
+    training,
+)
+
+FEW = Settings(photographs="embedded", size=6, keep=8, patches=1200, batch=20, seconds=0.05, metric_batch=10)
+
+
+def gratings(*angles: float) -> torch.Tensor:
+    """Sine waves of one period in eight pixels, running along these directions."""
+    down, right = torch.meshgrid(torch.arange(24.0).double(), torch.arange(24.0).double(), indexing="ij")
+    return torch.stack([torch.sin((right * math.cos(a) + down * math.sin(a)) * math.pi / 4) for a in angles])
+
+
+def test_patches_are_white_and_the_maps_are_inverse():
+    found = patches(FEW, 0)
+    whole = torch.cat([found.train, found.test])
+    assert_close(whole.mT @ whole / len(whole), torch.eye(8), rtol=2e-4)
+    assert_close(found.whitening.mT @ found.dewhitening, torch.eye(8), rtol=1e-4)
+    assert found.dewhitening.sum(0).abs().max() < 1e-4 * found.dewhitening.abs().max() * 36  # no mean in any of them
+    assert torch.equal(patches(FEW, 0).train, found.train)
+    assert not torch.equal(patches(FEW, 1).train, found.train)
+
+
+def test_photographs_are_grey():
+    for image in sample_photographs():
+        assert image.shape == (427, 640)
+        assert 0 <= image.min() < 0.2 < 0.8 < image.max() <= 1
+
+
+def test_measures_know_gratings_and_spots():
+    waves = gratings(0.3, 0.3, 0.3 + math.pi / 2)
+    assert coherence(waves).min() > 0.9
+    checks = waves[:1] + gratings(0.3 + math.pi / 2)
+    assert coherence(checks).item() < 0.2
+    spot = torch.zeros(1, 24, 24).double()
+    spot[0, 5:7, 5:7] = 1
+    assert extent(spot).item() < 0.01 < 0.3 < extent(waves).min()
+    V = torch.ones(1, 2).double()
+    assert_close(likeness(waves[:2], V), torch.tensor(1.0).double(), rtol=1e-6)
+    assert likeness(waves[1:], V) < -0.9
+
+
+def test_every_method_trains_and_the_page_tells_it():
+    study = find("koster_2010_natural_images")
+    found = []
+    for piece in study.pieces(FEW):
+        numbers = piece.work(Run(FEW, 0))
+        assert numbers["steps"] >= 1
+        assert all(math.isfinite(loss) for _, _, loss in numbers["curve"])
+        found.append(Found({"piece": piece.name, "seed": 0}, numbers))
+    story = study.tell(Findings(FEW, tuple(found)))
+    assert "orientations" in story.lead
+    assert len(story.sections) == 4
+    assert len(study.tell(Findings(FEW, tuple(found[:1]))).sections) == 2
+
+
+def test_adam_lowers_the_loss():
+    numbers = training(Run(replace(FEW, seconds=0.5), 0), "Adam")
+    assert numbers["curve"][-1][2] < numbers["curve"][0][2]
+
+
+def test_pooling_starts_near_the_identity():
+    params = start(8, 0)
+    assert_close(params["W"].detach() @ params["W"].detach().mT, torch.eye(8), rtol=1e-5)
+    V = params["V"].detach().exp()
+    assert V.diagonal().min() > 10 * (V - torch.diag(V.diagonal())).max()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"photographs": "mine"}, ("photographs", "kodak")),
+        ({"keep": 36}, ("keep", "35")),
+        ({"patches": 10}, ("patches",)),
+        ({"seconds": 0.0}, ("seconds",)),
+        ({"methods": "Adam,Muon"}, ("Muon", "natural gradient")),
+    ],
+)
+def test_settings_say_what_is_wrong(options, words):
+    with pytest.raises(LabError) as caught:
+        replace(FEW, **options)
+    assert all(word in str(caught.value) for word in words)

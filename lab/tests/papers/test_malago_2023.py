@@ -1,0 +1,104 @@
+"""The lectures' figures: their formulas, what their flows must do, and pages from few numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from natgrad.families import Ising, MultivariateNormal
+from natgrad_lab.experiments import LabError, Run, execute, find
+from natgrad_lab.papers.malago_2023.flows import COVARIANCE, Settings, bowl, closed_mean, line_closed, quartic, toy
+from natgrad_lab.papers.malago_2023.points import Settings as Points
+from natgrad_lab.papers.malago_2023.points import (
+    balls,
+    descend,
+    models,
+    normal_kl,
+    polarization,
+    simplex_flows,
+    slope,
+    theorem,
+)
+from natgrad_lab.report import build
+
+FEW = Settings(starts=2, steps=8, lattice=3, span=0.4)
+LITTLE = Points(problems=2, starts=2, bits=3, time=1.0)
+
+
+def test_functions_are_those_of_the_slides():
+    states = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    assert toy(states).tolist() == [6.0, -4.0, -2.0, 0.0]
+    assert bowl(torch.tensor([[1.0, 2.0]]).double()).item() == 1 + 4 - 3 - 4 - 8
+    assert quartic(torch.tensor([[2.0]])).item() == 12 + 32 - 8 - 32
+    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64, requires_grad=True)
+    assert_close(torch.autograd.grad(polarization(p), p)[0], slope(p.detach()))
+    assert polarization(torch.tensor([0.5, 0.5, 0.0])).item() == 0.25
+
+
+def test_the_quadratic_line_is_the_closed_form():
+    found = line_closed(Run(FEW))
+    assert_close(torch.tensor(found["ours"]), torch.tensor(found["closed"]), rtol=1e-7, atol=1e-8)
+    start = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    moved = closed_mean(start, torch.tensor([0.0, 1e9], dtype=torch.float64))
+    assert_close(moved[0], start)
+    assert_close(
+        moved[1], torch.linalg.solve(torch.tensor([[6.0, 2.0], [2.0, 4.0]]).double(), torch.tensor([1.0, 2.0]).double())
+    )
+    assert float(torch.linalg.eigvalsh(COVARIANCE).min()) > 0
+
+
+def test_balls_are_level_lines_of_the_kl():
+    family, at = MultivariateNormal(1), torch.tensor([0.3, 0.8], dtype=torch.float64)
+    other = torch.tensor([[-0.5, 1.7]], dtype=torch.float64)
+    thetas = [family.from_mean_covariance(x[:1], x[1:].square().unsqueeze(0)) for x in (at, other[0])]
+    assert_close(normal_kl(at, other)[0], family.kl(*thetas))
+    found = balls(Run(Points()))["balls"]
+    for one in found[:3]:
+        centre, ball = (torch.tensor(one[key], dtype=torch.float64) for key in ("centre", "ball"))
+        kl = normal_kl(centre, ball)
+        assert_close(kl, torch.full_like(kl, 0.02), rtol=1e-6, atol=0)
+
+
+def test_polarization_flows_go_where_they_must():
+    found = simplex_flows(Run(Points()))
+    for name, ways in found.items():
+        values = [[polarization(torch.tensor(p)).item() for p in (way[0], way[-1])] for way in ways]
+        assert all((b >= a) == ("ascent" in name) or abs(a - b) < 1e-6 for a, b in values)
+    assert min(polarization(torch.tensor(way[-1])).item() for way in found["natural ascent"]) > 0.2
+
+
+def test_natural_flow_of_a_function_in_the_span_is_a_straight_line():
+    model, generator = Ising(3), torch.Generator().manual_seed(0)
+    c = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    values = c @ model.statistics(model.states).mT
+    start = 0.3 * torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    assert_close(descend(model, values, start, 0.5), start - 0.5 * c, rtol=1e-6, atol=1e-7)
+
+
+def test_the_theorem_counts():
+    found = theorem(Run(LITTLE, seed=1))
+    assert found["runs"] == 4
+    assert all(0 <= one["optimum"] <= one["decided"] <= 4 for one in found["counts"].values())
+    assert [m.size for m in models(6).values()] == [6, 11, 21]
+
+
+@pytest.mark.parametrize("name", ["toy", "polynomials", "quadratic", "kl_balls", "polarization", "convergence"])
+def test_every_figure_has_a_page(name, tmp_path):
+    study = find(f"malago_2023_{name}")
+    few = FEW if study.settings is Settings else LITTLE
+    execute(study, few, [0], tmp_path / name)
+    told, page = build(tmp_path / name)
+    text = page.read_text()
+    assert told.story.title in text
+    assert "<svg" in text
+    assert list((tmp_path / name / "plots").glob("*.png"))
+
+
+def test_bad_settings_are_told():
+    with pytest.raises(LabError, match="starts"):
+        Settings(starts=1)
+    with pytest.raises(LabError, match="radius"):
+        Points(radius=0.0)
+    with pytest.raises(LabError, match="bits"):
+        Points(bits=20)

@@ -1,0 +1,137 @@
+"""The experiments of Pascanu & Bengio 2013 on small synthetic sets laid out as the real ones."""
+
+import gzip
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from natgrad_lab.experiments import LabError, execute, find
+from natgrad_lab.experiments.models import Convolution, convolutional
+from natgrad_lab.papers.pascanu_2013.faces import standardised
+from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
+from natgrad_lab.report import summarise
+
+SMALL = {
+    "pascanu_2013_restricted_mnist": {"hidden": 3, "labelled": 40, "validation": 20, "batch": 20, "products": 3},
+    "pascanu_2013_mnist": {"filters": 1, "hidden": 3, "validation": 20, "batch": 20, "products": 2},
+    "pascanu_2013_faces": {"filters": 1, "first": 3, "second": 2, "validation": 20, "batch": 20, "unlabelled": 5},
+}
+SHORT = {"steps": 1, "evaluations": 1, "threads": None}
+
+
+def idx(path, array):
+    head = b"\x00\x00\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(gzip.compress(head + array.astype(np.uint8).tobytes()))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    place, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    (place / "mnist").mkdir()
+    for part, n in (("train", 100), ("t10k", 20)):
+        idx(place / "mnist" / f"{part}-images-idx3-ubyte.gz", rng.integers(0, 256, (n, 28, 28)))
+        idx(place / "mnist" / f"{part}-labels-idx1-ubyte.gz", rng.integers(0, 10, n))
+    faces = {f"x_{part}": rng.integers(0, 256, (n, 48, 48), dtype=np.uint8) for part, n in (("train", 70), ("test", 9))}
+    labels = {f"y_{part}": rng.integers(0, 7, n).astype(np.uint8) for part, n in (("train", 70), ("test", 9))}
+    more = rng.integers(0, 256, (12, 48, 48), dtype=np.uint8)
+    names = np.array(list("abcdefg"))
+    np.savez(place / "fer2013_subset.npz", **faces, **labels, x_unlabelled=more, class_names=names)
+    return place
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_experiment_runs_to_its_report(name, data, monkeypatch, tmp_path):
+    monkeypatch.setenv("NATGRAD_DATA", str(data))
+    race = find(name)
+    settings = race.settings(**SMALL[name], **SHORT)
+    task = race.tasks(settings)[0]
+    firsts = tuple(replace(one, grid=one.grid[:1]) for one in task.contestants)  # to be quick
+    race = replace(race, tasks=lambda _: (replace(task, contestants=firsts),))
+    folder = execute(race, settings, [0, 1], tmp_path)
+    ends = {r.header["contestant"]: r.end["steps"] for r in folder.read_all()}
+    assert ends == {one.name: 20 if one.name == "MSGD" else 1 for one in task.contestants}
+    assert set(task.paper) == set(ends)
+    result = summarise(folder).results[0]
+    assert result.note == task.note
+    assert [entry.name for entry in result.entries] == [one.name for one in task.contestants]
+    assert len(result.pairs) == len(ends) * (len(ends) - 1) // 2
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_fisher_metrics_share_their_grid_and_all_grids_are_as_large(name):
+    among = find(name).tasks(find(name).settings())[0].contestants
+    assert len({len(one.grid) for one in among}) == 1
+    grids = [one.grid for one in among if one.name.startswith("KL")]
+    assert len(grids) > 1
+    assert all(grid == grids[0] for grid in grids)
+
+
+@pytest.mark.parametrize(
+    ("name", "paper"),
+    [
+        ("pascanu_2013_restricted_mnist", {"hidden": 1500, "batch": 2500, "steps": 2000}),
+        ("pascanu_2013_mnist", {"filters": 32, "hidden": 750, "batch": 10_000, "steps": 2000, "hold": 200}),
+        ("pascanu_2013_faces", {"filters": 300, "first": 2048, "second": 1024, "batch": 960, "unlabelled": 480}),
+    ],
+)
+def test_full_is_the_paper_s_size_and_a_setting_overrides_it(name, paper):
+    kind = find(name).settings
+    full = kind(full=True)
+    assert {key: getattr(full, key) for key in paper} == paper
+    first = next(iter(paper))
+    assert getattr(kind(full=True, **{first: 7}), first) == 7
+    assert all(value is not None for key, value in vars(kind()).items() if key != "threads")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(LabError, match="batch is 0, expected a number of at least 1"):
+        find(name).settings(batch=0)
+
+
+def test_damping_has_a_floor_where_it_is_adapted():
+    adapted = damping({"batch": 1, "lr": 5.0, ADAPTED: 2.0}, floor=0.01)
+    assert (adapted.start, adapted.floor, adapted.linear_model) == (2.0, 0.01, True)
+    level = adapted.start
+    for _ in range(100):
+        level = adapted.update(level, 1.0)
+    assert level == 0.01
+    assert damping({"batch": 1, "lr": 0.1, "damping": 0.3}, floor=0.01) == 0.3
+
+
+def test_too_few_examples_for_another_batch_are_refused(data, monkeypatch, tmp_path):
+    monkeypatch.setenv("NATGRAD_DATA", str(data))
+    race = find("pascanu_2013_restricted_mnist")
+    settings = replace(race.settings(**SMALL[race.name], **SHORT), batch=30)
+    with pytest.raises(LabError, match="asks for 30 examples besides the gradient's, and there are 10"):
+        execute(race, settings, [0], tmp_path)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_convolution_by_patches_is_a_convolution(stride):
+    layer = Convolution(4, 5, pooling=2, stride=stride).layer(1).double()
+    images = torch.randn(3, 1, 17, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = layer.filters.weight.view(4, 1, 5, 5)
+    expected = nn.functional.conv2d(images, weight, layer.filters.bias + 1, stride) - 1
+    torch.testing.assert_close(layer(images), expected, rtol=0, atol=1e-12)
+
+
+def test_pooling_before_the_activation_is_pooling_after_it():
+    net = convolutional(14, [Convolution(2, 3, 2), Convolution(4, 3, 2)], (5, 3), nn.Tanh)
+    images = torch.randn(6, 1, 14, 14, generator=torch.Generator().manual_seed(0))
+    first, pool, tanh, second, _, _, _, *dense = net
+    late = pool(tanh(second(pool(tanh(first(images))))))
+    torch.testing.assert_close(net(images), nn.Sequential(*dense)(late.flatten(1)))
+
+
+def test_faces_have_mean_zero_and_variance_one():
+    faces = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    made = standardised(faces)
+    assert made.shape == (4, 1, 6, 6)
+    torch.testing.assert_close(made.mean((1, 2, 3)), torch.zeros(4), rtol=0, atol=1e-6)
+    torch.testing.assert_close(made.square().mean((1, 2, 3)), torch.ones(4))
+    assert standardised(torch.ones(1, 6, 6)).isfinite().all()

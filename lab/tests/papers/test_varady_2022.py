@@ -1,0 +1,147 @@
+"""The experiments on Helmholtz machines: data, tuning, curves and the page, in miniature."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from natgrad_lab.data import Split
+from natgrad_lab.experiments import EXPERIMENTS, LabError, Run, execute, find, override
+from natgrad_lab.experiments.study import findings
+from natgrad_lab.figures import draw
+from natgrad_lab.papers.varady_2022 import data, runs
+from natgrad_lab.papers.varady_2022.data import bits, lines
+from natgrad_lab.papers.varady_2022.page import curve, reached, tell
+from natgrad_lab.papers.varady_2022.runs import CONTESTANTS, DIGITS, LINES, Choice, Racing, Settings, Training, Tuning
+
+SMALL = Settings(data="lines", sizes="4-1", epochs=2, batch=100, samples=3, evaluation=0, tuning=1)
+
+
+def test_every_study_is_found_with_its_own_defaults():
+    names = [name for name in EXPERIMENTS if name.startswith("varady_2022")]
+    assert names == [f"varady_2022_{data}" for data in ("lines", "digits", "mnist", "fashion", "faces")]
+    for name in names:
+        settings = find(name).settings()
+        assert settings.data == name.removeprefix("varady_2022_")
+    assert LINES.settings().hidden() == [6, 1]
+    assert override(DIGITS.settings, ["sizes=5-4-3", "train=70"]).hidden() == [5, 4, 3]
+
+
+def test_all_contestants_have_as_many_settings():
+    for settings in (SMALL, find("varady_2022_mnist").settings()):
+        assert {len(one.choices(settings)) for one in CONTESTANTS} == {4}
+    assert len(runs.pieces(SMALL)) == 5 * 4 + 5
+    two = runs.pieces(replace(SMALL, contestants="nrws, rws-adam"))
+    assert [piece.name for piece in two if piece.name.startswith("race")] == ["race-rws-adam", "race-nrws"]
+
+
+def test_lines_are_twelve_patterns():
+    found = lines()
+    assert len({tuple(row) for row in found.train.tolist()}) == len(found.test) == 12
+    for pattern in found.test.view(-1, 3, 3):
+        rows, columns = (bool((p == p[:, :1]).all()) for p in (pattern, pattern.mT))
+        assert rows != columns
+        assert 0 < float(pattern.sum()) < 9
+
+
+def test_digits_are_cut_and_held_out():
+    found = bits("digits", 100, 50, signs=False)
+    assert (found.train.shape, found.valid.shape, found.test.shape) == ((100, 64), (50, 64), (50, 64))
+    signs = bits("digits", 100, 50, signs=True)
+    assert torch.equal(signs.train, 2 * found.train - 1)
+    whole = bits("digits", None, None, signs=False)
+    assert len(whole.train) + len(whole.valid) == 1437
+
+
+def test_faces_are_compared_with_their_median(monkeypatch):
+    images = torch.rand(20, 48, 48, generator=torch.Generator().manual_seed(0))
+    split = Split("fer2013", images, torch.zeros(20), images[:4], torch.zeros(4))
+    monkeypatch.setattr(data, "fer2013", lambda: split)
+    found = bits("faces", None, None, signs=False)
+    assert found.shape == (24, 24)
+    assert (len(found.train), len(found.valid), len(found.test)) == (18, 2, 4)
+    assert (found.train.mean(1) - 0.5).abs().max() < 0.01
+
+
+def test_training_on_lines_raises_the_exact_likelihood():
+    settings = replace(SMALL, sizes="6-1", batch=20, samples=5)
+    natural = next(one for one in CONTESTANTS if one.name == "nrws")
+    training = Training(settings, natural, Choice(0.3, 0.0), seed=0)
+    start = training.bound(training.bits.test)
+    assert start == pytest.approx(9 * math.log(0.5), abs=0.5)
+    for _ in training.epochs(6, Run(settings)):
+        pass
+    assert training.sound()
+    assert -math.log(12) > training.bound(training.bits.test) > start + 1.5
+    assert len(training.images()) == runs.PICTURES
+
+
+def test_a_race_looks_as_often_as_it_is_told():
+    settings = replace(SMALL, looks=4, epochs=2)
+    training = Training(settings, CONTESTANTS[0], Choice(0.3, 0.0), seed=0)
+    seen = [(epoch, training.steps) for epoch in training.epochs(2, Run(settings), looks=4)]
+    assert [epoch for epoch, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+    assert [steps for _, steps in seen] == [2, 3, 4, 6, 8, 9, 10, 12]  # six steps per epoch
+
+
+def test_a_rate_falls():
+    training = Training(SMALL, CONTESTANTS[0], Choice(1.0, 0.5), seed=0)
+    for _ in training.epochs(1, Run(SMALL)):
+        pass
+    assert training.steps == 6
+    assert training.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 3.5)
+
+
+def test_a_race_takes_the_setting_that_was_best_and_is_sound():
+    one = CONTESTANTS[1]
+    tuned: dict[str, Any] = {f"tune-rws-{i}": {"valid": v} for i, v in enumerate((-5.0, None, -3.0, -4.0))}
+    numbers = Racing(one)(Run(SMALL, 0, tuned))
+    assert numbers["choice"] == str(one.choices(SMALL)[2])
+    assert [p["epoch"] for p in numbers["curve"]] == [0, 1, 2]
+    assert [look["epoch"] for look in numbers["looks"]] == [1, 2]
+    assert Racing(one)(Run(SMALL, 1, tuned))["looks"] == []
+    again = Racing(one)(Run(SMALL, 0, tuned))
+    assert [p["bound"] for p in again["curve"]] == [p["bound"] for p in numbers["curve"]]
+    assert Tuning(one, one.choices(SMALL)[0])(Run(SMALL))["valid"] < 0
+
+
+def test_levels_are_reached_where_the_curve_says():
+    run = {"curve": [{"epoch": e, "seconds": 2.0 * e, "bound": b} for e, b in enumerate((-9.0, None, -5.0, -4.0))]}
+    assert reached(run, -5.0) == (2.0, 4.0)
+    assert reached(run, -1.0) == (math.inf, math.inf)
+    assert np.isnan(curve(run)[2][1])
+
+
+def test_a_whole_study_tells_its_story(tmp_path):
+    folder = execute(LINES, replace(LINES.settings(), epochs=1, tuning=1, batch=600, samples=2), [0, 1], tmp_path)
+    story = tell(findings(LINES, folder))
+    titles = [section.title for section in story.sections]
+    assert titles == ["Learning", "Dreams", "Settings"]
+    assert [len(row) for row in story.sections[0].tables[0].rows] == [6] * 5
+    assert len(story.sections[2].tables[0].rows) == 20
+    for section in story.sections:
+        for picture in section.pictures:
+            assert draw(picture.draw, picture.size).axes
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data": "cats"}, ("data", "lines, digits")),
+        ({"sizes": "a-b"}, ("sizes", "32-16")),
+        ({"sizes": "3-0"}, ("sizes", "32-16")),
+        ({"epochs": 0}, ("epochs", "at least 1")),
+        ({"evaluation": -1}, ("evaluation", "exact")),
+        ({"units": "bits"}, ("units", "signs")),
+        ({"contestants": "adam"}, ("contestants", "rws-adam")),
+    ],
+)
+def test_settings_that_will_not_do(given, words):
+    with pytest.raises(LabError) as caught:
+        Settings(**given)
+    assert all(word in str(caught.value) for word in words)

@@ -1,0 +1,92 @@
+"""The experiments on policies in miniature: players, looks, tuning, races and the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from natgrad_lab.experiments import EXPERIMENTS, LabError, Run, find, override
+from natgrad_lab.policies import runs
+
+pytest.importorskip("gymnasium")
+
+from natgrad_lab.experiments import execute
+from natgrad_lab.experiments.study import findings
+from natgrad_lab.figures import draw
+from natgrad_lab.policies.page import at, tell
+from natgrad_lab.policies.runs import CHOICES, PENDULUM, Choice, Ours, Racing, Settings, Tuning, look, played
+
+SMALL = replace(PENDULUM.settings(), steps=200, tuning=100, envs=2, marks="150", episodes=1, peers=False)
+QUICK = Choice("quick", {"batch": 64, "critic_epochs": 1})
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    chosen = {"natgrad": (QUICK, Choice("other", {"batch": 100, "critic_epochs": 1})), "sb3": (QUICK, QUICK)}
+    monkeypatch.setattr(runs, "CHOICES", dict.fromkeys(CHOICES, chosen))
+
+
+def test_every_study_is_found_with_its_own_environment():
+    names = [name for name in EXPERIMENTS if name.startswith("policy_")]
+    assert [find(name).settings().env for name in names] == ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
+    assert override(PENDULUM.settings, ["marks=5,9"]).looks(7) == [5, 7]
+
+
+@pytest.mark.parametrize("change", [{"env": "Hopper"}, {"steps": 0}, {"episodes": 0}, {"marks": "soon"}])
+def test_settings_that_will_not_do(change: dict):
+    with pytest.raises(LabError, match=next(iter(change))):
+        replace(Settings(), **change)
+
+
+def test_all_contestants_have_as_many_settings():
+    assert {len(choices) for env in CHOICES.values() for choices in env.values()} == {3}
+
+
+def test_a_player_never_acts_more_than_the_mark_says():
+    player = Ours(SMALL, QUICK, 0)
+    assert math.isnan(player.recent())
+    looks = list(played(player, Run(SMALL), [100, 150, 300]))
+    assert [one["steps"] for one in looks] == [64, 128, 256]
+    assert [one["mark"] for one in looks] == [100, 150, 300]
+    assert looks[0]["seconds"] < looks[2]["seconds"]
+
+
+def test_looks_are_the_same_episodes_for_everybody():
+    class Still:
+        def act(self, observations: np.ndarray) -> np.ndarray:
+            return np.zeros((len(observations), 1), dtype=np.float32)
+
+    assert look(Still(), SMALL) == look(Still(), SMALL)
+    assert -2000 < look(Still(), SMALL)[0] < 0
+
+
+def test_a_study_goes_from_tuning_to_its_page(tmp_path):
+    folder = execute(PENDULUM, SMALL, [0, 1], tmp_path)
+    found = findings(PENDULUM, folder)
+    races = found.of("race-natgrad")
+    assert [len(run["curve"]) for run in races] == [2, 2]
+    assert at(races[0], 200) == races[0]["curve"][-1]["test"]
+    assert races[0]["curve"] != races[1]["curve"]
+    story = tell(found)
+    assert story.sections[0].tables[0].rows[0][0] == "ng.TRPO"
+    assert "No goal's mark" in story.lead
+    assert len(story.sections[1].tables[0].rows) == 2
+    draw(story.sections[0].pictures[0].draw, story.sections[0].pictures[0].size)
+
+
+def test_the_best_setting_races():
+    tuned = {"tune-natgrad-0": {"test": -9.0, "train": None}, "tune-natgrad-1": {"test": -9.0, "train": -3.0}}
+    one = runs.CONTESTANTS[0]
+    found = Racing(one)(Run(replace(SMALL, steps=100, marks="100"), 0, tuned))
+    assert found["choice"] == "other"
+    assert Tuning(one, QUICK)(Run(SMALL))["choice"] == "quick"
+
+
+def test_the_peer_plays_by_the_same_rules():
+    pytest.importorskip("sb3_contrib")
+    player = runs.Peer(SMALL, Choice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0)
+    looks = list(played(player, Run(SMALL), [64, 200]))
+    assert [one["steps"] for one in looks] == [64, 192]

@@ -1,0 +1,57 @@
+"""A race of seconds for the laboratory's tests: 40 examples, a dozen parameters, contestants of torch and ours."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from natgrad_lab.experiments import Budget, Examples, Race, Task
+from natgrad_lab.experiments.contestants import adam, grid, natural_gradient, sgd
+from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
+
+BUDGET = Budget(seconds=60.0, steps=12)
+
+
+@dataclass(frozen=True)
+class Settings:
+    seconds: float = 60.0
+    steps: int | None = 6
+    evaluations: int = 40
+    looked_at: int = 100
+    tuning_seed: int = 100
+    threads: int | None = None
+    device: str = "cpu"
+    factor: float = 1.0
+
+
+def examples():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 3, generator=generator)
+    y = (x.square().sum(1) > 2.5).long()
+    return Examples(x[:30], y[:30], x[30:], y[30:])
+
+
+def contestants():
+    return (
+        sgd(grid(batch=(8,), lr=(0.1, 0.3))),
+        adam(grid(batch=(8,), lr=(0.01, 0.1))),
+        natural_gradient(grid(batch=(0,), metric=(100,), damping=(1.0, 0.1), products=(10,))),
+    )
+
+
+def task(name="rings", among=None):
+    return Task(
+        name=name,
+        title=f"Two {name}",
+        model=lambda: perceptron([3, 4, 2], nn.Tanh),
+        data=examples,
+        criterion=nn.CrossEntropyLoss(),
+        unit="nats",
+        divergence=categorical_divergence,
+        error=mistakes,
+        contestants=among or contestants(),
+    )
+
+
+def race(*tasks):
+    return Race("tiny", "Two rings", Settings, lambda settings: tasks or (task(among=contestants()[:2]),))

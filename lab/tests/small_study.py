@@ -1,0 +1,61 @@
+"""A study of milliseconds for the laboratory's tests: one piece for all, two from every seed."""
+
+from dataclasses import dataclass
+
+from natgrad_lab.experiments import LabError, Picture, Piece, Section, Story, Study, Table
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: int = 4
+    threads: int | None = None
+    device: str = "cpu"
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise LabError(f"steps is {self.steps}, expected a positive number")
+
+
+def target(run):
+    run.advance(0.5)
+    return {"value": 10.0 * run.settings.steps}
+
+
+def walk(run):
+    path = [float(run.seed)]
+    for step in range(run.settings.steps):
+        run.advance(step / run.settings.steps)
+        path.append(path[-1] + 1)
+    return {"path": path}
+
+
+def distance(run):
+    return {"value": run.earlier["target"]["value"] - run.earlier["walk"]["path"][-1], "limit": float("inf")}
+
+
+def draw(paths):
+    def fill(figure):
+        axes = figure.add_subplot()
+        for path in paths:
+            axes.plot(path)
+
+    return fill
+
+
+def tell(findings):
+    paths = [numbers["path"] for numbers in findings.of("walk")]
+    rows = tuple((f"seed {n}", f"{path[-1]:g}") for n, path in enumerate(paths))
+    verdict = f"{len(findings.by_seed('walk', 'distance'))} distances known"
+    section = Section("Walks", verdict, (Table("Ends", ("", "end"), rows),), (Picture("walks", "A < B", draw(paths)),))
+    return Story("A walk", f"{len(paths)} walks", "One step after the other.", (section,))
+
+
+def pieces(settings):
+    return (
+        Piece("target", "Where to go", target, repeated=False),
+        Piece("walk", "Walking", walk),
+        Piece("distance", "How far it is still", distance),
+    )
+
+
+STUDY = Study("walks", "Walks along a line", Settings, pieces, tell, seeds=2)

@@ -1,0 +1,108 @@
+"""The command as a user types it: what it prints, what it refuses, how it stops and goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from natgrad_lab import cli
+
+FEW = ("--seeds", "1", "--set", "steps=1", "--set", "threads=1")
+
+
+def natgrad(*words):
+    return CliRunner().invoke(cli.application(), list(words), env={"COLUMNS": "200"})
+
+
+def test_list_names_every_experiment():
+    said = natgrad("list")
+    assert said.exit_code == 0
+    assert "digits" in said.output
+    assert "fashion" in said.output
+
+
+def test_run_digits_ends_in_a_report(tmp_path):
+    said = natgrad("run", "digits", *FEW, "--out", str(tmp_path))
+    assert said.exit_code == 0, said.output
+    assert "Classifier 64-128-128-10" in said.output
+    assert "natural gradient" in said.output
+    page = tmp_path / "report.html"
+    text = page.read_text()
+    page.unlink()
+    again = natgrad("report", str(tmp_path))
+    assert again.exit_code == 0
+    assert page.read_text() == text
+    refused = natgrad("run", "digits", "--seeds", "1", "--set", "steps=3", "--out", str(tmp_path))
+    assert refused.exit_code == 2
+    assert "--out" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "digit"), "did you mean digits?"),
+        (("run", "zzz"), "see `natgrad list`"),
+        (("run", "digits", "--set", "second=1"), "expected one of seconds, steps"),
+        (("run", "digits", "--set", "seconds=soon"), "expected a number"),
+        (("run", "digits", "--set", "seconds=-1"), "expected a positive number"),
+        (("run", "digits", "--set", "device=abacus"), "abacus"),
+        (("run", "digits", "--seeds", "0"), "seeds"),
+        (("report", "nowhere"), "holds no experiment.json"),
+        (("fly",), "fly"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = natgrad(*words)
+    assert answer.exit_code == 2
+    assert said in answer.output
+    assert "Traceback" not in answer.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_data_set_says_how_to_get_it(tmp_path, monkeypatch):
+    def offline(*args, **how):
+        raise OSError
+
+    monkeypatch.delenv("NATGRAD_DATA", raising=False)
+    monkeypatch.setattr("sklearn.datasets.fetch_openml", offline)
+    said = natgrad("run", "fashion", *FEW, "--out", str(tmp_path))
+    assert said.exit_code == 2
+    assert "set NATGRAD_DATA to a folder that holds fashion-mnist" in said.output
+
+
+def test_missing_extras_name_the_extra(monkeypatch):
+    monkeypatch.setattr(cli, "NEEDED", ("typer", "a_package_that_nobody_has"))
+    with pytest.raises(SystemExit, match=r"needs a_package_that_nobody_has: pip install -e ./lab"):
+        cli.main()
+
+
+def start(out):
+    command = [sys.executable, "-c", "from natgrad_lab.cli import main; main()", "run", "digits", "--seeds", "1"]
+    return subprocess.Popen(
+        [*command, "--set", "steps=40", "--set", "seconds=600", "--set", "threads=1", "--out", str(out)],
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
+    )  # fmt: skip
+
+
+def test_an_interrupt_leaves_a_checkpoint(tmp_path):
+    process = start(tmp_path)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("records/*.part")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on from here" in said
+    assert "Traceback" not in said
+    parts, checkpoints = list(tmp_path.glob("records/*.part")), list(tmp_path.glob("records/*.checkpoint"))
+    assert len(parts) == 1
+    assert [path.stem for path in parts] == [path.stem for path in checkpoints]
+    for line in (line for path in parts for line in path.read_text().splitlines()):
+        json.loads(line)
