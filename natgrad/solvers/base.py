@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -139,3 +140,52 @@ def taken(rhs: Tensor, value: Tensor) -> Solution:
         zero = torch.zeros_like(rhs)
         return Solution(zero, rhs.norm(), 0, Status.NON_FINITE, zero)
     return Solution(value, torch.zeros_like(rhs.sum()), 0, Status.CONVERGED, rhs.clone())
+
+
+def power_of_two(rhs: Tensor) -> float:
+    """A power of two near the largest entry of b, a normal number of its dtype; 1 for b = 0.
+
+    Dividing by it rounds nothing, and |b|^2 then neither overflows (in float32 beyond 1e19) nor vanishes (below 1e-23).
+    """
+    largest = float(rhs.detach().abs().max()) if len(rhs) else 0.0
+    if not largest:
+        return 1.0
+    kind = torch.finfo(rhs.dtype)
+    least, most = math.frexp(kind.tiny)[1], math.frexp(kind.max)[1] - 1
+    return 2.0 ** min(max(math.frexp(largest)[1], least), most)
+
+
+def restore_units(found: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
+    """The solution for b = rhs, from what was found for b / scale."""
+    value, image = scale * found.value, scale * found.image
+    restored = replace(found, value=value, image=image, residual=scale * found.residual)
+    return check_representable(restored, scale, operator, rhs, damping)
+
+
+def check_representable(found: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
+    """The solution as its dtype can hold it.
+
+    Args:
+        found: In the units of b.
+        scale: Near the largest entry of b, so that norms are taken of numbers near 1.
+        operator: G.
+        rhs: b, shape (n,).
+        damping: As it was solved with.
+
+    Returns:
+        Zero with NON_FINITE where x or its image overflows. Where x is so small that digits are gone, the residual is
+        measured once more, and what was CONVERGED is INACCURATE if it is large.
+    """
+    if not (all_finite(found.value) and all_finite(found.image)):
+        zero = torch.zeros_like(rhs)
+        residual = scale * (rhs / scale).norm()
+        return replace(found, value=zero, image=zero.clone(), residual=residual, status=Status.NON_FINITE, iterates=())
+    kind = torch.finfo(rhs.dtype)
+    largest = found.value.abs().max() if len(rhs) else 1.0
+    if found.status is Status.NON_FINITE or largest >= kind.tiny / kind.eps or not bool(rhs.any()):
+        return found
+    image = operator.mv(found.value).detach() + damping * found.value if largest > 0 else torch.zeros_like(rhs)
+    relative = ((rhs - image) / scale).norm()
+    converged = found.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * (rhs / scale).norm())
+    status = Status.INACCURATE if converged else found.status
+    return replace(found, image=image, residual=scale * relative, steps=found.steps + 1, status=status)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.operators import Operator
-from natgrad.solvers.base import Iterate, Solution, Solver, Status, check_system
+from natgrad.solvers.base import Iterate, Solution, Solver, Status, check_representable, check_system
 
 Callback = Callable[[int, Tensor, float], None]
 
@@ -59,7 +59,7 @@ class CG(Solver):
         run = _Run(self, operator, rhs.detach(), damping, None if guess is None else guess.detach())
         while run.status is None:
             run.advance()
-        return run.solution()
+        return check_representable(run.solution(), float(run.scale), operator, rhs.detach(), damping)
 
 
 class _Run:

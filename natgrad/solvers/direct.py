@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from natgrad.linalg import absolute, solve_psd, solve_symmetric
-from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, check_system, measured, taken
+from natgrad.operators import Dense, Operator
+from natgrad.solvers.base import Solution, Solver, check_system, measured, power_of_two, restore_units, taken
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,12 @@ class Direct(Solver):
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
         if self.absolute:
-            matrix = absolute(operator.dense())
-            return measured(lambda v: matrix @ v, rhs, damping, solve_psd(matrix, rhs, damping), 0)
+            operator = Dense.trusted(absolute(operator.dense()))
+        scale = power_of_two(rhs)
+        return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
+
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float) -> Solution:
+        """For b of entries near 1."""
         inverse = operator.inverse(damping) if operator.closed_form else None
         if inverse is not None and operator.inverse_kept and damping == 0:
             return taken(rhs, inverse.mv(rhs))

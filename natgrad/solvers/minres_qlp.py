@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, Status, check_system
+from natgrad.solvers.base import Solution, Solver, Status, check_system, power_of_two, restore_units
 from natgrad.solvers.qlp import Factors, OrthonormalSum, ShortSum
 
 GROWTH = 0.01  # of |r|, allowed where a direction is taken from x
@@ -70,13 +70,11 @@ class MinresQLP(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        scale = power_of_two(rhs)  # |b|^2 overflows float32 where |b| is beyond 1e19
+        scale = power_of_two(rhs)
         scaled = replace(self, max_norm=self.max_norm / scale)
         found = scaled._solve(operator, rhs / scale, float(damping), None if guess is None else guess / scale)
         extra = {name: scale * size if name in SIZES else size for name, size in found.extra.items()}
-        return Solution(
-            scale * found.value, scale * found.residual, found.steps, found.status, scale * found.image, extra
-        )
+        return restore_units(replace(found, extra=extra), scale, operator, rhs, damping)
 
     def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> Solution:
         system = _System(operator, rhs.detach(), damping)
@@ -99,12 +97,6 @@ class MinresQLP(Solver):
 
 
 SIZES = ("value_norm", "residual_norm", "normal_residual")  # estimates that grow with b
-
-
-def power_of_two(rhs: Tensor) -> float:
-    """Near the largest entry of b: dividing by it rounds nothing. 1 for b = 0."""
-    largest = float(rhs.detach().abs().max()) if len(rhs) else 0.0
-    return 2.0 ** math.frexp(largest)[1] if largest else 1.0
 
 
 class _Point(NamedTuple):

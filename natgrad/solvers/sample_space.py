@@ -9,7 +9,15 @@ from torch import Tensor
 
 from natgrad.linalg import cholesky, pseudo_solve, pseudo_square
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.solvers.base import Product, Solution, Solver, check_system, measured
+from natgrad.solvers.base import (
+    Product,
+    Solution,
+    Solver,
+    check_system,
+    measured,
+    power_of_two,
+    restore_units,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,11 @@ class SampleSpace(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
+        scale = power_of_two(rhs)
+        return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
+
+    def _solve(self, operator: Operator, rhs: Tensor, damping: float) -> Solution:
+        """For b of entries near 1."""
         gram, up, down = factor_products(operator)
 
         def product(vector: Tensor) -> Tensor:

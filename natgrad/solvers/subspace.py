@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.linalg import absolute, all_finite, eigh, safe_cutoff
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_system
+from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_representable, check_system
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class KrylovSubspace(Solver):
         basis = _Basis(self, operator, damping)
         basis.fill(rhs, guess)
         scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
-        return self._within(basis, rhs / scale, damping, scale)
+        found = self._within(basis, rhs / scale, damping, scale)
+        return check_representable(found, float(scale), operator, rhs, damping)
 
     def _within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
         """Galerkin: x = V y with V^T (b - A x) = 0, for b = scale * rhs."""

@@ -1,0 +1,96 @@
+"""A solver says "converged" only where the true relative residual is small, whatever the size of b and of G."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models import F64, draw
+from torch import Tensor
+
+from natgrad.operators import Dense, Diagonal, LowRank, Operator
+from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solver, Status
+from natgrad.solvers.base import power_of_two
+
+SIZE = 12
+SOLVERS: dict[str, Solver] = {
+    "Auto": Auto(),
+    "Direct": Direct(),
+    "Direct of absolute values": Direct(absolute=True),
+    "SampleSpace": SampleSpace(),
+    "CG": CG(max_steps=200),
+    "CG at once": CG(max_steps=1),
+    "MinresQLP": MinresQLP(max_steps=200),
+    "KrylovSubspace": KrylovSubspace(dimension=SIZE),
+}
+SPECTRA = {
+    "well conditioned": torch.linspace(1, 10, SIZE, dtype=F64),
+    "condition 1e6": torch.logspace(-6, 0, SIZE, dtype=F64),
+    "singular": torch.cat([torch.zeros(4, dtype=F64), torch.linspace(0.1, 10, SIZE - 4, dtype=F64)]),
+    "nothing": torch.zeros(SIZE, dtype=F64),
+}
+ALLOWED = {torch.float32: 1e-3, F64: 1e-4}  # the loosest tolerance of the table
+
+
+def operators(spectrum: str, scale: float, dtype: torch.dtype) -> dict[str, Operator]:
+    turn, values = torch.linalg.qr(draw(SIZE, SIZE))[0], SPECTRA[spectrum] * scale
+    root = (turn * values.sqrt()).to(dtype)
+    return {"Dense": Dense.trusted(((turn * values) @ turn.mT).to(dtype)), "LowRank": LowRank(root)}
+
+
+def true_ratio(operator: Operator, value: Tensor, rhs: Tensor, damping: float) -> float:
+    """|b - (G + damping I) x| / |b| in float64."""
+    x, b = value.double(), rhs.double()
+    root = operator.root() if isinstance(operator, LowRank) else None
+    image = operator.dense().double() @ x if root is None else root.double() @ (root.double().mT @ x)
+    return float(((b - image - damping * x) / b.abs().max()).norm() / (b / b.abs().max()).norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 1e-38), (torch.float32, 1e-30), (torch.float32, 1.0), (torch.float32, 1e25), (F64, 1e200)],
+)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_converged_means_a_small_residual(solver, dtype, size):
+    """In the range of G and outside of it, damped and not, for G of ordinary, tiny and huge entries."""
+    inside = draw(SIZE, seed=3)
+    for spectrum in SPECTRA:
+        for scale in (1.0, 1e-15, 1e15):
+            for name, operator in operators(spectrum, scale, dtype).items():
+                for rhs in (inside, operators(spectrum, 1.0, F64)["Dense"].mv(inside)):
+                    b = (size * rhs / rhs.abs().max().clamp(min=1e-12)).to(dtype)
+                    for damping in (0.0, 1e-3 * scale):
+                        if (solver == "SampleSpace" and name == "Dense") or not bool(b.any()):
+                            continue
+                        found = SOLVERS[solver].solve(operator, b, damping=damping)
+                        what = f"{spectrum}, {name}, scale {scale}, damping {damping}: {found.status}"
+                        assert bool(torch.isfinite(found.value).all()), what
+                        if found.status is Status.CONVERGED:
+                            assert true_ratio(operator, found.value, b, damping) <= ALLOWED[dtype], what
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_solution_too_large_for_its_dtype_is_none_and_says_so(solver):
+    found = SOLVERS[solver].solve(Diagonal(torch.full((3,), 1e-30)), torch.full((3,), 1e20))
+    assert found.status is Status.NON_FINITE
+    assert not found.value.any()
+    assert math.isclose(float(found.residual), 1e20 * 3**0.5, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_solution_too_small_for_its_dtype_is_not_converged(solver):
+    found = SOLVERS[solver].solve(Diagonal(torch.full((3,), 1e30)), torch.full((3,), 1e-25))
+    assert found.status is not Status.CONVERGED
+    assert math.isclose(float(found.residual), 1e-25 * 3**0.5, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
+def test_the_unit_of_a_vector_is_a_normal_number_of_its_dtype(dtype):
+    kind = torch.finfo(dtype)
+    for largest in (kind.max, kind.tiny, kind.tiny * kind.eps, 1.0):
+        vector = torch.tensor([largest, 0.0], dtype=dtype)
+        unit = power_of_two(vector)
+        assert kind.tiny <= unit <= kind.max
+        assert torch.equal(vector / unit * unit, vector)
+    assert power_of_two(torch.zeros(2, dtype=dtype)) == 1.0
