@@ -19,6 +19,7 @@ from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovS
 from natgrad.applications.variational import variational
 from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
 from natgrad.densities import Density, Score
+from natgrad.derivatives import exact_derivatives
 from natgrad.families import (
     Bernoulli,
     Beta,
@@ -192,6 +193,7 @@ __all__ = [
     "divergence",
     "ekfac",
     "empirical_fisher",
+    "exact_derivatives",
     "exact_natural_gradient_of_mean",
     "families",
     "fisher",

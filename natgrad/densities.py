@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.derivatives import exact_derivatives
 from natgrad.layered import chain_of
 from natgrad.linalg import all_finite
 from natgrad.pure import Call, PureModel, check_call, mixes_examples
@@ -32,7 +32,8 @@ class Density(ABC):
 
     def scores(self, params: Params, inputs: Tensor) -> Tensor:
         """d log p / dx_i of every example, shape (b, N)."""
-        return torch.func.grad(lambda x: self.log_p(params, x).sum())(inputs).flatten(1)
+        with exact_derivatives():
+            return torch.func.grad(lambda x: self.log_p(params, x).sum())(inputs).flatten(1)
 
     def curvatures(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
         """d^2 log p / dx_i^2 of every example for the variables in dims (default all), shape (b, len(dims))."""
@@ -100,8 +101,7 @@ class Energy(Density):
         self.module = module
 
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
-        # fused attention has no second derivatives
-        with sdpa_kernel(SDPBackend.MATH):
+        with exact_derivatives():
             energies = PureModel(self.module, Call((inputs,)))(params)
         return -energies_of(energies, len(inputs))
 
@@ -151,7 +151,7 @@ class Score(nn.Module):
 
     def energies(self, x: Tensor) -> Tensor:
         """E of every example, (b,)."""
-        with sdpa_kernel(SDPBackend.MATH):
+        with exact_derivatives():
             return energies_of(self.energy(x), len(x))
 
 
@@ -200,9 +200,10 @@ def check_density(density: Density, params: Params, inputs: Any) -> Tensor:
 
 @contextmanager
 def guarded(density: Density, params: Params, inputs: Tensor) -> Iterator[None]:
-    """Inside, an error of log_p on X becomes a ValueError that names both, if a single example raises it too."""
+    """Inside, derivatives are exact; an error of log_p on X that one example raises too is a ValueError about both."""
     try:
-        yield
+        with exact_derivatives():
+            yield
     except (RuntimeError, IndexError):
         try:
             with torch.no_grad():

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.derivatives import exact_derivatives
 from natgrad.operators.base import Operator
 from natgrad.spaces import Params, Space
 
@@ -25,8 +25,8 @@ class Curvature(Operator):
         self.space = Space(params)
         self.size, self.dtype, self.device = self.space.size, self.space.dtype, self.space.device
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-        # fused attention and cuDNN's recurrent layers have no second derivative
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        # cuDNN's recurrent layers have no second derivative
+        with torch.enable_grad(), exact_derivatives(), torch.backends.cudnn.flags(enabled=False):
             value = function(self.leaves)
             check_value(value)
             points = list(self.leaves.values())

@@ -1,0 +1,200 @@
+"""Operations whose higher derivatives torch gets wrong or lacks, written out in others that it gets right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+_ACTIVE: ContextVar[bool] = ContextVar("natgrad_exact_derivatives", default=False)
+
+
+@contextmanager
+def exact_derivatives() -> Iterator[None]:
+    """Inside, derivatives of every order are right where torch's own are not: norms written out, plain attention.
+
+    For a loss of your own that differentiates a model in its inputs (a physics-informed network, an energy) and is then
+    trained. In torch 2.13 the third derivative of `nn.LayerNorm`, of `nn.InstanceNorm` and of a batch norm on images in
+    training mode is wrong by up to its own size, and so is the second of `torch.nn.utils.parametrizations.weight_norm`;
+    fused attention and `torch.cdist` have no second derivative. The score matching losses, `ng.score_metric`,
+    `ng.Score` and `ng.hessian` do this by themselves. Costs a few microseconds per torch call.
+
+    Example:
+        >>> with ng.exact_derivatives():
+        ...     loss = (laplacian(net, x) + f(x)).square().mean()
+        >>> loss.backward()
+    """
+    if _ACTIVE.get():
+        yield
+        return
+    token = _ACTIVE.set(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), _WrittenOut():
+            yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+class _WrittenOut(TorchFunctionMode):
+    """Replaces the operations of `REPLACED` by functions of the same arguments."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return REPLACED.get(func, func)(*args, **(kwargs or {}))
+
+
+def normalise(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / sqrt(variance + eps) over dims, in at least single precision; with the mean and the reciprocal."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(dims, keepdim=True)
+    gap = wide - mean
+    scale = (gap.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return (gap * scale).to(x.dtype), mean, scale
+
+
+def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x * weight + bias, each where it is given."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm`."""
+    return native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+def native_layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch.native_layer_norm`."""
+    shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else (normalized_shape,)
+    if tuple(input.shape[-len(shape) :]) != shape:
+        raise RuntimeError(f"layer norm got an input of shape {tuple(input.shape)}, expected it to end in {shape}")
+    found, mean, scale = normalise(input, tuple(range(-len(shape), 0)), eps)
+    return scale_and_shift(found, weight, bias), mean, scale
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm`: over the batch and positions in training, which updates the running values."""
+    plain = functional.batch_norm
+    if not training and running_mean is not None:  # affine, which torch gets right
+        return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if running_mean is not None or running_var is not None:
+        with torch.no_grad():
+            plain(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
+    return _by_channel(input, (0, *range(2, input.dim())), weight, bias, eps)
+
+
+def torch_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """`torch.batch_norm`, the same with its arguments in another order."""
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.instance_norm`: over each example's positions; or with the running values, as given."""
+    plain = functional.instance_norm
+    if not use_input_stats:
+        return plain(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    if running_mean is not None or running_var is not None:
+        with torch.no_grad():
+            plain(input.detach(), running_mean, running_var, None, None, use_input_stats, momentum, eps)
+    return _by_channel(input, tuple(range(2, input.dim())), weight, bias, eps)
+
+
+def torch_instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """`torch.instance_norm`, the same with its arguments in another order."""
+    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v / |v| with norms over all axes but dim; dim -1: over all. What the weight_norm parametrisation calls."""
+    axes = tuple(axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim())
+    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True))
+
+
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """`torch.cdist`, which has no second derivative."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+
+
+def _by_channel(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalised over dims; weight and bias by channel, the second axis."""
+    count = 1
+    for axis in dims:
+        count *= x.shape[axis]
+    if count <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+    shape = (-1, *[1] * (x.dim() - 2))
+    weight, bias = (None if part is None else part.view(shape) for part in (weight, bias))
+    return scale_and_shift(normalise(x, dims, eps)[0], weight, bias)
+
+
+REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+    functional.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    torch.native_layer_norm: native_layer_norm,
+    functional.batch_norm: batch_norm,
+    torch.batch_norm: torch_batch_norm,
+    functional.instance_norm: instance_norm,
+    torch.instance_norm: torch_instance_norm,
+    torch.cdist: cdist,
+}
+WEIGHT_NORM = "_weight_norm"
+"""What the parametrisation calls: a name of torch's own, which may go."""
+if hasattr(torch, WEIGHT_NORM):
+    REPLACED[getattr(torch, WEIGHT_NORM)] = weight_norm
