@@ -127,6 +127,18 @@ def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor
     return vectors @ torch.where(keep, vectors.mT @ rhs / torch.where(keep, values, 1), 0)
 
 
+def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
+    """(A + damping I)^+ for symmetric A (..., n, n) with eigenvalues of both signs, by eigendecomposition.
+
+    Sums lambda + damping below n * eps of the largest count as zero.
+    """
+    values, vectors = eigh(matrix)
+    values = values + damping
+    keep = values.abs() > safe_cutoff(matrix.shape[-1], values.dtype) * values.abs().amax(-1, keepdim=True)
+    weights = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
+    return symmetrise((vectors * weights.unsqueeze(-2)) @ vectors.mT)
+
+
 def absolute(matrix: Tensor) -> Tensor:
     """|A| for symmetric A (n, n): the same eigenvectors, absolute eigenvalues."""
     values, vectors = eigh(matrix)

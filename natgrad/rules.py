@@ -55,6 +55,7 @@ class Quadratic:
 
     gradient: g (n,).   operator: G.   proposal: the step at the full rate, -rate * (G + damping I)^-1 g.
     nats: nats per example in one unit of the loss; 1/2 d^T G d * nats is the KL that a step moves, to second order.
+    indefinite: whether the images are of a G that may have negative eigenvalues, so that d^T G d measures no length.
     loss: the loss at d = 0, NaN where it is not known.   basis: the space that the solver searched, if it kept one.
     earlier: proposals from iterates that the solver kept on its way, oldest first, each made when it is called.
     rated: a step at rate 1 -> the same at the parameters' rates.
@@ -69,6 +70,7 @@ class Quadratic:
     basis: Subspace | None = None
     earlier: Sequence[Callable[[], Step]] = ()
     rated: Callable[[Step], Step] = unchanged
+    indefinite: bool = False
 
     def change(self, step: Step) -> float:
         """m(d): negative for a predicted decrease."""
@@ -80,8 +82,15 @@ class Quadratic:
         return float(self.gradient @ step.vector)
 
     def kl(self, step: Step) -> float:
-        """1/2 d^T G d in nats per example."""
-        return 0.5 * self.nats * float(step.image @ step.vector)
+        """How far a step moves, in nats per example: 1/2 d^T G d; where G is indefinite 1/2 |d| |G d|.
+
+        |d| |G d| >= d^T |G| d, since |G| d is as long as G d: positive and negative curvature along d do not cancel.
+        It needs no product, and is equal along an eigenvector.
+        """
+        form = float(step.image @ step.vector)
+        if self.indefinite or form < 0:
+            form = float(step.vector.norm() * step.image.norm())
+        return 0.5 * self.nats * form
 
     def nothing(self) -> Step:
         """The zero step."""
@@ -133,6 +142,9 @@ class Momentum(Rule):
 @dataclass(frozen=True)
 class TrustRegion(Rule):
     """The proposal, shortened so that it moves at most `radius` nats per example: a = sqrt(2 radius / d^T G d).
+
+    With `ng.hessian`, whose d^T H d may be negative or cancel, |d| |H d| stands for d^T G d: no less than d^T |H| d, so
+    that a step never moves farther than the radius whatever the signs of the curvature.
 
     backtracks: trial points at which the loss is re-evaluated; the first that does not raise it is taken, each
     `shrink` times the last; none: no step. 0: the model is trusted. ValueError for radius <= 0.

@@ -87,6 +87,7 @@ class Arranged(Operator):
                 raise ValueError(f"the operator of {layout.names} is {operator!r}, expected size {layout.matrix_shape}")
         self.space, self.parts = space, tuple(parts)
         self.size, self.dtype, self.device = space.size, space.dtype, space.device
+        self.inherit(*(operator for _, operator in parts))
 
     def mv(self, vector: Tensor) -> Tensor:
         # views in the space's own dtype: a parameter in half precision must not round the product

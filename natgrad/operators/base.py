@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,6 +29,26 @@ class Operator(ABC):
     """Whether G^-1 is what is held, so that products with G cost more than a solve: then none is made to check one."""
     counts: Mapping[str, int] = MappingProxyType({})
     """What a structure counted on its way here: examples of this step and seen so far, updates refused."""
+
+    def inherit(self, *operators: Operator) -> Self:
+        """Take over the facts of the operators that this one is made of, and return it.
+
+        An operator that wraps or combines others calls this in its constructor, so that no fact is lost on the way.
+
+        Args:
+            operators: At least one. Indefinite if one of them is; its inverse is kept if all theirs are.
+
+        Raises:
+            ValueError: If they disagree on `nats`.
+        """
+        units = {operator.nats for operator in operators}
+        if len(units) > 1:
+            raise ValueError(f"terms are in units of {sorted(units)} nats, expected operators of one unit; convert one")
+        self.nats = units.pop()
+        self.indefinite = any(operator.indefinite for operator in operators)
+        self.inverse_kept = all(operator.inverse_kept for operator in operators)
+        self.counts = {key: count for operator in operators for key, count in operator.counts.items()}
+        return self
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:
@@ -113,12 +134,13 @@ class Sum(Operator):
         sizes = {term.size for term in terms}
         if len(sizes) != 1:
             raise ValueError(f"terms have sizes {sorted(sizes)}, expected operators of one size")
-        kinds = {(term.size, term.dtype, term.device, term.nats) for term in terms}
+        kinds = {(term.size, term.dtype, term.device) for term in terms}
         if len(kinds) != 1:
             raise ValueError(f"terms are {terms}, expected operators of one dtype, device and unit (nats); convert one")
         self.terms = terms
-        self.size, self.dtype, self.device, self.nats = next(iter(kinds))
-        self.indefinite = any(term.indefinite for term in terms)
+        self.size, self.dtype, self.device = next(iter(kinds))
+        self.inherit(*terms)
+        self.inverse_kept = len(terms) == 1 and terms[0].inverse_kept  # a sum's inverse is not the sum of inverses
 
     def mv(self, vector: Tensor) -> Tensor:
         return torch.stack([term.mv(vector) for term in self.terms]).sum(0)
@@ -152,7 +174,7 @@ class Scaled(Operator):
             raise ValueError(f"factor is {factor}, expected a number >= 0: a metric stays positive semi-definite")
         self.operator, self.factor = operator, factor
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
-        self.nats, self.indefinite = operator.nats, operator.indefinite
+        self.inherit(operator)
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.factor * self.operator.mv(vector)
@@ -195,7 +217,7 @@ class Shifted(Operator):
             raise ValueError(f"damping is {damping}, expected a number >= 0")
         self.operator, self.damping = operator, damping
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
-        self.nats, self.indefinite = operator.nats, operator.indefinite
+        self.inherit(operator)
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.operator.mv(vector) + self.damping * vector

@@ -11,7 +11,7 @@ from natgrad.operators.base import Operator
 
 
 class Block(Operator):
-    """diag(G_1, ..., G_k), each on the next G_i.size entries. ValueError for no block or mixed dtypes or devices."""
+    """diag(G_1, ..., G_k), each on the next entries. ValueError for no block, mixed dtypes, devices or units."""
 
     def __init__(self, blocks: Sequence[Operator]) -> None:
         if not blocks:
@@ -22,6 +22,7 @@ class Block(Operator):
         self.blocks = tuple(blocks)
         self.sizes = [block.size for block in blocks]
         self.size, self.dtype, self.device = sum(self.sizes), blocks[0].dtype, blocks[0].device
+        self.inherit(*blocks)
 
     def mv(self, vector: Tensor) -> Tensor:
         return torch.cat([b.mv(part) for b, part in zip(self.blocks, vector.split(self.sizes), strict=True)])

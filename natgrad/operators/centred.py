@@ -51,7 +51,8 @@ class Centred(Operator):
         if moment.rows is None or moment.rows.rank != len(counted):
             raise ValueError(f"counted has {len(counted)} entries, expected one per column of the moment's root")
         self.moment, self.rows = moment, CentredRows(moment.rows, counted)
-        self.size, self.dtype, self.device, self.nats = moment.size, moment.dtype, moment.device, moment.nats
+        self.size, self.dtype, self.device = moment.size, moment.dtype, moment.device
+        self.inherit(moment)
 
     @property
     def rank(self) -> int:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.linalg import psd_root, pseudo_solve, solve_psd, symmetrise
+from natgrad.linalg import inverse_symmetric, psd_root, pseudo_solve, solve_psd, symmetrise
 from natgrad.operators.base import Operator
 
 
 class Dense(Operator):
-    """G given as a matrix (n, n), symmetric positive semi-definite. ValueError if not square or not symmetric."""
+    """G given as a matrix.
 
-    def __init__(self, matrix: Tensor) -> None:
+    Args:
+        matrix: Shape (n, n), symmetric; positive semi-definite unless `indefinite`.
+        indefinite: Whether G may have negative eigenvalues; `inverse` is then by eigenvalues, and there is no root.
+
+    Raises:
+        ValueError: If the matrix is not square or not symmetric.
+    """
+
+    def __init__(self, matrix: Tensor, *, indefinite: bool = False) -> None:
         if not isinstance(matrix, Tensor):
             raise TypeError(f"matrix is {type(matrix).__name__}, expected a tensor (n, n); use torch.tensor(...)")
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -23,6 +31,7 @@ class Dense(Operator):
         if ((matrix - matrix.mT).abs() > tolerance).any():
             raise ValueError("matrix is not symmetric, expected a metric; symmetrise it with (A + A.mT) / 2")
         self._hold(matrix)
+        self.indefinite = indefinite
 
     @classmethod
     def trusted(cls, matrix: Tensor) -> Dense:
@@ -41,10 +50,12 @@ class Dense(Operator):
     def mm(self, block: Tensor) -> Tensor:
         return self.matrix @ block
 
-    def root(self) -> Tensor:
-        return psd_root(self.matrix)
+    def root(self) -> Tensor | None:
+        return None if self.indefinite else psd_root(self.matrix)
 
     def inverse(self, damping: float = 0.0) -> Dense:
+        if self.indefinite:
+            return Dense(inverse_symmetric(self.matrix, damping), indefinite=True)
         identity = torch.eye(self.size, dtype=self.dtype, device=self.device)
         if damping == 0:
             return Dense(symmetrise(pseudo_solve(self.matrix, identity)))

@@ -106,7 +106,8 @@ class Chunked(Operator):
     def __init__(self, builders: Sequence[Callable[[], Operator]]) -> None:
         self.builders = tuple(builders)
         first = self.builders[0]()
-        self.size, self.dtype, self.device, self.nats = first.size, first.dtype, first.device, first.nats
+        self.size, self.dtype, self.device = first.size, first.dtype, first.device
+        self.inherit(first)
 
     def mv(self, vector: Tensor) -> Tensor:
         return self._sum(lambda term: term.mv(vector))

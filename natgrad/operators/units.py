@@ -5,17 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.linalg import inverse_psd, psd_root, pseudo_inverse
+from natgrad.linalg import inverse_psd, inverse_symmetric, psd_root, pseudo_inverse
 from natgrad.operators.base import Operator
 
 
 class Units(Operator):
-    """diag(G_1, ..., G_k) of k PSD matrices of one size: matrices (k, d, d), n = k d. ValueError for another shape."""
+    """diag(G_1, ..., G_k) of k symmetric matrices of one size, n = k d.
 
-    def __init__(self, matrices: Tensor) -> None:
+    Args:
+        matrices: Shape (k, d, d), positive semi-definite unless `indefinite`.
+        indefinite: Whether they may have negative eigenvalues; `inverse` is then by eigenvalues, and there is no root.
+
+    Raises:
+        ValueError: For another shape.
+    """
+
+    def __init__(self, matrices: Tensor, *, indefinite: bool = False) -> None:
         if matrices.dim() != 3 or matrices.shape[1] != matrices.shape[2]:
             raise ValueError(f"matrices has shape {tuple(matrices.shape)}, expected (k, d, d)")
-        self.matrices = matrices
+        self.matrices, self.indefinite = matrices, indefinite
         self.size = matrices.shape[0] * matrices.shape[1]
         self.dtype, self.device = matrices.dtype, matrices.device
 
@@ -25,14 +33,16 @@ class Units(Operator):
         rows = self.matrices if self.matrices.is_contiguous() else self.matrices.mT
         return torch.bmm(vector.reshape(len(self.matrices), 1, -1), rows).reshape(-1)
 
-    def root(self) -> Tensor:
-        return torch.block_diag(*psd_root(self.matrices))
+    def root(self) -> Tensor | None:
+        return None if self.indefinite else torch.block_diag(*psd_root(self.matrices))
 
     @property
     def closed_form(self) -> bool:
         return True
 
     def inverse(self, damping: float = 0.0) -> Units:
+        if self.indefinite:
+            return Units(inverse_symmetric(self.matrices, damping), indefinite=True)
         return Units(inverse_psd(self.matrices, damping) if damping > 0 else pseudo_inverse(self.matrices))
 
     def diagonal(self) -> Tensor:

@@ -285,7 +285,8 @@ class NaturalGradient(Optimizer):
         solver, prepared = self._solver(point, operator, amount)
         solution = solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
         check_solution(solution)
-        model = quadratic(point, operator, solution, amount, math.nan if objective is None else objective.before)
+        before, absolute = math.nan if objective is None else objective.before, getattr(self.solver, "absolute", False)
+        model = quadratic(point, operator, solution, amount, before, absolute)
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
         ratio, refused = judge(self.damping, model, step, objective)
         # a loss that is not finite at the start already leaves nothing to compare with

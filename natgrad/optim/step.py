@@ -28,8 +28,13 @@ class Point:
     rates: Mapping[str, float]
 
 
-def quadratic(point: Point, operator: Operator, solution: Solution, damping: float, loss: float) -> Quadratic:
-    """The model of the loss around the point, with the solver's result at the learning rates as its proposal."""
+def quadratic(
+    point: Point, operator: Operator, solution: Solution, damping: float, loss: float, absolute: bool = False
+) -> Quadratic:
+    """The model of the loss around the point, with the solver's result at the learning rates as its proposal.
+
+    absolute: whether the solution's image is of |G|, the absolute values of the eigenvalues.
+    """
     rated = partial(at_rates, point, operator)
 
     def proposed(value: Tensor, image: Tensor) -> Step:
@@ -45,6 +50,7 @@ def quadratic(point: Point, operator: Operator, solution: Solution, damping: flo
         basis=solution.basis,
         earlier=[partial(proposed, iterate.value, iterate.image) for iterate in solution.iterates],
         rated=rated,
+        indefinite=operator.indefinite and not (absolute and len(set(point.rates.values())) == 1),
     )
 
 

@@ -23,7 +23,7 @@ class Auto(Solver):
     3. n <= `dense`: `Direct` (the n x n matrix, one Cholesky).
     4. Otherwise `CG`.
 
-    For a Hessian, which may be indefinite, `Direct` up to `dense` and `MinresQLP` beyond.
+    For a Hessian, which may be indefinite, `Direct` for blocks and up to `dense`, `MinresQLP` beyond.
 
     gram, dense: the largest matrix that is still factorised, by its side. The defaults are about a second
     of Cholesky on two cores in float64.
@@ -40,7 +40,7 @@ class Auto(Solver):
     def choose(self, operator: Operator) -> Solver:
         """The solver that `solve` takes for this operator."""
         if operator.indefinite:
-            return Direct() if operator.size <= self.dense else MinresQLP()
+            return Direct() if operator.closed_form or operator.size <= self.dense else MinresQLP()
         if isinstance(operator, (Pullback, Centred)):
             rank = operator.rank
             if rank is not None and rank < operator.size and rank <= self.gram:

@@ -45,10 +45,11 @@ class Blocks(Structure):
         totals, weight = self._blocks(operator, space), 1.0
         if self.decay and memory and memory["names"] == names:  # else the first step, or parameters came or went
             totals, weight = self._averaged(totals, memory)
-        parts = [(layout_of(block), Units(totals[name] / weight)) for name, block in space.blocks.items()]
-        found = Arranged(space, parts)
-        found.nats = operator.nats
-        return found, {"names": names, "totals": totals, "weight": weight} if self.decay else {}
+        parts = [
+            (layout_of(block), Units(totals[name] / weight, indefinite=operator.indefinite).inherit(operator))
+            for name, block in space.blocks.items()
+        ]
+        return Arranged(space, parts), {"names": names, "totals": totals, "weight": weight} if self.decay else {}
 
     def _averaged(self, fresh: dict[str, Tensor], memory: Memory) -> tuple[dict[str, Tensor], float]:
         """The running totals and their weight; a pass that is not finite leaves them as they were."""
