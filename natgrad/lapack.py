@@ -40,10 +40,23 @@ def solve_or_nan(matrix: Tensor, rhs: Tensor, *, left: bool = True) -> Tensor:
 def factor_or_nan(matrix: Tensor) -> Tensor:
     """L (..., n, n) with L L^T = A, read from A's lower triangle; NaN throughout where A is not positive definite.
 
-    With gradients, and within torch.func. No jitter: see `cholesky` for the ladder.
+    A pivot L_ii^2 that is round-off of A_ii is none: that of torch.ones(2, 2), which is singular, comes out as 0 or as
+    eps, depending on the processor. With gradients, and within torch.func. No jitter: see `cholesky` for the ladder.
     """
+    found, sound = _factor(matrix)
+    return torch.where(sound[..., None, None], found, torch.nan)
+
+
+def is_positive_definite(matrix: Tensor) -> Tensor:
+    """Which symmetric matrices have the factor of `factor_or_nan`, (..., n, n) -> (...)."""
+    return _factor(matrix.detach())[1]
+
+
+def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     found, info = torch.linalg.cholesky_ex(matrix)
-    return torch.where(((info == 0) & _finite(found))[..., None, None], found, torch.nan)
+    pivots = found.detach().diagonal(dim1=-2, dim2=-1).square()
+    roundoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.detach().diagonal(dim1=-2, dim2=-1)
+    return found, (info == 0) & (pivots > roundoff).all(-1) & _finite(found)
 
 
 def require_inverse(matrix: Tensor, message: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
+from natgrad.lapack import factor_or_nan, invert_or_nan, solve_or_nan
 
 __all__ = [
     "Coordinates",
@@ -74,9 +75,7 @@ def expectation_coordinates(family: ExponentialFamily) -> Coordinates:
             return torch.zeros(eta.shape[:-1], dtype=torch.bool)
         return torch.ones(eta.shape[:-1], dtype=torch.bool)
 
-    return Coordinates(
-        "eta", family.natural, lambda eta: torch.linalg.inv(family.covariance(family.natural(eta))), inside
-    )
+    return Coordinates("eta", family.natural, lambda eta: invert_or_nan(family.covariance(family.natural(eta))), inside)
 
 
 def probability_coordinates(family: Ising) -> Coordinates:
@@ -127,9 +126,9 @@ def _hermite(d: int, nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def _quadrature(family: MultivariateNormal, f: Callable, theta: Tensor, z: Tensor, weights: Tensor) -> Tensor:
-    covariance = torch.linalg.inv(family.precision(theta))
+    covariance = invert_or_nan(family.precision(theta))
     mean = (covariance @ theta[..., : family.d].unsqueeze(-1)).squeeze(-1)
-    x = mean.unsqueeze(-2) + z @ torch.linalg.cholesky(covariance).mT  # (..., m, d)
+    x = mean.unsqueeze(-2) + z @ factor_or_nan(covariance).mT  # (..., m, d)
     return f(x.reshape(-1, family.d)).view(x.shape[:-1]) @ weights
 
 
@@ -155,9 +154,8 @@ def flow_field(
         theta = theta.detach()
         slope = chart.slope(xi)
         if natural:  # J^-1 I^-1 g: what J^T I J and J^T g come to
-            inner, singular = torch.linalg.solve_ex(family.covariance(theta), gradient)
-            found = torch.linalg.solve_ex(slope, inner)[0]
-            found = torch.where((singular != 0)[..., None, None], torch.nan, found)  # a distribution without spread
+            inner = solve_or_nan(family.covariance(theta), gradient)  # NaN for a distribution without spread
+            found = solve_or_nan(slope, inner)
         else:
             found = slope.mT @ gradient
         return sign * found.squeeze(-1).detach()

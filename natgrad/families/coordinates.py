@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from natgrad.families.closed import Closed
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, say_singular
+from natgrad.lapack import require_solution
 from natgrad.operators import Operator
 
 
@@ -70,8 +71,11 @@ class Coordinates(ABC):
 
     def natural_gradient(self, xi: Tensor, gradient: Tensor) -> Tensor:
         """I_xi^-1 dF / d xi at xi (n,): the same direction in every system of coordinates."""
-        inverse = self.fisher(xi).inverse(0.0)
-        return inverse @ gradient if inverse is not None else torch.linalg.solve(self.fisher(xi).dense(), gradient)
+        fisher = self.fisher(xi)
+        inverse = fisher.inverse(0.0)
+        if inverse is not None:
+            return inverse @ gradient
+        return require_solution(fisher.dense(), gradient, say_singular(self.family))
 
     def single(self, xi: Tensor) -> Tensor:
         """xi as it is. ValueError unless its shape is (n,)."""

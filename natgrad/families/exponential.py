@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.newton import Inversion, newton
-from natgrad.lapack import concrete
+from natgrad.lapack import concrete, require_inverse
 from natgrad.linalg import psd_root
 from natgrad.operators import Dense, Operator
 
@@ -104,7 +104,8 @@ class ExponentialFamily(ABC):
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
         """The Fisher matrix in the expectation parameters, eta (n,): the inverse of that in the natural ones."""
-        return Dense(symmetric(torch.linalg.inv(self.covariance(self.natural(self.single(eta, "eta"))))).detach())
+        theta = self.natural(self.single(eta, "eta"))
+        return Dense(symmetric(require_inverse(self.covariance(theta), say_singular(self))).detach())
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         """Cov(T) times tangents, row by row, (R, n), (R, n) -> (R, n): the family as a form on a model's outputs."""
@@ -180,6 +181,14 @@ class ExponentialFamily(ABC):
 def symmetric(matrix: Tensor) -> Tensor:
     """(A + A^T) / 2 of the last two dimensions."""
     return (matrix + matrix.mT) / 2
+
+
+def say_singular(family: ExponentialFamily) -> str:
+    """What is said of a theta whose Fisher matrix has no inverse."""
+    return (
+        f"the Fisher matrix of {family!r} is singular in this dtype: expected theta off the edge of its domain, where "
+        "distributions no longer differ, and statistics that do not depend on one another"
+    )
 
 
 def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.exponential import ExponentialFamily, say_singular
 from natgrad.families.slope import natural_slope, regressed
+from natgrad.lapack import require_solution
 
 METHODS = ("regression", "ridge", "fisher")
 LEAST = 2.0
@@ -210,7 +211,7 @@ def _slope(
     inverse = operator.inverse(0.0)
     if inverse is not None:
         return (inverse @ gradient.mT).mT
-    return torch.linalg.solve(operator.dense(), gradient.mT).mT
+    return require_solution(operator.dense(), gradient.mT, say_singular(family)).mT
 
 
 def _covariance(family: ExponentialFamily, draws: Draws, baseline: float | str | Tensor | None) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from natgrad.lapack import all_finite, factor_or_nan, solve_or_nan
+
 NEWTON_STEPS = 100
 
 
@@ -55,8 +57,8 @@ class Inversion(torch.autograd.Function):
 
 
 def solved(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:
-    """Cov(T)^-1 v for every row."""
-    return torch.linalg.solve(family.covariance(theta), vector.unsqueeze(-1)).squeeze(-1)
+    """Cov(T)^-1 v for every row; NaN where theta is so near the edge that Cov(T) is singular."""
+    return solve_or_nan(family.covariance(theta), vector.unsqueeze(-1)).squeeze(-1)
 
 
 def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
@@ -76,10 +78,9 @@ def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
     for _ in range(NEWTON_STEPS):
         residual = eta - family.expectation(theta)
         left = (residual.abs() / (1 + eta.abs())).amax()
-        factor, info = torch.linalg.cholesky_ex(family.covariance(theta))
         both = torch.stack([residual, accuracy * eta.abs()], dim=2)
-        step, doubt = torch.cholesky_solve(both, factor).unbind(2)
-        if bool(info.any()) or not bool(torch.isfinite(step).all()):
+        step, doubt = torch.cholesky_solve(both, factor_or_nan(family.covariance(theta))).unbind(2)
+        if not all_finite(step):
             break
         # on the edge the residual vanishes too, but theta runs off in steps of about one, or round-off decides on it
         width = 1 + theta.abs()

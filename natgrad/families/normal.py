@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.families.closed import Closed
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.pairs import Pairs
-from natgrad.lapack import concrete, invert_or_nan, require_factor
+from natgrad.lapack import concrete, factor_or_nan, invert_or_nan, is_positive_definite, require_factor
 from natgrad.operators import Operator
 
 POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"
@@ -199,7 +199,7 @@ def safe_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The Cholesky factor, that of the identity where there is none, and whether there is."""
     fine = positive(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return torch.linalg.cholesky_ex(torch.where(fine[..., None, None], matrix, eye)).L, fine
+    return factor_or_nan(torch.where(fine[..., None, None], matrix, eye)), fine
 
 
 def half_log_det(factor: Tensor) -> Tensor:
@@ -219,4 +219,4 @@ def inverse_from(factor: Tensor) -> Tensor:
 
 def positive(matrix: Tensor) -> Tensor:
     """Whether a symmetric matrix is positive definite, (..., d, d) -> (...)."""
-    return torch.linalg.cholesky_ex(matrix.detach()).info == 0
+    return is_positive_definite(matrix)

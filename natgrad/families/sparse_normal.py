@@ -25,7 +25,7 @@ from natgrad.families.normal import (
     safe_factor,
 )
 from natgrad.families.pairs import Pairs
-from natgrad.lapack import concrete
+from natgrad.lapack import concrete, factor_or_nan
 from natgrad.operators import Operator
 
 
@@ -146,7 +146,7 @@ class Centred:
 
     def sigma(self, theta: Tensor) -> Tensor:
         """Sigma (..., d, d) of theta = (-P_ii / 2; -P_ij / 2)."""
-        return inverse_from(torch.linalg.cholesky_ex(-2 * self.pairs.unpack(theta)).L)
+        return inverse_from(factor_or_nan(-2 * self.pairs.unpack(theta)))
 
     def log_partition(self, theta: Tensor) -> Tensor:
         """-1/2 log det P, infinite outside."""

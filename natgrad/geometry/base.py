@@ -114,8 +114,12 @@ class Manifold(ABC):
             came = point.dtype if isinstance(point, Tensor) else type(point).__name__
             raise TypeError(f"a point of {self!r} is {came}, expected a floating-point tensor")
         if point.dim() < self.event or not bool(self.inside(point.detach()).all()):
-            raise ValueError(f"a point of shape {tuple(point.shape)} is not of {self!r}: expected {self.domain}")
+            raise ValueError(self.refusal(point))
         return point
+
+    def refusal(self, point: Tensor) -> str:
+        """What is said of a point that is not inside."""
+        return f"a point of shape {tuple(point.shape)} is not of {self!r}: expected {self.domain}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -8,6 +8,7 @@ from torch import Tensor
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.normals import Normals
 from natgrad.geometry.smooth import length, matrix_sqrt, symmetric
+from natgrad.lapack import eigh, require_factor, require_inverse
 from natgrad.operators import Operator
 
 
@@ -70,14 +71,14 @@ class Wasserstein(Manifold):
 
     def plan(self, covariance: Tensor, other: Tensor) -> Tensor:
         """A (..., d, d), symmetric, with A S A = S': x -> m' + A (x - m) moves the one to the other at least cost."""
-        factor = torch.linalg.cholesky(covariance)
+        factor = require_factor(covariance, f"covariance of shape {tuple(covariance.shape)} is not positive definite")
         root = matrix_sqrt(factor.mT @ other @ factor)
         left = torch.linalg.solve_triangular(factor.mT, root, upper=True)
         return symmetric(torch.linalg.solve_triangular(factor.mT, left.mT, upper=True))
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         (mean, sigma), (end, goal) = self.split(point), self.split(other)
-        factor = torch.linalg.cholesky(sigma)
+        factor = require_factor(sigma, self.refusal(point))
         pull = self.plan(sigma, goal) - torch.eye(self.d, dtype=point.dtype, device=point.device)
         return length((end - mean).square().sum(-1) + (pull @ factor).square().sum((-2, -1)))  # tr((A - I) S (A - I))
 
@@ -88,7 +89,7 @@ class Wasserstein(Manifold):
         """
         (_, sigma), (_, goal) = self.split(point), self.split(other)
         u, v = self.split(vector)
-        back = torch.linalg.inv(self.plan(sigma, goal))
+        back = require_inverse(self.plan(sigma, goal), self.refusal(other))
         moved = lyapunov(sigma, v) @ back  # the velocity at x' = A x is L A^-1 x'
         return self.join(u, moved @ goal + goal @ moved.mT)
 
@@ -128,7 +129,7 @@ class BuresMetric(Operator):
 
 def lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
     """L (..., d, d) with S L + L S = R, for positive definite S and symmetric R; gradients flow to both."""
-    values, vectors = torch.linalg.eigh(matrix.detach())
+    values, vectors = eigh(matrix.detach())
     sums = values.unsqueeze(-1) + values.unsqueeze(-2)
 
     def solve(r: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from numpy.polynomial import chebyshev
 from torch import Tensor
 
+from natgrad.lapack import invert_or_nan
+
 NODES, MEMORY, SWEEPS = 32, 10, 80
 DRIFT = 1e-5
 """Relative change of the invariant along a way that is believed."""
@@ -78,7 +80,7 @@ def _mixed(pasts: list[Tensor], residuals: list[Tensor]) -> Tensor:
 def _matrices() -> tuple[Tensor, ...]:
     """For x'' at Chebyshev's nodes on [0, 1]: x - line, x' - away, x'(0) - away, last coefficients; and the nodes."""
     nodes = (1 + torch.cos(torch.arange(NODES, dtype=torch.float64) * torch.pi / (NODES - 1))) / 2
-    to_coefficients = torch.linalg.inv(torch.from_numpy(chebyshev.chebvander(2 * nodes.numpy() - 1, NODES - 1)))
+    to_coefficients = invert_or_nan(torch.from_numpy(chebyshev.chebvander(2 * nodes.numpy() - 1, NODES - 1)))
     twice, once, zero = [], [], []
     for k in range(NODES):
         unit = [0.0] * k + [1.0]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.smooth import length, matrix_log, matrix_sqrt, positive_definite, symmetric
+from natgrad.lapack import eigh, factor_or_nan, require_factor
 
 
 class PositiveDefinite(Manifold):
@@ -26,7 +27,7 @@ class PositiveDefinite(Manifold):
         self.scale = scale
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        factor = torch.linalg.cholesky(point)
+        factor = self._factor(point)
         return self.scale * (torch.cholesky_solve(first, factor) * torch.cholesky_solve(second, factor).mT).sum(
             (-2, -1)
         )
@@ -35,21 +36,21 @@ class PositiveDefinite(Manifold):
         return point @ symmetric(gradient) @ point / self.scale
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        factor = torch.linalg.cholesky(point)
+        factor = self._factor(point)
         half = factor @ torch.linalg.matrix_exp(whiten(factor, tangent) / 2)
         return half @ half.mT
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        factor = torch.linalg.cholesky(point)
+        factor = self._factor(point)
         return factor @ matrix_log(whiten(factor, other)) @ factor.mT
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        values = torch.linalg.eigvalsh(whiten(torch.linalg.cholesky(point), other))
+        values = eigh(whiten(self._factor(point), other))[0]
         return self.scale**0.5 * length(values.log().square().sum(-1))
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         """E V E^T with E = (other S^-1)^1/2."""
-        factor = torch.linalg.cholesky(point)
+        factor = self._factor(point)
         inner = matrix_sqrt(whiten(factor, other)) @ whiten(factor, vector) @ matrix_sqrt(whiten(factor, other))
         return factor @ inner @ factor.mT
 
@@ -65,13 +66,16 @@ class PositiveDefinite(Manifold):
     def project(self, point: Tensor, vector: Tensor) -> Tensor:
         return symmetric(vector)
 
+    def _factor(self, point: Tensor) -> Tensor:
+        return require_factor(point, self.refusal(point))
+
     def __repr__(self) -> str:
         return f"PositiveDefinite(scale={self.scale:g})"
 
 
 def second_order(point: Tensor, tangent: Tensor) -> Tensor:
     """S + V + V S^-1 V / 2 = (S + (S + V) S^-1 (S + V)) / 2: positive definite for every V."""
-    factor = torch.linalg.cholesky(point)
+    factor = factor_or_nan(point)
     half = torch.linalg.solve_triangular(factor, point + tangent, upper=False)
     return symmetric(point + half.mT @ half) / 2
 

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily, SubModel
+from natgrad.lapack import all_finite, require_solution, solve_or_nan
 
 STEPS = 100
+EDGE = "the e-projection ran to the edge of the sub-model, where its metric is singular: give another start"
 
 
 def e_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
@@ -51,7 +53,7 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
         whole = sub.whole(found)
         metric = sub.family.covariance(whole)
         gradient = (metric @ (whole - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
-        step = torch.linalg.solve(metric[..., free, :][..., free], gradient).squeeze(-1)
+        step = require_solution(metric[..., free, :][..., free], gradient, EDGE).squeeze(-1)
         if bool((step.abs() <= 1e-12 * (1 + found.abs())).all()):
             return found
         found = _descended(sub, goal, found, step)
@@ -86,9 +88,8 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
     for _ in range(STEPS):
         gap = means - family.expectation(found)[..., positions]
         block = family.covariance(found)[..., positions, :][..., positions]
-        step, broken = torch.linalg.solve_ex(block, gap.unsqueeze(-1))
-        step = step.squeeze(-1)
-        if bool(broken.any()) or not bool(torch.isfinite(step).all()):
+        step = solve_or_nan(block, gap.unsqueeze(-1)).squeeze(-1)
+        if not all_finite(step):
             break  # theta ran off: the means are on the edge, or beyond
         if bool((step.abs() <= 1e-12 * (1 + found[..., positions].abs())).all()):
             return found

@@ -23,6 +23,7 @@ from natgrad.families import (
     Product,
     SubModel,
 )
+from natgrad.families.exponential import say_singular
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.collocation import connect
 from natgrad.geometry.cone import PositiveDefinite
@@ -34,6 +35,7 @@ from natgrad.geometry.shooting import Shooting, scale
 from natgrad.geometry.smooth import symmetric
 from natgrad.geometry.straight import Location, Scales
 from natgrad.geometry.together import Together
+from natgrad.lapack import invert_or_nan, require_inverse, require_solution, solve_or_nan
 
 SHOTS = 50
 """Steps of an integration after which shooting gives up a velocity."""
@@ -74,7 +76,7 @@ def _normal(family: ExponentialFamily) -> Manifold | None:
     if isinstance(family, DiagonalNormal):
         return DiagonalTheta(family, Together(*[(HalfPlane(), 2)] * family.d))
     if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
-        return Location(torch.linalg.inv(family.known_covariance))
+        return Location(require_inverse(family.known_covariance, f"{family!r} has a covariance without an inverse"))
     if isinstance(family, FixedMeanNormal) and family.size == family.d * (family.d + 1) // 2:
         return PrecisionTheta(family, PositiveDefinite())
     return None
@@ -103,7 +105,8 @@ class NaturalParameters(Shooting):
         return (first * self._lower(point, second)).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        return torch.linalg.solve(self.family.covariance(point), gradient.unsqueeze(-1)).squeeze(-1)
+        metric = self.family.covariance(point)
+        return require_solution(metric, gradient.unsqueeze(-1), say_singular(self.family)).squeeze(-1)
 
     def inside(self, point: Tensor) -> Tensor:
         return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
@@ -147,7 +150,7 @@ class NaturalParameters(Shooting):
 
         def guess(s: float) -> Tensor:  # the mean of the e- and m-geodesics' velocities is right to second order
             rise = family.expectation(point + s * away) - family.expectation(point)
-            return (s * away + torch.linalg.solve(metric, rise.unsqueeze(-1)).squeeze(-1)) / 2
+            return (s * away + solve_or_nan(metric, rise.unsqueeze(-1)).squeeze(-1)) / 2
 
         def size(misfit: Tensor) -> Tensor:
             return scale(self, other, misfit)
@@ -201,9 +204,8 @@ class NaturalParameters(Shooting):
             return jvp(lambda t: jvp(psi, (t,), (v,))[1], (at,), (speed,))[1].sum()
 
         turned = torch.stack([torch.func.grad(second)(point, v) for v in vectors], dim=-1)
-        raised, singular = torch.linalg.solve_ex(metric, turned)
-        known = (singular == 0)[..., None, None]  # on the edge the metric is singular: as good as outside
-        return list(torch.where(known, -raised / 2, torch.nan).unbind(-1))
+        raised = solve_or_nan(metric, turned)  # NaN on the edge, where the metric is singular: as good as outside
+        return list((-raised / 2).unbind(-1))
 
     def __repr__(self) -> str:
         return f"NaturalParameters({self.family!r})"
@@ -331,8 +333,7 @@ class NormalTheta(Charted):
 
     def there(self, theta: Tensor) -> Tensor:
         assert isinstance(self.family, MultivariateNormal)
-        # cholesky_inverse has wrong forward derivatives; outside of the domain, where inv raises, anything will do
-        covariance = torch.linalg.inv_ex(self.family.precision(theta))[0]
+        covariance = invert_or_nan(self.family.precision(theta))  # cholesky_inverse has wrong forward derivatives
         mean = (covariance @ theta[..., : self.family.d].unsqueeze(-1)).squeeze(-1)
         if isinstance(self.manifold, Normals):
             return self.manifold.join(mean, covariance)
@@ -342,7 +343,7 @@ class NormalTheta(Charted):
         if isinstance(self.manifold, Normals):
             mean, covariance = self.manifold.split(point)
             assert isinstance(self.family, MultivariateNormal)
-            precision = symmetric(torch.linalg.inv(covariance))
+            precision = symmetric(invert_or_nan(covariance))
             return torch.cat([(precision @ mean.unsqueeze(-1)).squeeze(-1), self.family.pack(-precision / 2)], dim=-1)
         mean, deviation = point.unbind(-1)
         return torch.stack([mean / deviation.square(), -0.5 / deviation.square()], dim=-1)

@@ -9,6 +9,7 @@ from natgrad.geometry.cone import whiten
 from natgrad.geometry.ode import integrate, shoot
 from natgrad.geometry.shooting import Shooting, scale
 from natgrad.geometry.smooth import matrix_log, positive_definite, symmetric
+from natgrad.lapack import factor_or_nan, invert_or_nan, require_factor, solve_or_nan
 
 
 class Normals(Shooting):
@@ -44,7 +45,7 @@ class Normals(Shooting):
         return mean, torch.diag_embed(diagonal) + upper + upper.mT
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        factor = torch.linalg.cholesky(self.split(point)[1])
+        factor = self._factor(point)
         (u, v), (w, z) = self.whitened(factor, first), self.whitened(factor, second)
         return (u * w).sum(-1) + (v * z).sum((-2, -1)) / 2
 
@@ -60,8 +61,7 @@ class Normals(Shooting):
         return slope, (curve + torch.diag_embed(curve.diagonal(dim1=-2, dim2=-1))) / 2
 
     def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        mean, sigma = self.split(point)
-        factor = torch.linalg.cholesky(sigma)
+        mean, factor = self.split(point)[0], self._factor(point)
         end, spread, speed, growth = self._from_standard(*self.whitened(factor, tangent))
         return (
             self.join(mean + _times(factor, end), symmetric(factor @ spread @ factor.mT)),
@@ -70,8 +70,7 @@ class Normals(Shooting):
 
     def aim(self, point: Tensor, other: Tensor) -> Tensor:
         """In the coordinates where the start is N(0, I), along N(s m, I + s (S - I))."""
-        mean, sigma = self.split(point)
-        factor = torch.linalg.cholesky(sigma)
+        mean, factor = self.split(point)[0], self._factor(point)
         away, spread = self.split(other)
         away = _solve(factor, away - mean)
         spread = whiten(factor, spread)
@@ -82,7 +81,7 @@ class Normals(Shooting):
 
         def guess(s: float) -> Tensor:
             goal = eye + s * (spread - eye)
-            middle = (s * away + torch.linalg.solve(goal, (s * away).unsqueeze(-1)).squeeze(-1)) / 2
+            middle = (s * away + solve_or_nan(goal, (s * away).unsqueeze(-1)).squeeze(-1)) / 2
             return self.join(middle, matrix_log(goal))
 
         def reach(velocity: Tensor) -> Tensor:
@@ -111,15 +110,19 @@ class Normals(Shooting):
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         mean, sigma = self.split(point)
-        factor = torch.linalg.cholesky(sigma)
+        factor = factor_or_nan(sigma)
         u, v = self.whitened(factor, tangent)
         eye = torch.eye(self.d, dtype=point.dtype, device=point.device)
         precision = eye - v + (v @ v + u.unsqueeze(-1) * u.unsqueeze(-2)) / 2  # P' = -v where Sigma = I
         sound = positive_definite(symmetric(precision))
         safe = torch.where(sound[..., None, None], symmetric(precision), eye)
-        half = factor @ torch.linalg.inv(torch.linalg.cholesky(safe)).mT
+        half = factor @ invert_or_nan(factor_or_nan(safe)).mT
         found = self.join(mean + _times(factor, u + _times(v, u) / 2), half @ half.mT)
         return torch.where(sound.unsqueeze(-1), found, torch.nan)
+
+    def _factor(self, point: Tensor) -> Tensor:
+        """L with L L^T the covariance of a point that a user gave."""
+        return require_factor(self.split(point)[1], self.refusal(point))
 
     def whitened(self, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         """(L^-1 u, L^-1 V L^-T) of a tangent (u, V), L L^T = Sigma."""
@@ -145,7 +148,7 @@ class Normals(Shooting):
         grown = torch.linalg.matrix_exp(matrix)
         moved = matrix @ grown
         precision, linear = symmetric(grown[..., :d, :d]), grown[..., :d, d]
-        covariance = torch.linalg.inv(precision)
+        covariance = invert_or_nan(precision)
         mean = _times(covariance, linear)
         growth = -covariance @ symmetric(moved[..., :d, :d]) @ covariance
         speed = _times(covariance, moved[..., :d, d]) + _times(growth, linear)
@@ -155,7 +158,7 @@ class Normals(Shooting):
         """d/dt of a vector carried along: mean (V P w + W P u) / 2, Sigma (V P W + W P V - u w^T - w u^T) / 2."""
         sigma = self.split(point)[1]
         safe = torch.where(self.inside(point)[..., None, None], sigma, torch.eye(self.d).to(sigma))
-        factor = torch.linalg.cholesky(safe)
+        factor = factor_or_nan(safe)
         (u, v), (w, z) = self.split(first), self.split(second)
         solved = torch.cholesky_solve(torch.cat([u.unsqueeze(-1), w.unsqueeze(-1), z], dim=-1), factor)
         mean = (_times(v, solved[..., 1]) + _times(z, solved[..., 0])) / 2

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from natgrad.lapack import all_finite, solve_or_nan
+
 COLUMNS = tuple(range(2, 17, 2))  # midpoint steps per column of the extrapolation table: order 16
 STEPS = 2000
 POWER = 1 / 15  # of the error estimate, which is of order 14 in the step
@@ -119,9 +121,8 @@ def _newton(
             return velocity
         if not bool(torch.isfinite(left).all()):
             return None
-        step, broken = torch.linalg.solve_ex(_jacobian(reach, velocity), misfit.unsqueeze(-1))
-        step = step.squeeze(-1)
-        if bool(broken.any()) or not bool(torch.isfinite(step).all()):
+        step = solve_or_nan(_jacobian(reach, velocity), misfit.unsqueeze(-1)).squeeze(-1)
+        if not all_finite(step):
             return None
         rate = (velocity.norm(dim=-1) / step.norm(dim=-1).clamp_min(1e-300)).clamp(max=1.0)  # no longer than the way
         tried = velocity

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from natgrad.lapack import eigh, is_positive_definite
+
 
 def length(square: Tensor) -> Tensor:
     """sqrt(square), with gradient zero where square is zero (or, by round-off, below); NaN stays NaN."""
@@ -55,7 +57,7 @@ def of_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Te
     derivatives are not those of f.
     """
     symmetric = (matrix + matrix.mT) / 2
-    values, vectors = torch.linalg.eigh(symmetric.detach())
+    values, vectors = eigh(symmetric.detach())
     gap = values.unsqueeze(-1) - values.unsqueeze(-2)
     mean = (values.unsqueeze(-1) + values.unsqueeze(-2)) / 2
     near = gap.abs() <= 1e-6 * mean.abs().clamp_min(1e-300)
@@ -83,6 +85,4 @@ def symmetric(matrix: Tensor) -> Tensor:
 
 def positive_definite(matrix: Tensor) -> Tensor:
     """Whether a symmetric matrix is finite and positive definite, (..., d, d) -> (...)."""
-    finite = torch.isfinite(matrix).all(-1).all(-1)
-    safe = torch.where(finite[..., None, None], matrix.detach(), 0.0)
-    return finite & (torch.linalg.cholesky_ex(safe).info == 0)
+    return torch.isfinite(matrix.detach()).all(-1).all(-1) & is_positive_definite(matrix)
