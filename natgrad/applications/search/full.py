@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.applications.search.cma import Adaptation, check_rate, constants
 from natgrad.applications.search.model import State, eye_like
-from natgrad.linalg import eigh, symmetrise
+from natgrad.linalg import eigh, solve_psd, symmetrise
 
 CONDITION = 1e14
 
@@ -38,7 +38,7 @@ class Full(Adaptation):
         return normals @ state["root"]
 
     def whiten(self, state: State, steps: Tensor) -> Tensor:
-        return torch.linalg.solve(state["root"], steps, left=False)
+        return solve_psd(state["root"], steps.mT).mT  # no way along a direction without spread
 
     def variances(self, state: State) -> Tensor:
         return state["covariance"].diagonal()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.applications.search.cma import Adaptation, check_rate
 from natgrad.applications.search.model import State
+from natgrad.linalg import inverse_psd
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -102,11 +103,24 @@ def regressions(blocks: list[Tensor]) -> State:
     """Slopes B_i and deviations sqrt(D_i) of variables on their later neighbours, from the moments (count, s, s)."""
     slopes, deviations = [], []
     for block in blocks:
-        slope = torch.linalg.solve(block[:, 1:, 1:], block[:, 1:, 0])
+        slope = regress(block[:, 1:, 1:], block[:, 1:, 0])
         rest = block[:, 0, 0] - (slope * block[:, 1:, 0]).sum(1)
         slopes.append(slope)
         deviations.append(torch.maximum(rest, 1e-14 * block[:, 0, 0]).sqrt())  # round-off
     return {"slopes": slopes, "deviations": deviations}
+
+
+def regress(moments: Tensor, cross: Tensor) -> Tensor:
+    """M^-1 c, for M (count, s, s) and c (count, s); neighbours that depend on one another share the slope.
+
+    Solved for variables of deviation one, so that the units of the problem do not decide what is round-off.
+    """
+    if not cross.numel():
+        return cross
+    deviations = moments.diagonal(dim1=1, dim2=2).sqrt()
+    scale = torch.where(deviations > 0, 1 / deviations, 0.0)
+    correlations = scale.unsqueeze(2) * moments * scale.unsqueeze(1)
+    return scale * (inverse_psd(correlations) @ (scale * cross).unsqueeze(2)).squeeze(2)
 
 
 @lru_cache(maxsize=16)

@@ -11,7 +11,8 @@ from torch import Tensor
 from natgrad.applications.search.cma import check_rate
 from natgrad.applications.search.model import GaussianModel, State, eye_like
 from natgrad.applications.search.ranking import Ranking
-from natgrad.linalg import eigh
+from natgrad.lapack import solve_or_nan
+from natgrad.linalg import all_finite, eigh, pseudo_inverse
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class XNES(GaussianModel):
         return normals @ state["shape"].mT
 
     def whiten(self, state: State, steps: Tensor) -> Tensor:
-        return torch.linalg.solve(state["shape"].mT, steps, left=False)
+        shape = state["shape"]
+        found = solve_or_nan(shape, steps.mT).mT
+        if all_finite(found):
+            return found
+        return steps @ pseudo_inverse(shape @ shape.mT) @ shape  # no way along a direction without spread
 
     def variances(self, state: State) -> Tensor:
         return state["shape"].square().sum(1)
