@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from natgrad.derivatives import exact_derivatives
 from natgrad.layered import chain_of
 from natgrad.linalg import all_finite
-from natgrad.pure import Call, PureModel, check_call, mixes_examples
+from natgrad.pure import Call, PureModel, check_call, mixes_examples, run_detached
 from natgrad.spaces import Params, check_parameters
 
 LogP = Callable[[Params, Tensor], Tensor]
@@ -206,8 +206,7 @@ def guarded(density: Density, params: Params, inputs: Tensor) -> Iterator[None]:
             yield
     except (RuntimeError, IndexError):
         try:
-            with torch.no_grad():
-                density.log_p(params, inputs[:1])
+            run_detached(lambda: density.log_p(params, inputs[:1]))
         except (RuntimeError, IndexError) as cause:
             raise ValueError(
                 f"log_p fails on X of shape {tuple(inputs.shape)} ({str(cause).splitlines()[0]}): does the number of "

@@ -143,6 +143,16 @@ class PureModel:
             return torch.func.functional_call(self.model, state, self.call.args, dict(self.call.kwargs))
 
 
+def run_detached(call: Callable[[], Any]) -> Any:
+    """What `call()` returns, without its graph.
+
+    For a user's code of which the value alone is wanted. Derivatives can be taken inside, which `torch.no_grad()`
+    forbids: many models call `torch.autograd.grad` in their forward pass. Listeners on a model pass over it.
+    """
+    with torch.enable_grad(), evaluating():
+        return map_tensors(call(), torch.detach)
+
+
 @contextmanager
 def evaluating() -> Iterator[None]:
     """Inside, `is_evaluating()` holds: a forward pass that belongs to the library and not to the user."""

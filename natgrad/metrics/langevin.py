@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.densities import Density
+from natgrad.pure import run_detached
 from natgrad.spaces import Params
 
 
@@ -47,7 +48,7 @@ class Langevin:
         return x
 
     def _at(self, density: Density, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
-        return density.log_p(params, x), density.scores(params, x).view(x.shape)
+        return run_detached(lambda: density.log_p(params, x)), density.scores(params, x).view(x.shape)
 
     def _accepted(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.optim.recall import Data, Recall
-from natgrad.pure import PureModel, RandomState, as_call
+from natgrad.pure import PureModel, RandomState, as_call, run_detached
 from natgrad.spaces import Space
 
 Closure = Callable[[], Tensor]
@@ -80,15 +80,18 @@ class Replay(Objective):
         self.before = self._evaluate(zero) if before is None else before
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
-        with torch.no_grad():
-            return float(self._loss({name: p + step[name] for name, p in self.params.items()}))
+        return float(run_detached(lambda: self._loss(self._moved(step))))
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         with torch.enable_grad():
-            points = {name: (p.detach() + step[name]).requires_grad_() for name, p in self.params.items()}
+            points = self._moved(step)
             value = self._loss(points)
             gradients = torch.autograd.grad(value, list(points.values()), materialize_grads=True)
         return float(value.detach()), dict(zip(points, gradients, strict=True))
+
+    def _moved(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
+        """theta + step as leaves that require a gradient, as in training: a forward pass may differentiate in them."""
+        return {name: (p.detach() + step[name]).requires_grad_() for name, p in self.params.items()}
 
     def _loss(self, params: dict[str, Tensor]) -> Tensor:
         """In units of its mean."""

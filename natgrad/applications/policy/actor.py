@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from natgrad.applications.policy.heads import GaussianHead, Head, MultiDiscreteHead
+from natgrad.pure import run_detached
 
 
 class Actor(nn.Module):
@@ -29,8 +30,7 @@ class Actor(nn.Module):
         self.register_parameter("log_std", None)
         batch = probe_size(head)
         states = example.expand(batch, *example.shape).contiguous()
-        with torch.no_grad():
-            outputs = call(policy, states)
+        outputs = run_detached(lambda: call(policy, states))
         self.valued = is_pair(outputs) and (outputs[1] is None or is_column(outputs[1], batch))
         rows = outputs[0] if self.valued else outputs
         if isinstance(head, GaussianHead) and isinstance(rows, Tensor) and rows.shape[1:] == (head.dimensions,):

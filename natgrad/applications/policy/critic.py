@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from natgrad.applications.policy.actor import Actor, call, described, is_column
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.linalg import all_finite
+from natgrad.pure import run_detached
 
 
 class Critic:
@@ -71,8 +72,7 @@ class Critic:
 
 def check_values(module: nn.Module, example: Tensor, size: int) -> None:
     """ValueError unless the module gives one value per state."""
-    with torch.no_grad():
-        found = call(module, example.expand(size, *example.shape).contiguous())
+    found = run_detached(lambda: call(module, example.expand(size, *example.shape).contiguous()))
     if not is_column(found, size):
         raise ValueError(f"critic returned {described(found)}, expected ({size},) or ({size}, 1) for {size} states")
 

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from natgrad.damping import Damping, as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
+from natgrad.pure import run_detached
 from natgrad.solvers import Solver
 from natgrad.spaces import Space
 from natgrad.structures import Exact, Structure
@@ -255,7 +257,7 @@ class PolicyLearner(ABC):
         """
         states, alone = self._states(observation)
         with evaluation(self.actor):
-            rows = self.actor(states)
+            rows = run_detached(lambda: self.actor(states))
         draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
         actions = self.head.actions(draws)
         return single(actions, 0) if alone else actions
@@ -290,7 +292,7 @@ class PolicyLearner(ABC):
         with evaluation(self.actor), torch.no_grad():
             while max(left) > 0:
                 scaled = np.ascontiguousarray(self.scale(observations))
-                rows = self.actor(torch.from_numpy(scaled).to(like.device, like.dtype))
+                rows = run_detached(partial(self.actor, torch.from_numpy(scaled).to(like.device, like.dtype)))
                 draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
                 observations = worlds.step(self.head.actions(draws)).following
                 for episode in worlds.episodes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.environments import Environments, Episode
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.linalg import all_finite
+from natgrad.pure import run_detached
 
 Array = np.ndarray
 Value = Callable[[Tensor], Tensor]
@@ -82,7 +84,7 @@ def collect(
 
     while count < size or not worlds.patient:
         states = seen(observations)
-        rows = actor(states)
+        rows = run_detached(partial(actor, states))
         if not all_finite(rows):
             raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
         draws = actor.head.draw(rows, generator)
@@ -111,7 +113,7 @@ def judged(
     states = torch.stack(kept.states)  # (T, n, ...)
     steps, count = states.shape[:2]
     ends = list(kept.ends.values())
-    found = value(torch.cat([states.flatten(0, 1), *ends]))
+    found = run_detached(lambda: value(torch.cat([states.flatten(0, 1), *ends])))
     values = found[: steps * count].view(steps, count).double().cpu().numpy()
     following = np.zeros_like(values)
     following[:-1] = values[1:]

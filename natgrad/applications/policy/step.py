@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.linalg import all_finite
+from natgrad.pure import run_detached
 from natgrad.spaces import Params, Space
 
 SLACK = 1e-3
@@ -69,7 +70,7 @@ class Surrogate:
     @torch.no_grad()
     def measure(self, params: Params) -> tuple[float, float]:
         """(gain, mean KL) of another policy, in nats per state."""
-        rows = self.at(params)
+        rows = run_detached(lambda: self.at(params))
         kl = self.actor.head.kl(self.rows, rows.double()).mean()
         return float(self._value(rows) - self.value), max(float(kl), 0.0) if math.isfinite(float(kl)) else math.nan
 

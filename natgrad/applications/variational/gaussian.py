@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -24,6 +25,7 @@ from natgrad.applications.variational.targets import (
 )
 from natgrad.families import MultivariateNormal
 from natgrad.linalg import all_finite, eigh
+from natgrad.pure import run_detached
 
 KEPT = 0.5
 """Share of its precision that a direction keeps in which a step would leave the cone."""
@@ -195,7 +197,8 @@ class Variational:
         if not isinstance(self.target, Network):
             raise TypeError("predict is for networks; use sample(n) and your own function of z")
         target = self.target
-        return torch.stack([target.predict(z, inputs) for z in self.sample(samples, generator=generator)])
+        draws = self.sample(samples, generator=generator)
+        return torch.stack([run_detached(partial(target.predict, z, inputs)) for z in draws])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
