@@ -251,3 +251,14 @@ def test_a_loss_that_was_rounded_is_computed_again():
 def test_absolute_damping_is_refused_at_the_door(absolute: ng.Damping):
     with pytest.raises(TypeError, match="units of a block's mean eigenvalue"):
         ng.kfac(net(), CE, damping=absolute)
+
+
+def test_a_loss_that_was_only_looked_at_does_not_ask_for_a_closure():
+    model = net()
+    opt = ng.kfac(model, CE, damping=LM)
+    for _ in range(2 * EVERY):
+        opt.zero_grad()
+        opt.loss(model(2 * X), Y)  # too large for the user, say: never sent backward
+        opt.loss(model(X), Y).backward()
+        opt.step()
+    assert opt.state_report().failures == 0

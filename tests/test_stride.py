@@ -13,10 +13,10 @@ from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.optim.attempt import WARM
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.reading import Reading
 from natgrad.optim.stride import FEWEST, PART, SLOWEST, Stride, form_along, sampled
-from natgrad.optim.structured import WARM
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
 EXACT = ng.ExactLabels()

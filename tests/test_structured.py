@@ -14,8 +14,8 @@ from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, global_rand
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.optim.attempt import WARM
 from natgrad.optim.reading import Reading
-from natgrad.optim.structured import WARM
 from natgrad.structures.collect import collect
 
 EXACT = ng.ExactLabels()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.operators import Diagonal, Layout, Operator
-from natgrad.optim.inverses import packed, robust_inverse, unpacked
+from natgrad.optim.inverses import Packed, packed, robust_inverse, unpacked
 from natgrad.optim.reading import Reading
 from natgrad.structures import Layerwise
 from natgrad.structures.exchange import exchanging
@@ -29,6 +29,15 @@ class Block:
     layout: Layout
     layer: Layer | None
     inverse: Operator | None = None
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """A new damped inverse of a block that is not written yet: as an operator, as tensors, and its damping."""
+
+    operator: Operator
+    packed: Packed
+    level: float
 
 
 class Blocks:
@@ -86,23 +95,26 @@ class Blocks:
         return True
 
     def drift(self) -> float | None:
-        """How much the updates since the last call changed the averages, the mean over blocks; None if there was none.
+        """How much the updates since `settle` changed the averages, the mean over blocks; None if there was none.
 
         Of structures whose statistics are no sums nothing is said: their numbers do not compare entry by entry.
         """
-        found, self._changes = self._changes, []
-        if not found or not self.structure.sums:
+        if not self._changes or not self.structure.sums:
             return None
-        return float(torch.stack(found).nan_to_num(nan=1.0).clamp(max=1).mean())
+        return float(torch.stack(self._changes).nan_to_num(nan=1.0).clamp(max=1).mean())
 
-    def invert(self, levels: Mapping[str, tuple[float, float]]) -> int:
-        """Damped inverses from today's averages; the number of those that failed and keep their last good one.
+    def settle(self) -> None:
+        """Forget the changes that `drift` told."""
+        self._changes = []
+
+    def invert(self, levels: Mapping[str, tuple[float, float]]) -> tuple[dict[str, Inverted], int]:
+        """Damped inverses from today's averages by key, and the number of those that failed. Nothing is written.
 
         levels: by parameter, damping in units of the block's mean eigenvalue, and damping as it is.
         """
-        failures = 0
-        for block in self:
-            operator, numbers = self.operator(block), self.of(block)
+        found, failures = dict[str, Inverted](), 0
+        for key, block in self.all.items():
+            operator = self.operator(block)
             relative, absolute = levels[block.layout.names[0]]
             level = relative * float(operator.mean_eigenvalue()) + absolute
             if not level > 0:  # nothing was seen of this block yet: no derivative reached it
@@ -111,9 +123,17 @@ class Blocks:
             if inverse is None:
                 failures += 1
                 continue
-            numbers.update(inverse=renewed(numbers, "inverse", packed(inverse)), level=level)
+            tensors = packed(inverse)
+            found[key] = Inverted(unpacked(tensors), tensors, level)
+        return found, failures
+
+    def keep(self, inverses: Mapping[str, Inverted]) -> None:
+        """Write new inverses; blocks without one keep their last good one. A second time changes nothing."""
+        for key, found in inverses.items():
+            block = self.all[key]
+            numbers = self.of(block)
+            numbers.update(inverse=renewed(numbers, "inverse", found.packed), level=found.level)
             block.inverse = unpacked(numbers["inverse"])
-        return failures
 
     def operator(self, block: Block) -> Operator:
         """The block of the metric, on the layer's matrix flattened row-major."""
@@ -123,19 +143,16 @@ class Blocks:
         return self.structure.operator(block.layer, numbers["totals"], numbers["weight"])
 
     def direction(
-        self, block: Block, means: Mapping[str, Tensor], rates: Mapping[str, float]
+        self, block: Block, inverse: Operator, means: Mapping[str, Tensor], rates: Mapping[str, float]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """d = (G + damping I)^-1 m by name, and d^T m by name, under the first for all parameters that share a rate.
 
         A parameter without a gradient counts as one whose gradient is zero, and does not move.
         """
-        assert block.inverse is not None
         names = block.layout.names
-        whole = {
-            n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=block.inverse.dtype) for n in names
-        }
-        matrix = block.layout.join(whole).to(block.inverse.dtype)
-        solved = block.inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
+        whole = {n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=inverse.dtype) for n in names}
+        matrix = block.layout.join(whole).to(inverse.dtype)
+        solved = inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
         found = {name: part for name, part in block.layout.split(solved).items() if name in means}
         if len(found) == len(names) and len({rates[n] for n in names}) == 1:  # the usual case, without copies
             return found, {names[0]: dot(matrix, solved)}
@@ -248,13 +265,13 @@ def penalised(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
     return torch.add(gradient, p, alpha=l2) if l2 else gradient
 
 
-def running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tensor:
-    """The gradient's running mean, kept in a parameter's state, corrected for its start."""
+def running_mean(state: Mapping[str, Any], gradient: Tensor, decay: float) -> tuple[Tensor, dict[str, Any]]:
+    """The gradient's running mean, corrected for its start, and what to keep of it in the parameter's state."""
     if decay == 0:
-        return gradient
-    state["count"] = state.get("count", 0) + 1
-    state["mean"] = state["mean"].lerp_(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
-    return state["mean"] / (1 - decay ** state["count"])
+        return gradient, {}
+    count = state.get("count", 0) + 1
+    mean = state["mean"].lerp(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
+    return mean / (1 - decay**count), {"count": count, "mean": mean}
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:

@@ -50,14 +50,14 @@ class Judge:
 
         ValueError where the step has several losses, or none, and no closure.
         """
-        space = Space(params)
-        if len(recall.computed) == 1 and recall.passed() is not None:
+        space, losses = Space(params), recall.losses or recall.computed
+        if len(losses) == 1 and losses[0] is recall.computed[-1] and recall.passed() is not None:
             exact = recall.dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
-            before = float(recall.computed[0][0]) if exact else None
+            before = float(losses[0][0]) if exact else None
             return Replay(model, criterion, recall.whole(), before, params, space)
         if closure is None or value is None or self.random is None:
             raise ValueError(
-                f"{self.strategy} compares the loss before and after a step, which has {len(recall.computed)} losses "
+                f"{self.strategy} compares the loss before and after a step, which has {len(losses)} losses "
                 "of optimizer.loss(outputs, targets) and not one: call optimizer.step(closure)"
             )
         return Reclose(model, closure, recall, params, space, value, self.random)

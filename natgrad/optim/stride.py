@@ -38,11 +38,11 @@ class Stride:
         """Length along d: the minimum of the quadratic model, or where the KL reaches the radius.
 
         slope: m^T d, or more for a tighter bound.   radius: in nats per example; the mean loss's unit has `nats` of
-        them.
+        them. 0 allows no step, whatever the slope.
         """
         ratio = self.known(slope)
         bound = (2 * radius / (nats * ratio * slope)).sqrt()  # no slope at all: infinite
-        return torch.minimum(1 / ratio, bound)
+        return torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
 
     def kl(self, slope: Tensor, rate: Tensor, nats: float) -> Tensor:
         """1/2 of the form along rate * d, in nats per example."""

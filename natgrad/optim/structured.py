@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,12 +15,13 @@ from torch.optim import Optimizer
 
 from natgrad.damping import Damping
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.blocks import Block, Blocks, dense, penalised, running_mean
+from natgrad.optim.attempt import Attempt
+from natgrad.optim.blocks import Block, Blocks, dense
 from natgrad.optim.clock import due, pace, started
 from natgrad.optim.distributed import together
 from natgrad.optim.door import check_blocks, checked_group, named_parameters
 from natgrad.optim.judge import Judge, replaying, slope_along
-from natgrad.optim.objective import Closure, Objective
+from natgrad.optim.objective import Closure
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport, state_report
@@ -29,7 +31,6 @@ from natgrad.structures import ExactLabels, Layerwise, Sampled
 from natgrad.structures.taps import Release
 
 EXTRA = "natgrad"
-WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
 
 
@@ -53,8 +54,9 @@ class StructuredNaturalGradient(Optimizer):
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
-    A gradient that is not finite or a loss that is no number skips the step, statistics that are not finite are not
-    taken, an inverse that fails leaves its last good one in place; all are counted in `state_report().failures`.
+    A gradient or a step that is not finite or a loss that is no number skips the step, statistics that are not finite
+    are not taken, an inverse that fails leaves its last good one in place; all are counted in
+    `state_report().failures`. A step happens whole or not at all: Ctrl-C and errors leave the last one's state.
     With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
     and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
     """
@@ -133,9 +135,7 @@ class StructuredNaturalGradient(Optimizer):
                     value = closure()
             self._step(closure, value)
         finally:
-            self._recall.clear()
-            self._reader.taps.take()
-            self._stride.sample = None
+            self._forget_batch()
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -249,101 +249,76 @@ class StructuredNaturalGradient(Optimizer):
         if not active:
             return
         losses = self._recall.losses or self._recall.computed
-        loss, self._nats, scale = self._ranks.pooled(losses, self._nats, self._recall.scale, active[0][1].device)
+        loss, nats, scale = self._ranks.pooled(losses, self._nats, self._recall.scale, active[0][1].device)
         plain = isinstance(scale, float) and scale == 1
         gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
-        finite = bool(known)  # the one synchronisation of a step between updates
+        finite = bool(known)  # this and `attempt.finite` are the synchronisations of a step between updates
         if finite and not self._blocks.all:
             raise ValueError(
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode, and call "
                 "backward() on it"
             )
-        self._told = {"gradient": norm, "damping": self.param_groups[0]["damping"]}
-        self._told |= {} if loss is None else {"loss": loss}
+        told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
         if finite:
             self._reader.arm(False)  # what follows may call the model again
-            self._invert()
-            self._move(gradients, lambda: self._objective(closure, value))
-        else:
-            self._clock["failures"] += 1
-        self._pending = 0
-        pace(self._clock, self._blocks.drift(), self.update_every)
-        self._clock["step"] += 1
+            attempt = self._attempt(nats, dict(told))
+            if self._clock["updated"] > self._clock["inverted"] and self._due("inverted", self.invert_every):
+                attempt.invert()
+            refuses = partial(self._refuses, attempt, gradients, closure, value)
+            attempt.move(gradients, self._bounded, refuses if self._judge.due(self._clock) else None)
+            finite = attempt.finite()
+            self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
+        if not finite:
+            attempt = self._attempt(nats, told)
+            attempt.clock["failures"] += 1
+        pace(attempt.clock, self._blocks.drift(), self.update_every)
+        attempt.clock["step"] += 1
+        values = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
+        attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0}, self._forget_batch)
+
+    def _forget_batch(self) -> None:
+        self._recall.clear()
+        self._reader.taps.take()
         self._reader.arm(self._due("updated", self.update_every))
+        self._stride.sample = None
 
-    def _invert(self) -> None:
-        if self._clock["updated"] <= self._clock["inverted"] or not self._due("inverted", self.invert_every):
-            return
-        groups = self._groups()
-        levels = {name: (float(group["damping"]), float(group["l2"])) for name, group in groups.items()}
-        self._clock["failures"] += self._blocks.invert(levels)
-        self._clock["inverted"] = self._clock["step"]
-
-    def _objective(self, closure: Closure | None, value: Tensor | None) -> Objective:
-        params = {name: p for name, p in self._by_group() if p.grad is not None}
-        return self._judge.objective(self.model, self.criterion, self._recall, params, closure, value)
-
-    def _move(self, gradients: dict[str, Tensor], objective: Callable[[], Objective]) -> None:
-        groups, steps, slopes = self._groups(), dict[str, Tensor](), dict[str, Tensor]()
-        rates = {name: float(group["lr"]) for name, group in groups.items()}
-        for block in self._blocks:
-            names = [name for name in block.layout.names if name in gradients]
-            means = {name: self._mean(name, gradients[name], groups[name]) for name in names}
-            if block.inverse is not None and means:
-                found, promised = self._blocks.direction(block, means, rates)
-                steps |= found
-                slopes |= promised
-        self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
-        if not steps:
-            return
-        rate, kl = self._length(steps, rates, slopes)
-        if self._judge.due(self._clock):
-            moves = {name: -rates[name] * rate.to(step) * step for name, step in steps.items()}
-            if self._refuses(moves, gradients, float(kl / self._nats), objective):
-                return
-        self._told |= {"kl": kl, "rate": rate}
-        for name, step in steps.items():
-            p, decay = self._named[name], groups[name]["weight_decay"]
-            if decay:
-                p.mul_(1 - rates[name] * decay)
-            p.addcmul_(step.to(p.dtype), rate.to(p.dtype), value=-rates[name])
-
-    def _length(
-        self, steps: dict[str, Tensor], rates: dict[str, float], slopes: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The a of theta <- theta - a lr d, common to all, and the KL that it moves, in nats per example."""
-        scaled = {name: rates[name] ** 2 * slope for name, slope in slopes.items()}
-        whole = torch.stack(list(scaled.values())).sum()
-        bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
-        if self._stride.sample is not None:
-            even = len({rates[name] for name in steps}) == 1  # a common rate cancels: no copies
-            moves = steps if even else {name: rates[name] * step for name, step in steps.items()}
-            self._stride.measure(moves, slopes if even else scaled, self._named, self._ranks, self._penalty(moves))
-            self._clock["measured"] = self._clock["step"]
-        rate = self._stride.rate(bounding, self._radius(whole), self._nats)
-        return rate, self._stride.kl(whole, rate, self._nats)
+    def _attempt(self, nats: Any, told: dict[str, Any]) -> Attempt:
+        return Attempt(
+            self._blocks,
+            self._named,
+            self.state,
+            self.param_groups,
+            self._clock,
+            self._stride,
+            self._ranks,
+            nats,
+            told,
+        )
 
     def _refuses(
-        self, moves: dict[str, Tensor], gradients: dict[str, Tensor], form: float, objective: Callable[[], Objective]
+        self,
+        attempt: Attempt,
+        gradients: dict[str, Tensor],
+        closure: Closure | None,
+        value: Tensor | None,
+        moves: dict[str, Tensor],
+        form: float,
     ) -> bool:
         """Whether a step would raise the loss; and the damping from here on. form: half the metric's along it."""
-        strengths = {name: float(group["l2"]) for name, group in self._groups().items()}
+        params = {name: p for name, p in self._by_group() if p.grad is not None}
+        strengths = {name: float(group["l2"]) for name, group in attempt.groups.items()}
         slope, penalty = slope_along(moves, gradients, self._named, strengths)
         rows = sum(count for _, count in self._recall.losses or self._recall.computed)
         with replaying(self.model, self._recall):
-            change = self._judge.change(objective(), moves, rows, self._ranks) + penalty
+            objective = self._judge.objective(self.model, self.criterion, self._recall, params, closure, value)
+            change = self._judge.change(objective, moves, rows, self._ranks) + penalty
         ratio, refused = self._judge.verdict(change, slope, form)
-        self._judge.adapt(self.param_groups, self._clock, ratio, refused)
-        self._told["ratio"] = ratio
+        self._judge.adapt(attempt.copies, attempt.clock, ratio, refused)
+        attempt.told["ratio"] = ratio
         return refused
-
-    def _penalty(self, moves: dict[str, Tensor]) -> Tensor | float:
-        """moves^T (l2 I) moves."""
-        strengths = {name: float(group["l2"]) for name, group in self._groups().items()}
-        return sum(strengths[name] * move.square().sum() for name, move in moves.items() if strengths[name])
 
     def _warn(self, strangers: Set[str]) -> None:
         """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""
@@ -356,29 +331,12 @@ class StructuredNaturalGradient(Optimizer):
                 stacklevel=2,
             )
 
-    def _radius(self, like: Tensor) -> Tensor:
-        """The bound on this step's KL, in nats per example; it grows over the first steps."""
-        most = min(float(group["max_kl"]) for group in self.param_groups)
-        share = self._nats * min(float(group["kl_share"]) for group in self.param_groups)
-        bound = torch.full_like(like, share)
-        if self._bounded and "loss" in self._told:
-            bound = bound * self._told["loss"].to(like).nan_to_num(nan=math.inf)
-        return bound.clamp(max=most) * min(1.0, (self._clock["step"] + 1) / WARM)
-
-    def _mean(self, name: str, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        p = self._named[name]
-        return running_mean(self.state[p], penalised(gradient, p, group["l2"]), group["momentum"])
-
     def _due(self, event: str, every: int) -> bool:
         return due(self._clock, event, every)
 
     def _by_group(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(p): name for name, p in self._named.items()}
         return ((names[id(p)], p) for group in self.param_groups for p in group["params"] if id(p) in names)
-
-    def _groups(self) -> dict[str, dict[str, Any]]:
-        by_id = {id(p): group for group in self.param_groups for p in group["params"]}
-        return {name: by_id[id(p)] for name, p in self._named.items() if id(p) in by_id}
 
     def _kind(self, block: Block | None) -> str:
         if block is None:
