@@ -255,7 +255,7 @@ def test_absolute_damping_is_refused_at_the_door(absolute: ng.Damping):
 
 def test_a_loss_that_was_only_looked_at_does_not_ask_for_a_closure():
     model = net()
-    opt = ng.kfac(model, CE, damping=LM)
+    opt = ng.kfac(model, CE, damping=LM(start=0.03))
     for _ in range(2 * EVERY):
         opt.zero_grad()
         opt.loss(model(2 * X), Y)  # too large for the user, say: never sent backward
