@@ -121,6 +121,30 @@ def _decompose_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(matrix.shape[:-1]), vectors.view(matrix.shape)
 
 
+def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U (n, r), sizes (r,) and V^T (r, k) with A = U diag(sizes) V^T, r = min(n, k).
+
+    In float64 if LAPACK fails, NaN if it fails there too or A (n, k) is not finite.
+    """
+    for dtype in (matrix.dtype, torch.float64) if all_finite(matrix) else ():
+        try:
+            left, sizes, right = torch.linalg.svd(matrix.to(dtype), full_matrices=False)
+        except RuntimeError:
+            continue
+        if all_finite(left):
+            return left.to(matrix.dtype), sizes.to(matrix.dtype), right.to(matrix.dtype)
+    (n, k), r = matrix.shape, min(matrix.shape)
+    lost = matrix.new_full((n + k + 1, r), torch.nan)
+    return lost[:n], lost[n], lost[n + 1 :].mT
+
+
+def fit_or_nan(matrix: Tensor, rhs: Tensor) -> Tensor:
+    """argmin |A X - B| of least norm, for A (..., n, k) and B (..., n, m); NaN where either is not finite."""
+    fine = (_finite(matrix) & _finite(rhs))[..., None, None]
+    found = torch.linalg.lstsq(torch.where(fine, matrix, 0.0), torch.where(fine, rhs, 0.0)).solution
+    return torch.where(fine, found, torch.nan)
+
+
 def concrete(value: Tensor) -> bool:
     """Whether the numbers are there to look at: not within a transform of torch.func."""
     return torch.func.debug_unwrap(value) is value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.densities import Density, check_continuous, check_density
+from natgrad.lapack import require_factor
 from natgrad.linalg import symmetrise
 from natgrad.spaces import Params
 
@@ -87,12 +88,11 @@ class GaussMarkov(Density):
         root = self.score_jacobian(start, x).flatten(0, 1)
         metric = symmetrise(root.mT @ root) / len(x)
         slope = torch.cat([torch.ones_like(start["diagonal"]), torch.zeros_like(start["edges"])])
-        factor, info = torch.linalg.cholesky_ex(metric)
-        if bool(info):
-            raise ValueError(
-                f"X has {len(X)} examples of {self.size} variables and leaves some of the {len(slope)} entries of P "
-                "undetermined: give more examples, or take the variables out that never move"
-            )
+        factor = require_factor(
+            metric,
+            f"X has {len(X)} examples of {self.size} variables and leaves some of the {len(slope)} entries of P "
+            "undetermined: give more examples, or take the variables out that never move",
+        )
         found = torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1).split([self.size, len(self.edges)])
         return {name: value.clone().requires_grad_() for name, value in zip(start, found, strict=True)}
 
@@ -125,13 +125,11 @@ class GaussMarkov(Density):
             )
 
     def _factor(self, params: Params) -> Tensor:
-        factor, info = torch.linalg.cholesky_ex(self.precision(params))
-        if bool(info):
-            raise ValueError(
-                "params give a precision that is not positive definite, which no distribution has; score matching "
-                "does not keep it so: take more examples or fewer edges"
-            )
-        return factor
+        return require_factor(
+            self.precision(params),
+            "params give a precision that is not positive definite, which no distribution has; score matching "
+            "does not keep it so: take more examples or fewer edges",
+        )
 
     def __repr__(self) -> str:
         return f"GaussMarkov({self.size}, {len(self.edges)} edges)"

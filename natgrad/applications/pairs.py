@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.boltzmann import Boltzmann
+from natgrad.lapack import eigh
 from natgrad.metrics import Metric, RatioMetric
 from natgrad.metrics.score import examples_of
 from natgrad.operators import Operator
@@ -68,7 +69,7 @@ class PairPreconditioner(Preconditioner):
             covariance = (v - mean).mT @ (v - mean) / len(v)
             weights, covariance = damped(weights, covariance, damping)
             scale = weights.rsqrt()
-            values, vectors = torch.linalg.eigh(scale.unsqueeze(1) * covariance * scale)
+            values, vectors = eigh(scale.unsqueeze(1) * covariance * scale)
         return {"weights": weights, "mean": mean, "values": values.clamp(min=0), "vectors": vectors}
 
 

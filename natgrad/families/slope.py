@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.lapack import svd
 from natgrad.linalg import eigh
 
 RIDGES = tuple(10.0**k for k in range(-7, 3))
@@ -86,7 +87,7 @@ def regressed(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
 def least_norm(matrix: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """argmin |A X - B| of least norm and the rank of A, by QR and the singular values of R."""
     q, r = torch.linalg.qr(matrix)
-    left, sizes, right = torch.linalg.svd(r, full_matrices=False)
+    left, sizes, right = svd(r)
     kept = sizes > max(matrix.shape) * torch.finfo(matrix.dtype).eps * sizes.amax()
     inverse = torch.where(kept, 1 / torch.where(kept, sizes, 1), 0)
     return right.mT @ (inverse.unsqueeze(1) * (left.mT @ (q.mT @ target))), int(kept.sum())

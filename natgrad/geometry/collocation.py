@@ -9,7 +9,7 @@ import torch
 from numpy.polynomial import chebyshev
 from torch import Tensor
 
-from natgrad.lapack import invert_or_nan
+from natgrad.lapack import fit_or_nan, invert_or_nan
 
 NODES, MEMORY, SWEEPS = 32, 10, 80
 DRIFT = 1e-5
@@ -72,7 +72,7 @@ def _mixed(pasts: list[Tensor], residuals: list[Tensor]) -> Tensor:
     gram = changes.mT @ changes
     ridge = 1e-14 * gram.diagonal(dim1=1, dim2=2).sum(1).clamp_min(1e-300)
     gram = gram + torch.diag_embed(ridge.unsqueeze(1).expand(gram.shape[:2]))
-    weights = torch.linalg.lstsq(gram, changes.mT @ residual.flatten(1).nan_to_num().unsqueeze(2)).solution
+    weights = fit_or_nan(gram, changes.mT @ residual.flatten(1).nan_to_num().unsqueeze(2))
     return last + residual - ((steps + changes) @ weights).view_as(last)
 
 

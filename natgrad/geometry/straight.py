@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
+from natgrad.lapack import require_factor
 
 
 class Straightened(Manifold):
@@ -121,10 +122,10 @@ class Location(Manifold):
     domain = "finite means (..., d)"
 
     def __init__(self, covariance: Tensor) -> None:
-        factor, info = torch.linalg.cholesky_ex(covariance)
-        if covariance.dim() != 2 or bool(info):
-            raise ValueError("covariance must be one positive definite matrix (d, d)")
-        self.covariance, self.factor = covariance, factor
+        message = "covariance must be one positive definite matrix (d, d)"
+        if covariance.dim() != 2:
+            raise ValueError(message)
+        self.covariance, self.factor = covariance, require_factor(covariance, message)
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         whitened = torch.cholesky_solve(second.unsqueeze(-1), self.factor).squeeze(-1)

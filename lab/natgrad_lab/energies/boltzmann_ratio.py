@@ -14,6 +14,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.gauss_markov import lattice
+from natgrad.lapack import eigh
 from natgrad.spaces import Space
 from natgrad_lab.energies import boltzmann_page
 from natgrad_lab.energies.boltzmann_exact import LOSSES, Exact, descend, natural, path
@@ -121,7 +122,7 @@ def recovered(run: Run, floor: float, begun: float) -> Numbers:
     begin = space.flatten(params).detach()
     end = begin - ng.natural_gradient(metric, gradient).value
     curvature = metric.dense()
-    low, high = torch.linalg.eigvalsh(curvature)[[0, -1]].tolist()
+    low, high = eigh(curvature)[0][[0, -1]].tolist()
     steps = descent(run, curvature, begin - best, 2 / (low + high), 1e-3 * float(best.norm()), begun)
     return {
         "condition": high / low,

@@ -24,6 +24,7 @@ from natgrad.applications.variational.targets import (
     sound,
 )
 from natgrad.families import MultivariateNormal
+from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
 from natgrad.pure import run_detached
 
@@ -173,7 +174,7 @@ class Variational:
         """L (d, d) with L L^T the covariance; the standard deviations (d,) where q is diagonal."""
         if self.diagonal:
             return self.precision.rsqrt()
-        upper = torch.linalg.cholesky(self.precision.flip(0, 1)).flip(0, 1)  # P = U U^T, U upper: U^-T is lower
+        upper = self._factor(self.precision.flip(0, 1)).flip(0, 1)  # P = U U^T, U upper: U^-T is lower
         return torch.linalg.solve_triangular(upper.mT, torch.eye(len(upper)).to(upper), upper=False)
 
     def entropy(self, root: Tensor | None = None) -> Tensor:
@@ -213,12 +214,19 @@ class Variational:
         self.mean, self.precision = state["mean"].to(self.mean).clone(), state["precision"].to(self.precision).clone()
         self.steps, self.lr = state["steps"], state["lr"]
 
+    def _factor(self, precision: Tensor) -> Tensor:
+        return require_factor(
+            precision,
+            f"q's precision at z = {_few(self.mean)} has become singular in {precision.dtype}: take a smaller lr, a "
+            "start with a smaller covariance, or float64",
+        )
+
     def _moved(self, found: Moments) -> Tensor:
         """(1 - lr) P - lr E[Hess log p], inside the cone."""
         if self.diagonal:
             return self.precision * inside((1 - self.lr) - self.lr * found.hessian / self.precision)
         plain = (1 - self.lr) * self.precision - self.lr * (found.hessian + found.hessian.mT) / 2
-        factor = torch.linalg.cholesky(self.precision)
+        factor = self._factor(self.precision)
         half = torch.linalg.solve_triangular(factor, plain, upper=False)
         ratios, vectors = eigh(torch.linalg.solve_triangular(factor, half.mT, upper=False))
         if bool((ratios > EDGE).all()):
@@ -235,7 +243,7 @@ def inside(ratios: Tensor) -> Tensor:
 def _solve(precision: Tensor, gradient: Tensor) -> Tensor:
     if precision.dim() == 1:
         return gradient / precision
-    return torch.cholesky_solve(gradient.unsqueeze(1), torch.linalg.cholesky(precision)).squeeze(1)
+    return torch.cholesky_solve(gradient.unsqueeze(1), factor_or_nan(precision)).squeeze(1)
 
 
 def _mean(start: Any) -> Tensor:
@@ -280,10 +288,7 @@ def _precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Tens
         if not bool((given > 0).all()) or not all_finite(given):
             raise ValueError("covariance has entries that are not positive and finite")
         return (1 / given).expand(d).clone() if diagonal else torch.diag((1 / given).expand(d))
-    factor, info = torch.linalg.cholesky_ex(given)
-    if bool(info):
-        raise ValueError("covariance is not positive definite")
-    return torch.cholesky_inverse(factor)
+    return torch.cholesky_inverse(require_factor(given, "covariance is not positive definite"))
 
 
 def _network(

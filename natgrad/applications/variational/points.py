@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from natgrad.lapack import require_factor
+
 LARGEST_GRID = 2**16
 
 
@@ -56,7 +58,7 @@ def _sobol(half: int, d: int, seed: int) -> tuple[Tensor, Tensor]:
     uniform = torch.quasirandom.SobolEngine(d, scramble=True, seed=seed).draw(half, dtype=torch.float64)
     one_side = torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12))
     z = torch.cat([one_side, -one_side])
-    factor = torch.linalg.cholesky(z.mT @ z / len(z))
+    factor = require_factor(z.mT @ z / len(z), f"{2 * half} of Sobol's points do not span {d} dimensions: raise count")
     z = torch.linalg.solve_triangular(factor, z.mT, upper=False).mT
     return z, z.new_full((len(z),), 1 / len(z))
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from natgrad.applications.variational.points import GaussHermite, Points, default_points
 from natgrad.families import Criterion, as_criterion
-from natgrad.linalg import all_finite
+from natgrad.lapack import require_factor
+from natgrad.linalg import all_finite, safe_cutoff
 from natgrad.metrics import fisher
 from natgrad.pure import PureModel, as_call
 from natgrad.spaces import Space, trainable
@@ -163,9 +164,8 @@ def inducing(kmm: Tensor, kmn: Tensor, knn: Tensor) -> tuple[Tensor, Tensor]:
     kmm (d, d), kmn (d, N): the covariance of the inducing values and of these with f; knn (N,): f's variances. z are
     the whitened inducing values, u = L z, L L^T = kmm. ValueError if kmm is not positive definite.
     """
-    factor, info = torch.linalg.cholesky_ex(kmm)
-    if bool(info):
-        raise ValueError("kmm is not positive definite; add 1e-6 of its mean diagonal to its diagonal")
+    enough = max(1e-6, 10 * safe_cutoff(len(kmm), kmm.dtype))
+    factor = require_factor(kmm, f"kmm is not positive definite; add {enough:.0e} of its mean diagonal to its diagonal")
     rows = torch.linalg.solve_triangular(factor, kmn, upper=False).mT
     return rows, (knn - rows.square().sum(1)).clamp(min=0)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.two_layer import TwoLayer
+from natgrad.lapack import eigh
 from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
@@ -81,7 +82,7 @@ def patches(s: Settings, seed: int) -> Patches:
     flat = flat - flat.mean(1, keepdim=True)
     norms = flat.norm(dim=1, keepdim=True)
     flat = flat / (norms + GAUGE * norms.mean())
-    values, vectors = torch.linalg.eigh((flat.mT @ flat / len(flat)).double())
+    values, vectors = eigh((flat.mT @ flat / len(flat)).double())
     deviations, axes = values[-s.keep :].sqrt().float(), vectors[:, -s.keep :].float()
     white = flat @ (axes / deviations)
     return Patches(white[HELD_OUT:], white[:HELD_OUT], axes / deviations, axes * deviations)

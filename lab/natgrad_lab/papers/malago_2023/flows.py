@@ -21,6 +21,7 @@ from natgrad.applications.flows import (
     probability_coordinates,
 )
 from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
+from natgrad.lapack import invert_or_nan, solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.sections import Story
 from natgrad_lab.experiments.study import Findings, Numbers, Piece, Run, Study
@@ -159,7 +160,7 @@ def moments() -> Coordinates:
         return torch.stack([torch.stack([first, both], -1), torch.stack([both, second], -1)], -2)
 
     def theta(xi: Tensor) -> Tensor:
-        precision = torch.linalg.inv(matrix(xi))
+        precision = invert_or_nan(matrix(xi))
         return torch.cat([(precision @ xi[..., :2].unsqueeze(-1)).squeeze(-1), PLANE.pack(-precision / 2)], -1)
 
     def inside(xi: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ def plane_flows(run: Run) -> Numbers:
     """Ascent of the two-dimensional quadratic from means around the optimum, beside the closed form."""
     s: Settings = run.settings
     times = torch.linspace(0, s.span, s.steps, dtype=torch.float64).square() / s.span  # dense where it starts
-    value, chart, optimum = expected(PLANE, bowl, nodes=2), moments(), torch.linalg.solve(2 * BOWL, SLOPE)
+    value, chart, optimum = expected(PLANE, bowl, nodes=2), moments(), solve_or_nan(2 * BOWL, SLOPE)
     angles = torch.arange(2 * s.starts, dtype=torch.float64) * torch.pi / s.starts
     starts = optimum + 1.8 * torch.stack([angles.cos(), angles.sin()], 1)
     xi = torch.cat([starts, COVARIANCE[[0, 1, 0], [0, 1, 1]].expand(len(starts), 3)], dim=1)
@@ -189,9 +190,9 @@ def plane_flows(run: Run) -> Numbers:
 
 def closed_mean(mean: Tensor, times: Tensor) -> Tensor:
     """mu(t) of the natural flow: P(t) = P0 + 2 A t and P mu = P0 mu0 + b t."""
-    precision = torch.linalg.inv(COVARIANCE)
+    precision = invert_or_nan(COVARIANCE)
     moved = precision + 2 * times.view(-1, 1, 1) * BOWL
-    return torch.linalg.solve(moved, (precision @ mean + times.unsqueeze(1) * SLOPE).unsqueeze(-1)).squeeze(-1)
+    return solve_or_nan(moved, (precision @ mean + times.unsqueeze(1) * SLOPE).unsqueeze(-1)).squeeze(-1)
 
 
 def _study(name: str, summary: str, pieces: tuple[Piece, ...], tell: Callable[[Findings], Story]) -> Study:
@@ -224,7 +225,7 @@ def tell_polynomials(findings: Findings) -> Story:
 
 def tell_quadratic(findings: Findings) -> Story:
     """The page of `malago_2023_quadratic`."""
-    return story.quadratic(findings, bowl, torch.linalg.solve(2 * BOWL, SLOPE).tolist())
+    return story.quadratic(findings, bowl, solve_or_nan(2 * BOWL, SLOPE).tolist())
 
 
 TOY_STUDY = _study(

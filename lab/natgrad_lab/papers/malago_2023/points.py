@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.applications.flows import draw_trajectory, paths
 from natgrad.families import Ising
 from natgrad.geometry import HalfPlane, Simplex, level_set
+from natgrad.lapack import solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers, Piece, Run, Study
@@ -214,7 +215,7 @@ def descend(model: Ising, values: Tensor, theta: Tensor, time: float, h: float =
         covariance = centred.mT @ weighted
         right = weighted.mT @ f.unsqueeze(2)
         ridge = 1e-12 * torch.eye(model.size).to(at)
-        return -torch.linalg.solve(covariance + ridge, right).squeeze(2)
+        return -solve_or_nan(covariance + ridge, right).squeeze(2)
 
     theta = theta.clone()
     for _ in range(round(time / h)):

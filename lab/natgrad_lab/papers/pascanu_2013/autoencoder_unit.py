@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
+from natgrad.lapack import solve_or_nan
 
 Params = dict[str, Tensor]
 FAMILY = ng.Gaussian(std=0.5**0.5)  # -log p is the squared error itself, up to a constant
@@ -89,7 +90,7 @@ def _closed(unit: Unit, at: Tensor, method: str) -> Tensor:
     if method == "gradient descent":
         return RATES[method] * g
     matrix = CLOSED[method](unit, at) + DAMPINGS[method] * torch.eye(2, dtype=at.dtype)
-    return RATES[method] * torch.linalg.solve(matrix, g)
+    return RATES[method] * solve_or_nan(matrix, g)
 
 
 def _fisher(unit: Unit, at: Tensor) -> Tensor:

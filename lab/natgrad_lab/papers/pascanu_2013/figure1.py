@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.lapack import eigh
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.papers.pascanu_2013 import figure1_page
@@ -109,7 +110,7 @@ def ending(unit: Unit, at: Tensor) -> str:
     """minimum, saddle or maximum where the gradient has vanished; else still moving."""
     if float(gradient(unit, at).norm()) > 1e-3:
         return "still moving"
-    low, high = torch.linalg.eigvalsh(hessian(unit, at)).tolist()
+    low, high = eigh(hessian(unit, at))[0].tolist()
     return "minimum" if low >= 0 else "saddle" if high > 0 else "maximum"
 
 
@@ -198,7 +199,7 @@ def saddles(unit: Unit, at: Tensor) -> float:
         return 0.0
     still = torch.func.vmap(lambda a: gradient(unit, a))(at).norm(dim=1) < 1e-3
     curved = torch.func.vmap(torch.func.hessian(lambda a: unit.error(point(a))))(at)
-    low, high = torch.linalg.eigvalsh(curved).unbind(1)
+    low, high = eigh(curved)[0].unbind(1)
     return (still & (low < 0) & (high > 0)).double().mean().item()
 
 
