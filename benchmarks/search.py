@@ -91,7 +91,7 @@ def bbob(number: int, d: int, instance: int) -> Problem:
 def solve(problem: Problem, seed: int, **settings: Any) -> SearchResult:
     """The result of one run."""
     x0 = problem.x0(torch.Generator().manual_seed(1000 + seed))
-    return minimize(problem.f, x0, problem.sigma0, ftarget=problem.target, seed=seed, **settings)
+    return minimize(problem.f, x0, problem.sigma0, ftarget=problem.target, seed=seed, vectorized=True, **settings)
 
 
 def spread(counts: list[int]) -> str:

@@ -46,6 +46,7 @@ def ours(f: Function, seed: int, noise: bool, popsize: int | None = None) -> tup
         noise=noise,
         popsize=popsize,
         maxfevals=BUDGET,
+        vectorized=True,
         callback=lambda search: last.append(search.centre()),
     )
     return float(f(last[-1].unsqueeze(0))), result.nfev

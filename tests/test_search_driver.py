@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import warnings
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -46,14 +46,6 @@ class LaterPool:
         return self.Future(fn, args)
 
 
-class BrokenPool(LaterPool):
-    """One whose workers died."""
-
-    class Future(LaterPool.Future):
-        def result(self):
-            raise BrokenExecutor("a worker died")
-
-
 # Pools.
 
 
@@ -71,11 +63,6 @@ def test_processes_evaluate_points():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         there = ng.minimize(one_value, [1.0, 2.0], 1.0, seed=3, maxfevals=30, vectorized=False, executor=pool)
     assert torch.equal(there.x, ng.minimize(sphere, [1.0, 2.0], 1.0, seed=3, maxfevals=30).x)
-
-
-def test_a_broken_pool_is_no_bad_point():
-    with pytest.raises(BrokenExecutor, match="died"):
-        ng.minimize(sphere, [1.0], 1.0, executor=BrokenPool())
 
 
 # Searches that are given.
@@ -226,9 +213,6 @@ def test_gradients_are_not_kept():
 
 
 WRONG = {
-    "f gives None": (lambda: ng.minimize(lambda X: None, [0.0], 1.0), ValueError, r"f\(X\) is NoneType"),
-    "f gives words": (lambda: ng.minimize(lambda X: ["a"] * len(X), [0.0], 1.0), ValueError, r"f\(X\) is list"),
-    "f gives complex": (lambda: ng.minimize(lambda X: X[:, 0] * 1j, [0.0], 1.0), ValueError, "is complex"),
     "sigma0 missing": (lambda: ng.minimize(sphere, [0.0]), ValueError, "sigma0 is missing"),
     "sigma0 zero": (lambda: ng.minimize(sphere, [0.0], 0.0), ValueError, "sigma0 is 0"),
     "sigma0 infinite": (lambda: ng.minimize(sphere, [0.0], math.inf), ValueError, "sigma0 is inf"),

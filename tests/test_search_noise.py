@@ -41,7 +41,7 @@ def test_the_change_of_places_by_hand():
 
 
 def test_without_noise_points_are_evaluated_once():
-    repeated = Repeated(sphere)
+    repeated = Repeated(sphere, vectorized=True)
     search = ng.GaussianSearch([3.0, 1.0, 2.0], 1.0, seed=0)
     for _ in range(30):
         X = search.ask()

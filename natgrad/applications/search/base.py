@@ -97,10 +97,15 @@ class Search(ABC):
 
 def as_values(values: Any, name: str) -> Tensor:
     """Objective values as a float64 tensor, from a tensor, an array or a list of numbers. ValueError for others."""
+    if isinstance(values, (list, tuple)) and any(isinstance(v, (str, bytes)) for v in values):
+        raise ValueError(f"{name} has strings, expected numbers, lower is better; NaN for an evaluation that failed")
     try:
         found = torch.as_tensor([float(v) for v in values] if isinstance(values, (list, tuple)) else values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is {type(values).__name__}, expected numbers, lower is better: {error}") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{name} is {type(values).__name__}, expected numbers, lower is better, and NaN for an evaluation that "
+            f"failed: {error}"
+        ) from error
     if found.is_complex():
         raise ValueError(f"{name} is complex, expected real values: lower is better")
     return found.detach().to(torch.float64)

@@ -39,31 +39,46 @@ def minimize(
     tolerances: Tolerances | None = None,
     callback: Callable[[Search], Any] | None = None,
     seed: int | None = None,
-    vectorized: bool = True,
+    vectorized: bool | None = None,
     executor: Pool | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
 ) -> SearchResult:
     """Minimum of a black box f by natural gradient search with a Gaussian, or with a search that is given.
 
-    f: values (popsize,) of a batch of points (popsize, d), or with vectorized=False the value of one point (d,); gets
-    tensors, gives tensors, arrays or numbers. NaN or an exception is a worst value.   x0, sigma0, popsize, bounds,
-    integers, model, tolerances, seed: as for `GaussianSearch`; or x0 is a search of any kind, such as
-    `BernoulliSearch(n)`, and takes their place.   noise: True or a `NoiseHandling` where f differs between two
-    evaluations of a point: they are then repeated as needed, ftarget is meant for the median of a generation, and the
-    result is the distribution's centre.   ftarget: stop at a value as low.   maxfevals: bound on evaluations, default
-    none.   restarts: a number, `IPOP(times)`, `BIPOP(times)` or their names; they start at x0, or anywhere within
-    bounds if all are finite.   callback: called with the search after each generation; stops if it returns True.
-    executor: evaluates points in parallel.   checkpoint: a file that is written every so many generations and at the
-    end, and from which the same call goes on, bit for bit.
+    Ctrl-C ends the search with the result so far. Evaluations that fail, by an exception or by giving NaN, None, a
+    tuple, a string or an array of another shape, are counted in the result's `failures`, rank last, and are warned of
+    once; where none of 20 generations had a value, the result says so.
 
-    Ctrl-C ends the search with the result so far.
+    Args:
+        f: Values (popsize,) of a batch of points (popsize, d), or the value of one point (d,). Gets tensors, gives
+            tensors, arrays or numbers.
+        x0: Where to start, as for `GaussianSearch`; or a search of any kind, such as `BernoulliSearch(n)`, in the
+            place of x0, sigma0, popsize, bounds, integers, model, tolerances and seed.
+        sigma0: As for `GaussianSearch`, and so are popsize, bounds, integers, model, tolerances and seed.
+        noise: True or a `NoiseHandling` where f differs between two evaluations of a point: they are then repeated as
+            needed, ftarget is meant for the median of a generation, and the result is the distribution's centre.
+        ftarget: Stop at a value as low.
+        maxfevals: Bound on evaluations, default none.
+        restarts: A number, `IPOP(times)`, `BIPOP(times)` or their names. They start at x0, or anywhere within bounds if
+            all are finite.
+        callback: Called with the search after each generation; stops if it returns True.
+        vectorized: True if f takes batches, False if it takes one point, None to find out: f is then asked with a
+            batch of one, with the whole batch and, where these do not fit, with a point. These calls, at most four
+            more than the points need, count as evaluations.
+        executor: Evaluates points in parallel, one by one. Points that a lost worker had are evaluated elsewhere.
+        checkpoint: A file that is written every `checkpoint_every` generations and at the end, and from which the same
+            call goes on, bit for bit.
+
+    Raises:
+        TypeError: If f is no function, or cannot be pickled and the executor's processes need that.
     """
     chosen = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
     runs = as_runs(x0, sigma0, chosen, restarts, seed)
-    check_goals(ftarget, maxfevals, runs.popsize, callback)
-    as_count(checkpoint_every, "checkpoint_every", 1, "a number of generations")
     objective = Objective(f, vectorized, executor)
+    check_goals(ftarget, maxfevals, runs.popsize, objective.asking, callback)
+    as_count(checkpoint_every, "checkpoint_every", 1, "a number of generations")
+    objective.limit = math.inf if maxfevals is None else float(maxfevals)
     handling = as_handling(noise)
     journey = Journey(runs, objective, None if handling is None else Repeated(objective, handling))
     file = None if checkpoint is None else Path(checkpoint)
@@ -79,6 +94,8 @@ def minimize(
                 save(journey, file)
     except KeyboardInterrupt:
         ending = "interrupted: the result is what was found so far"
+    finally:
+        objective.close()
     if file is not None:
         save(journey, file)
     return journey.result(ending, ftarget)
@@ -113,13 +130,18 @@ def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
     return NoiseHandling() if noise else None
 
 
-def check_goals(ftarget: Any, maxfevals: Any, popsize: int, callback: Any) -> None:
+def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int, callback: Any) -> None:
     """ValueError for a target that is no number, and for a budget that does not pay for one generation."""
     if ftarget is not None and (not isinstance(ftarget, (Real, Tensor)) or math.isnan(ftarget)):
         came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
         raise ValueError(f"ftarget is {came}, expected a number, or None for no target")
     if maxfevals is not None and not (isinstance(maxfevals, (Real, Tensor)) and float(maxfevals) >= popsize):
         raise ValueError(f"maxfevals is {maxfevals!r}, expected at least {popsize}, the evaluations of one generation")
+    if maxfevals is not None and float(maxfevals) < popsize + asking:
+        raise ValueError(
+            f"maxfevals is {maxfevals!r}, expected at least {popsize + asking}: one generation, and {asking} to find "
+            "out whether f takes a batch or a point; vectorized=True or False says it"
+        )
     if callback is not None and not callable(callback):
         raise TypeError(f"callback is {type(callback).__name__}, expected a function of the search")
 

@@ -17,6 +17,7 @@ from natgrad.applications.search.noise import Repeated
 from natgrad.applications.search.objective import Objective
 from natgrad.applications.search.restarts import Restarts, Run
 
+HOPELESS = 20  # generations without any value after which no more come
 CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
 
 
@@ -27,6 +28,7 @@ class SearchResult:
     x: the best point (d,), or where f is noisy, the distribution's centre.   fun: its value, or the mean of values
     there.   nfev, nit: evaluations and generations, all restarts together.   success: whether ftarget was reached, or
     without one, whether the last run converged.   message: why it ended.   history: generation by generation.
+    failures: evaluations that gave no value, being NaN, no number at all, or an exception.
     """
 
     x: Tensor
@@ -36,6 +38,7 @@ class SearchResult:
     success: bool
     message: str
     history: History = field(repr=False)
+    failures: int = 0
 
 
 class Runs(ABC):
@@ -145,11 +148,11 @@ class Journey:
         self.history.add(nfev=self.nfev, best=self.best.fun, median=median, run=len(self.past), **measures)
 
     def _count(self, points: Tensor, values: Tensor) -> None:
-        before, self.nfev = self.nfev, self.objective.nfev
+        self.nfev = self.objective.nfev
         self.nit += 1
         i = int(values.argmin())
         if float(values[i]) < self.best.fun:
-            nfev = before + i + 1 if self.repeated is None else self.nfev
+            nfev = self.nfev - len(values) + i + 1 if self.repeated is None else self.nfev
             self.best = Best(points[i].clone(), float(values[i]), nfev)
 
     def _noise_measures(self) -> dict[str, float]:
@@ -159,6 +162,8 @@ class Journey:
         """Why all runs are over, or None; starts the next run where the last one is over."""
         if ftarget is not None and self._level <= ftarget:
             return f"ftarget: a value of {self._level:g}, at most {ftarget:g}, was found"
+        if self.nit >= HOPELESS and (first := self.objective.hopeless):
+            return f"failed: none of {self.nfev} evaluations had a value; {first}"
         why = self.search.stop()
         if why is None and self.run.budget is not None and self.nfev - self._began >= self.run.budget:
             why = "budget: of a small run"
@@ -170,10 +175,10 @@ class Journey:
 
     def _next_cost(self) -> int:
         """Evaluations of the next generation, and where f is noisy, of the centre at the end."""
-        size = self.run.popsize
-        return (
-            size if self.repeated is None else self.repeated.cost(size) + self._repeats(self.repeated.handling.growth)
-        )
+        size, asking = self.run.popsize, self.objective.asking
+        if self.repeated is None:
+            return asking + size
+        return asking + self.repeated.cost(size) + self._repeats(self.repeated.handling.growth)
 
     def _repeats(self, growth: float = 1.0) -> int:
         """Evaluations of the centre at the end: as many as a generation takes."""
@@ -204,7 +209,8 @@ class Journey:
         best = self.best if self.repeated is None else self._settle()
         word = message.split(":")[0]
         success = word in CONVERGED if ftarget is None else self._level <= ftarget
-        return SearchResult(best.x, best.fun, self.objective.nfev, self.nit, success, message, self.history)
+        counts = self.objective.nfev, self.nit, success, message, self.history, self.objective.failures
+        return SearchResult(best.x, best.fun, *counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes."""
@@ -217,6 +223,7 @@ class Journey:
             "level": self._level,
             "settled": (self._settled.x, self._settled.fun, self._settled.nfev),
             "runs": self.runs.state_dict(),
+            "objective": self.objective.state_dict(),
             "noise": None if self.repeated is None else self.repeated.state_dict(),
             "history": self.history.state_dict(),
         }
@@ -235,7 +242,7 @@ class Journey:
         self.search = self.runs.build(self.run)
         self.search.load_state_dict(state["search"])
         self.nfev, self.nit, _, self._began = state["counts"]
-        self.objective.nfev = self.nfev
+        self.objective.load_state_dict(state["objective"])
         self.best, self._level = Best(*state["best"]), state["level"]
         self._settled = Best(*state["settled"])
         self.runs.load_state_dict(state["runs"])

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_count, as_values
+from natgrad.applications.search.base import as_count
+from natgrad.applications.search.objective import Objective
 
 CHUNK = 4096  # rows handed to f at once
 
@@ -44,14 +45,36 @@ class NoiseHandling:
 class Repeated:
     """f evaluated several times per point: `F = repeated(X)` are means, and how many it takes is adapted.
 
-    f: values (N,) of a batch (N, d).   handling: how.   `evaluations` per point at present, `nfev` so far, and
-    `change`, the last excess of the change of places over its limit. Where `search.ask()` gives X, `search.tell(X, F)`.
+    Where `search.ask()` gives X, `search.tell(X, F)`. Evaluations that failed are left out of the means; a point at
+    which all did is infinitely bad.
+
+    Args:
+        f: Values (N,) of a batch (N, d), or the value of one point (d,); or an `Objective`.
+        handling: How.
+        vectorized: True if f takes batches, False if it takes a point, None to ask.
+
+    Attributes:
+        evaluations: Per point, at present.
+        nfev: Calls of f so far.
+        change: The last excess of the change of places over its limit.
     """
 
-    def __init__(self, f: Callable[[Tensor], Any], handling: NoiseHandling | None = None) -> None:
-        self.f, self.handling = f, NoiseHandling() if handling is None else handling
-        self.nfev, self.change = 0, 0.0
+    def __init__(
+        self,
+        f: Callable[[Tensor], Any] | Objective,
+        handling: NoiseHandling | None = None,
+        *,
+        vectorized: bool | None = None,
+    ) -> None:
+        self.objective = f if isinstance(f, Objective) else Objective(f, vectorized)
+        self.handling = NoiseHandling() if handling is None else handling
+        self.change = 0.0
         self._wanted = 1.0
+
+    @property
+    def nfev(self) -> int:
+        """Calls of f so far, each row of a batch being one."""
+        return self.objective.nfev
 
     @property
     def evaluations(self) -> int:
@@ -73,22 +96,23 @@ class Repeated:
         return torch.cat([(values[:twice] + again) / 2, values[twice:]])
 
     def mean(self, X: Tensor, count: int) -> Tensor:
-        """Means (N,) of `count` evaluations of each point."""
+        """Means (N,) of `count` evaluations of each point, of those that have a value."""
         rows = X.repeat(count, 1)
-        values = torch.cat([as_values(self.f(part), "f(X)") for part in rows.split(CHUNK)])
-        self.nfev += len(rows)
-        return values.reshape(count, len(X)).mean(0)
+        values = torch.cat([self.objective.evaluate(part) for part in rows.split(CHUNK)])
+        means = values.reshape(count, len(X)).nanmean(0)
+        return torch.where(means.isnan(), torch.inf, means)
 
     def _twice(self, popsize: int) -> int:
         return min(popsize, max(2, round(self.handling.share * popsize)))
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned about the noise."""
-        return {"wanted": self._wanted, "nfev": self.nfev, "change": self.change}
+        return {"wanted": self._wanted, "change": self.change, "objective": self.objective.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._wanted, self.nfev, self.change = state["wanted"], state["nfev"], state["change"]
+        self._wanted, self.change = state["wanted"], state["change"]
+        self.objective.load_state_dict(state["objective"])
 
 
 def rank_change(values: Tensor, again: Tensor, threshold: float) -> float:

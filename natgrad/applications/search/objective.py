@@ -2,94 +2,253 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, CancelledError
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_values
+from natgrad.applications.search.values import NoNumberError, read_number, read_rows
+from natgrad.applications.search.workers import Pool as Pool
+from natgrad.applications.search.workers import Workers
 
 Function = Callable[[Tensor], Any]
+ASKING = 4  # evaluations beyond a generation that finding out how f takes points needs at most, where f answers
 
 
-class Pool(Protocol):
-    """What evaluates points elsewhere: an `Executor`, or a client of Dask, Ray or MPI with the same `submit`."""
+@dataclass(frozen=True)
+class Reply:
+    """What one call gave: its values (k,), or why there are none."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Something with `result()`, which gives fn(*args) or raises what fn raised."""
+    values: Tensor | None
+    why: str = ""
 
 
 class Objective:
-    """F (popsize,) for X (popsize, d): f on the batch, or with vectorized=False on one point (d,) at a time.
+    """F (popsize,) for X (popsize, d), whatever f does: counted, and infinitely bad where f has no value.
 
-    executor: points are submitted to it one by one, as batches of one if f takes batches. A value that is NaN, or an
-    exception in f, counts as infinitely bad and is warned of once; what is no number at all, or of the wrong shape, is
-    an error, and so is an executor that breaks.
+    A failed evaluation is one that gives NaN, None, a tuple, a string or another thing that is no number, an array of
+    the wrong shape, or an exception. It is counted, ranked last, and a warning says so once.
+
+    Whether f takes batches is found out by asking where `vectorized` is None: f gets a batch of one point, then the
+    whole batch, and two of its rows must have the values that they have by themselves; otherwise f gets a point alone.
+    All of these calls count.
+
+    Args:
+        f: Values (popsize,) of a batch (popsize, d), or the value of one point (d,).
+        vectorized: True if f takes batches, False if it takes a point, None to ask.
+        executor: Points are submitted to it one by one, as batches of one if f takes batches.
+
+    Attributes:
+        nfev: Calls of f, each row of a batch being one.
+        failures: Evaluations without a value.
+        limit: Bound on `nfev` for calls beyond the first at a point.
     """
 
-    def __init__(self, f: Function, vectorized: bool = True, executor: Pool | None = None) -> None:
+    def __init__(self, f: Function, vectorized: bool | None = None, executor: Pool | None = None) -> None:
         if not callable(f):
             raise TypeError(f"f is {type(f).__name__}, expected a function of points")
-        if executor is not None and not callable(getattr(executor, "submit", None)):
+        if vectorized is not None and not isinstance(vectorized, bool):
             raise TypeError(
-                f"executor is {type(executor).__name__}, expected one of concurrent.futures, or what has its submit()"
+                f"vectorized is {vectorized!r}, expected True if f takes a batch (popsize, d), False if it takes a "
+                "point (d,), or None to find out"
             )
-        self.f, self.vectorized, self.executor = f, vectorized, executor
-        self.nfev = 0
-        self._warned = False
+        self.f, self.vectorized = f, vectorized
+        self.workers = None if executor is None else Workers(f, executor)
+        self.nfev = self.failures = self.points = 0
+        self.limit = math.inf
+        self._first = ""
+        self._unsure = 0  # rows of batches that failed, which count as one call each if f takes points
+
+    @property
+    def asking(self) -> int:
+        """Evaluations that the next call takes beyond its points: those that find out how f takes them."""
+        return ASKING if self.vectorized is None else 0
+
+    @property
+    def hopeless(self) -> str | None:
+        """What the first failure was, if no evaluation had a value so far."""
+        return self._first if self.points and self.failures == self.points else None
 
     def __call__(self, points: Tensor) -> Tensor:
-        self.nfev += len(points)
-        values = self._batch(points) if self.vectorized and self.executor is None else self._each(points)
-        bad = values.isnan()
-        if bool(bad.any()):
-            self._warn(
-                f"f is NaN at {int(bad.sum())} of {len(points)} points, {points[bad][0].tolist()[:10]} the first"
-            )
-        return torch.where(bad, torch.inf, values)
+        values = self.evaluate(points)
+        return torch.where(values.isnan(), torch.inf, values)
 
-    def _batch(self, points: Tensor) -> Tensor:
-        try:
-            found = self.f(points.clone())
-        except Exception as error:  # noqa: BLE001 a black box may raise anything
-            self._warn(f"f raised {type(error).__name__}: {error}")
-            return self._each(points)  # the other points still have values
-        values = as_values(found, "f(X)").to(points.device)
-        if values.shape != (len(points),):
-            raise ValueError(
-                f"f(X) has shape {tuple(values.shape)} for X of shape {tuple(points.shape)}, "
-                f"expected ({len(points)},): a value per row; pass vectorized=False if f takes one point"
-            )
+    def evaluate(self, points: Tensor) -> Tensor:
+        """Values (popsize,), NaN where f has none."""
+        if self.vectorized is None:
+            values = self._find_out(points)
+        elif self.vectorized and self.workers is None:
+            values = self._evaluate_batch(points)
+        else:
+            values = self._evaluate_each(points)
+        bad = values.isnan()
+        self.points += len(points)
+        self.failures += int(bad.sum())
+        if bool(bad.any()):
+            self._note(f"f is NaN at {int(bad.sum())} of {len(points)} points, {points[bad][0].tolist()[:10]} first")
         return values
 
-    def _each(self, points: Tensor) -> Tensor:
-        rows = [row.clone().unsqueeze(0) if self.vectorized else row.clone() for row in points]
-        if self.executor is None:
-            values = [self._guarded(lambda row=row: self.f(row)) for row in rows]
-        else:
-            futures = [self.executor.submit(self.f, row) for row in rows]
-            values = [self._guarded(future.result) for future in futures]
+    def close(self) -> None:
+        """Let go of what was started to evaluate points."""
+        if self.workers is not None:
+            self.workers.close()
+
+    def _evaluate_batch(self, points: Tensor) -> Tensor:
+        self.nfev += len(points)
+        reply = self._ask_batch(points)
+        if reply.values is not None:
+            return reply.values
+        self._note(reply.why)
+        return self._evaluate_each(points)  # the other points still have values
+
+    def _evaluate_each(self, points: Tensor) -> Tensor:
+        """One by one, as far as the limit allows."""
+        count = int(min(len(points), max(0.0, self.limit - self.nfev)))
+        rows = [self._shaped(row) for row in points[:count]]
+        self.nfev += count
+        found = [read_reply(row, outcome) for row, outcome in zip(rows, self._outcomes(rows), strict=True)]
+        for reply in found:
+            if reply.values is None:
+                self._note(reply.why)
+        values = [math.nan if reply.values is None else float(reply.values) for reply in found]
+        values += [math.nan] * (len(points) - count)
         return torch.tensor(values, dtype=torch.float64, device=points.device)
 
-    def _guarded(self, call: Callable[[], Any]) -> float:
-        try:
-            found = call()
-        except (BrokenExecutor, CancelledError):  # no fault of f: without an executor nothing has a value any more
-            raise
-        except Exception as error:  # noqa: BLE001 a black box may raise anything
-            self._warn(f"f raised {type(error).__name__}: {error}")
-            return torch.inf
-        value = as_values(found, "f(x)")
-        if value.numel() != 1:
-            raise ValueError(f"f(x) has shape {tuple(value.shape)} for one point, expected a number")
-        return float(value)
+    def _shaped(self, row: Tensor) -> Tensor:
+        return row.clone().unsqueeze(0) if self.vectorized else row.clone()
 
-    def _warn(self, what: str) -> None:
-        if not self._warned:
+    def _outcomes(self, rows: Sequence[Tensor]) -> list[Any]:
+        """What f gave for each, or the exception."""
+        return [call(self.f, row) for row in rows] if self.workers is None else self.workers.evaluate(rows)
+
+    def _ask_batch(self, points: Tensor) -> Reply:
+        """f on a whole batch, here; not counted."""
+        return read_reply(points, call(self.f, points.clone()))
+
+    # How f takes points.
+
+    def _find_out(self, points: Tensor) -> Tensor:
+        """Values, found while asking until one point has an answer; NaN for those that have none."""
+        values = torch.full((len(points),), math.nan, dtype=torch.float64, device=points.device)
+        middle = len(points) // 2  # the first row would hide a function of x - x[0]
+        for k in [middle, *(i for i in range(len(points)) if i != middle)]:
+            if self.limit - self.nfev < 2:
+                break
+            found = self._ask_about(points, k)
+            if found is not None:
+                return self._complete(points, k, found)
+        return values
+
+    def _complete(self, points: Tensor, k: int, found: Tensor) -> Tensor:
+        """The values of all, where the answer gave those of all or that of point k."""
+        if len(found) == len(points):
+            return found
+        rest = torch.cat([points[:k], points[k + 1 :]])
+        others = self._evaluate_each(rest) if not self.vectorized or self.workers else self._evaluate_batch(rest)
+        return torch.cat([others[:k], found, others[k:]])
+
+    def _ask_about(self, points: Tensor, k: int) -> Tensor | None:
+        """The values of all points or of point k, once `vectorized` is decided; None where f answers neither way."""
+        batch = self._ask_one(points[k : k + 1])
+        whole = self._ask_whole(points) if batch.values is not None and self.workers is None else Reply(None)
+        if batch.values is not None and whole.values is not None and self._agrees(whole.values, batch, points, k):
+            return self._decide(True, whole.values)
+        alone = self._ask_one(points[k])
+        if alone.values is not None:
+            self.nfev -= 0 if whole.values is None else len(points) - 1  # to f it was one point
+            return self._decide(False, alone.values)
+        if whole.values is not None:  # f compares the points of a batch with one another
+            return self._decide(True, whole.values)
+        if batch.values is not None and (self.workers is not None or len(points) == 1):
+            return self._decide(True, batch.values)
+        self._note(f"{alone.why} for a point (d,), and for a batch of one (1, d): {batch.why or whole.why}")
+        return None
+
+    def _decide(self, vectorized: bool, values: Tensor) -> Tensor:
+        self.vectorized = vectorized
+        self.nfev += self._unsure if vectorized else 0
+        return values
+
+    def _ask_one(self, x: Tensor) -> Reply:
+        """f at one point: as (d,), or as a batch of one (1, d)."""
+        self.nfev += 1
+        rows = [x.clone()]
+        return read_reply(rows[0], self._outcomes(rows)[0])
+
+    def _ask_whole(self, points: Tensor) -> Reply:
+        """f on the batch; a function of one point fails here or gives one value, in one call."""
+        if len(points) == 1 or self.limit - self.nfev < len(points):
+            return Reply(None, "the budget is too small to ask f about a batch")
+        reply = self._ask_batch(points)
+        if reply.values is None:
+            self.nfev += 1
+            self._unsure += len(points) - 1
+        else:
+            self.nfev += len(points)
+        return reply
+
+    def _agrees(self, whole: Tensor, batch: Reply, points: Tensor, k: int) -> bool:
+        """True if two rows have the values that f gives for them alone, up to round-off and noise.
+
+        Two, since one of them may be what f relates all others to, such as the row with the largest entry.
+        """
+        for row, asked in ((k, batch), ((k + 1) % len(points), None)):
+            alone = self._ask_one(points[row : row + 1]) if asked is None else asked
+            if alone.values is None or is_near(whole[row], alone.values[0], whole):
+                continue
+            again = self._ask_one(points[row : row + 1])
+            return again.values is None or not is_near(again.values[0], alone.values[0], whole)  # f always differs
+        return True
+
+    # What is said.
+
+    def _note(self, what: str) -> None:
+        """Remember the first failure, and warn of it."""
+        if not self._first:
+            self._first = what
             warnings.warn(
                 f"{what}; such points count as infinitely bad, this is said once", RuntimeWarning, stacklevel=2
             )
-        self._warned = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of f, for a checkpoint."""
+        return {"vectorized": self.vectorized, "counts": (self.nfev, self.failures, self.points), "first": self._first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; what the caller says of f stays."""
+        self.vectorized = state["vectorized"] if self.vectorized is None else self.vectorized
+        self.nfev, self.failures, self.points = state["counts"]
+        self._first = state["first"]
+
+
+def call(f: Function, x: Tensor) -> Any:
+    """What f gives, or the exception that it raises."""
+    try:
+        return f(x)
+    except Exception as error:  # noqa: BLE001 a black box may raise anything
+        return error
+
+
+def read_reply(x: Tensor, outcome: Any) -> Reply:
+    """The values of a point (d,) or of a batch (b, d) from what f gave."""
+    if isinstance(outcome, Exception):
+        return Reply(None, f"f raised {type(outcome).__name__}: {outcome}")
+    try:
+        if x.dim() == 1:
+            return Reply(torch.tensor([read_number(outcome)], dtype=torch.float64, device=x.device))
+        return Reply(read_rows(outcome, x))
+    except NoNumberError as error:
+        return Reply(None, str(error))
+
+
+def is_near(one: Tensor, other: Tensor, among: Tensor) -> bool:
+    """True if two values are equal up to what float32 and another order of sums change, or both are no number."""
+    if not bool(torch.isfinite(one) & torch.isfinite(other)):
+        return bool((one == other) | (one.isnan() & other.isnan()))
+    finite = among[torch.isfinite(among)]
+    spread = float(finite.max() - finite.min()) if len(finite) else 0.0
+    return float((one - other).abs()) <= 1e-3 * spread + 1e-6 * max(float(one.abs()), float(other.abs()))
