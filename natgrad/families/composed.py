@@ -46,6 +46,17 @@ class Product(ExponentialFamily):
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return torch.stack([family.mean_log_base(part) for family, part in self._each(theta)]).sum(0)
 
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        pieces = zip(self._each(theta), x.split(self.widths, dim=-1), strict=True)
+        return torch.stack([family.log_prob(part, piece) for (family, part), piece in pieces]).sum(0)
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return torch.stack([family.entropy(part) for family, part in self._each(self.check(theta))]).sum(0)
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        pairs = zip(self._each(self.check(theta)), self.parts(self.check(other)), strict=True)
+        return torch.stack([family.kl(part, goal) for (family, part), goal in pairs]).sum(0)
+
     def expectation(self, theta: Tensor) -> Tensor:
         return torch.cat([family.expectation(part) for family, part in self._each(self.check(theta))], dim=-1)
 
@@ -117,6 +128,15 @@ class SubModel(ExponentialFamily):
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return self.family.mean_log_base(self.whole(theta))
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        return self.family.log_prob(self.whole(self.check(theta)), x)
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return self.family.entropy(self.whole(self.check(theta)))
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return self.family.kl(self.whole(self.check(theta)), self.whole(self.check(other)))
 
     def expectation(self, theta: Tensor) -> Tensor:
         return self.family.expectation(self.whole(self.check(theta)))[..., list(self.free)]

@@ -12,8 +12,19 @@ from torch.nn import functional
 
 from natgrad.families.base import check_range, check_same_shape, one_tensor
 from natgrad.families.exponential import check_support
+from natgrad.families.gaps import divergence_terms, exp_gap
+from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
 from natgrad.families.natural import ENUMERATED, Entries, NaturalLikelihood, check_count
-from natgrad.families.simplex import SimplexFisher, centred_logits, simplex_forms
+from natgrad.families.simplex import (
+    LOGITS,
+    SimplexFisher,
+    are_logits,
+    centred_logits,
+    classes_entropy,
+    classes_kl,
+    simplex_forms,
+    weigh_logs,
+)
 from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
@@ -78,9 +89,8 @@ class Bernoulli(Entries):
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         self.check_shape(outputs, "theta")
         self.check_shape(other, "other")
-        sign = torch.where(outputs > 0, -1.0, 1.0).to(outputs)  # 0 and 1 change places: no difference of large numbers
-        first, second = sign * outputs, sign * other
-        return (softplus(second) - softplus(first) - first.sigmoid() * (second - first)).sum(-1)
+        one = divergence_terms(-softplus(-outputs), -softplus(-other))
+        return (one + divergence_terms(-softplus(outputs), -softplus(other))).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)
@@ -137,14 +147,26 @@ class Poisson(Entries):
         return torch.poisson(theta.exp().expand(count, *theta.shape).contiguous(), generator=generator)
 
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.exp() - targets * outputs + torch.lgamma(targets.to(outputs.dtype) + 1)
+        """-log p of counts t: t (exp(g) - 1 - g) + 1/2 log(2 pi t) + ..., g = r - log t; exp(r) where t = 0.
+
+        In exp(r) - t r + log t! nothing but round-off is left in float32 from rates of 1e6 on.
+        """
+        targets = targets.to(outputs.dtype)
+        none = targets == 0
+        counts = targets.masked_fill(none, 1.0)
+        main = counts * exp_gap(outputs - counts.log())
+        return torch.where(none, outputs.exp(), main + 0.5 * counts.log() + HALF_LOG_2PI + stirling_rest(counts))
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        x = self.statistics(self.as_numbers(x, self.check(theta).dtype))
+        return -self.entry_nll(*torch.broadcast_tensors(theta, x)).sum(-1)
 
     def curvature(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         gap = self.check_shape(other, "other") - self.check_shape(outputs, "theta")
-        return (outputs.exp() * (torch.expm1(gap) - gap)).sum(-1)
+        return (outputs.exp() * exp_gap(gap)).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)
@@ -165,7 +187,8 @@ class Categorical(NaturalLikelihood):
     As an exponential family x is a class number (...,), T its indicator (..., C), theta = r (..., C), psi = logsumexp,
     eta = y. A constant added to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives
     the logits whose sum is zero. classes: C, which `statistics` needs. `SubModel(Categorical(C), range(C - 1))` is the
-    minimal family, with the last logit at zero.
+    minimal family, with the last logit at zero. A logit of -inf rules its class out (a mask): it is never drawn, has
+    log p = -inf, and neither gradients nor the Fisher form see it.
     """
 
     classes: int | None = None
@@ -178,7 +201,10 @@ class Categorical(NaturalLikelihood):
     def fixed_size(self) -> int | None:
         return self.classes
 
-    _sized, least = "Categorical(3)", 2
+    _sized, least, domain = "Categorical(3)", 2, LOGITS
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return are_logits(theta)
 
     def statistics(self, x: Tensor) -> Tensor:
         """Indicators of class numbers (...,); indicators or class probabilities (..., C) are taken as they are."""
@@ -197,7 +223,7 @@ class Categorical(NaturalLikelihood):
         log_p = self.check(theta).log_softmax(-1)
         x = class_numbers(x, theta.shape[-1])
         if x.is_floating_point():
-            return (x * log_p).sum(-1)
+            return weigh_logs(x, log_p.expand(torch.broadcast_shapes(x.shape, log_p.shape)))
         log_p = log_p.expand(*torch.broadcast_shapes(log_p.shape[:-1], x.shape), theta.shape[-1])
         return log_p.gather(-1, x.expand(log_p.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
@@ -241,7 +267,7 @@ class Categorical(NaturalLikelihood):
         logits = self.rows(outputs)
         if targets.is_floating_point():
             check_same_shape(outputs, targets)
-            return functional.cross_entropy(logits, self.rows(targets), reduction="none")
+            return -weigh_logs(self.rows(targets), logits.log_softmax(-1))
         return functional.cross_entropy(logits, targets.reshape(-1), reduction="none")
 
     def targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -260,9 +286,10 @@ class Categorical(NaturalLikelihood):
         return torch.diag_embed(s) - y.unsqueeze(-1) * s.unsqueeze(-2)
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        log_p = self.check_shape(outputs, "theta").log_softmax(-1)
-        log_q = self.check_shape(other, "other").log_softmax(-1)
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
+        return classes_kl(self.check_shape(outputs, "theta"), self.check_shape(other, "other"))
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return classes_entropy(self.check(theta))
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         if targets.is_floating_point():

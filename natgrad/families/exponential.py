@@ -116,19 +116,23 @@ class ExponentialFamily(ABC):
         return psd_root(self.covariance(outputs))
 
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        """KL(p(.; theta), p(.; other)) in nats, (..., n), (..., n) -> (...): the Bregman divergence of psi."""
-        return self.bregman(other, theta)
+        """KL(p(.; theta), p(.; other)) in nats, (..., n), (..., n) -> (...): the Bregman divergence of psi.
+
+        The default subtracts values of psi from one another, and loses the digits in which these agree; families that
+        know a form without cancellation override it.
+        """
+        theta, other = self.check(theta), self.check(other)
+        slope = self.expectation(theta)
+        return self.log_partition(other) - self.log_partition(theta) - (slope * (other - theta)).sum(-1)
 
     def bregman(self, theta: Tensor, other: Tensor) -> Tensor:
         """psi(theta) - psi(other) - grad psi(other) . (theta - other), which is KL(p(.; other), p(.; theta))."""
-        theta, other = self.check(theta), self.check(other)
-        slope = self.expectation(other)
-        return self.log_partition(theta) - self.log_partition(other) - (slope * (theta - other)).sum(-1)
+        return self.kl(other, theta)
 
     def conjugate(self, eta: Tensor) -> Tensor:
-        """phi(eta) = theta . eta - psi(theta), the Legendre transform of psi, (..., n) -> (...)."""
+        """phi(eta) = theta . eta - psi(theta) = -H - E[log h], the Legendre transform of psi, (..., n) -> (...)."""
         theta = self.natural(eta)
-        return (theta * eta).sum(-1) - self.log_partition(theta)
+        return -self.entropy(theta) - self.mean_log_base(theta)
 
     def entropy(self, theta: Tensor) -> Tensor:
         """-E[log p] in nats, (..., n) -> (...): psi - theta . eta - E[log h]."""

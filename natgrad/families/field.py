@@ -11,6 +11,7 @@ from torch import Tensor
 from natgrad.families.closed import Closed
 from natgrad.families.exponential import ExponentialFamily, symmetric
 from natgrad.families.gibbs import Gibbs
+from natgrad.families.simplex import classes_kl
 from natgrad.families.tables import LARGEST, Clique, Tables
 from natgrad.linalg import symmetrise
 from natgrad.operators import Dense, Operator
@@ -89,6 +90,14 @@ class MarkovField(ExponentialFamily):
         p, table = self.probabilities(theta), self._table.to(theta)
         centred = table - (p @ table).unsqueeze(-2)  # (..., S, size)
         return centred.mT @ (p.unsqueeze(-1) * centred)
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        if self._table is None:
+            self._need_sums("kl")
+            return super().kl(theta, other)
+        theta, other = self.check(theta), self.check(other)
+        table = self._table.to(theta).mT
+        return classes_kl(theta @ table, other @ table)
 
     def fisher(self, theta: Tensor) -> Operator:
         """Cov(T) at theta (n,): a matrix up to 512 statistics, beyond by products of derivatives alone."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.base import DiagonalForm, Separable, check_same_shape
+from natgrad.families.gaps import exp_gap, ratio_gap
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ class HeteroscedasticGaussian(DiagonalForm):
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         (m, s), (n, t) = outputs.unbind(1), other.unbind(1)
-        v, w = (s.exp(), t.exp()) if self.log_variance else (s, t)
-        return ((v + (m - n).square()) / w - 1 + w.log() - v.log()) / 2
+        if self.log_variance:
+            return (exp_gap(s - t) + (m - n).square() * (-t).exp()) / 2
+        return (ratio_gap(s, t, s - t) + (m - n).square() / t) / 2
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         Gaussian().check_targets(self._split(outputs)[0], targets)
@@ -135,8 +137,7 @@ class DiagonalGaussian(DiagonalForm):
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         (m, s), (n, t) = outputs.chunk(2, dim=1), other.chunk(2, dim=1)
-        ratio = 2 * (s - t)  # log of the variances' ratio
-        return ((torch.expm1(ratio) - ratio + ((m - n) * (-t).exp()).square()) / 2).sum(1)
+        return ((exp_gap(2 * (s - t)) + ((m - n) * (-t).exp()).square()) / 2).sum(1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         Gaussian().check_targets(self.rows(outputs).chunk(2, dim=1)[0], targets)

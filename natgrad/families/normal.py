@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from natgrad.families.closed import Closed
 from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.gaps import in_double, ratio_gap
 from natgrad.families.pairs import Pairs
 from natgrad.lapack import concrete, factor_or_nan, invert_or_nan, is_positive_definite, require_factor
 from natgrad.operators import Operator
 
+LOG_2PI = math.log(2 * math.pi)
 POSITIVE = "the precision must be positive definite: theta_ii and theta_ij are those of -P / 2"
 
 SMALL = 8
@@ -35,8 +38,42 @@ class GraphNormal(ExponentialFamily):
         precision = self.precision(self.check_shape(theta, "theta"))
         factor, fine = safe_factor(precision)
         half = torch.linalg.solve_triangular(factor, theta[..., : self.d].unsqueeze(-1), upper=False).squeeze(-1)
-        found = 0.5 * (half.square().sum(-1) + self.d * math.log(2 * math.pi)) - half_log_det(factor)
+        found = 0.5 * (half.square().sum(-1) + self.d * LOG_2PI) - half_log_det(factor)
         return torch.where(fine, found, torch.inf)
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        factor, fine = safe_factor(self.precision(self.check(theta)))
+        x = points(self.as_numbers(x, theta.dtype), self.d)
+        away = x - solve_factor(factor, theta[..., : self.d])
+        half = (away.unsqueeze(-2) @ factor).squeeze(-2)
+        found = half_log_det(factor) - 0.5 * (half.square().sum(-1) + self.d * LOG_2PI)
+        return torch.where(fine, found, -torch.inf)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return 0.5 * self.d * (1 + LOG_2PI) - half_log_det(self.factor(theta))
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        """1/2 [tr(Q Sigma) - d - log det(Q Sigma) + (mu - nu)^T Q (mu - nu)], Q the precision of `other`.
+
+        Q (nu - mu) comes from the differences of theta, so that a mean far off the origin costs no digits.
+        """
+        factor, goal = self.factor(theta), self.factor(other)
+        moved, turned = (other - theta)[..., : self.d], self.precision(other - theta)
+        away = moved - (turned @ solve_factor(factor, theta[..., : self.d]).unsqueeze(-1)).squeeze(-1)
+        half = torch.linalg.solve_triangular(goal, away.unsqueeze(-1), upper=False).squeeze(-1)
+        return precision_gap(factor, goal) + 0.5 * half.square().sum(-1)
+
+    def mle(self, x: Tensor) -> Tensor:
+        mean, centred = mean_of_examples(x, self.d)
+        rows = centred.movedim(0, -2)
+        return self.from_spread(mean, rows.mT @ rows / len(x)).to(floating(x))
+
+    @abstractmethod
+    def from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """theta (..., n) of the maximum of likelihood, from the examples' mean (..., d) and covariance (..., d, d)."""
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         factor = self.factor(theta)
@@ -110,6 +147,9 @@ class MultivariateNormal(GraphNormal):
     eta = (mu; Sigma_ii + mu_i^2; 2 Sigma_ij + 2 mu_i mu_j), in the order of Malago's lectures (2023; the printed eta
     has minus signs). Conversions both ways are closed; the Fisher matrix is an operator with products in O(d^3), whose
     inverse is that in the expectation coordinates.
+
+    Far off the origin theta holds the mean to |mu| eps and eta loses the covariance, as told at `DiagonalNormal`;
+    log_prob, entropy, kl and mle lose nothing beyond that.
     """
 
     def __init__(self, d: int) -> None:
@@ -120,6 +160,10 @@ class MultivariateNormal(GraphNormal):
         check_moments(mean, covariance, self.d)
         return self.joined(mean, inverse_from(checked_factor(covariance)))
 
+    def from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        return self.from_mean_covariance(mean, covariance)
+
+    @in_double
     def natural(self, eta: Tensor) -> Tensor:
         mean, covariance = self.split_moments(self.check_finite(eta, "eta"))
         return self.from_mean_covariance(mean, covariance)
@@ -200,6 +244,38 @@ def safe_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     fine = positive(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return factor_or_nan(torch.where(fine[..., None, None], matrix, eye)), fine
+
+
+def solve_factor(factor: Tensor, vector: Tensor) -> Tensor:
+    """(L L^T)^-1 v, (..., d, d), (..., d) -> (..., d)."""
+    half = torch.linalg.solve_triangular(factor, vector.unsqueeze(-1), upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+
+
+def precision_gap(factor: Tensor, goal: Tensor) -> Tensor:
+    """1/2 [tr(M) - d - log det M] >= 0 for M = P^-1 Q, P = L L^T (factor), Q = K K^T (goal): KL of centred normals.
+
+    C = L^-1 K is lower triangular with C C^T similar to M, so that nothing cancels: 1/2 sum_i [c_ii^2 - 1 - log
+    c_ii^2] + 1/2 sum_{i > j} c_ij^2.
+    """
+    both = torch.linalg.solve_triangular(factor, goal, upper=False).tril(-1)
+    start, end = (each.diagonal(dim1=-2, dim2=-1) for each in (factor, goal))
+    gaps = ratio_gap(end.square(), start.square(), (end - start) * (end + start))
+    return 0.5 * (gaps.sum(-1) + both.square().sum((-2, -1)))
+
+
+def mean_of_examples(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Mean (..., d) of x (b, ..., d) and what is left of x without it, in float64. ValueError for an empty x."""
+    x = points(x, d)
+    if len(x) == 0:
+        raise ValueError("x is empty, expected at least one example")
+    x = x if x.device.type == "mps" and x.is_floating_point() else x.double()
+    return x.mean(0), x - x.mean(0)
+
+
+def floating(x: Tensor) -> torch.dtype:
+    """The dtype of x, torch's default one for integers."""
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
 
 def half_log_det(factor: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from natgrad.families.exponential import ExponentialFamily, check_support
+from natgrad.families.gaps import divergence_terms
 from natgrad.families.natural import check_count
 from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
 OUTCOMES = 2**20
+LOGITS = "logits are finite numbers, or -inf for classes that cannot come; at least one must be finite"
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,10 @@ class Multinomial(ExponentialFamily):
 
     Adding a constant to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives the
     logits whose sum is zero. `SubModel(Multinomial(n, C), range(C - 1))` is the minimal family, the last logit at zero.
+    A logit of -inf rules its class out.
     """
+
+    domain = LOGITS
 
     n_trials: int
     classes: int
@@ -47,6 +52,20 @@ class Multinomial(ExponentialFamily):
     def log_partition(self, theta: Tensor) -> Tensor:
         return self.n_trials * self.check_shape(theta, "theta").logsumexp(-1)
 
+    def inside(self, theta: Tensor) -> Tensor:
+        return are_logits(theta)
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        log_p = self.check(theta).log_softmax(-1)
+        x = self.statistics(self.as_numbers(x, theta.dtype))
+        return weigh_logs(x, log_p.expand(torch.broadcast_shapes(x.shape, log_p.shape))) + self.log_base(x)
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return self.n_trials * classes_entropy(self.check(theta)) - self.mean_log_base(theta)
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return self.n_trials * classes_kl(self.check(theta), self.check(other))
+
     def log_base(self, x: Tensor) -> Tensor:
         return math.lgamma(self.n_trials + 1) - torch.lgamma(x + 1).sum(-1)
 
@@ -57,7 +76,9 @@ class Multinomial(ExponentialFamily):
         choose = math.lgamma(self.n_trials + 1) - factorials - factorials.flip(0)
         log_p = theta.log_softmax(-1).unsqueeze(-1)
         log_q = log_complement(theta).unsqueeze(-1)
-        share = (choose + counts * log_p + counts.flip(0) * log_q).exp()
+        none = counts == 0  # of an impossible class: 0 log 0 = 0
+        seen = counts * log_p.masked_fill(none, 0.0) + counts.flip(0) * log_q.masked_fill(none.flip(0), 0.0)
+        share = (choose + seen).exp()
         return math.lgamma(self.n_trials + 1) - (share * factorials).sum((-1, -2))
 
     def expectation(self, theta: Tensor) -> Tensor:
@@ -97,11 +118,12 @@ class Multinomial(ExponentialFamily):
 class SimplexFisher(Operator):
     """n (diag(y) - y y^T), of rank C - 1, or its pseudo-inverse P diag(1 / y) P / n with P = I - 1 1^T / C (dual).
 
-    y: probabilities (C,).   Products in O(C).
+    y: probabilities (C,); those of 0 have rows of zeros in both, and P is that of the others.   Products in O(C).
     """
 
     def __init__(self, y: Tensor, trials: int = 1, dual: bool = False) -> None:
         self.y, self.trials, self.dual = y, trials, dual
+        self.possible = y >= torch.finfo(y.dtype).tiny
         self.size, self.dtype, self.device = len(y), y.dtype, y.device
 
     def mv(self, vector: Tensor) -> Tensor:
@@ -109,21 +131,53 @@ class SimplexFisher(Operator):
 
     def mm(self, block: Tensor) -> Tensor:
         if self.dual:
-            scaled = (block - block.mean(0)) / (self.trials * self.y).unsqueeze(1)
-            return scaled - scaled.mean(0)
+            return self._centre(self._centre(block) / (self.trials * self._positive()).unsqueeze(1))
         weighted = self.y.unsqueeze(1) * block
         return self.trials * (weighted - self.y.unsqueeze(1) * weighted.sum(0))
 
     def root(self) -> Tensor | None:
         if self.dual:
-            scaled = torch.diag((self.trials * self.y).rsqrt())
-            return scaled - scaled.mean(0)
+            return self._centre(torch.diag((self.trials * self._positive()).rsqrt()))
         s = self.y.sqrt()
         return self.trials**0.5 * (torch.diag(s) - self.y.unsqueeze(1) * s)
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
         """The pseudo-inverse; None with damping."""
         return None if damping else SimplexFisher(self.y, self.trials, not self.dual)
+
+    def _positive(self) -> Tensor:
+        return torch.where(self.possible, self.y, 1.0)
+
+    def _centre(self, block: Tensor) -> Tensor:
+        """Columns (C, k) without their mean over the classes that can come, 0 at the others."""
+        kept = torch.where(self.possible.unsqueeze(1), block, 0.0)
+        return torch.where(self.possible.unsqueeze(1), kept - kept.sum(0) / self.possible.sum(), 0.0)
+
+
+def are_logits(theta: Tensor) -> Tensor:
+    """Whether every entry is finite or -inf, and one at least finite, (..., C) -> (...)."""
+    finite = torch.isfinite(theta)
+    return (finite | (theta == -torch.inf)).all(-1) & finite.any(-1)
+
+
+def weigh_logs(share: Tensor, log_p: Tensor) -> Tensor:
+    """sum share log p, (..., C) -> (...), where a share of 0 of an impossible class counts as 0."""
+    return (share * log_p.masked_fill(share == 0, 0.0)).sum(-1)
+
+
+def classes_kl(logits: Tensor, other: Tensor) -> Tensor:
+    """KL(softmax(logits), softmax(other)), (..., C) -> (...); infinite where `other` rules out what can come."""
+    return divergence_terms(logits.log_softmax(-1), other.log_softmax(-1)).sum(-1)
+
+
+def classes_entropy(logits: Tensor) -> Tensor:
+    """-sum p log p of p = softmax(logits), (..., C) -> (...); to all digits where one class is nearly certain."""
+    log_p = logits.log_softmax(-1)
+    top = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, log_p.argmax(-1, keepdim=True), True)
+    log_p = log_p.masked_fill(log_p == -torch.inf, -torch.finfo(log_p.dtype).max)
+    p = log_p.exp().masked_fill(top, 0.0)
+    rest = p.sum(-1)
+    return -(p * log_p).sum(-1) - (1 - rest) * torch.log1p(-rest)
 
 
 def simplex_forms(theta: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,8 +10,10 @@ from torch import Tensor
 
 from natgrad.families.closed import Closed
 from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.gaps import in_double
 from natgrad.families.newton import Inversion, newton
 from natgrad.families.normal import (
+    LOG_2PI,
     POSITIVE,
     GraphNormal,
     check_moments,
@@ -22,6 +23,7 @@ from natgrad.families.normal import (
     outside,
     points,
     positive,
+    precision_gap,
     safe_factor,
 )
 from natgrad.families.pairs import Pairs
@@ -48,10 +50,14 @@ class SparseNormal(GraphNormal):
             raise ValueError("precision has entries that are not zero beside the edges")
         return self.joined(mean, precision)
 
+    def from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        return self.joined(mean, sparse_precision(self.pairs, self.pairs.pack(covariance, 2.0)))
+
     def _missing(self, precision: Tensor) -> Tensor:
         kept = torch.ones(self.pairs.size, dtype=precision.dtype, device=precision.device)
         return self.pairs.unpack(kept) == 0
 
+    @in_double
     def natural(self, eta: Tensor) -> Tensor:
         mean = self.check_finite(eta, "eta")[..., : self.d]
         spread = eta[..., self.d :] - self.pairs.products(mean)
@@ -84,7 +90,26 @@ class FixedMeanNormal(ExponentialFamily):
 
     def log_partition(self, theta: Tensor) -> Tensor:
         centred = Centred(self.pairs).log_partition(self.check_shape(theta, "theta"))
-        return 0.5 * self.d * math.log(2 * math.pi) + centred
+        return 0.5 * self.d * LOG_2PI + centred
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        factor = self.factor(theta)
+        away = points(self.as_numbers(x, theta.dtype), self.d) - self.mean.to(theta)
+        half = (away.unsqueeze(-2) @ factor).squeeze(-2)
+        return half_log_det(factor) - 0.5 * (half.square().sum(-1) + self.d * LOG_2PI)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return 0.5 * self.d * (1 + LOG_2PI) - half_log_det(self.factor(theta))
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return precision_gap(self.factor(theta), self.factor(other))
+
+    def factor(self, theta: Tensor) -> Tensor:
+        """L (..., d, d) with L L^T = P. ValueError where P is not positive definite."""
+        return checked_factor(self.precision(self.check_shape(theta, "theta")), outside(self))
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         factor = checked_factor(self.precision(theta))
@@ -102,7 +127,7 @@ class FixedMeanNormal(ExponentialFamily):
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """m (..., d) and Sigma (..., d, d)."""
-        factor = checked_factor(self.precision(self.check_shape(theta, "theta")), outside(self))
+        factor = self.factor(theta)
         return self.mean.to(theta).expand(*theta.shape[:-1], self.d), inverse_from(factor)
 
     def from_covariance(self, covariance: Tensor) -> Tensor:
