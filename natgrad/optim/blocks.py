@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from natgrad.structures.layerwise import Statistics, accumulated
 from natgrad.structures.statistics import Seen
 
 ENTRIES = ("totals", "weight", "inverse", "level")
+MISFIT = "the statistics in state_dict do not fit the block of {}"
 HEADROOM = 1e-6  # of the largest number: running averages add up
 
 
@@ -163,14 +165,31 @@ class Blocks:
         return {key: list(block.layout.names) for key, block in self.all.items()}
 
     def rebuild(self, saved: Mapping[str, list[str]], layers: Mapping[tuple[str, ...], Layer]) -> None:
-        """The blocks of a checkpoint. layers: the trusted ones, by their names."""
+        """The blocks of a checkpoint. layers: the trusted ones, by their names.
+
+        Raises:
+            ValueError: If a block's numbers are missing, or are not those of such a block.
+        """
         self.all = {}
         for key, names in saved.items():
-            layer = layers.get(tuple(names))
-            layout = single(names[0], self.named[names[0]]) if layer is None else layer.layout
-            block = self.all[key] = Block(layout, layer)
-            if "inverse" in self.of(block):
-                block.inverse = unpacked(self.of(block)["inverse"])
+            if self._frozen(names):  # torch.distributed.checkpoint leaves their state behind
+                continue
+            try:
+                block = self.all[key] = Block(self._layout(names, layer := layers.get(tuple(names))), layer)
+                block.inverse = unpacked(self.of(block)["inverse"]) if "inverse" in self.of(block) else None
+                sizes = {one.size for one in (self.operator(block), block.inverse) if one is not None}
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise ValueError(f"{MISFIT.format(names)}: {type(error).__name__}, {error}") from error
+            if sizes != {math.prod(block.layout.matrix_shape)}:
+                raise ValueError(f"{MISFIT.format(names)}, of {math.prod(block.layout.matrix_shape)} entries: {sizes}")
+
+    def _layout(self, names: Sequence[str], layer: Layer | None) -> Layout:
+        return single(names[0], self.named[names[0]]) if layer is None else layer.layout
+
+    def _frozen(self, names: Sequence[str]) -> bool:
+        """Whether what a block's numbers lay under is not trained any more, and has none."""
+        first = self.named.get(names[0])
+        return first is not None and not first.requires_grad and "totals" not in self.state.get(first, {})
 
     def _totals(self, key: str) -> Statistics | None:
         block = self.all.get(key)

@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
+from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, own_copy, read_checkpoint, write_checkpoint
 from natgrad.optim.door import (
     check_batch,
     check_choices,
@@ -31,17 +31,18 @@ from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Data, Recall, listen, overhear
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.step import Point, check_solution, judge, quadratic, told
-from natgrad.pure import RandomState, map_tensors
+from natgrad.pure import RandomState
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
 from natgrad.structures import Exact, Preconditioner, Structure, as_preconditioner
 
 Closure = Callable[[], Tensor]
-EXTRA = "natgrad"
+SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
+FORMAT = Format("natgrad.NaturalGradient", SAVED)
 
 
-class NaturalGradient(Optimizer):
+class NaturalGradient(ModelOptimizer):
     """theta <- theta + rule(-lr (G + damping I)^-1 g), G from any metric.
 
     model: an `nn.Module`, or a dict of tensors when the metric is of a function f(params, x).
@@ -216,46 +217,36 @@ class NaturalGradient(Optimizer):
         """
         generator = getattr(self.metric, "generator", None)
         extra = {
+            "structure": type(self.structure).__name__,
             "damping": self._level,
-            "memory": self._memory,
-            "preconditioner": self._prepared,
+            "memory": self._memory or {},
+            "preconditioner": self._prepared or {},
             "steps": self._last.step,
             "failures": self._last.failures,
             "refused": self._last.refused,
             "generator": None if generator is None else generator.get_state(),
         }
-        return {**super().state_dict(), EXTRA: extra}
+        return write_checkpoint(super().state_dict(), name_positions(self), extra)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`. ValueError if it belongs to another kind of optimizer."""
-        if EXTRA not in state_dict:
-            raise ValueError(f"state_dict has no {EXTRA!r} entry: it was not saved by natgrad.NaturalGradient")
-        extra, generator = state_dict[EXTRA], getattr(self.metric, "generator", None)
-        sizes = [[len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups)]
-        if sizes[0] == sizes[1] and (extra["generator"] is None) != (generator is None):
-            raise ValueError(
-                "state_dict and this optimizer's metric disagree on a generator: one of them samples labels, the other "
-                "does not; build the optimizer with the metric that was saved"
-            )
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != EXTRA})
-        device = next(iter(self._named.values())).device
-        self._level = extra["damping"]
-        self._memory, self._prepared = (
-            kept and map_tensors(kept, lambda t: t.to(device).clone())
-            for kept in (extra["memory"], extra.get("preconditioner"))
-        )
+        """Continue from `state_dict()`, as it is or after `torch.distributed.checkpoint`.
+
+        Raises:
+            ValueError: If it is of another kind of optimizer, structure, metric or model, or if a part of it was lost.
+                The optimizer is as before then.
+        """
+        generator = getattr(self.metric, "generator", None)
+        saved = read_checkpoint(FORMAT, state_dict, self, name_positions(self), generator)
+        extra = saved.extra
+        first = next(iter(self._named.values()))
+        memory, prepared = (own_copy(extra.get(key) or {}, first) or None for key in ("memory", "preconditioner"))
+        # all of it fits
+        super().load_state_dict({"param_groups": saved.groups, "state": {}})
+        self.state.update(saved.state)
+        self._level, self._memory, self._prepared = extra["damping"], memory, prepared
         self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
-        if generator is not None:
-            generator.set_state(extra["generator"].cpu())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "a NaturalGradient belongs to its model and is not copied: build a new one on the copied model and load "
-            "optimizer.state_dict() into it"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a NaturalGradient is not pickled: save optimizer.state_dict()")
+        if generator is not None and saved.labels is not None:
+            generator.set_state(saved.labels)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters (unfrozen, created later). ValueError for parameters of another model or a negative rate."""
@@ -270,6 +261,7 @@ class NaturalGradient(Optimizer):
         for key in ("lr", "weight_decay"):
             check_number(key, group.get(key, self.defaults[key]))
         super().add_param_group(group)
+        self.state.update({p: {} for p in group["params"]})  # empty, torch.distributed.checkpoint would call step()
 
     # one step
 

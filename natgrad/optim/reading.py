@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,9 +95,10 @@ class Reader:
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self.generator
 
-    def by_names(self) -> dict[tuple[str, ...], Layer]:
-        """The trusted layers, by their parameters' names."""
-        return {layer.layout.names: layer for layer in self._all.values() if self._trusts(layer)}
+    def by_names(self, trusted: Set[str] | None = None) -> dict[tuple[str, ...], Layer]:
+        """The trusted layers, by their parameters' names. trusted: others' claims than this reader's."""
+        claims = self.trusted if trusted is None else trusted
+        return {layer.layout.names: layer for layer in self._all.values() if claims >= set(layer.claims)}
 
     def read(
         self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None

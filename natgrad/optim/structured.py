@@ -7,16 +7,16 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from natgrad.damping import Damping
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.optim.attempt import Attempt
 from natgrad.optim.blocks import Block, Blocks, dense
+from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.clock import due, pace, started
 from natgrad.optim.distributed import together
 from natgrad.optim.door import check_blocks, checked_group, named_parameters
@@ -30,11 +30,12 @@ from natgrad.pure import full_precision, leaves, map_tensors
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 from natgrad.structures.taps import Release
 
-EXTRA = "natgrad"
+SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
+FORMAT = Format("ng.kfac or its like", SAVED, frozenset({"mean"}), older=True)
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
 
 
-class StructuredNaturalGradient(Optimizer):
+class StructuredNaturalGradient(ModelOptimizer):
     """theta <- theta - lr a (G + damping I)^-1 m, G in one block per layer, m the running mean of the gradient.
 
     model: an `nn.Module`.   criterion: its loss from `torch.nn`, or an `ng` likelihood.   structure: which block per
@@ -165,6 +166,7 @@ class StructuredNaturalGradient(Optimizer):
         known = {id(p): name for name, p in self.model.named_parameters()}
         group = checked_group(param_group, known, self.defaults)
         super().add_param_group(group)
+        self.state.update({p: {} for p in group["params"]})  # empty, torch.distributed.checkpoint would call step()
         fresh = {known[id(p)]: p for p in group["params"] if known[id(p)] not in self._named and p.requires_grad}
         if fresh:
             self._named.update(fresh)
@@ -174,51 +176,44 @@ class StructuredNaturalGradient(Optimizer):
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on; `torch.load(weights_only=True)` reads it.
+        """Everything that the next step depends on; `torch.load(weights_only=True)` and `get_state_dict` keep it.
 
         Per parameter: the gradient's mean, and, under a block's first parameter, its statistics and its inverse.
         """
-        generator = self._reader.generator
+        ratio = self._stride.ratio
         extra = {
+            "structure": type(self.structure).__name__,
             "clock": dict(self._clock),
             "blocks": self._blocks.saved(),
             "trusted": sorted(self._reader.trusted),
             "refused": sorted(self._reader.refused),
-            "generator": None if generator is None else generator.get_state(),
-            "ratio": self._stride.ratio,
+            "generator": self._labels().get_state(),
+            "ratio": torch.zeros(()) if ratio is None else ratio,  # always a tensor, which a fresh one's can take
         }
-        return {**super().state_dict(), EXTRA: extra}
+        return write_checkpoint(super().state_dict(), name_positions(self), extra)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`. ValueError if it belongs to another kind of optimizer."""
-        extra = state_dict.get(EXTRA, {})
-        if "clock" not in extra:
-            raise ValueError(
-                f"state_dict has no {EXTRA!r} entry of a structured optimizer: it was not saved by ng.kfac or its like"
-            )
-        super().load_state_dict({"param_groups": state_dict["param_groups"], "state": {}})
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        ours = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(ids, ours, strict=True):
-            if i in state_dict["state"]:  # in its own dtype: the statistics of half-precision parameters are float32
-                self.state[p] = map_tensors(state_dict["state"][i], lambda t, p=p: t.to(p.device).clone())
-        self._clock = started() | extra["clock"]
-        self._stride.ratio = extra["ratio"]
-        self._reader.trusted, self._reader.refused = set(extra["trusted"]), set(extra["refused"])
-        self._blocks.state = self.state
-        self._blocks.rebuild(extra["blocks"], self._reader.by_names())
-        if extra["generator"] is not None:
-            self._reader.generator_on(ours[0].device).set_state(extra["generator"].cpu())
+        """Continue from `state_dict()`, as it is or after `torch.distributed.checkpoint`.
+
+        Raises:
+            ValueError: If it is of another kind of optimizer, structure or model, or if a part of it was lost. The
+                optimizer is as before then.
+        """
+        saved = read_checkpoint(FORMAT, state_dict, self, name_positions(self), self._labels())
+        blocks = Blocks(self.structure, self._named, saved.state)
+        trusted, refused = set(saved.extra["trusted"]), set(saved.extra["refused"])
+        blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted))
+        # all of it fits
+        super().load_state_dict({"param_groups": saved.groups, "state": {}})
+        self.state.update(saved.state)
+        blocks.state = self.state
+        self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
+        self._clock = started() | saved.extra["clock"]
+        ratio = saved.extra["ratio"]
+        self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
+        if saved.labels is not None:
+            self._reader.generator_on(next(iter(self._named.values())).device).set_state(saved.labels)
         self._reader.arm(self._due("updated", self.update_every))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "this optimizer belongs to its model and is not copied: build a new one on the copied model and load "
-            "optimizer.state_dict() into it"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("this optimizer is not pickled: save optimizer.state_dict()")
 
     # one step
 
@@ -330,6 +325,11 @@ class StructuredNaturalGradient(Optimizer):
                 "targets) on an update step depends on them",
                 stacklevel=2,
             )
+
+    def _labels(self) -> torch.Generator:
+        """The source of labels, or one as it will be; it is made where the first labels are drawn."""
+        device = next(iter(self._named.values())).device
+        return self._reader.generator or torch.Generator(device).manual_seed(self._reader.seed)
 
     def _due(self, event: str, every: int) -> bool:
         return due(self._clock, event, every)

@@ -1,0 +1,233 @@
+"""An optimizer's state between runs: written so that it survives on its way, read only where it fits.
+
+`torch.distributed.checkpoint` keeps of an optimizer's state_dict `state` and `param_groups`, and loads only what a
+fresh optimizer's has too. A tuple it passes on as it is, whatever lies inside. So everything is also one tuple, under a
+key of the first group; `torch.save` writes the tensors that are in both places once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from natgrad.pure import map_tensors
+
+EXTRA = "natgrad"
+ENTRIES = ("state", "param_groups")
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+class ModelOptimizer(Optimizer):
+    """An optimizer that belongs to its model: it is neither copied nor pickled, but saved."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its model and is not copied: build a new one on the copied model and "
+            "load optimizer.state_dict() into it"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} is not pickled: save optimizer.state_dict()")
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a kind of optimizer saves.
+
+    Attributes:
+        savers: Who writes it, for the error message.
+        needed: Entries without which the rest is no state.
+        alike: What is kept for every entry of a parameter; None: all that is kept by parameter.
+        older: Whether labels may be drawn anew where no generator was saved, as in older checkpoints.
+    """
+
+    savers: str
+    needed: frozenset[str]
+    alike: frozenset[str] | None = None
+    older: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `read_checkpoint` found to fit, in copies of its own.
+
+    Attributes:
+        groups: The groups' values.
+        state: By parameter.
+        extra: What is not kept by parameter.
+        labels: The state of the source of labels; None where this device's has another form.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Any]]
+    extra: dict[str, Any]
+    labels: Tensor | None
+
+
+def name_positions(optimizer: Any) -> Named:
+    """Every parameter of an optimizer's groups with its name in the model, in their order."""
+    model = optimizer.model
+    known = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    names = {id(p): name for name, p in known}
+    return [(names.get(id(p), ""), p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict with all that is ours beside what torch wrote.
+
+    Args:
+        plain: What `torch.optim.Optimizer.state_dict()` gave.
+        named: Names and parameters by position.
+        extra: What is not kept by parameter: plain values, tensors, and mappings and lists of them.
+    """
+    extra = {**extra, "shapes": {name: list(p.shape) for name, p in named}}
+    state = {named[i][0]: numbers for i, numbers in plain["state"].items()}
+    groups = list(plain["param_groups"])
+    first = next((i for i, group in enumerate(groups) if group["params"]), 0)
+    whole = map_tensors({"extra": extra, "state": state}, lambda t: t)  # the same tensors in mappings of its own
+    groups[first] = {**groups[first], EXTRA: (whole,)}
+    return {**plain, "param_groups": groups, EXTRA: extra}
+
+
+def read_checkpoint(
+    form: Format, state_dict: Any, optimizer: Any, named: Named, generator: torch.Generator | None
+) -> Checkpoint:
+    """What `write_checkpoint` wrote, after any way of saving and loading; nothing of the optimizer is touched.
+
+    Args:
+        form: What this kind of optimizer saves.
+        state_dict: What a user gave.
+        optimizer: What is to go on from there: its groups and its structure.
+        named: Its parameters' names, by position.
+        generator: Its source of labels, if it draws any.
+
+    Raises:
+        ValueError: If it is of another kind of optimizer, structure, metric or model, or if a part of it is missing.
+    """
+    whole = find_whole(state_dict)
+    extra = state_dict.get(EXTRA, whole.get("extra", {})) if isinstance(state_dict, Mapping) else {}
+    if not isinstance(extra, Mapping) or form.needed.isdisjoint(extra):
+        raise ValueError(f"state_dict has no {EXTRA!r} entry of its kind: it was not saved by {form.savers}")
+    require("state_dict", state_dict, dict.fromkeys(ENTRIES))
+    check_groups(state_dict["param_groups"], optimizer)
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    came = {name: state_dict["state"].get(i) for i, (name, _) in zip(ids, named, strict=True)}
+    trained = {name for name, p in named if p.requires_grad}
+    state, extra = fill({name: came[name] for name in trained}, extra, whole)
+    require(f"state_dict[{EXTRA!r}]", extra, dict.fromkeys(form.needed) | whole.get("extra", {}))
+    check_kind(extra, optimizer.structure)
+    check_shapes(extra.get("shapes"), named)
+    require(
+        "state_dict['state']", state, {name: kept for name, kept in whole.get("state", {}).items() if name in trained}
+    )
+    found = {p: own_copy(state.get(name) or {}, p) for name, p in named}
+    check_like(found, named, form.alike)
+    groups = [{key: value for key, value in group.items() if key != EXTRA} for group in state_dict["param_groups"]]
+    return Checkpoint(groups, found, dict(extra), check_generator(extra["generator"], generator, form.older))
+
+
+def find_whole(state_dict: Any) -> Mapping[str, Any]:
+    """The tuple's one entry, in whichever group it came; {} where there is none, as in older checkpoints."""
+    groups = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
+    found = [group[EXTRA][0] for group in groups if isinstance(group, Mapping) and EXTRA in group]
+    return found[0] if found else {}
+
+
+def fill(state: Mapping[str, Any], extra: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple[Any, Any]:
+    """State and extra as they came; the tuple's where a mapping came back empty, as a fresh optimizer's is."""
+    if not whole:
+        return state, extra
+    emptied = [came_empty(extra.get(key), kept) for key, kept in whole["extra"].items()]
+    return (whole["state"], whole["extra"]) if any(emptied) or came_empty(state, whole["state"]) else (state, extra)
+
+
+def came_empty(found: Any, kept: Any) -> bool:
+    """Whether a mapping that was not empty is so now, or all in it."""
+    if not isinstance(found, Mapping) or not isinstance(kept, Mapping):
+        return False
+    return all(value == {} for value in found.values()) and any(value != {} for value in kept.values())
+
+
+def require(where: str, found: Any, kept: Mapping[str, Any]) -> None:
+    """ValueError unless all entries that were kept are there, and all of theirs, and tensors have their shapes."""
+    missing = sorted(key for key in kept if not isinstance(found, Mapping) or key not in found)
+    if missing:
+        raise ValueError(f"{where} lacks {missing}: a part of the checkpoint was lost on its way. Nothing was changed")
+    for key, part in kept.items():
+        if isinstance(part, Mapping):
+            require(f"{where}[{key!r}]", found[key], part)
+        if isinstance(part, Tensor) and getattr(found[key], "shape", None) != part.shape:
+            raise ValueError(f"{where}[{key!r}] is no tensor of shape {tuple(part.shape)}. Nothing was changed")
+
+
+def check_groups(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """ValueError unless the groups have as many parameters each, and all values."""
+    for k, group in enumerate(saved):
+        require(f"state_dict['param_groups'][{k}]", group, dict.fromkeys(("params", *optimizer.defaults)))
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"state_dict has groups of {sizes[0]} parameters, this optimizer's have {sizes[1]}: it belongs to another "
+            "model, or to another choice of params. Nothing was changed"
+        )
+
+
+def check_shapes(saved: Mapping[str, Sequence[int]] | None, named: Named) -> None:
+    """ValueError unless the parameters that were saved have these names and shapes. None: an older checkpoint."""
+    own = {name: list(p.shape) for name, p in named}
+    wrong = [] if saved is None else [name for name in {**own, **saved} if list(saved.get(name, ())) != own.get(name)]
+    if saved is not None and wrong:
+        first = wrong[0]
+        raise ValueError(
+            f"state_dict belongs to a model whose parameter {first!r} is {saved.get(first, 'missing')}, here it is "
+            f"{own.get(first, 'missing')} ({len(wrong)} differ): load it into an optimizer of the model that it was "
+            "saved with. Nothing was changed"
+        )
+
+
+def own_copy(numbers: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+    """A parameter's state on its device, each tensor in its own dtype: half-precision ones have float32 statistics."""
+    return map_tensors(dict(numbers), lambda t: t.to(p.device).clone())
+
+
+def check_like(state: Mapping[Tensor, Mapping[str, Any]], named: Named, keys: Set[str] | None) -> None:
+    """ValueError for a tensor that is kept per entry of a parameter and has another shape. keys: which; None: all."""
+    for name, p in named:
+        for key in state[p] if keys is None else keys & state[p].keys():
+            if tuple(state[p][key].shape) != tuple(p.shape):
+                raise ValueError(
+                    f"state_dict has a {key!r} of shape {tuple(state[p][key].shape)} for {name!r}, which is "
+                    f"{tuple(p.shape)} here: it belongs to another model. Nothing was changed"
+                )
+
+
+def check_kind(extra: Mapping[str, Any], structure: object) -> None:
+    """ValueError if what was kept is another structure's. Older checkpoints do not say whose it is."""
+    kind = type(structure).__name__
+    if extra.get("structure", kind) != kind:
+        raise ValueError(
+            f"state_dict was saved with the structure {extra['structure']}, this optimizer has {structure!r}: build it "
+            "with the one that was saved. Nothing was changed"
+        )
+
+
+def check_generator(state: Tensor | None, generator: torch.Generator | None, older: bool) -> Tensor | None:
+    """The state that a generator can take; None where it is of another kind of device, which has another size."""
+    if (state is None) != (generator is None) and not older:
+        raise ValueError(
+            "state_dict and this optimizer's metric disagree on a generator: one of them samples labels, the other "
+            "does not; build the optimizer with the metric that was saved. Nothing was changed"
+        )
+    if state is None or generator is None or state.numel() != generator.get_state().numel():
+        return None
+    try:
+        torch.Generator(generator.device).set_state(state.cpu())
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"the state of the generator in state_dict cannot be read: {error}") from error
+    return state.cpu()
