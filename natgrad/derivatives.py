@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from natgrad.bags import embedding_bags
+
 _ACTIVE: ContextVar[bool] = ContextVar("natgrad_exact_derivatives", default=False)
 
 
@@ -23,8 +25,8 @@ def exact_derivatives() -> Iterator[None]:
     For a loss of your own that differentiates a model in its inputs (a physics-informed network, an energy) and is then
     trained. In torch 2.13 the third derivative of `nn.LayerNorm`, of `nn.InstanceNorm` and of a batch norm on images in
     training mode is wrong by up to its own size, and so is the second of `torch.nn.utils.parametrizations.weight_norm`;
-    fused attention and `torch.cdist` have no second derivative. The score matching losses, `ng.score_metric`,
-    `ng.Score` and `ng.hessian` do this by themselves. Costs a few microseconds per torch call.
+    fused attention, `nn.EmbeddingBag` and `torch.cdist` have no second derivative. The score matching losses,
+    `ng.score_metric`, `ng.Score` and `ng.hessian` do this by themselves. Costs a few microseconds per torch call.
 
     Example:
         >>> with ng.exact_derivatives():
@@ -193,6 +195,7 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.instance_norm: instance_norm,
     torch.instance_norm: torch_instance_norm,
     torch.cdist: cdist,
+    functional.embedding_bag: embedding_bags,
 }
 WEIGHT_NORM = "_weight_norm"
 """What the parametrisation calls: a name of torch's own, which may go."""

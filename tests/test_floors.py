@@ -43,6 +43,7 @@ FLOORS: dict[str, int] = {
     "pure": 0,
     "lapack": 0,
     "linalg": 0,
+    "bags": 0,
     "derivatives": 0,
     "layered": 0,
     "positive": 0,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from natgrad.families import Bernoulli, Categorical, Gaussian
 from natgrad.metrics import fisher
 from natgrad.operators import Linearization, OutputMap
-from natgrad.operators.linearization import PlainAttention
+from natgrad.operators.linearization import PlainKernels
 from natgrad.pure import Call, PureModel
 from natgrad.solvers import CG, Direct, SampleSpace
 from natgrad.spaces import Space, trainable
@@ -46,7 +46,7 @@ def test_forward_mode_agrees_with_double_backward(name):
     model, params = case.make()
     found = linearization(model, params, case.inputs, case.family.rows)
     vector = draw(found.space.size, seed=1)
-    function = PlainAttention(found.function)
+    function = PlainKernels(found.function)
     point = {name: p.detach() for name, p in params.items()}
     _, image = torch.func.jvp(function, (point,), (Space(params).unflatten(vector),))
     assert_close(found.jvp(vector), image, 1e-12)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.derivatives import exact_derivatives
 from natgrad.linalg import all_finite
 from natgrad.pure import PureModel, map_tensors
 from natgrad.spaces import Params, Space
@@ -114,12 +114,13 @@ class Linearization:
             return function(self.leaves)
 
     def _fall_back(self, vector: Tensor, error: RuntimeError) -> Tensor:
-        """A graph without fused attention kernels, which lack second derivatives; then forward mode; then an error."""
-        say_once(
-            "natgrad: an operation of this model has no double backward "
-            f"({str(error).splitlines()[0]}); products use the plain attention kernel or forward mode instead"
-        )
-        self.function = PlainAttention(self.function)
+        """A graph without the fused kernels that lack second derivatives; then forward mode; then an error."""
+        if "embedding_bag" not in str(error):  # its plain kernel costs no more
+            say_once(
+                "natgrad: an operation of this model has no double backward "
+                f"({str(error).splitlines()[0]}); products use plain kernels or forward mode instead"
+            )
+        self.function = PlainKernels(self.function)
         self.graph, self._pulled = self._build(self.function), None
         try:
             return self._double_backward(vector)
@@ -179,19 +180,19 @@ class Linearization:
 
 
 @dataclass(frozen=True)
-class PlainAttention:
-    """An output map evaluated with attention as plain matrix products, which every derivative passes through."""
+class PlainKernels:
+    """An output map evaluated by operations that every derivative passes through."""
 
     map: Callable[[Params], Tensor]
 
     def __call__(self, params: Params) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
+        with exact_derivatives():
             return self.map(params)
 
 
 def output_map(function: object) -> OutputMap | None:
     """The output map behind a linearised function, or None for any other function of the parameters."""
-    inner = function.map if isinstance(function, PlainAttention) else function
+    inner = function.map if isinstance(function, PlainKernels) else function
     return inner if isinstance(inner, OutputMap) else None
 
 

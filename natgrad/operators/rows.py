@@ -12,21 +12,35 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from natgrad.operators.linearization import Linearization, OutputMap, PlainAttention, output_map
+from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, output_map, say_once
 from natgrad.operators.taps import Explicit, Part, backward_to_taps, frozen_point, record_taps
-from natgrad.pure import PureModel, mixes_examples
+from natgrad.pure import Call, PureModel, mixes_examples
 from natgrad.spaces import Space
+
+ONE_BY_ONE = (
+    "natgrad: the metric's root takes one backward pass per output, since the outputs of one example cannot be told "
+    "from those of the others. Row i of a function f(params, x) should depend on x[i] alone: give each set of points a "
+    "metric of its own and add them, ng.fisher(inside, ...).at(params, x) + ng.fisher(edge, ...).at(params, y); put "
+    "batch norms and dropout in evaluation mode; or solve by products alone, with ng.CG()"
+)
+Each = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
 
 
 class Rows:
     """U (n, r) = J^T F, r = R q, for a factor F (R, m, q) of the form on the outputs.
 
-    Columns are ordered by row of outputs, then by column of F. There are three ways to the same numbers, fastest
-    first: layer by layer from taps (and per-example gradients for parameters that taps do not know), per-example
-    functional gradients for everything, and one backward pass per column. The first two assume that a row of
-    outputs depends on its own example alone. A random combination U w is compared with a plain backward pass, and
-    the next way is taken where they disagree (dropout, parameters used behind a layer's back).
+    Columns are ordered by row of outputs, then by column of F. There are these ways to the same numbers, fastest first:
+    layer by layer from taps (and per-example gradients for parameters that taps do not know), per-example functional
+    gradients for everything, all at once or one after the other, of examples along the inputs' first dimension or (in
+    sequence-first models) the second; and one backward pass per column. All but the last assume that a row of outputs
+    depends on its own example alone. A random combination U w is compared with a plain backward pass, and the next way
+    is taken where they disagree (dropout, parameters that the model also uses outside of their layer).
     """
+
+    # one backward pass per column is said to be slow from this many columns
+    MANY = 64
+    # numbers of U that are written out at a time
+    CHUNK = 2**22
 
     def __init__(self, linearization: Linearization, factor: Tensor) -> None:
         self.linearization, self.factor = linearization, factor
@@ -78,18 +92,45 @@ class Rows:
         """Diagonal of U U^T, shape (n,)."""
         return self.space.flatten(self._shaped(merged(part.squares() for part in self.parts)))
 
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n), from some examples' columns at a time."""
+        total = torch.zeros(self.space.size, self.space.size, dtype=self.space.dtype, device=self.factor.device)
+        step = max(1, self.CHUNK // max(1, self.space.size * self.columns)) * self.columns
+        for start in range(0, self.rank, step):
+            columns = slice(start, min(start + step, self.rank))
+            rows = merged(part.rows(columns) for part in self.parts)
+            some = torch.cat([rows[name] for name in self.space], dim=1)
+            total.addmm_(some.mT, some)
+        return total
+
     @cached_property
     def parts(self) -> list[Part]:
         """The row gradients, parameter by parameter, by the fastest way that proves right."""
-        ways: tuple[Callable[[], list[Part] | None], ...] = (self._layerwise, self._per_example)
+        return [self._by_column()] if self._separated is None else self._separated
+
+    @property
+    def separable(self) -> bool:
+        """Whether the examples' rows are told apart: then there are `columns` backward passes, and `rank` otherwise."""
+        return self._separated is not None
+
+    @cached_property
+    def _separated(self) -> list[Part] | None:
+        """The row gradients by a way that tells the examples apart; None where none proves right."""
+        ways: tuple[Callable[[], list[Part] | None], ...] = (
+            self._layerwise,
+            self._per_example,
+            lambda: self._per_example(axis=1),
+        )
         for way in ways:
             try:
                 parts = way()
-            except Exception:  # noqa: BLE001 - taps and vmap fail on models in many ways; the way by columns always works
+                if parts is not None and self._agrees(parts):
+                    return parts
+            except Exception:  # noqa: BLE001 - taps and vmap fail on models in many ways; columns always work
                 continue
-            if parts is not None and self._agrees(parts):
-                return parts
-        return [self._by_column()]
+        if self.rank > self.MANY:
+            say_once(ONE_BY_ONE)
+        return None
 
     def _agrees(self, parts: list[Part]) -> bool:
         generator = torch.Generator(self.factor.device).manual_seed(0)
@@ -121,16 +162,21 @@ class Rows:
         extra = self._per_example(rest)
         return None if extra is None else parts + extra
 
-    def _per_example(self, names: list[str] | None = None) -> list[Part] | None:
+    def _per_example(self, names: list[str] | None = None, axis: int = 0) -> list[Part] | None:
         """Row gradients of the named parameters (default: all), one functional backward pass per example and column."""
         function = output_map(self.linearization.function)
-        if function is None or mixes_examples(function.pure.model) or self.batch == 1:
+        if function is None or mixes_examples(function.pure.model):
+            return None
+        factor = factor_by_example(self.factor, function.pure.call, axis)
+        if factor is None or len(factor) == 1:
             return None
         point = {name: leaf.detach() for name, leaf in self.linearization.leaves.items()}
         names = list(point) if names is None else names
-        rest = {name: tensor for name, tensor in point.items() if name not in names}
-        rows = example_rows(function, point, names, rest, self.factor.view(self.batch, -1, *self.factor.shape[1:]))
-        return [Explicit(rows.to(self.space.dtype), {name: point[name].numel() for name in names})]
+        rows = example_rows(function, point, names, factor, axis)
+        if axis == 1:  # (b, positions, q) -> by row of outputs: positions first
+            rows = rows.view(*factor.shape[:2], factor.shape[3], -1).transpose(0, 1)
+        rows = rows.reshape(self.rank, -1).to(self.space.dtype)
+        return [Explicit(rows, {name: point[name].numel() for name in names})]
 
     def _by_column(self) -> Part:
         eye = torch.eye(self.rank, dtype=self.factor.dtype, device=self.factor.device)
@@ -161,30 +207,57 @@ def batch_of(function: object, rows: int) -> int:
     return batch if batch and rows % batch == 0 else 1
 
 
+def factor_by_example(factor: Tensor, call: Call, axis: int) -> Tensor | None:
+    """F (R, m, q) as (b, positions, m, q), examples along the inputs' dimension `axis`; None where they do not fit."""
+    sizes = next((t.shape[: axis + 1] for t in call.tensors() if t.dim() > 0), torch.Size())
+    if len(sizes) <= axis or not sizes.numel() or len(factor) % sizes.numel():
+        return None
+    split = factor.view(*sizes, -1, *factor.shape[1:])  # (b, positions, ...), or (t, b, positions, ...)
+    if axis == 0:
+        return split
+    return split.transpose(0, 1).flatten(1, 2) if split.shape[2] == 1 else None
+
+
 def example_rows(
-    function: OutputMap, point: dict[str, Tensor], names: list[str], rest: dict[str, Tensor], factor: Tensor
+    function: OutputMap, point: dict[str, Tensor], names: list[str], factor: Tensor, axis: int = 0
 ) -> Tensor:
-    """Row gradients (r, size of the named parameters), factor (b, positions, m, q), by vmap over single examples."""
-    call = function.pure.call
-    batched = [t.dim() > 0 and len(t) == len(factor) for t in call.tensors()]
+    """Row gradients (r, size of the named parameters), factor (b, positions, m, q), one example's after the other's.
+
+    By vmap over single examples; by a loop over them where an operation has no rule for that, or a wrong one.
+    """
+    call, rest = function.pure.call, {name: tensor for name, tensor in point.items() if name not in names}
+    batched = [t.dim() > axis and t.shape[axis] == len(factor) for t in call.tensors()]
 
     def single(chosen: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
-        queue = iter(t.unsqueeze(0) if cut else t for t, cut in zip(tensors, batched, strict=True))
+        queue = iter(t.unsqueeze(axis) if cut else t for t, cut in zip(tensors, batched, strict=True))
         pure = PureModel(function.pure.model, call.map(lambda _: next(queue)), function.pure.random)
-        return PlainAttention(OutputMap(pure, function.rows))(chosen | rest)
+        return PlainKernels(OutputMap(pure, function.rows))(chosen | rest)
 
-    def gradients(tensors: tuple[Tensor, ...], root: Tensor) -> Tensor:
+    def gradients(tensors: tuple[Tensor, ...], root: Tensor, each: Each = torch.func.vmap) -> Tensor:
         pull = torch.func.vjp(lambda chosen: single(chosen, tensors), {name: point[name] for name in names})[1]
 
         def row(cotangent: Tensor) -> Tensor:
             (found,) = pull(cotangent)
             return torch.cat([found[name].reshape(-1) for name in names])
 
-        return torch.func.vmap(row)(cotangents_of_one(root))
+        return each(row)(cotangents_of_one(root))
 
-    dims = tuple(0 if cut else None for cut in batched)
-    rows = torch.func.vmap(gradients, in_dims=(dims, 0), randomness="same")(tuple(call.tensors()), factor)
-    return rows.reshape(-1, rows.shape[-1]).detach()
+    count = len(factor) * factor.shape[1] * factor.shape[3], sum(point[name].numel() for name in names)
+    dims = tuple(axis if cut else None for cut in batched)
+    try:
+        every = torch.func.vmap(gradients, in_dims=(dims, 0), randomness="same")
+        return every(tuple(call.tensors()), factor).reshape(count).detach()
+    except Exception:  # noqa: BLE001 - vmap fails in many ways; nn.PReLU's gradient of one slope has a wrong shape
+        found = []
+        for i, root in enumerate(factor):
+            tensors = tuple(t.select(axis, i) if cut else t for t, cut in zip(call.tensors(), batched, strict=True))
+            found.append(gradients(tensors, root, one_by_one))
+        return torch.cat(found).reshape(count).detach()
+
+
+def one_by_one(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function over the first dimension of its argument, as `vmap` has it, by a loop."""
+    return lambda tensor: torch.stack([function(part) for part in tensor])
 
 
 def position_cotangents(factor: Tensor, batch: int) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from natgrad.spaces import Params, Space
 
 BLOCK = 256  # rows of a Gram matrix at a time
+ALL = slice(None)
 
 
 class Part(Protocol):
@@ -23,8 +24,8 @@ class Part(Protocol):
         """total (r, r) += this part's U^T U, in the lower triangle only."""
         ...
 
-    def rows(self) -> dict[str, Tensor]:
-        """name -> (r, size): the row gradients written out."""
+    def rows(self, which: slice = ALL) -> dict[str, Tensor]:
+        """name -> (r, size): the row gradients written out; which: those of some whole examples."""
         ...
 
     def squares(self) -> dict[str, Tensor]:
@@ -67,18 +68,22 @@ class Outer:
             corner = total[start * k : stop * k, : stop * k].view(stop - start, k, stop, k)
             corner.addcmul_(pairs.view(stop - start, k, stop, k), like.view(stop - start, 1, stop, 1))
 
-    def rows(self) -> dict[str, Tensor]:
-        outer = torch.einsum("xko,xd->xkod", self.deltas, self.inputs) if self.weight else None
-        return self._named(outer, self.deltas, keep=2)
+    def rows(self, which: slice = ALL) -> dict[str, Tensor]:
+        b, k, _ = self.deltas.shape
+        start, stop, _ = which.indices(b * k)
+        inputs, deltas = (tensor[start // k : stop // k] for tensor in (self.inputs, self.deltas))
+        outer = torch.einsum("xko,xd->xkod", deltas, inputs) if self.weight else None
+        found = {self.weight: outer, self.bias: deltas}
+        return {n: v.reshape(stop - start, -1) for n, v in found.items() if n is not None and v is not None}
 
     def squares(self) -> dict[str, Tensor]:
         squared = self.deltas.square().sum(1)  # (b, o)
-        return self._named(squared.mT @ self.inputs.square() if self.weight else None, squared.sum(0), keep=0)
+        return self._named(squared.mT @ self.inputs.square() if self.weight else None, squared.sum(0))
 
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
         b, k, _ = self.deltas.shape
         combined = (weights.view(b, k, 1) * self.deltas).sum(1)  # not einsum: its batched product is slower for k = 1
-        return self._named(combined.mT @ self.inputs if self.weight else None, combined.sum(0), keep=0)
+        return self._named(combined.mT @ self.inputs if self.weight else None, combined.sum(0))
 
     def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
         image = torch.zeros(1, 1, dtype=self.deltas.dtype, device=self.deltas.device)
@@ -88,10 +93,9 @@ class Outer:
             image = image + tangents[self.bias]
         return (self.deltas * image.unsqueeze(1)).sum(2).reshape(-1)
 
-    def _named(self, weight: Tensor | None, bias: Tensor, keep: int) -> dict[str, Tensor]:
-        rows = (-1,) if keep == 0 else (self.deltas.shape[0] * self.deltas.shape[1], -1)
+    def _named(self, weight: Tensor | None, bias: Tensor) -> dict[str, Tensor]:
         found = {self.weight: weight, self.bias: bias}
-        return {name: value.reshape(rows) for name, value in found.items() if name is not None and value is not None}
+        return {name: value.reshape(-1) for name, value in found.items() if name is not None and value is not None}
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,8 @@ class Explicit:
         for start, stop in blocks(len(self.matrix), BLOCK):
             total[start:stop, :stop].addmm_(self.matrix[start:stop], self.matrix[:stop].mT)
 
-    def rows(self) -> dict[str, Tensor]:
-        return dict(zip(self.sizes, self.matrix.split(list(self.sizes.values()), dim=1), strict=True))
+    def rows(self, which: slice = ALL) -> dict[str, Tensor]:
+        return dict(zip(self.sizes, self.matrix[which].split(list(self.sizes.values()), dim=1), strict=True))
 
     def squares(self) -> dict[str, Tensor]:
         return self._named(self.matrix.square().sum(0))

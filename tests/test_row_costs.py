@@ -1,0 +1,190 @@
+"""What the metric's root and its matrix cost, counted in backward passes, and that every small layer has them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from models import F64, Case, assert_close, draw, mlp, reference_jacobian, reference_metric, seeded
+from torch import Tensor, nn
+
+from natgrad.families import Categorical, Gaussian, Likelihood
+from natgrad.metrics import fisher
+from natgrad.operators import linearization
+from natgrad.operators.rows import Rows
+from natgrad.solvers import CG, Auto, SampleSpace
+from natgrad.spaces import trainable
+
+
+class Gain(nn.Module):
+    """One number as a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain.exp()
+
+
+class Squeezed(nn.Module):
+    """A layer on one number per position, (b, 4) -> (b, 4)."""
+
+    def __init__(self, layer: nn.Module, channels: bool = False) -> None:
+        super().__init__()
+        self.layer, self.channels = layer, channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.unsqueeze(1)).flatten(1) if self.channels else self.layer(x.unsqueeze(2)).flatten(1)
+
+
+ONES = {
+    "PReLU": nn.PReLU,
+    "PReLU per channel": lambda: nn.PReLU(4),
+    "one number": Gain,
+    "linear, one in and out": lambda: Squeezed(nn.Linear(1, 1)),
+    "linear without bias": lambda: Squeezed(nn.Linear(1, 1, bias=False)),
+    "convolution by one": lambda: Squeezed(nn.Conv1d(1, 1, 1), True),
+    "transposed by one": lambda: Squeezed(nn.ConvTranspose1d(1, 1, 1), True),
+    "group norm": lambda: Squeezed(nn.GroupNorm(1, 1), True),
+    "layer norm without shift": lambda: nn.LayerNorm(4, bias=False),
+    "bilinear": lambda: Squeezed(nn.Sequential(nn.Linear(1, 1, bias=False), nn.PReLU())),
+}
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("name", ONES)
+def test_a_layer_of_one_number_has_every_form_of_the_metric(name, outputs):
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), ONES[name](), nn.Linear(4, outputs)))
+    params = dict(trainable(model))
+    for b in (1, 2, 5):
+        x = draw(b, 3, seed=b)
+        expected = reference_metric(Case(lambda: model, x, Gaussian()), model, params)
+        operator = fisher(model, Gaussian()).at(params, x)
+        root, vector = operator.root(), draw(len(expected), seed=9)
+        assert root is not None
+        assert_close(root @ root.mT, expected, 1e-11)
+        assert_close(operator.dense(), expected, 1e-11)
+        assert_close(operator.diagonal(), expected.diagonal(), 1e-11)
+        assert_close(operator.trace(), expected.trace(), 1e-11)
+        value = torch.linalg.solve(expected + 0.1 * torch.eye(len(expected), dtype=F64), vector)
+        for solver in (Auto(), SampleSpace(), CG(rtol=1e-12, max_steps=300)):
+            assert_close(solver.solve(operator, vector, damping=0.1).value, value, 1e-8)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How many times autograd was asked for gradients."""
+    count, plain = [0], torch.autograd.grad
+
+    def counted(*args, **kwargs):
+        count[0] += 1
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    return count
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_matrix_costs_as_many_passes_at_every_batch_size(outputs, passes):
+    """With fewer columns of the root than 4 n and with more: a backward pass per output of an example."""
+    model, found = mlp(2, 3, outputs), []
+    n = sum(p.numel() for p in model.parameters())
+    for b in (n, 4 * n // outputs, 4 * n // outputs + 1, 8 * n):
+        operator = fisher(model, Gaussian()).at(trainable(model), draw(b, 2))
+        before = passes[0]
+        matrix = operator.dense()
+        found.append(passes[0] - before)
+        assert operator.linearization.products == 0  # no product with J
+        root = operator.root()
+        assert_close(matrix, root @ root.mT, 1e-11)
+    assert len(set(found)) == 1
+    assert found[0] <= outputs + 1  # and one to check them
+
+
+def test_the_matrix_is_summed_over_few_examples_at_a_time(monkeypatch):
+    model, x = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2))), draw(6, 3)
+    whole = fisher(model, Categorical()).at(trainable(model), x).dense()
+    monkeypatch.setattr(Rows, "CHUNK", 1)
+    assert_close(fisher(model, Categorical()).at(trainable(model), x).dense(), whole, 1e-13)
+
+
+def test_many_outputs_per_example_are_taken_by_products():
+    """A matrix of few parameters costs fewer products than an example has columns."""
+    model, x = mlp(1, 40), draw(9, 1)
+    operator = fisher(model, Gaussian()).at(trainable(model), x)
+    matrix = operator.dense()
+    assert operator.linearization.products == operator.size
+    assert_close(matrix, reference_metric(Case(lambda: model, x, Gaussian()), model, {}), 1e-11)
+
+
+class Recurrent(nn.Module):
+    """(t, b, 3) -> (t, b, 2), mixing along the first dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inner(x).cumsum(0)))
+
+
+@pytest.mark.parametrize("family", [Categorical(), Gaussian()])
+def test_examples_along_the_second_dimension_are_told_apart(family: Likelihood):
+    model, x = seeded(Recurrent), draw(4, 3, 3)
+    rows = fisher(model, family).at(trainable(model), x).rows
+    assert rows is not None
+    jacobian = reference_jacobian(model, {}, x, family.rows).flatten(0, 1)
+    root = family.root(family.rows(model(x).detach()))
+    expected = torch.einsum("ima,imq->aiq", jacobian.view(*root.shape[:2], -1), root).flatten(1) / len(root) ** 0.5
+    assert_close(rows.dense(), expected, 1e-11)
+    assert rows.separable == isinstance(family, Categorical)  # for the other a row holds all examples of a time
+
+
+def residuals(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Two sets of points in one function: which row is of which kind depends on its place."""
+    u = torch.tanh(x @ params["w"]) @ params["v"]
+    half = len(x) // 2
+    return torch.cat([u[:half].square(), u[half:] - 1])
+
+
+@pytest.fixture
+def unsaid():
+    linearization.say_once.cache_clear()
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_residuals_that_mix_their_points_are_named_once_with_what_to_do():
+    params = {"w": draw(2, 3).requires_grad_(), "v": draw(3, 1, seed=1).requires_grad_()}
+    metric = fisher(residuals, Gaussian())
+    with pytest.warns(UserWarning, match=r"one backward pass per output.* metric of its own"):
+        root = metric.at(params, draw(Rows.MANY + 2, 2)).root()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = metric.at(params, draw(Rows.MANY + 2, 2)).root()
+        few = metric.at(params, draw(4, 2)).rows
+    assert torch.equal(root, again)
+    assert few is not None
+    assert not few.separable
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_the_same_residuals_as_a_sum_of_metrics_are_told_apart():
+    params = {"w": draw(2, 3).requires_grad_(), "v": draw(3, 1, seed=1).requires_grad_()}
+    x, half = draw(70, 2), 35
+
+    def inside(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (torch.tanh(x @ p["w"]) @ p["v"]).square()
+
+    def edge(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"]) @ p["v"] - 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        terms = [fisher(f, Gaussian()).at(params, part) for f, part in ((inside, x[:half]), (edge, x[half:]))]
+        together = 0.5 * (terms[0] + terms[1])
+        assert all(term.rows.separable for term in terms)
+    with pytest.warns(UserWarning, match="one backward pass per output"):
+        expected = fisher(residuals, Gaussian()).at(params, x).root()
+    assert_close(together.dense(), expected @ expected.mT, 1e-11)
