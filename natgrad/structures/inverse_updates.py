@@ -49,7 +49,7 @@ def woodbury_inverse(
     """
     image = inverse @ root if image is None else image
     small = torch.linalg.cholesky_ex(_shift(root.mT @ image, (1 - rate) / rate))
-    lower = torch.where((small.info == 0)[..., None, None], small.L, torch.nan)
+    lower = torch.where((small.info == 0)[..., None, None] & torch.isfinite(small.L), small.L, torch.nan)
     half = torch.linalg.solve_triangular(lower.mT, image, upper=True, left=False)  # G^-1 U L^-T
     return _plus_outer(inverse, half, 1 / (1 - rate), -1 / (1 - rate), out)
 
