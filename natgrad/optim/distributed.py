@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.optim.recall import Loss
 from natgrad.structures import Layerwise
 from natgrad.structures.layers import EmbeddingLayer, Layer
 from natgrad.structures.statistics import Seen
@@ -44,17 +45,18 @@ class Ranks:
             )
 
     def pooled(
-        self, losses: Sequence[tuple[Tensor, int]], nats: float, scale: float, device: torch.device
+        self, losses: Sequence[Loss], nats: float, scale: float, device: torch.device
     ) -> tuple[Tensor | None, Any, Any]:
         """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
 
-        losses: of this process's micro-batches, each with its rows.   scale: of its gradient; 0 stands for 1. The
-        gradient that all processes have is the mean of theirs, and so is its scale.
+        losses: of this process's micro-batches; NaN if there are some, and none has rows.   scale: of its gradient; 0
+        stands for 1. The gradient that all processes have is the mean of theirs, and so is its scale.
         """
-        rows = sum(count for _, count in losses)
+        rows = sum(loss.rows for loss in losses)
+        parts = [loss.value * loss.rows for loss in losses if loss.rows]
+        total = torch.stack(parts).sum() if parts else torch.zeros(())
         if self.size == 1:
-            return torch.stack([loss * n for loss, n in losses]).sum() / rows if losses else None, nats, scale or 1.0
-        total = sum((loss.to(device, torch.float64) * n for loss, n in losses), torch.zeros((), device=device))
+            return total / rows if losses else None, nats, scale or 1.0
         own = torch.tensor([nats * rows, rows, scale], dtype=torch.float64, device=device)
         loss, nats_rows, all_rows, scales = self.sum(torch.cat([total.reshape(1).to(own), own]))
         scale_mean = torch.where(scales > 0, scales / self.size, 1.0)

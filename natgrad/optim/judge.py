@@ -53,7 +53,7 @@ class Judge:
         space, losses = Space(params), recall.losses or recall.computed
         if len(losses) == 1 and losses[0] is recall.computed[-1] and recall.passed() is not None:
             exact = recall.dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
-            before = float(losses[0][0]) if exact else None
+            before = float(losses[0].value) if exact else None
             return Replay(model, criterion, recall.whole(), before, params, space)
         if closure is None or value is None or self.random is None:
             raise ValueError(

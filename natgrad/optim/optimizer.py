@@ -106,6 +106,7 @@ class NaturalGradient(ModelOptimizer):
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
         self._recall = Recall()
+        self._recall.watched = list(self._named.values())
         self._finalizer: weakref.finalize | None = None
         overhear(metric, self._recall)
         if isinstance(model, nn.Module):
@@ -120,9 +121,10 @@ class NaturalGradient(ModelOptimizer):
         criterion's likelihood cannot produce, TypeError if the metric has no criterion.
         """
         value = self.criterion.value(outputs, targets)
-        training = not isinstance(self.model, nn.Module) or self.model.training
-        if training and torch.is_grad_enabled():
-            self._recall.record_loss(self.criterion, outputs, targets, value)
+        if torch.is_grad_enabled():
+            training = not isinstance(self.model, nn.Module) or self.model.training
+            keep = self._recall.record_loss if training else self._recall.count_loss
+            keep(self.criterion, outputs, targets, value)
         return value
 
     @property
@@ -183,7 +185,7 @@ class NaturalGradient(ModelOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the count of what they are a sum of."""
         super().zero_grad(set_to_none)
-        self._recall.scale = 0.0
+        self._recall.forget_gradients()
 
     def report(self) -> Report:
         """What each parameter gets: structure, entries, and numbers remembered between steps."""

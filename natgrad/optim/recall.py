@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from natgrad.densities import listen_to
 from natgrad.families import Criterion
@@ -57,19 +58,26 @@ class Pass:
             )
 
 
+class Loss(NamedTuple):
+    """One loss in units of its mean, the rows that it weighs, and what reduction='sum' multiplied it by, else 0."""
+
+    value: Tensor
+    rows: int
+    count: float
+
+
 class Recall:
     """What happened since the last step: the last training pass, the last loss's targets, data to observe.
 
     paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
-    divided by.   dtype: of its outputs.   scale: the divisors under reduction='sum', added up over the losses that
-    `backward` went through since the gradients were cleared (a sum over micro-batches has the sum of their counts); 0
-    for none.   losses: those same losses in units of their means, each with its rows.   computed: all losses since the
-    last step, with theirs.
+    divided by.   dtype: of its outputs.   losses: those that `backward` went through since the gradients were cleared.
+    computed: all losses since the last step.   watched: the parameters whose gradients tell when they were cleared.
     observed: for the metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on
     observed data.
     """
 
     def __init__(self) -> None:
+        self.watched: list[Tensor] = []
         self.clear()
 
     def clear(self) -> None:
@@ -81,7 +89,7 @@ class Recall:
         self.loss: Tensor | None = None
         self.last_scale = 1.0
         self.dtype: torch.dtype | None = None
-        self.computed: list[tuple[Tensor, int]] = []
+        self.computed: list[Loss] = []
         self.forget_gradients()
         self.observed: Data | None = None
         self.floor = 0.0
@@ -89,8 +97,17 @@ class Recall:
 
     def forget_gradients(self) -> None:
         """The gradients are cleared: forget the losses that they came from."""
-        self.scale = 0.0
-        self.losses: list[tuple[Tensor, int]] = []
+        self.losses: list[Loss] = []
+        self._going = False  # whether a backward pass that reached a loss is under way
+        self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
+
+    @property
+    def scale(self) -> float:
+        """What to divide the gradient by under reduction='sum': micro-batches have the sum of their counts; else 0.
+
+        Where another optimizer's loss went backward, that of the losses computed here counts.
+        """
+        return sum(loss.count for loss in self.losses or self.computed)
 
     def passed(self) -> Pass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
@@ -145,15 +162,46 @@ class Recall:
 
     def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0) -> None:
         """Keep the targets and units of a loss. rows: what it weighs among the losses of a step."""
-        outputs = map_tensors(outputs, torch.detach)
+        loss, self.last_scale = self.count_loss(criterion, outputs, targets, value, rows)
         self.targets = map_tensors(targets, torch.detach)
         self.target_versions = versions_of(Call((targets,)))
         self.paired = self.last
-        self.last_scale = float(criterion.scale(outputs, targets))
-        self.loss, self.dtype = value.detach() / self.last_scale, next(leaves(outputs)).dtype
-        self.computed.append((self.loss, rows))
+        self.loss, self.dtype = loss.value, next(leaves(outputs)).dtype
+        self.computed = [*self.computed, loss]
+
+    def count_loss(
+        self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0
+    ) -> tuple[Loss, float]:
+        """Count a loss once it goes backward, whatever mode its pass was in; the loss, and what it was divided by."""
+        scale = float(criterion.scale(map_tensors(outputs, torch.detach), targets))
+        # without a single target that counts, reduction='sum' adds nothing to the gradient, and nothing to the mean
+        loss = Loss(value.detach() / scale, rows if scale else 0, scale if criterion.summed else 0.0)
+        self._going = False  # an error may have ended it
+        if self._were_cleared():
+            self.forget_gradients()
         if value.requires_grad:
-            value.register_hook(Counter(self, self.last_scale if criterion.summed else 0.0, self.computed[-1]))
+            value.register_hook(Counter(self, loss))
+        return loss, scale
+
+    def goes_backward(self, loss: Loss) -> None:
+        """`backward` reached a loss: its gradient is about to be added to those that are there."""
+        if not self._going:
+            if self._were_cleared():
+                self.forget_gradients()
+            self._going, me = True, weakref.ref(self)
+            # as torch's own data parallelism hears that a backward pass is over; there is no public name for it
+            Variable._execution_engine.queue_callback(lambda: end_backward(me()))
+        self.losses = [*self.losses, loss]
+
+    def _were_cleared(self) -> bool:
+        """Whether somebody else cleared the gradients (`model.zero_grad()`, p.grad = None) since losses went backward.
+
+        Gradients that are zero on their own, as those of a batch that is fitted exactly, were not touched since.
+        """
+        if not self.losses or not self.watched:
+            return False
+        there = [p.grad for p in self.watched if p.grad is not None]
+        return all(mark_of(grad) not in self._left and not holds_anything(grad) for grad in there)
 
 
 def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
@@ -162,17 +210,33 @@ def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
     return Data(inputs, targets, data.random)
 
 
-class Counter:
-    """Tensor hook that adds a loss and its count when `backward` reaches it. Keeps no recall alive."""
+def end_backward(recall: Recall | None) -> None:
+    """A backward pass is over: remember what its gradients are."""
+    if recall is not None:
+        recall._going = False
+        recall._left = {mark_of(p.grad) for p in recall.watched if p.grad is not None}
 
-    def __init__(self, recall: Recall, count: float, loss: tuple[Tensor, int]) -> None:
-        self.recall, self.count, self.loss = weakref.ref(recall), count, loss
+
+def mark_of(gradient: Tensor) -> tuple[int, int]:
+    """What changes when somebody writes into a gradient, or puts another in its place."""
+    return 0 if gradient.is_sparse else gradient.data_ptr(), gradient._version
+
+
+def holds_anything(gradient: Tensor) -> bool:
+    """Whether an entry is not zero."""
+    return bool((gradient.to_dense() if gradient.is_sparse else gradient).any())
+
+
+class Counter:
+    """Tensor hook that counts a loss when `backward` reaches it. Keeps no recall alive."""
+
+    def __init__(self, recall: Recall, loss: Loss) -> None:
+        self.recall, self.loss = weakref.ref(recall), loss
 
     def __call__(self, gradient: Tensor) -> None:
         recall = self.recall()
         if recall is not None:
-            recall.scale += self.count
-            recall.losses.append(self.loss)
+            recall.goes_backward(self.loss)
 
 
 class Listener:

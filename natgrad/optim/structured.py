@@ -89,6 +89,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._judge = Judge(damping)
         self._named = named_parameters(self.model)
         self._recall = Recall()
+        self._recall.watched = list(self._named.values())
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         defaults = {"lr": lr, "momentum": momentum, "damping": self._judge.start, "max_kl": max_kl}
         defaults |= {"kl_share": kl_share, "weight_decay": weight_decay, "l2": l2}
@@ -98,6 +99,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._clock = started()
         self._stride = Stride()
         self._pending = 0  # readings since the last step
+        self._bad = False  # whether its batch was counted as a failure
         self._nats: Any = 1.0
         self._warned: set[str] = set()
         self._finalizer = weakref.finalize(
@@ -114,12 +116,14 @@ class StructuredNaturalGradient(ModelOptimizer):
         the criterion's likelihood cannot produce.
         """
         value = self.criterion.value(outputs, targets)
-        if self.model.training and torch.is_grad_enabled() and value.requires_grad:
+        if torch.is_grad_enabled() and value.requires_grad:
             rows = count_rows(self.criterion, outputs)
-            self._recall.record_loss(self.criterion, outputs, targets, value, rows)
-            self._nats = self.criterion.nats(outputs)
-            if self._reader.taps.armed:
-                self._read(outputs, targets, value)
+            keep = self._recall.record_loss if self.model.training else self._recall.count_loss
+            keep(self.criterion, outputs, targets, value, rows)
+            if self.model.training:
+                self._nats = self.criterion.nats(outputs)
+                if self._reader.taps.armed:
+                    self._read(outputs, targets, value)
         return value
 
     @torch.no_grad()
@@ -143,6 +147,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         """Clear the gradients, and with them the count of what they are a sum of."""
         super().zero_grad(set_to_none)
         self._recall.forget_gradients()
+        self._bad = False
 
     def report(self) -> Report:
         """What each parameter gets: structure, entries, and numbers remembered between steps."""
@@ -220,7 +225,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _read(self, outputs: Any, targets: Any, value: Tensor) -> None:
         decay = 1.0 if self._pending else self.structure.decay  # micro-batches of one step count alike
         taken = False
-        if bool(torch.isfinite(value.detach()).all()):
+        if bool(torch.isfinite(self._recall.computed[-1].value)):  # NaN too where no target counts
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 # labels that a metric was estimated from measure it too short along the direction that it gives
                 measuring = self.measure and self._due("measured", max(MEASURED, self.update_every))
@@ -235,9 +240,14 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._reader.skip(value)
         value.register_hook(Release(self._reader.taps))
         self._pending += taken
-        self._clock["failures"] += not taken
+        self._count_bad_batch(not taken)
         if taken:
             self._clock["updated"] = self._clock["step"]
+
+    def _count_bad_batch(self, bad: bool) -> None:
+        """A batch counts once, in the statistics and in the step."""
+        self._clock["failures"] += bad and not self._bad
+        self._bad |= bad
 
     def _step(self, closure: Closure | None, value: Tensor | None) -> None:
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
@@ -268,11 +278,11 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
         if not finite:
             attempt = self._attempt(nats, told)
-            attempt.clock["failures"] += 1
+            attempt.clock["failures"] += not self._bad
         pace(attempt.clock, self._blocks.drift(), self.update_every)
         attempt.clock["step"] += 1
         values = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
-        attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0}, self._forget_batch)
+        attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0, "_bad": False}, self._forget_batch)
 
     def _forget_batch(self) -> None:
         self._recall.clear()
@@ -306,7 +316,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         params = {name: p for name, p in self._by_group() if p.grad is not None}
         strengths = {name: float(group["l2"]) for name, group in attempt.groups.items()}
         slope, penalty = slope_along(moves, gradients, self._named, strengths)
-        rows = sum(count for _, count in self._recall.losses or self._recall.computed)
+        rows = sum(loss.rows for loss in self._recall.losses or self._recall.computed)
         with replaying(self.model, self._recall):
             objective = self._judge.objective(self.model, self.criterion, self._recall, params, closure, value)
             change = self._judge.change(objective, moves, rows, self._ranks) + penalty
