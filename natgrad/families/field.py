@@ -112,6 +112,17 @@ class MarkovField(ExponentialFamily):
 
         return Closed(point, product)
 
+    def mle(self, x: Tensor) -> Tensor:
+        """Maximum likelihood from x (b, n). ValueError where it needs sums that are too large."""
+        if not self.exact:
+            raise ValueError(
+                f"mle of {self!r} takes sums with a table of at least {self.tables.largest} entries, more than "
+                f"{LARGEST}; fit it by ratio matching, which needs no sums: ng.ratio_matching_loss(log_p, params, x), "
+                "log_p = ng.Boltzmann(n) for all pairs of bits, and ng.ang or ng.NaturalGradient with ng.ratio_metric("
+                "log_p); or give fewer cliques: chains, trees and narrow grids are exact"
+            )
+        return super().mle(x)
+
     def probabilities(self, theta: Tensor) -> Tensor:
         """p of all states, (..., S), in the order of `states`."""
         if self._table is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.natural import check_count
+from natgrad.families.pair_sweep import PairSweep, fits_pairs
 from natgrad.families.tables import Clique, Tables
 
 
@@ -32,37 +33,47 @@ class Gibbs:
         """States (count, ..., n): draws from one chain are count / chains apart, and depend on one another."""
         flat = theta.reshape(-1, theta.shape[-1])
         chains = min(self.chains, count)
-        rows = flat.expand(chains, *flat.shape).reshape(-1, flat.shape[-1])
-        sweep = Sweep(tables, rows)
-        state = sweep.start(generator)
+        groups = coloured(len(tables.counts), tables.cliques)
+        kind = PairSweep if fits_pairs(tables) else Sweep
+        sweep = kind(tables, groups, flat, chains)
+        sweep.start(generator)
         for _ in range(self.burn_in):
-            sweep.run(state, generator)
-        found = [state.clone()]
+            sweep.run(generator)
+        found = [sweep.states()]
         while len(found) * chains < count:
             for _ in range(self.thinning):
-                sweep.run(state, generator)
-            found.append(state.clone())
+                sweep.run(generator)
+            found.append(sweep.states())
         drawn = torch.stack(found).view(len(found) * chains, *theta.shape[:-1], -1)
         return drawn[:count]
 
 
 class Sweep:
-    """One draw of every variable given the others, for rows of theta (R, m) and states (R, n), in place."""
+    """One draw of every variable given the others, by lists of neighbours; states are kept inside.
 
-    def __init__(self, tables: Tables, theta: Tensor) -> None:
-        self.tables, self.rows, self.device = tables, len(theta), theta.device
-        self.colours = [Colour(tables, members, theta) for members in coloured(len(tables.counts), tables.cliques)]
+    groups: variables without a common clique.   theta: (B, m); chains: of each.
+    """
 
-    def start(self, generator: torch.Generator | None) -> Tensor:
-        """Uniform states (R, n)."""
+    def __init__(self, tables: Tables, groups: list[list[int]], theta: Tensor, chains: int) -> None:
+        rows = theta.expand(chains, *theta.shape).reshape(-1, theta.shape[-1])
+        self.tables, self.rows, self.device = tables, len(rows), theta.device
+        self.colours = [Colour(tables, members, rows) for members in groups]
+        self.state = torch.empty(0)
+
+    def start(self, generator: torch.Generator | None) -> None:
+        """Independent uniform states."""
         counts = torch.tensor(self.tables.counts, device=self.device)
         uniform = torch.rand(self.rows, len(counts), generator=generator, device=self.device, dtype=torch.float64)
-        return (uniform * counts).long().minimum(counts - 1)
+        self.state = (uniform * counts).long().minimum(counts - 1)
 
-    def run(self, state: Tensor, generator: torch.Generator | None) -> None:
+    def run(self, generator: torch.Generator | None) -> None:
         """Every variable once."""
         for colour in self.colours:
-            colour.run(state, generator)
+            colour.run(self.state, generator)
+
+    def states(self) -> Tensor:
+        """The positions of the values, (chains * B, n)."""
+        return self.state.clone()
 
 
 class Colour:

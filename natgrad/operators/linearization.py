@@ -203,10 +203,10 @@ def say_once(message: str) -> None:
 
 
 def check_outputs(outputs: Tensor) -> None:
-    """ValueError unless outputs (R, m) exist, are finite and depend on the parameters."""
+    """ValueError unless outputs (R, m) exist, depend on the parameters, and are finite or -inf (masked logits)."""
     if outputs.numel() == 0:
         raise ValueError(f"outputs have shape {tuple(outputs.shape)}: the batch is empty; give at least one example")
     if not outputs.requires_grad:
         raise ValueError(UNREACHED)
-    if not all_finite(outputs):
+    if not all_finite(outputs) and not bool((outputs < torch.inf).all()):  # a NaN is not below either
         raise ValueError("the model's outputs are not finite: look for a NaN in the inputs, or lower the learning rate")
