@@ -62,6 +62,107 @@ def inner() -> dict[str, Any]:
     return {"flat": flat(model)}
 
 
+def within() -> dict[str, Any]:
+    """The optimizer is built on a part of what was wrapped before: the wrapped model does more with its outputs."""
+    model = net()
+    outer = wrapped(nn.Sequential(model, nn.Identity()))
+    opt = ng.kfac(model, CE, **FREE)
+    train(opt, outer)
+    return {"flat": flat(model)}
+
+
+def given() -> dict[str, Any]:
+    """A group, and gradients that the loop averages itself."""
+    model = net()
+    group = distributed.group.WORLD if distributed.is_initialized() else None
+    opt = ng.kfac(model, CE, group=group, **FREE)
+    for _ in range(4):
+        opt.zero_grad()
+        opt.loss(model(X[own(PARTS)]), Y[own(PARTS)]).backward()
+        for p in model.parameters() if group is not None else ():
+            distributed.all_reduce(p.grad)
+            p.grad /= 2
+        opt.step()
+    return {"flat": flat(model)}
+
+
+def stranger(rank: int) -> dict[str, Any]:
+    """A model of this process alone, for a number of steps of its own; a second one is in a group of one."""
+    model = nn.Sequential(nn.Linear(3, 4 + rank), nn.Tanh(), nn.Linear(4 + rank, 3)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1, 1 + rank, p.numel()).view_as(p))
+    opt = ng.kfac(model, CE, lr=0.3, momentum=0.5)
+    for _ in range(3 + 2 * rank):
+        opt.zero_grad()
+        opt.loss(model(X * (1 + rank)), Y).backward()
+        opt.step()
+    return {"flat": flat(model), "kl": opt.state_report().kl}
+
+
+def strangers() -> dict[str, Any]:
+    return stranger(distributed.get_rank())
+
+
+def uneven() -> dict[str, Any]:
+    """`join`, for processes that run out of examples at different times."""
+    outer = wrapped(net())
+    opt, words = ng.kfac(outer, CE, **FREE), ""
+    try:
+        with outer.join():
+            train(opt, outer, steps=2 + distributed.get_rank())
+    except ValueError as error:
+        words = str(error)
+    with outer.join(enable=False):
+        train(opt, outer, steps=2)
+    return {"flat": flat(outer), "words": words}
+
+
+def unaveraged() -> dict[str, Any]:
+    model, words = net(), ""
+    before = flat(model)
+    try:
+        train(ng.kfac(model, CE, group=distributed.group.WORLD, **FREE), model)
+    except ValueError as error:
+        words = str(error)
+    return {"words": words, "stayed": torch.equal(before, flat(model))}
+
+
+FLAT: dict[str, Callable[..., Any]] = {
+    "hessian_free": ng.hessian_free,
+    "krylov_subspace": ng.krylov_subspace,
+    "natgrad_cg": ng.natgrad_cg,
+    "NaturalGradient": lambda model, criterion: ng.NaturalGradient(model, ng.fisher(model, criterion)),
+    "dict": lambda model, _: ng.NaturalGradient(dict(model.named_parameters()), ng.gauss_newton(affine, CE)),
+}
+
+
+def affine(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ params["2.weight"].T
+
+
+def flat_metrics() -> dict[str, Any]:
+    """What each says of the wrapped model, of what is wrapped, and of what was wrapped after it was built."""
+    words: dict[str, list[str]] = {}
+    for name, recipe in FLAT.items():
+        words[name] = []
+        for how in ("given", "inside", "later") if name != "dict" else ("inside",):
+            model = net()
+            outer = wrapped(model) if how != "later" else model
+            before = flat(model)
+            try:
+                opt = recipe(outer if how == "given" else model, CE)
+                if how == "later":
+                    train(opt, outer, steps=1)  # alone, as another process may be
+                    opt, outer = recipe(model, CE), wrapped(model)
+                    before = flat(model)
+                    train(opt, outer, steps=1)
+            except TypeError as error:
+                words[name].append(str(error))
+            assert torch.equal(before, flat(model))
+    return {"words": words}
+
+
 def sums() -> dict[str, Any]:
     """Uneven parts of a summed loss: the gradient is a mean over processes, its count too."""
     model = net()
@@ -222,6 +323,8 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "diagonal": lambda: plain(ng.diagonal),
     "unitwise": lambda: plain(ng.unitwise),
     "inner": inner,
+    "within": within,
+    "given": given,
     "sums": sums,
     "accumulated": accumulated,
     "judged": judged,
@@ -230,7 +333,13 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "infinite": infinite,
     "sampled": sampled,
     "refused": refused,
+    "strangers": strangers,
+    "uneven": uneven,
+    "unaveraged": unaveraged,
+    "flat metrics": flat_metrics,
 }
+TOGETHER = ["kfac", "ekfac", "diagonal", "unitwise", "inner", "within", "given", "sums", "accumulated", "judged"]
+APART = {"refused", "strangers", "unaveraged", "flat metrics"}  # no two processes train one model there
 
 
 def act(rank: int, folder: str) -> None:
@@ -249,12 +358,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("scene", [name for name in SCENES if name != "refused"])
+@pytest.mark.parametrize("scene", [name for name in SCENES if name not in APART])
 def test_parameters_are_equal_bit_for_bit(both: list[dict[str, Any]], scene: str):
     assert torch.equal(both[0][scene]["flat"], both[1][scene]["flat"])
 
 
-@pytest.mark.parametrize("scene", ["kfac", "ekfac", "diagonal", "unitwise", "inner", "sums", "accumulated", "judged"])
+@pytest.mark.parametrize("scene", TOGETHER)
 def test_two_processes_train_as_one_on_the_joined_batch(both: list[dict[str, Any]], scene: str):
     alone = SCENES[scene]()
     assert_close(both[0][scene]["flat"], alone["flat"], 1e-9)
@@ -289,3 +398,30 @@ def test_what_cannot_be_shared_is_refused(both: list[dict[str, Any]]):
     assert "2 processes" in adding
     assert "static_graph" in static
     assert not refused()["words"]  # alone, all is well
+
+
+def test_models_of_one_process_each_are_trained_alone(both: list[dict[str, Any]]):
+    for rank in range(2):
+        found, alone = both[rank]["strangers"], stranger(rank)
+        assert torch.equal(found["flat"], alone["flat"])
+        assert found["kl"] == alone["kl"]
+
+
+def test_join_is_refused_before_a_statistic_waits_for_ever(both: list[dict[str, Any]]):
+    for rank in both:
+        assert "join()" in rank["uneven"]["words"]
+        assert "same number of batches" in rank["uneven"]["words"]
+
+
+def test_gradients_that_nobody_averages_are_refused(both: list[dict[str, Any]]):
+    for rank in both:
+        assert "different gradients" in rank["unaveraged"]["words"]
+        assert rank["unaveraged"]["stayed"]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_what_adds_nothing_up_is_refused_for_a_model_of_several_processes(both: list[dict[str, Any]], name: str):
+    for rank in both:
+        words = rank["flat metrics"]["words"][name]
+        assert len(words) == (1 if name == "dict" else 3)
+        assert all("DistributedDataParallel" in line and "ng.kfac" in line for line in words)

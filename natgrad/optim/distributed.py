@@ -6,27 +6,47 @@ running averages, weighted by rows. All else follows from equal numbers: every p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import gc
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.optim.recall import Loss
+from natgrad.optim.sharded import DRIFT, refuse_sharded
 from natgrad.structures import Layerwise
 from natgrad.structures.layers import EmbeddingLayer, Layer
 from natgrad.structures.statistics import Seen
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
-    """The processes that train one model. size: how many; one exchanges nothing.   rank: this one's number."""
+    """The processes that train one model. size: how many; one exchanges nothing.   rank: this one's number.
+
+    group: given, or that of the wrappers.   wrappers: what averages the gradients, if that is known.
+    """
 
     group: Any = None
     size: int = 1
     rank: int = 0
+    wrappers: Sequence[DistributedDataParallel] = ()
+    settled: bool = False
+
+    def settle(self, model: nn.Module, structure: Layerwise) -> None:
+        """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
+
+        Raises:
+            ValueError: Within `join`: a process that is out of examples takes no part in sums of statistics.
+        """
+        if not self.settled:
+            if self.group is None:
+                vars(self).update(vars(meet(model, None)[1]))
+            self.check(structure)
+            self.settled = True
+        refuse_join(self.wrappers)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, the same bits on each."""
@@ -67,6 +87,20 @@ class Ranks:
             scale_mean,
         )
 
+    def check_gradients(self, norm: Tensor) -> None:
+        """ValueError where a group was given and nobody averages the gradients, so that parameters would drift apart.
+
+        norm: of this process's gradient.
+        """
+        if self.size == 1 or self.wrappers:
+            return
+        total, squares = self.sum(torch.stack([norm, norm.square()]).double()) / self.size
+        if bool(squares - total.square() > 1e-6 * squares):  # of equal numbers it is round-off; false for NaN
+            raise ValueError(
+                f"the {self.size} processes of group have different gradients, and their parameters would drift apart: "
+                "wrap the model in a DistributedDataParallel, or average the gradients before optimizer.step()"
+            )
+
     def summed(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """`sum`, entry by entry."""
         return {key: self.sum(tensor) for key, tensor in fresh.items()}
@@ -79,22 +113,90 @@ class Ranks:
         return torch.Generator(shared.device).manual_seed(int(seed) + self.rank)
 
 
-def together(model: nn.Module) -> tuple[nn.Module, Ranks]:
-    """The model without its `DistributedDataParallel`, and the processes that train it: all, if it has none.
+def meet(model: nn.Module, group: Any) -> tuple[nn.Module, Ranks]:
+    """The model without its `DistributedDataParallel`, and the processes that train it: one, if there is none.
 
-    ValueError for static_graph=True: it takes the first backward that comes for the user's.
+    Args:
+        model: As the user gave it.
+        group: The processes whose statistics are added up; None: those of the wrapper around the model, or around what
+            it is a part of.
+
+    Raises:
+        TypeError: For a model whose parameters are not whole on this process, and for a group that is none.
+        ValueError: For a group that this process is not in or that is not the wrapper's, for static_graph=True, which
+            takes the first backward that comes for the user's, and for a wrapper around some of the parameters only.
     """
-    group = None
-    if isinstance(model, DistributedDataParallel):
-        if model.static_graph:
-            raise ValueError(
-                "model is a DistributedDataParallel with static_graph=True, which reduces the gradients after the very "
-                "first backward, here that of the statistics; use find_unused_parameters=True instead, if anything"
-            )
-        model, group = model.module, model.process_group
+    refuse_sharded(model)
+    wrappers = [model] if isinstance(model, DistributedDataParallel) else find_wrappers(model.parameters())
+    inner = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    groups = [wrapper.process_group for wrapper in wrappers] + ([] if group is None else [check_group(group)])
+    if any(other is not groups[0] for other in groups):
+        raise ValueError(
+            "the model is within a DistributedDataParallel of other processes than group: leave group out, or give the "
+            "wrapper's process_group"
+        )
+    check_wrappers(inner, wrappers)
+    if not groups:
+        return inner, Ranks()
+    found = groups[0]
+    return inner, Ranks(found, distributed.get_world_size(found), distributed.get_rank(found), wrappers)
+
+
+def find_wrappers(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Every `DistributedDataParallel` that averages gradients of these parameters."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        return model, Ranks()
-    return model, Ranks(group, distributed.get_world_size(group), distributed.get_rank(group))
+        return []
+    own = {id(p) for p in params}
+    objects = gc.get_objects()  # a wrapper leaves no trace in what it wraps
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
+    alive = [one for one in objects if type(one) in kinds] if kinds else []
+    return [one for one in alive if not own.isdisjoint(id(p) for p in one.parameters())]
+
+
+def refuse_wrapped(params: Iterable[Tensor]) -> None:
+    """TypeError for parameters that several processes train together, for optimizers that add nothing up."""
+    if any(distributed.get_world_size(wrapper.process_group) > 1 for wrapper in find_wrappers(params)):
+        raise TypeError(f"the model is within a DistributedDataParallel: {DRIFT}")
+
+
+def check_wrappers(model: nn.Module, wrappers: Sequence[DistributedDataParallel]) -> None:
+    """ValueError for a wrapper that statistics cannot go with."""
+    if any(wrapper.static_graph for wrapper in wrappers):
+        raise ValueError(
+            "model is a DistributedDataParallel with static_graph=True, which reduces the gradients after the very "
+            "first backward, here that of the statistics; use find_unused_parameters=True instead, if anything"
+        )
+    averaged = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
+    alone = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in averaged]
+    if wrappers and alone:
+        raise ValueError(
+            f"parameters {alone} lie outside of the DistributedDataParallel that the others are in: nobody averages "
+            "their gradients; wrap the whole model"
+        )
+
+
+def check_group(group: Any) -> Any:
+    """The group. TypeError for anything else, ValueError for one that this process is not in."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ValueError("group is given, and torch.distributed is not initialized: call init_process_group first")
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            f"group is {group!r}, expected a process group that this process is in: torch.distributed.group.WORLD for "
+            "all processes, or what torch.distributed.new_group returned"
+        )
+    if distributed.get_rank(group) < 0:
+        raise ValueError("group is a process group that this process is not in")
+    return group
+
+
+def refuse_join(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """ValueError within `join`, for uneven inputs."""
+    # torch says so nowhere else; the statistics would wait for a process that has gone, or meet its gradients
+    if any(getattr(getattr(wrapper, "_join_config", None), "enable", False) for wrapper in wrappers):
+        raise ValueError(
+            "the model is within DistributedDataParallel.join(): a process that is out of examples adds no statistics, "
+            "and the others would wait for ever. Give every process the same number of batches (drop_last=True)"
+        )
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def kfac(
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
+    group: Any = None,
 ) -> StructuredNaturalGradient:
     """The natural gradient with a Kronecker product per layer (K-FAC), of the true Fisher.
 
@@ -64,6 +65,7 @@ def kfac(
         invert_every=invert_every,
         measure=measure,
         params=params,
+        group=group,
     )
 
 
@@ -84,6 +86,7 @@ def ekfac(
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
+    group: Any = None,
 ) -> StructuredNaturalGradient:
     """The natural gradient in K-FAC's eigenbases with the Fisher's own diagonal there (EKFAC).
 
@@ -109,6 +112,7 @@ def ekfac(
         invert_every=invert_every,
         measure=measure,
         params=params,
+        group=group,
     )
 
 
@@ -129,6 +133,7 @@ def diagonal(
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
+    group: Any = None,
 ) -> StructuredNaturalGradient:
     """The natural gradient with the diagonal of the true Fisher: one number per parameter.
 
@@ -153,6 +158,7 @@ def diagonal(
         invert_every=invert_every,
         measure=measure,
         params=params,
+        group=group,
     )
 
 
@@ -173,6 +179,7 @@ def unitwise(
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
     params: Any = None,
+    group: Any = None,
 ) -> StructuredNaturalGradient:
     """The natural gradient with one block of the true Fisher per unit, whole or quasi-diagonal.
 
@@ -197,6 +204,7 @@ def unitwise(
         invert_every=invert_every,
         measure=measure,
         params=params,
+        group=group,
     )
 
 
@@ -218,6 +226,7 @@ def online_ng(
     gradient: bool = False,
     estimate: Estimate = Sampled(),
     params: Any = None,
+    group: Any = None,
 ) -> StructuredNaturalGradient:
     """The natural gradient with Kronecker factors tracked online as low rank plus scaled identity, as Kaldi does.
 
@@ -244,6 +253,7 @@ def online_ng(
         invert_every=invert_every,
         measure=measure,
         params=params,
+        group=group,
     )
 
 
@@ -265,6 +275,7 @@ def tonga(
     rank: int = 16,
     estimate: Estimate = Empirical(),
     params: Any = None,
+    group: Any = None,
 ) -> StructuredNaturalGradient:
     """The low-rank running covariance of the gradients per layer as metric (TONGA).
 
@@ -290,4 +301,5 @@ def tonga(
         invert_every=invert_every,
         measure=measure,
         params=params,
+        group=group,
     )

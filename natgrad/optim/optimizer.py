@@ -18,6 +18,7 @@ from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, own_copy, read_checkpoint, write_checkpoint
+from natgrad.optim.distributed import refuse_wrapped
 from natgrad.optim.door import (
     check_batch,
     check_choices,
@@ -30,6 +31,7 @@ from natgrad.optim.door import (
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.recall import Data, Recall, listen, overhear
 from natgrad.optim.reports import Report, Row, StateReport
+from natgrad.optim.sharded import refuse_processes
 from natgrad.optim.step import Point, check_solution, judge, quadratic, told
 from natgrad.pure import RandomState
 from natgrad.rules import Rate, Rule, Step, require_loss
@@ -92,12 +94,14 @@ class NaturalGradient(ModelOptimizer):
         check_batch("search_batch", search_batch)
         if search_batch is not None and not isinstance(model, nn.Module):
             raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
-        self.model, self.metric = model, metric
+        refuse_processes(model)
+        self.model, self.metric, self._settled = model, metric, False
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
         self.metric_batch, self.search_batch = metric_batch, search_batch
         self.preconditioner = as_preconditioner(preconditioner, self.solver)
         self._named = named_parameters(model)
+        refuse_wrapped(self._named.values())
         super().__init__(
             list(self._named.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
         )
@@ -165,6 +169,10 @@ class NaturalGradient(ModelOptimizer):
         closure: clears gradients, computes the loss, calls backward, returns the loss. As in LBFGS it may be called
         again, by rules that re-evaluate the loss, unless `loss()` made that unnecessary.
         """
+        if not self._settled:  # the model may have been wrapped since
+            refuse_processes(self.model)
+            refuse_wrapped(self._named.values())
+            self._settled = True
         device = next(iter(self._named.values())).device
         random, value = RandomState.capture(device), None
         try:

@@ -60,7 +60,7 @@ class Reader:
     """
 
     def __init__(
-        self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int, ranks: Ranks = Ranks()
+        self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int, ranks: Ranks
     ) -> None:
         self.model, self.estimate, self.seed, self.ranks = model, estimate, seed, ranks
         self.taps = Taps()

@@ -18,7 +18,7 @@ from natgrad.optim.attempt import Attempt
 from natgrad.optim.blocks import Block, Blocks, dense
 from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.clock import due, pace, started
-from natgrad.optim.distributed import together
+from natgrad.optim.distributed import meet
 from natgrad.optim.door import check_blocks, checked_group, named_parameters
 from natgrad.optim.judge import Judge, replaying, slope_along
 from natgrad.optim.objective import Closure
@@ -60,6 +60,8 @@ class StructuredNaturalGradient(ModelOptimizer):
     `state_report().failures`. A step happens whole or not at all: Ctrl-C and errors leave the last one's state.
     With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
     and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
+    Without one they are added up over `group`, for gradients that you average yourself; without either this process is
+    alone. TypeError for models that are held in parts (FSDP, DTensor).
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         invert_every: int = 20,
         measure: bool = True,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+        group: Any = None,
     ) -> None:
         check_blocks(model, structure, update_every=update_every, invert_every=invert_every)
-        self.model, self._ranks = together(model)
+        self.model, self._ranks = meet(model, group)
         self._ranks.check(structure)
         self.criterion, self.structure = as_criterion(criterion), structure
         self._bounded = bounded_below(self.criterion)
@@ -117,6 +120,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         """
         value = self.criterion.value(outputs, targets)
         if torch.is_grad_enabled() and value.requires_grad:
+            self._ranks.settle(self.model, self.structure)
             rows = count_rows(self.criterion, outputs)
             keep = self._recall.record_loss if self.model.training else self._recall.count_loss
             keep(self.criterion, outputs, targets, value, rows)
@@ -258,6 +262,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         plain = isinstance(scale, float) and scale == 1
         gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
+        self._ranks.check_gradients(norm)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
         finite = bool(known)  # this and `attempt.finite` are the synchronisations of a step between updates

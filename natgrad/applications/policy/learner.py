@@ -29,6 +29,7 @@ from natgrad.damping import Damping, as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
+from natgrad.optim.sharded import refuse_processes
 from natgrad.pure import run_detached
 from natgrad.solvers import Solver
 from natgrad.spaces import Space
@@ -96,6 +97,8 @@ class PolicyLearner(ABC):
         if not isinstance(policy, (nn.Module, type(None))) or not isinstance(critic, (nn.Module, type(None))):
             wrong = policy if not isinstance(policy, (nn.Module, type(None))) else critic
             raise TypeError(f"policy and critic are torch.nn.Modules or None, {type(wrong).__name__} came")
+        refuse_processes(policy, "policy")
+        refuse_processes(critic, "critic")
         like = torch.zeros(()) if policy is None else like_first(policy)
         example = like.new_zeros(self.worlds.shape)
         inputs = max(math.prod(self.worlds.shape), 1)

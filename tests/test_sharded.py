@@ -1,0 +1,166 @@
+"""Models that are held in parts or copied, and groups that are none: refused at the door, each in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from optim_models import CE, X, Y, flat, iterate, net
+from torch import distributed, nn
+
+import natgrad as ng
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+
+LAYERS = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+FLAT = [
+    ng.hessian_free,
+    ng.krylov_subspace,
+    ng.natgrad_cg,
+    lambda model, criterion: ng.NaturalGradient(model, ng.fisher(model, criterion)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """A process group of this process alone: everything is wrapped as it is with many."""
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+    yield
+    distributed.destroy_process_group()
+
+
+def mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1,))
+
+
+def fully_sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(net(), mesh=mesh())
+
+
+def partly_sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model[2], mesh=mesh())  # type: ignore[index]
+    return nn.Sequential(nn.Identity(), model)
+
+
+def fsdp(use_orig_params: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+
+def tensor_parallel() -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(net(), mesh(), {"0": ColwiseParallel()})
+
+
+def copied() -> nn.Module:
+    model = nn.DataParallel(net())
+    model.device_ids = [0, 1]  # as with two accelerators
+    return nn.Sequential(model)
+
+
+IN_PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "fully_shard": (fully_sharded, "FSDPModule|DTensor"),
+    "fully_shard of a layer": (partly_sharded, "FSDPModule|DTensor"),
+    "FSDP": (lambda: fsdp(False), "FullyShardedDataParallel"),
+    "FSDP with its own parameters": (lambda: fsdp(True), "FullyShardedDataParallel"),
+    "tensor parallel": (tensor_parallel, "DTensor"),
+    "DataParallel": (copied, "DataParallel over 2 devices"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", IN_PARTS)
+def test_a_model_that_is_not_whole_here_is_refused_by_all(kind: str):
+    build, words = IN_PARTS[kind]
+    model = build()
+    for recipe in [*LAYERS, *FLAT]:
+        with pytest.raises(TypeError, match=f"model is .*({words})"):
+            recipe(model, CE)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_a_model_that_is_cut_into_parts_after_the_optimizer_was_built_is_refused(recipe: Callable[..., Any]):
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    opt = recipe(model, CE)
+    fully_shard(model, mesh=mesh())
+    with pytest.raises(TypeError, match=r"FSDPModule|DTensor"):
+        iterate(opt, model, X, Y)
+
+
+@pytest.mark.parametrize("recipe", FLAT)
+def test_a_wrapped_model_is_refused_by_what_adds_nothing_up(recipe: Callable[..., Any]):
+    for model in (
+        nn.parallel.DistributedDataParallel(net()),
+        nn.Sequential(nn.parallel.DistributedDataParallel(net())),
+    ):
+        with pytest.raises(TypeError, match="DistributedDataParallel, or has one in it"):
+            recipe(model, CE)
+
+
+def test_policies_and_their_critics_are_those_of_one_process():
+    pytest.importorskip("gymnasium")
+    for name in ("policy", "critic"):
+        given = {"policy": None, name: nn.parallel.DistributedDataParallel(nn.Linear(4, 2))}
+        with pytest.raises(TypeError, match=f"{name} is a DistributedDataParallel"):
+            ng.TRPO(env="CartPole-v1", **given)
+
+
+def test_a_copy_on_no_device_is_the_model_itself():
+    alone, model = net(), net()
+    outer = nn.DataParallel(model, device_ids=[])
+    plain, opt = (ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1)) for m in (alone, outer))
+    for _ in range(6):
+        iterate(plain, alone, X, Y)
+        iterate(opt, outer, X, Y)
+    assert torch.equal(flat(alone), flat(model))
+    for recipe in FLAT:
+        with pytest.raises(TypeError, match="give its module"):
+            recipe(outer, CE)
+
+
+@pytest.mark.parametrize("recipe", LAYERS)
+def test_every_recipe_takes_a_group_and_refuses_what_is_none(recipe: Callable[..., Any]):
+    alone, model = net(), net()
+    plain, opt = recipe(alone, CE), recipe(model, CE, group=distributed.group.WORLD)
+    iterate(plain, alone, X, Y)
+    iterate(opt, model, X, Y)
+    assert torch.equal(flat(alone), flat(model))
+    with pytest.raises(TypeError, match="group is 'gloo', expected a process group"):
+        recipe(net(), CE, group="gloo")
+
+
+def test_a_group_other_than_the_wrappers_is_refused():
+    model = nn.parallel.DistributedDataParallel(net())
+    with pytest.raises(ValueError, match="other processes than group"):
+        ng.kfac(model, CE, group=distributed.new_group([0]))
+    ng.kfac(model, CE, group=model.process_group)
+
+
+def test_parameters_outside_of_the_wrapper_are_named():
+    inside, outside = net(), nn.Linear(3, 3).double()
+    nn_wrapped = nn.parallel.DistributedDataParallel(inside)
+    with pytest.raises(ValueError, match=r"parameters \['1.weight', '1.bias'\] lie outside"):
+        ng.kfac(nn.Sequential(nn_wrapped, outside), CE)
+
+
+def test_a_group_without_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="init_process_group"):
+        ng.kfac(net(), CE, group=object())
