@@ -35,6 +35,11 @@ class Factor:
         return value.squeeze(-1) if rhs.dim() == 1 else value
 
 
+def stays_finite(old: Tensor, new: Tensor) -> bool:
+    """Whether no entry becomes NaN or infinite; one that is infinite already, and stays, does no harm."""
+    return bool(torch.isfinite(new.sum())) or bool((torch.isfinite(new) | (new == old)).all())
+
+
 BLOCK = 256
 """Columns from which `gram` splits its product on a CPU."""
 

@@ -94,7 +94,8 @@ class Quadratic:
 
     def nothing(self) -> Step:
         """The zero step."""
-        return self.proposal.scaled(0.0)
+        # zeros, not 0 times a proposal that may be infinite
+        return Step(torch.zeros_like(self.proposal.vector), torch.zeros_like(self.proposal.image))
 
 
 class Rule(ABC):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.linalg import stays_finite
 from natgrad.optim.blocks import Blocks, Inverted, penalised, running_mean
 from natgrad.optim.clock import Clock
 from natgrad.optim.distributed import Ranks
@@ -94,8 +95,7 @@ class Attempt:
         sums = [p.sum(dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.parameters.values()]
         if bool(torch.isfinite(torch.stack([total.double() for total in sums])).all()):
             return True
-        pairs = [(self.named[name], new) for name, new in self.parameters.items()]
-        return all(bool((new.isfinite() | (new == old)).all()) for old, new in pairs)
+        return all(stays_finite(self.named[name], new) for name, new in self.parameters.items())
 
     def commit(
         self, owner: MutableMapping[str, Any], values: Mapping[str, Any], forget_batch: Callable[[], None]

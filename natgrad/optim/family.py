@@ -41,6 +41,7 @@ def kfac(
     estimate: Estimate = Sampled(),
     params: Any = None,
     group: Any = None,
+    train_in_eval: bool = False,
 ) -> StructuredNaturalGradient:
     """The natural gradient with a Kronecker product per layer (K-FAC), of the true Fisher.
 
@@ -66,6 +67,7 @@ def kfac(
         measure=measure,
         params=params,
         group=group,
+        train_in_eval=train_in_eval,
     )
 
 
@@ -87,6 +89,7 @@ def ekfac(
     estimate: Estimate = Sampled(),
     params: Any = None,
     group: Any = None,
+    train_in_eval: bool = False,
 ) -> StructuredNaturalGradient:
     """The natural gradient in K-FAC's eigenbases with the Fisher's own diagonal there (EKFAC).
 
@@ -113,6 +116,7 @@ def ekfac(
         measure=measure,
         params=params,
         group=group,
+        train_in_eval=train_in_eval,
     )
 
 
@@ -134,6 +138,7 @@ def diagonal(
     estimate: Estimate = Sampled(),
     params: Any = None,
     group: Any = None,
+    train_in_eval: bool = False,
 ) -> StructuredNaturalGradient:
     """The natural gradient with the diagonal of the true Fisher: one number per parameter.
 
@@ -159,6 +164,7 @@ def diagonal(
         measure=measure,
         params=params,
         group=group,
+        train_in_eval=train_in_eval,
     )
 
 
@@ -180,6 +186,7 @@ def unitwise(
     estimate: Estimate = Sampled(),
     params: Any = None,
     group: Any = None,
+    train_in_eval: bool = False,
 ) -> StructuredNaturalGradient:
     """The natural gradient with one block of the true Fisher per unit, whole or quasi-diagonal.
 
@@ -205,6 +212,7 @@ def unitwise(
         measure=measure,
         params=params,
         group=group,
+        train_in_eval=train_in_eval,
     )
 
 
@@ -227,6 +235,7 @@ def online_ng(
     estimate: Estimate = Sampled(),
     params: Any = None,
     group: Any = None,
+    train_in_eval: bool = False,
 ) -> StructuredNaturalGradient:
     """The natural gradient with Kronecker factors tracked online as low rank plus scaled identity, as Kaldi does.
 
@@ -254,6 +263,7 @@ def online_ng(
         measure=measure,
         params=params,
         group=group,
+        train_in_eval=train_in_eval,
     )
 
 
@@ -276,6 +286,7 @@ def tonga(
     estimate: Estimate = Empirical(),
     params: Any = None,
     group: Any = None,
+    train_in_eval: bool = False,
 ) -> StructuredNaturalGradient:
     """The low-rank running covariance of the gradients per layer as metric (TONGA).
 
@@ -302,4 +313,5 @@ def tonga(
         measure=measure,
         params=params,
         group=group,
+        train_in_eval=train_in_eval,
     )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
-from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, own_copy, read_checkpoint, write_checkpoint
@@ -29,10 +28,11 @@ from natgrad.optim.door import (
     named_parameters,
 )
 from natgrad.optim.objective import Objective, objective_of
+from natgrad.optim.patience import SKIPPED, watch
 from natgrad.optim.recall import Data, Recall, listen, overhear
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.sharded import refuse_processes
-from natgrad.optim.step import Point, check_solution, judge, quadratic, told
+from natgrad.optim.step import Point, check_solution, judge, moves_finitely, quadratic, told
 from natgrad.pure import RandomState
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
@@ -57,7 +57,8 @@ class NaturalGradient(ModelOptimizer):
     less, while the gradient keeps every example; dropout masks and batch statistics are those of the smaller batch.
     search_batch: evaluate trial points on this many of the pass's examples, others than the metric's while there are
     enough; default all.   preconditioner: for CG, MinresQLP and KrylovSubspace, `ng.DiagonalPreconditioner()` and
-    others, or a structure with a closed-form inverse.
+    others, or a structure with a closed-form inverse.   train_in_eval=True: passes in evaluation mode count as training
+    ones, with dropout off and batch norm frozen; evaluate under `torch.no_grad()` then.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step, with
     the same dropout masks; or on `observe(inputs)`; a density's on the X of its last loss that went backward. A
@@ -84,7 +85,8 @@ class NaturalGradient(ModelOptimizer):
         metric_batch: int | None = None,
         search_batch: int | None = None,
         preconditioner: Preconditioner | Structure | None = None,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+        params: Iterable[Any] | None = None,
+        train_in_eval: bool = False,
     ) -> None:
         check_choices(metric, structure, solver, rule)
         check_number("lr", lr)
@@ -98,7 +100,7 @@ class NaturalGradient(ModelOptimizer):
         self.model, self.metric, self._settled = model, metric, False
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
-        self.metric_batch, self.search_batch = metric_batch, search_batch
+        self.metric_batch, self.search_batch, self.train_in_eval = metric_batch, search_batch, train_in_eval
         self.preconditioner = as_preconditioner(preconditioner, self.solver)
         self._named = named_parameters(model)
         refuse_wrapped(self._named.values())
@@ -109,12 +111,13 @@ class NaturalGradient(ModelOptimizer):
         self._memory: dict[str, Any] | None = None
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
+        self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
         self._recall = Recall()
         self._recall.watched = list(self._named.values())
         self._finalizer: weakref.finalize | None = None
         overhear(metric, self._recall)
         if isinstance(model, nn.Module):
-            self._finalizer = weakref.finalize(self, listen(model, self._recall).remove)
+            self._finalizer = weakref.finalize(self, listen(model, self._recall, in_eval=train_in_eval).remove)
 
     # what the user calls around a step
 
@@ -126,7 +129,7 @@ class NaturalGradient(ModelOptimizer):
         """
         value = self.criterion.value(outputs, targets)
         if torch.is_grad_enabled():
-            training = not isinstance(self.model, nn.Module) or self.model.training
+            training = not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval
             keep = self._recall.record_loss if training else self._recall.count_loss
             keep(self.criterion, outputs, targets, value)
         return value
@@ -292,7 +295,7 @@ class NaturalGradient(ModelOptimizer):
         step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
         ratio, refused = judge(self.damping, model, step, objective)
         # a loss that is not finite at the start already leaves nothing to compare with
-        failed = not all_finite(step.vector) or (objective is not None and math.isnan(objective.before))
+        failed = not moves_finitely(point, step) or (objective is not None and math.isnan(objective.before))
         if failed or refused:
             step = model.nothing()
             velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
@@ -302,6 +305,8 @@ class NaturalGradient(ModelOptimizer):
         # all of it is known now: an error or Ctrl-C so far has changed nothing
         self._commit(point, step, velocities, solution, decay=not (failed or refused))
         self._memory, self._prepared, self._last, self._level = memory, prepared, report, level
+        self._skipped = self._skipped + 1 if failed else 0
+        watch(self._skipped, SKIPPED)
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -367,14 +372,7 @@ class NaturalGradient(ModelOptimizer):
         last = self._flat_state(point, "solution").get("solution")
         return None if last is None or self.warm_start == 0 else self.warm_start * last
 
-    def _commit(
-        self,
-        point: Point,
-        step: Step,
-        velocities: dict[str, Tensor],
-        solution: Solution,
-        decay: bool,
-    ) -> None:
+    def _commit(self, point: Point, step: Step, velocities: dict[str, Tensor], solution: Solution, decay: bool) -> None:
         """The only place where parameters and state change."""
         rates, decays = point.rates, self._rates("weight_decay")
         taken = decay and bool(step.vector.any())  # no step, no decay either

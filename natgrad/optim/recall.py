@@ -124,7 +124,8 @@ class Recall:
         if last is None:
             raise ValueError(
                 "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
-                "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs)"
+                "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs); to train in "
+                "evaluation mode on purpose, build the optimizer with train_in_eval=True"
             )
         return Data(last.call, self.targets, last.random)
 
@@ -242,27 +243,29 @@ class Counter:
 class Listener:
     """Forward pre-hook that tells a `Recall` about training passes. A copied or pickled model carries a deaf one.
 
-    traceable: deaf inside a compiled graph too, where it would break the graph.
+    traceable: deaf inside a compiled graph too, where it would break the graph.   in_eval: passes in evaluation mode
+    are for training too.
     """
 
-    def __init__(self, recall: Recall | None = None, traceable: bool = False) -> None:
+    def __init__(self, recall: Recall | None = None, traceable: bool = False, in_eval: bool = False) -> None:
         self.recall = None if recall is None else weakref.ref(recall)
-        self.traceable = traceable
+        self.traceable, self.in_eval = traceable, in_eval
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.traceable and torch.compiler.is_compiling():
             return
         recall = None if self.recall is None else self.recall()
-        if recall is not None and module.training and torch.is_grad_enabled() and not is_evaluating():
+        training = module.training or self.in_eval
+        if recall is not None and training and torch.is_grad_enabled() and not is_evaluating():
             recall.record_pass(module, Call(args, dict(kwargs)))
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
         return Listener, ()
 
 
-def listen(model: nn.Module, recall: Recall, *, traceable: bool = False) -> Any:
+def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:
     """Attach a listener; returns the handle whose remove() takes it off. traceable: it may be part of a graph."""
-    return model.register_forward_pre_hook(Listener(recall, traceable), with_kwargs=True)
+    return model.register_forward_pre_hook(Listener(recall, traceable, in_eval), with_kwargs=True)
 
 
 def overhear(metric: Metric, recall: Recall) -> None:

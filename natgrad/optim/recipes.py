@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,6 +29,8 @@ def hessian_free(
     metric_batch: int | None = None,
     search_batch: int | None = None,
     preconditioner: Preconditioner | Structure | None = None,
+    params: Iterable[Any] | None = None,
+    train_in_eval: bool = False,
 ) -> NaturalGradient:
     """Truncated Newton on the exact Fisher (the Gauss-Newton matrix): products, CG, Levenberg-Marquardt, line search.
 
@@ -56,6 +59,8 @@ def hessian_free(
         metric_batch=metric_batch,
         search_batch=search_batch,
         preconditioner=preconditioner,
+        params=params,
+        train_in_eval=train_in_eval,
     )
 
 
@@ -71,6 +76,8 @@ def krylov_subspace(
     metric_batch: int | None = None,
     search_batch: int | None = None,
     preconditioner: Preconditioner | Structure | None = None,
+    params: Iterable[Any] | None = None,
+    train_in_eval: bool = False,
 ) -> NaturalGradient:
     """Krylov subspace descent (Vinyals & Povey 2012): BFGS on the loss itself, within a Krylov space of the Fisher.
 
@@ -94,6 +101,8 @@ def krylov_subspace(
         metric_batch=metric_batch,
         search_batch=search_batch,
         preconditioner=preconditioner,
+        params=params,
+        train_in_eval=train_in_eval,
     )
 
 
@@ -106,6 +115,8 @@ def natgrad_cg(
     damping: float | Damping = 1e-2,
     rule: Rule | None = None,
     weight_decay: float = 0.0,
+    params: Iterable[Any] | None = None,
+    train_in_eval: bool = False,
 ) -> NaturalGradient:
     """Algorithm 1 of Pascanu & Bengio 2013: the exact Fisher, a truncated linear solve, a learning rate.
 
@@ -121,6 +132,8 @@ def natgrad_cg(
         damping=damping,
         rule=rule,
         weight_decay=weight_decay,
+        params=params,
+        train_in_eval=train_in_eval,
     )
 
 

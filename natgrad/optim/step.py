@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from natgrad.damping import Damping
+from natgrad.linalg import all_finite, stays_finite
 from natgrad.operators import Operator
 from natgrad.optim.objective import Objective
 from natgrad.optim.reports import StateReport
@@ -81,6 +82,12 @@ def verdict(predicted: float, change: float) -> tuple[float, bool]:
     if predicted < 0:
         return change / predicted, math.isnan(change)
     return math.nan, not change <= 0
+
+
+def moves_finitely(point: Point, step: Step) -> bool:
+    """Whether no parameter becomes NaN or infinite: a step may be finite, and too long for the dtype."""
+    parts = point.space.unflatten(step.vector).items() if all_finite(step.vector) else ()
+    return bool(parts) and all(stays_finite(point.params[name], point.params[name] + part) for name, part in parts)
 
 
 def check_solution(solution: Solution) -> None:

@@ -22,6 +22,7 @@ from natgrad.optim.distributed import meet
 from natgrad.optim.door import check_blocks, checked_group, named_parameters
 from natgrad.optim.judge import Judge, replaying, slope_along
 from natgrad.optim.objective import Closure
+from natgrad.optim.patience import OVERDUE, SKIPPED, watch
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport, state_report
@@ -55,6 +56,9 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
+    train_in_eval=True: passes in evaluation mode are read too, to train with dropout off and batch norm frozen;
+    evaluate under `torch.no_grad()` then. Without it they are not, and training on in evaluation mode warns after 5
+    steps whose statistics were due, and raises RuntimeError after 25; so do as many skipped steps in a row.
     A gradient or a step that is not finite or a loss that is no number skips the step, statistics that are not finite
     are not taken, an inverse that fails leaves its last good one in place; all are counted in
     `state_report().failures`. A step happens whole or not at all: Ctrl-C and errors leave the last one's state.
@@ -80,7 +84,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         update_every: int = 20,
         invert_every: int = 20,
         measure: bool = True,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+        params: Iterable[Any] | None = None,
+        train_in_eval: bool = False,
         group: Any = None,
     ) -> None:
         check_blocks(model, structure, update_every=update_every, invert_every=invert_every)
@@ -89,6 +94,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self.criterion, self.structure = as_criterion(criterion), structure
         self._bounded = bounded_below(self.criterion)
         self.update_every, self.invert_every, self.measure = update_every, invert_every, measure
+        self.train_in_eval = train_in_eval
         self._judge = Judge(damping)
         self._named = named_parameters(self.model)
         self._recall = Recall()
@@ -106,7 +112,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._nats: Any = 1.0
         self._warned: set[str] = set()
         self._finalizer = weakref.finalize(
-            self, release, self._reader, listen(self.model, self._recall, traceable=True)
+            self, release, self._reader, listen(self.model, self._recall, traceable=True, in_eval=train_in_eval)
         )
 
     # what the user calls around a step
@@ -122,9 +128,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         if torch.is_grad_enabled() and value.requires_grad:
             self._ranks.settle(self.model, self.structure)
             rows = count_rows(self.criterion, outputs)
-            keep = self._recall.record_loss if self.model.training else self._recall.count_loss
+            training = self.model.training or self.train_in_eval
+            keep = self._recall.record_loss if training else self._recall.count_loss
             keep(self.criterion, outputs, targets, value, rows)
-            if self.model.training:
+            if training:
                 self._nats = self.criterion.nats(outputs)
                 if self._reader.taps.armed:
                     self._read(outputs, targets, value)
@@ -150,8 +157,9 @@ class StructuredNaturalGradient(ModelOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the count of what they are a sum of."""
         super().zero_grad(set_to_none)
+        if self._recall.losses:  # a batch that is thrown away
+            self._bad = False
         self._recall.forget_gradients()
-        self._bad = False
 
     def report(self) -> Report:
         """What each parameter gets: structure, entries, and numbers remembered between steps."""
@@ -268,9 +276,11 @@ class StructuredNaturalGradient(ModelOptimizer):
         finite = bool(known)  # this and `attempt.finite` are the synchronisations of a step between updates
         if finite and not self._blocks.all:
             raise ValueError(
-                "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode, and call "
-                "backward() on it"
+                "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode (or build "
+                "the optimizer with train_in_eval=True), and call backward() on it"
             )
+        late = self._clock["late"] + 1 if self._reader.taps.armed and not (self._pending or self._bad) else 0
+        watch(late, OVERDUE)
         told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
         if finite:
             self._reader.arm(False)  # what follows may call the model again
@@ -284,10 +294,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not finite:
             attempt = self._attempt(nats, told)
             attempt.clock["failures"] += not self._bad
+        attempt.clock |= {"late": late, "skipped": 0 if finite else attempt.clock["skipped"] + 1}
         pace(attempt.clock, self._blocks.drift(), self.update_every)
         attempt.clock["step"] += 1
         values = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
         attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0, "_bad": False}, self._forget_batch)
+        watch(self._clock["skipped"], SKIPPED)
 
     def _forget_batch(self) -> None:
         self._recall.clear()
