@@ -247,11 +247,14 @@ def test_learns_to_walk_to_the_goal():
 
 
 def test_learns_to_keep_a_point_at_the_origin():
-    agent = small([Walk() for _ in range(10)], batch=200, radius=0.05, gamma=0.9, critic_batch=100)
-    elsewhere = [Walk() for _ in range(10)]
-    before = np.mean(agent.evaluate(elsewhere, 10))
-    agent.learn(200 * 12)
-    assert np.mean(agent.evaluate(elsewhere, 10)) > 0.6 * before
+    """Returns are heavy-tailed, and one run of three may fail: the median over the episodes of all three rises."""
+    before, after = [], []
+    for seed in range(3):
+        agent = small([Walk() for _ in range(10)], batch=200, radius=0.05, gamma=0.9, critic_batch=100, seed=seed)
+        before += agent.evaluate([Walk() for _ in range(10)], 20)
+        agent.learn(200 * 12)
+        after += agent.evaluate([Walk() for _ in range(10)], 20)
+    assert np.median(after) > 0.6 * np.median(before)
 
 
 @pytest.mark.parametrize("column", [True, False])
