@@ -70,7 +70,7 @@ def test_the_undamped_step_does_not_change_under_reparametrisation() -> None:
         ng.score_matching_loss(log_p, params, x).backward()
         opt.step()
         steps.append(flat(params) - before)
-    assert_close(turn @ steps[1], steps[0], 1e-8)  # G's condition number times the damping
+    assert_close(turn @ steps[1], steps[0], 1e-7)  # G's condition number times the damping
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -144,4 +144,4 @@ def test_leaves_the_plateau_where_gradient_descent_stays() -> None:
         descent = {name: p - 1e-2 * gradient[name] for name, p in descent.items()}
     ours, theirs = (float(density.loss({n: p.detach() for n, p in q.items()}, data)) for q in (params, descent))
     assert ours < theirs < first
-    assert ours < 1.5 * theirs  # both are negative
+    assert ours < 1.1 * theirs  # both are negative

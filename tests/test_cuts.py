@@ -204,7 +204,7 @@ def test_an_optimizer_trains_reports_and_resumes_with_cut_factors(structure: Any
     model, twin = net(), net()
     opt, other = (ng.StructuredNaturalGradient(m, CE, structure) for m in (model, twin))
     losses = [iterate(opt, model) for _ in range(12)]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     assert opt.state_report().failures == 0
     kinds = {row.parameter: row.structure for row in opt.report()}
     assert "left in 2 blocks, right in 2 blocks" in kinds["0.weight"]
