@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.applications.search import CGA, PBIL, BitSearch, natural_slope
+from natgrad.applications.search import CGA, PBIL, BitSearch, CategoricalSearch, natural_slope
 from natgrad.applications.search.markov import joined, suspects
 from natgrad.applications.search.monomials import Monomials, all_signs, draw
-from natgrad.applications.search.regression import reuse
+from natgrad.applications.search.regression import reuse, shrink_slope
 
 BLOCKS = [range(5 * i, 5 * i + 5) for i in range(4)]
 
@@ -269,3 +269,129 @@ def test_bits_are_bits():
     X = search.ask()
     with pytest.raises(ValueError, match="other than 0 and 1"):
         search.tell(X / 2, onemax(X))
+
+
+# Functions that are hard on independent bits: unequal weights, and order.
+
+
+def weighted(weights: Tensor):
+    return (lambda X: -(X @ weights)), -float(weights.clamp(min=0).sum())
+
+
+def leading_ones(X: Tensor) -> Tensor:
+    return -X.cumprod(1).sum(1)
+
+
+WEIGHTS = {
+    "one to n": lambda n: torch.arange(1, n + 1, dtype=torch.float64),
+    "powers of two": lambda n: 2.0 ** torch.arange(min(n, 32), dtype=torch.float64),
+    "signs and sizes": lambda n: (
+        torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).exp()
+        * (2.0 * (torch.arange(n) % 3 > 0) - 1)
+    ),
+    "one that dwarfs the others": lambda n: torch.cat([torch.full((1,), 1e6), torch.ones(n - 1)]).double(),
+}
+
+
+@pytest.mark.parametrize("make", [ng.BernoulliSearch, ng.MarkovSearch])
+@pytest.mark.parametrize("n", [24, 64])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_linear_functions_are_solved_whatever_their_weights(name: str, n: int, make):
+    """They lie in the span of the statistics; a light bit's parameter must not be held back by a heavy one's limit."""
+    weights = WEIGHTS[name](n)
+    if make is ng.MarkovSearch and n > 24:
+        pytest.skip("the same statistics, learned in seconds")
+    f, target = weighted(weights)
+    for seed in range(2):
+        assert ng.minimize(f, make(len(weights), seed=seed), ftarget=target + 1e-9, maxfevals=2000).success
+
+
+@pytest.mark.parametrize("unit", [1e-15, 1e-9, 1.0, 1e200])
+def test_the_unit_of_the_values_does_not_matter(unit: float):
+    searches = [ng.BernoulliSearch(12, seed=0), ng.BernoulliSearch(12, seed=0)]
+    for _ in range(8):
+        for search, scale in zip(searches, (1.0, unit), strict=True):
+            X = search.ask()
+            search.tell(X, scale * onemax(X))
+    assert searches[0].best.fun == -12
+    assert torch.equal(*(search.best.x for search in searches))
+
+
+def test_a_coefficient_that_may_be_noise_hardly_moves():
+    """Against many fits to noise alone, and exactly in the span."""
+    generator = torch.Generator().manual_seed(0)
+    T = torch.randn(200, 6, generator=generator, dtype=torch.float64)
+    weights = torch.full((200,), 1 / 200, dtype=torch.float64)
+    exact = natural_slope(T, T[:, 0] - 3 * T[:, 1], weights)
+    assert_close(shrink_slope(exact, T, T[:, 0] - 3 * T[:, 1], weights), exact.value)
+    f = 2 * T[:, 0] + torch.randn(200, generator=generator, dtype=torch.float64)
+    slope = natural_slope(T, f, weights)
+    kept = shrink_slope(slope, T, f, weights) / slope.value
+    assert float(kept[0]) > 0.99  # 28 standard errors
+    error = f.sub(T @ slope.value).var() / 200
+    t = slope.value.square() / error
+    assert_close(kept, t / (1 + t), rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_leading_ones_are_found(seed: int):
+    """Where a bit matters only once those before it are right, the regression is left for the ranks."""
+    result = ng.minimize(leading_ones, ng.BernoulliSearch(24, seed=seed), ftarget=-24, maxfevals=6000)
+    assert result.success
+
+
+# Starting again.
+
+
+def two_valleys(X: Tensor) -> Tensor:
+    """Down to all zeros from nearly everywhere, the minimum at all ones: a trap of all bits."""
+    ones = X.sum(1)
+    return torch.where(ones == X.shape[1], -20.0, ones)
+
+
+RESTARTED = {
+    "bernoulli": lambda: ng.BernoulliSearch(8, seed=1, popsize=10),
+    "pbil": lambda: ng.BernoulliSearch(8, seed=1, popsize=10, update=PBIL(0.5, 3)),
+    "cga": lambda: ng.BernoulliSearch(8, seed=1, update=CGA(4)),
+    "markov": lambda: ng.MarkovSearch(8, seed=1, popsize=10),
+    "markov, cliques given": lambda: ng.MarkovSearch(8, [(0, 1), (2, 3)], seed=1, popsize=10),
+    "categories": lambda: CategoricalSearch([2] * 8, seed=1, popsize=10),
+    "gaussian": lambda: ng.GaussianSearch([0.1] * 8, 0.1, seed=1, popsize=10, bounds=(0, 1), integers=range(8)),
+}
+
+
+@pytest.mark.parametrize("restarts", [3, "IPOP", "BIPOP"])
+@pytest.mark.parametrize("name", RESTARTED)
+def test_a_given_search_starts_again_with_another_population(name: str, restarts, tmp_path):
+    def flat(X: Tensor) -> Tensor:  # every run ends soon
+        return torch.zeros(len(X))
+
+    settings = {"maxfevals": 900, "restarts": restarts, "checkpoint_every": 7}
+    seen: list[int] = []
+    result = ng.minimize(flat, RESTARTED[name](), callback=lambda s: seen.append(s.popsize), **settings)
+    assert result.nfev <= 900
+    assert max(result.history["run"]) >= 1
+    if name != "cga":  # whose population is in its update
+        assert max(seen) > seen[0]
+    for budget in (500, 900):
+        parts = ng.minimize(flat, RESTARTED[name](), checkpoint=tmp_path / "parts", **settings | {"maxfevals": budget})
+    assert (parts.nfev, parts.nit, parts.fun) == (result.nfev, result.nit, result.fun)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "pbil", "cga", "markov", "categories"])
+def test_a_budget_and_a_target_keep_a_search_of_bits_going(name: str):
+    """After runs that ended at all zeros, all values being equal there."""
+    result = ng.minimize(two_valleys, RESTARTED[name](), ftarget=-20, maxfevals=6000)
+    assert result.success
+    ended = ng.minimize(two_valleys, RESTARTED[name](), ftarget=-21, maxfevals=500)
+    assert ended.message.startswith("maxfevals")
+    once = ng.minimize(two_valleys, RESTARTED[name](), ftarget=-21, maxfevals=500, restarts=0)
+    assert max(once.history["run"]) == 0
+
+
+def test_restarts_draw_anew_and_are_the_same_for_the_same_seed():
+    first, again = RESTARTED["bernoulli"](), RESTARTED["bernoulli"]()
+    points = [search.renew(20, run).ask() for search in (first, again) for run in (1, 2)]
+    assert torch.equal(points[0], points[2])
+    assert torch.equal(points[1], points[3])
+    assert not torch.equal(points[0], points[1])

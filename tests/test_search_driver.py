@@ -109,7 +109,6 @@ def test_a_given_search_takes_no_second_settings():
     for settings, word in (
         ({"popsize": 10}, "popsize is given"),
         ({"seed": 1}, "seed is given"),
-        ({"restarts": 2}, "restarts is given"),
         ({"sigma0": 1.0}, "sigma0 is given"),
         ({"bounds": (0, 1)}, "bounds is given"),
     ):

@@ -62,6 +62,18 @@ class Search(ABC):
     def measures(self) -> dict[str, float]:
         """Sizes of the distribution, for the history: a number per name."""
 
+    def renew(self, popsize: int, run: int) -> Search:
+        """A search built with the same arguments, but of another population and with draws of its own.
+
+        Args:
+            popsize: Candidates per generation.
+            run: Number of the restart, from 1; with the search's seed it gives the new one's.
+
+        Raises:
+            TypeError: If this kind of search does not know its arguments.
+        """
+        raise TypeError(f"restarts: {type(self).__name__} has no renew(popsize, run), which builds it anew")
+
     def centre(self) -> Tensor:
         """The point (d,) that the distribution stands for where values are noisy: by default the best one."""
         return self.best.x
@@ -127,6 +139,11 @@ def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
     if popsize is None:
         return default
     return as_count(popsize, "popsize", least, f"a generation is ranked; None stands for {default}")
+
+
+def next_seed(generator: torch.Generator, run: int) -> int:
+    """The seed of a restart: the same for the same first seed, and far from those of other runs."""
+    return (generator.initial_seed() + run * 0x9E3779B97F4A7C15) % 2**62
 
 
 def new_generator(seed: int | None, device: torch.device) -> torch.Generator:

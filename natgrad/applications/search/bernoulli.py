@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.applications.search.base import next_seed
 from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Monomials
-from natgrad.applications.search.rates import CGA, PBIL
+from natgrad.applications.search.rates import CGA, PBIL, renew_update
 from natgrad.applications.search.relaxation import ranked_step
+
+TRUSTED = 0.9  # share of f's variance below which a regression that stands still is no longer followed
+DOUBT = 0.3  # rate of the ranks then, for the best quarter
 
 
 class BernoulliSearch(BitSearch):
     """Minimum over x in {0, 1}^n by independent bits, each 1 with a probability of its own.
 
-    n: bits.   popsize: default n / 4, at least 20.   seed: of its own generator.   update: None for the natural
-    gradient by regression, which takes f's values at their word, or `PBIL(rate)`, `CGA(population)`, which rank.
-    margin: probabilities stay within [margin, 1 - margin], default 1 / n.
+    The natural gradient by regression takes f's values at their word. Where single bits explain less than nine tenths
+    of f and no better value came for long, the rest of the run looks at ranks instead, as `PBIL(.3)` does.
+
+    Args:
+        n: Bits.
+        popsize: Default n / 4, at least 20.
+        seed: Of its own generator.
+        update: None for that, or `PBIL(rate)`, `CGA(population)`, which rank from the beginning.
+        margin: Probabilities stay within [margin, 1 - margin], default 1 / n.
 
     `probabilities` (n,) is the present distribution.
     """
@@ -36,10 +47,15 @@ class BernoulliSearch(BitSearch):
         self.margin = min(0.25, 1 / n) if margin is None else margin
         if not 0 < self.margin < 0.5:
             raise ValueError(f"margin is {margin}, expected 0 < margin < .5: how far from certainty bits stay")
-        self.update = update
+        self.update, self._doubting = update, False
         size = as_bit_popsize(popsize if update is None or popsize is not None else update.popsize(n), n)
         limit = 0.5 * math.log((1 - self.margin) / self.margin)  # p = sigmoid(2 theta)
         super().__init__(n, Monomials.within(n, []), size, seed, limit)
+
+    def renew(self, popsize: int, run: int) -> BernoulliSearch:
+        update, size = renew_update(self.update, popsize, self.popsize)
+        seed = next_seed(self._generator, run)
+        return BernoulliSearch(self._dim(), size, seed, update=update, margin=self.margin)
 
     @property
     def probabilities(self) -> Tensor:
@@ -51,12 +67,24 @@ class BernoulliSearch(BitSearch):
         return (draws < self.probabilities).to(torch.float64)
 
     def _move(self, points: Tensor, values: Tensor) -> None:
-        if self.update is None:
+        self._doubting = self._doubting or (self.update is None and self._stands_still())
+        if self.update is None and not self._doubting:
             super()._move(points, values)
             return
         self._watch(points, values)
-        moved = ranked_step(self.probabilities, points, values, self.update, self._dim())
+        update = PBIL(DOUBT, max(1, self.popsize // 4)) if self.update is None else self.update
+        moved = ranked_step(self.probabilities, points, values, update, self._dim())
         self.theta = 0.5 * torch.logit(moved.clamp(self.margin, 1 - self.margin))
 
-    def _limited(self, theta: Tensor) -> Tensor:
-        return super()._limited(theta).clamp(-self.limit, self.limit)
+    def _stands_still(self) -> bool:
+        """True if the regression leaves much of f unexplained, and has found nothing better for long."""
+        since = self.nfev - self.best.nfev
+        poor = self.slope is not None and self.slope.explained < TRUSTED
+        return poor and since >= max(200, 5 * self._dim())
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"doubting": self._doubting}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._doubting = state["doubting"]

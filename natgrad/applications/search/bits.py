@@ -31,7 +31,11 @@ class BitSearch(Relaxation):
         return self.monomials.values(2 * points - 1)
 
     def _limited(self, theta: Tensor) -> Tensor:
-        return theta * min(1.0, self.limit / max(float(theta.abs().max()), 1e-300))
+        return theta.clamp(-self.limit, self.limit)
+
+    def _free_of_limits(self, direction: Tensor) -> Tensor:
+        at_limit = self.theta.abs() >= self.limit * (1 - 1e-9)
+        return torch.where(at_limit & (self.theta * direction < 0), 0.0, direction)
 
     def _checked(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points, values = super()._checked(X, F)

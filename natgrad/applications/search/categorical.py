@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_count, as_popsize
-from natgrad.applications.search.rates import CGA, PBIL
+from natgrad.applications.search.base import as_count, as_popsize, next_seed
+from natgrad.applications.search.rates import CGA, PBIL, renew_update
 from natgrad.applications.search.relaxation import Relaxation, ranked_step
 
 
@@ -35,7 +35,7 @@ class CategoricalSearch(Relaxation):
     ) -> None:
         self.sizes = as_sizes(sizes)
         n, total = len(self.sizes), sum(self.sizes)
-        self.update = update
+        self.update, self.margin = update, margin
         default = max(20, total // 4) if update is None else update.popsize(n)
         counts = torch.tensor(self.sizes)
         self._least = least_probabilities(counts, margin)  # (total,)
@@ -43,6 +43,11 @@ class CategoricalSearch(Relaxation):
         self._start = counts.cumsum(0) - counts  # first column of each variable
         entropy = float(counts.to(torch.float64).log().sum())
         super().__init__(n, total, as_popsize(popsize, default), seed, entropy)
+
+    def renew(self, popsize: int, run: int) -> CategoricalSearch:
+        update, size = renew_update(self.update, popsize, self.popsize)
+        seed = next_seed(self._generator, run)
+        return CategoricalSearch(self.sizes, size, seed, update=update, margin=self.margin)
 
     @property
     def probabilities(self) -> list[Tensor]:

@@ -16,11 +16,12 @@ from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.domain import as_point
 from natgrad.applications.search.full import Full
 from natgrad.applications.search.gaussian import Bounds
-from natgrad.applications.search.journey import GaussianRuns, Journey, OneRun, Runs, SearchResult
+from natgrad.applications.search.journey import GaussianRuns, GivenRuns, Journey, Runs, SearchResult
 from natgrad.applications.search.model import GaussianModel
 from natgrad.applications.search.noise import NoiseHandling, Repeated
 from natgrad.applications.search.objective import Function, Objective, Pool
-from natgrad.applications.search.restarts import Restarts, as_restarts
+from natgrad.applications.search.relaxation import Relaxation
+from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
 
 
 def minimize(
@@ -35,7 +36,7 @@ def minimize(
     noise: bool | NoiseHandling = False,
     ftarget: float | None = None,
     maxfevals: float | None = None,
-    restarts: Restarts | int | str = 0,
+    restarts: Restarts | int | str | None = None,
     tolerances: Tolerances | None = None,
     callback: Callable[[Search], Any] | None = None,
     seed: int | None = None,
@@ -61,7 +62,8 @@ def minimize(
         ftarget: Stop at a value as low.
         maxfevals: Bound on evaluations, default none.
         restarts: A number, `IPOP(times)`, `BIPOP(times)` or their names. They start at x0, or anywhere within bounds if
-            all are finite.
+            all are finite; a search that was given is built anew with their populations. None: a given search of bits
+            or categories starts again while there are a target that it did not meet and a budget; others do not.
         callback: Called with the search after each generation; stops if it returns True.
         vectorized: True if f takes batches, False if it takes one point, None to find out: f is then asked with a
             batch of one, with the whole batch and, where these do not fit, with a point. These calls, at most four
@@ -74,7 +76,9 @@ def minimize(
         TypeError: If f is no function, or cannot be pickled and the executor's processes need that.
     """
     chosen = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
-    runs = as_runs(x0, sigma0, chosen, restarts, seed)
+    if restarts is None:
+        restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
+    runs = as_runs(x0, sigma0, chosen, as_restarts(restarts), seed)
     objective = Objective(f, vectorized, executor)
     check_goals(ftarget, maxfevals, runs.popsize, objective.asking, callback)
     as_count(checkpoint_every, "checkpoint_every", 1, "a number of generations")
@@ -101,15 +105,14 @@ def minimize(
     return journey.result(ending, ftarget)
 
 
-def as_runs(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts | int | str, seed: int | None) -> Runs:
-    """Runs of Gaussian searches, or the one search that was given as x0."""
-    rule = as_restarts(restarts)
+def as_runs(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts, seed: int | None) -> Runs:
+    """Runs of Gaussian searches, or of the search that was given as x0."""
     if isinstance(x0, Search):
-        others = {"sigma0": sigma0, "seed": seed, "restarts": restarts or None, **chosen}
+        others = {"sigma0": sigma0, "seed": seed, **chosen}
         wrong = [name for name, value in others.items() if value is not None]
         if wrong:
             raise ValueError(f"{wrong[0]} is given beside a {type(x0).__name__}, to whose arguments it belongs")
-        return OneRun(x0)
+        return GivenRuns(x0, restarts)
     if sigma0 is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
     start = as_point(x0, "x0")
@@ -118,7 +121,7 @@ def as_runs(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts | i
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
     size = as_popsize(chosen["popsize"], model.popsize(len(start)))
     settings = {name: chosen[name] for name in ("bounds", "integers", "tolerances")} | {"model": model}
-    return GaussianRuns(start, sigma0, settings, rule, size, seed)
+    return GaussianRuns(start, sigma0, settings, restarts, size, seed)
 
 
 def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:

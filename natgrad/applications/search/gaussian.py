@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import Best, Search, as_popsize, new_generator
+from natgrad.applications.search.base import Best, Search, as_popsize, new_generator, next_seed
 from natgrad.applications.search.convergence import Tolerances, Watch
 from natgrad.applications.search.domain import Domain, as_bounds, as_integer, as_point, as_scales, whole
 from natgrad.applications.search.full import Full
@@ -49,6 +49,7 @@ class GaussianSearch(Search):
         sigma, scale = as_scales(sigma0, start)
         lower, upper = as_bounds(bounds, start)
         integer = as_integer(integers, start)
+        self._arguments = (start, sigma0, bounds, integers, model, tolerances)
         self.domain = Domain.of(scale, *whole(lower, upper, integer), integer)
         self.model = Full() if model is None else model
         self.model.check(len(start))
@@ -77,6 +78,11 @@ class GaussianSearch(Search):
     def sigma(self) -> float:
         """The common factor of the standard deviations."""
         return self._state["sigma"]
+
+    def renew(self, popsize: int, run: int) -> GaussianSearch:
+        start, sigma0, bounds, integers, model, tolerances = self._arguments
+        settings = {"integers": integers, "model": model, "tolerances": tolerances}
+        return GaussianSearch(start, sigma0, popsize, next_seed(self._generator, run), bounds, **settings)
 
     def ask(self) -> Tensor:
         mean = self._state["mean"]

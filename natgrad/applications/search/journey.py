@@ -66,20 +66,24 @@ class Runs(ABC):
         """Go on from there."""
 
 
-class OneRun(Runs):
-    """A search that was given, once."""
+class GivenRuns(Runs):
+    """A search that was given, and others of its kind with the populations that `restarts` says."""
 
-    def __init__(self, search: Search) -> None:
-        self.search, self.popsize = search, search.popsize
+    def __init__(self, search: Search, restarts: Restarts) -> None:
+        self.search, self.popsize, self.restarts = search, search.popsize, restarts
+        self._number = 0
 
     def first(self) -> Search:
         return self.search
 
     def build(self, run: Run) -> Search:
-        return self.search
+        return self.search if run.kind == "first" else self.search.renew(run.popsize, self._number)
 
     def following(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
-        return None
+        draws = torch.rand(2, generator=torch.Generator().manual_seed(len(past)), dtype=torch.float64).tolist()
+        run = self.restarts.next(self.popsize, past, (draws[0], draws[1]))
+        self._number = len(past)
+        return None if run is None else (run, self.search.renew(run.popsize, self._number))
 
 
 class GaussianRuns(Runs):
@@ -175,7 +179,7 @@ class Journey:
 
     def _next_cost(self) -> int:
         """Evaluations of the next generation, and where f is noisy, of the centre at the end."""
-        size, asking = self.run.popsize, self.objective.asking
+        size, asking = self.search.popsize, self.objective.asking
         if self.repeated is None:
             return asking + size
         return asking + self.repeated.cost(size) + self._repeats(self.repeated.handling.growth)
@@ -183,7 +187,7 @@ class Journey:
     def _repeats(self, growth: float = 1.0) -> int:
         """Evaluations of the centre at the end: as many as a generation takes."""
         assert self.repeated is not None
-        return round(growth * self.repeated.evaluations * self.run.popsize) + 1
+        return round(growth * self.repeated.evaluations * self.search.popsize) + 1
 
     def _restart(self, why: str) -> str | None:
         """Begin the next run and return None, or say why there is none."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_count
+from natgrad.applications.search.base import as_count, next_seed
 from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Clique, Monomials
 from natgrad.applications.search.regression import Slope, natural_slope
@@ -50,8 +50,15 @@ class MarkovSearch(BitSearch):
         self.patience = 200 * n if patience is None else as_count(patience, "patience", 1, "evaluations")
         self.settled = cliques is not None
         self._next = 0
-        monomials = Monomials.within(n, [] if cliques is None else as_cliques(cliques, n))
+        given = None if cliques is None else as_cliques(cliques, n)
+        self._given = given
+        monomials = Monomials.within(n, given or [])
         super().__init__(n, monomials, as_bit_popsize(popsize, n), seed, STRENGTH)
+
+    def renew(self, popsize: int, run: int) -> MarkovSearch:
+        seed = next_seed(self._generator, run)
+        settings = {"largest": self.largest, "patience": self.patience}
+        return MarkovSearch(self._dim(), self._given, popsize, seed, **settings)
 
     @property
     def cliques(self) -> list[Clique]:

@@ -32,6 +32,9 @@ class ProductSearch(Search):
         self.best = Best(start, torch.inf, 0)
         self._widths = [len(part.best.x) for part in parts]
 
+    def renew(self, popsize: int, run: int) -> ProductSearch:
+        return ProductSearch(*(part.renew(popsize, run) for part in self.parts))
+
     def ask(self) -> Tensor:
         return torch.cat([part.ask() for part in self.parts], 1)
 

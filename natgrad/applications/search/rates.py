@@ -41,14 +41,17 @@ class CGA:
     """mu <- mu + (winner - loser) / population, the compact genetic algorithm, Harik et al. 1999.
 
     The natural gradient in expectation coordinates for the weights +-1 of two candidates.   population: of the genetic
-    algorithm that it stands for, None for 4 sqrt(n).
+    algorithm that it stands for, None for 4 sqrt(n).   scale: multiplies it, as restarts do.
     """
 
     population: float | None = None
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.population is not None and not self.population > 0:
             raise ValueError(f"population is {self.population}, expected a number > 0, or None for 4 sqrt(n)")
+        if not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}, expected a number > 0 that multiplies the population")
 
     def popsize(self, n: int) -> int:
         """Two."""
@@ -58,4 +61,14 @@ class CGA:
         """1 / population for the best, the negative of it for the worst, (popsize,)."""
         found = torch.zeros(popsize, dtype=torch.float64)
         found[0], found[-1] = 1.0, -1.0
-        return found / (4 * math.sqrt(n) if self.population is None else self.population)
+        return found / (self.scale * (4 * math.sqrt(n) if self.population is None else self.population))
+
+
+def renew_update(update: PBIL | CGA | None, popsize: int, first: int) -> tuple[PBIL | CGA | None, int]:
+    """The update and popsize of a restart with `popsize` candidates, `first` those of the first run.
+
+    The population of the compact genetic algorithm is in its update: that one grows, and its candidates stay.
+    """
+    if not isinstance(update, CGA):
+        return update, popsize
+    return CGA(update.population, scale=update.scale * popsize / first), first

@@ -5,8 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.families.slope import RIDGES
 from natgrad.families.slope import Slope as Slope
 from natgrad.families.slope import natural_slope as natural_slope
+
+SEARCHED = (1e-13, 1e-10, *RIDGES)  # smaller ridges: coefficients of one f may lie ten orders of magnitude apart
+
+
+def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+    """b_k t_k^2 / (1 + t_k^2) with t_k the coefficient b_k in units of its standard error, (K,).
+
+    What the draws hardly tell from noise hardly moves; where f lies in the span of T, the errors are zero. The error is
+    that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
+    """
+    share = weights / weights.sum()
+    spread = share @ (statistics - share @ statistics).square()
+    variance = float(share @ (values - share @ values).square())
+    left = (1 - min(1.0, max(0.0, slope.explained))) * variance
+    error = left * share.square().sum() / spread.clamp(min=1e-12)
+    size = slope.value.square()
+    return slope.value * (size / (size + error).clamp(min=1e-300))
 
 
 def reuse(log_ratios: list[Tensor]) -> Tensor:

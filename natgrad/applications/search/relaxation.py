@@ -12,11 +12,14 @@ from torch import Tensor
 from natgrad.applications.search.base import Best, Search, new_generator
 from natgrad.applications.search.ranking import Ranking
 from natgrad.applications.search.rates import CGA, PBIL
-from natgrad.applications.search.regression import Slope, natural_slope, reuse
+from natgrad.applications.search.regression import SEARCHED, Slope, natural_slope, reuse, shrink_slope
 
 MORE = 1.2  # draws per statistic before the first step
 SAME = 20  # generations of equal values after which nothing more is expected
+COLLAPSED = 3  # likewise, of one candidate alone
 PATIENCE = 100  # evaluations per bit without a better value, likewise
+NATS = 1.0  # that the draws of a generation are worth, per free statistic, where half of f is explained
+EXACT = 1e-22  # share of the variance of values that a slope leaves unexplained by round-off
 KEPT = 1e-3  # draws whose weight fell below this share of the largest are forgotten
 
 
@@ -26,7 +29,9 @@ class Relaxation(Search):
     theta <- theta - rate b with the slope b of f on T over the draws so far, reweighted to the present p. The rate
     gives the step the length 1/2 rate^2 Var(b T) = entropy exp(-6 (1 - explained)) nats, the entropy being that of the
     uniform distribution: where T explains f, it goes for the minimum at once, where it explains half of it the step is
-    a twentieth of that.
+    a twentieth of that. Nor is it longer than what a generation tells, popsize / statistics * explained / (1 -
+    explained) nats. Coefficients that may be noise are shrunk, and those that push a parameter beyond its limit do not
+    count in the length, so that light weights get their turn once the heavy ones are settled.
     """
 
     entropy: float
@@ -58,7 +63,7 @@ class Relaxation(Search):
         return len(self._values)
 
     def stop(self) -> str | None:
-        if self._same >= SAME and self._collapsed:
+        if self._same >= COLLAPSED and self._collapsed:
             return f"converged: all candidates were the same, with equal values for {self._same} generations"
         if self._same >= SAME:
             return f"flat: all values were equal for {self._same} generations"
@@ -93,9 +98,26 @@ class Relaxation(Search):
         if not self._enough(self._free()):
             return
         weights = self._weights(statistics)
-        self.slope = natural_slope(*merged(self._points, statistics, bounded(self._values), weights))
-        self.theta = self._stepped(statistics, weights, self.slope)
+        values = scaled(bounded(self._values))
+        self.slope = self._exact(statistics, values) or natural_slope(
+            *merged(self._points, statistics, values, weights), ridges=SEARCHED
+        )
+        self.theta = self._stepped(statistics, values, weights, self.slope)
         self._forget(statistics)
+
+    def _exact(self, statistics: Tensor, values: Tensor) -> Slope | None:
+        """The last slope in the present unit, if it predicts every draw: f lies in the span, and it stays exact.
+
+        A new fit would know less: most draws from before the first step have been forgotten.
+        """
+        if self.slope is None or len(self.slope.value) != statistics.shape[1]:
+            return None
+        image = statistics @ self.slope.value
+        image, values = image - image.mean(), values - values.mean()
+        unit = float(image @ values) / max(float(image @ image), 1e-300)
+        if not float((values - unit * image).square().sum()) <= EXACT * float(values.square().sum()):
+            return None
+        return Slope(unit * self.slope.value, self.slope.explained, self.slope.ridge)
 
     def _free(self) -> int:
         """How many of the statistics are independent."""
@@ -116,13 +138,24 @@ class Relaxation(Search):
         sizes = torch.unique_consecutive(self._born, return_counts=True)[1].tolist()
         return reuse(list(log_ratio.split(sizes)))
 
-    def _stepped(self, statistics: Tensor, weights: Tensor, slope: Slope) -> Tensor:
-        image = statistics @ slope.value
-        variance = float(weights @ (image - weights @ image).square())
-        if variance <= 1e-18:
+    def _stepped(self, statistics: Tensor, values: Tensor, weights: Tensor, slope: Slope) -> Tensor:
+        direction = self._free_of_limits(shrink_slope(slope, statistics, values, weights))
+        share = weights / weights.sum()
+        image = statistics @ direction
+        variance = float(share @ (image - share @ image).square())
+        if not variance > 0:
             return self.theta
-        radius = self.entropy * math.exp(-6 * (1 - min(1.0, max(0.0, slope.explained))))
-        return self._limited(self.theta - math.sqrt(2 * radius / variance) * slope.value)
+        return self._limited(self.theta - math.sqrt(2 * self._radius(slope.explained) / variance) * direction)
+
+    def _radius(self, explained: float) -> float:
+        """Nats of a step; at least those at which nothing is explained, or symmetric functions would have no step."""
+        left = 1 - min(1.0, max(0.0, explained))
+        told = NATS * self.popsize / self._free() * (1 - left) / max(left, 1e-12)
+        return self.entropy * min(math.exp(-6 * left), max(math.exp(-6), told / self.entropy))
+
+    def _free_of_limits(self, direction: Tensor) -> Tensor:
+        """The direction without the parameters that it pushes against their limit: they would use up the step."""
+        return direction
 
     def _forget(self, statistics: Tensor) -> None:
         weights = self._weights(statistics)
@@ -178,6 +211,13 @@ def merged(points: Tensor, statistics: Tensor, values: Tensor, weights: Tensor) 
     rows = torch.empty_like(statistics[: len(distinct)])
     rows[place] = statistics
     return rows, mean, mass
+
+
+def scaled(values: Tensor) -> Tensor:
+    """Finite values (N,) brought to the range 0 to 1: what a search does does not depend on f's unit."""
+    values = values / values.abs().max().clamp(min=torch.finfo(values.dtype).tiny)  # differences of huge ones overflow
+    least = values.min()
+    return (values - least) / (values.max() - least).clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def bounded(values: Tensor) -> Tensor:
