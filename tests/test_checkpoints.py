@@ -77,9 +77,9 @@ def resume(name: str, path: Path) -> tuple[nn.Module, ng.NaturalGradient]:
     return model, opt
 
 
-def resume_all(folder: str) -> None:
+def resume_all(folder: str, threads: int) -> None:
     """The other process: three more steps of everything."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)  # bit for bit is for as many as the first process had
     torch.manual_seed(12345)  # another past than the first process had
     for name in NAMES:
         model, opt = resume(name, Path(folder) / f"{name}.pt")
@@ -100,7 +100,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
         save(folder / f"{name}.straight.pt", model, opt)
         straight[name] = torch.load(folder / f"{name}.straight.pt", weights_only=True)
     paths = [str(HERE), *sys.path]
-    program = f"import sys; sys.path[:0] = {paths!r}; import test_checkpoints as t; t.resume_all({str(folder)!r})"
+    program = f"import sys; sys.path[:0] = {paths!r}; import test_checkpoints as t; t.resume_all({str(folder)!r}, {torch.get_num_threads()})"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     return {name: (straight[name], torch.load(folder / f"{name}.resumed.pt", weights_only=True)) for name in NAMES}
 
