@@ -239,7 +239,7 @@ def test_a_parameter_unfrozen_later_can_be_added() -> None:
     rates = torch.cat([torch.full((16,), 0.1), torch.ones(15)]).double()
     expected = 0.5 * first - rates * fisher_step(model, X, ng.Categorical(), g, 0.1)
     iterate(opt, model, X, Y)
-    assert_step(model, before, expected, 1e-8)
+    assert_step(model, before, expected, 1e-7)
     assert [row.parameter for row in opt.report()] == ["2.weight", "2.bias", "0.weight", "0.bias"]
 
 
