@@ -76,7 +76,7 @@ class Blocks:
                 seen = reading.layers.pop().counted(share)
                 taken &= self._take_layer(seen, decay, float(reading.weights.get(seen.key, share)))
             for name, squares in reading.squares.items():
-                total = accumulated(self._totals(name), {"squares": share * squares}, decay)
+                total = accumulated(self._totals(name, layered=False), {"squares": share * squares}, decay)
                 rows = float(reading.weights.get(name, share))
                 taken &= self._average(name, Block(single(name, self.named[name]), None), total, decay, rows)
         return taken
@@ -191,13 +191,19 @@ class Blocks:
         first = self.named.get(names[0])
         return first is not None and not first.requires_grad and "totals" not in self.state.get(first, {})
 
-    def _totals(self, key: str) -> Statistics | None:
-        block = self.all.get(key)
-        return None if block is None else self.of(block).get("totals")
+    def _totals(self, key: str, layered: bool = True) -> Statistics | None:
+        return self.of(self.all[key]).get("totals") if self._holds(key, layered) else None
+
+    def _holds(self, key: str, layered: bool) -> bool:
+        """Whether there is a block under this key, of a layer or of a parameter without one."""
+        return key in self.all and (self.all[key].layer is not None) == layered
 
     def _known(self, key: str, block: Block) -> Block:
-        """The block under this key, made if it is new; blocks that shared a parameter with it are forgotten."""
-        if key not in self.all:
+        """The block under this key, made if it is new; blocks that shared a parameter with it are forgotten.
+
+        One that was a layer's, and is a parameter's of the same name now, is new too.
+        """
+        if not self._holds(key, block.layer is not None):
             others = [k for k, b in self.all.items() if set(b.layout.names) & set(block.layout.names)]
             for other in others:
                 numbers = self.of(self.all.pop(other))

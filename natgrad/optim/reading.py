@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,22 +13,34 @@ from natgrad.families import Criterion
 from natgrad.metrics import fisher
 from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.recall import Recall
-from natgrad.pure import Labelled, leaves, map_tensors
+from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
 from natgrad.spaces import Space
-from natgrad.structures import Estimate, Sampled
+from natgrad.structures import Estimate, ExactLabels, Sampled
 from natgrad.structures.collect import collect, explains, seconds
 from natgrad.structures.estimates import Outputs
+from natgrad.structures.examples import (
+    GROUPS,
+    Examples,
+    doubtful,
+    example_squares,
+    find_examples,
+    partitions,
+    together,
+)
 from natgrad.structures.exchange import Exchange
 from natgrad.structures.layers import Layer, known_layers
+from natgrad.structures.layerwise import is_asking
 from natgrad.structures.passes import passes
 from natgrad.structures.statistics import Seen, separate
-from natgrad.structures.taps import Tap, Taps, reached, resume, tap
+from natgrad.structures.taps import Place, Tap, Taps, reached, resume, tap
 from natgrad.structures.traced import Product, Traced, products, second_layers, traced_layers
 
 REENTRANT = (
     "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
     ".grad alone, cannot go through that: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
+
+SHAPES = 64  # of passes for which the examples' places are kept
 
 
 @dataclass(frozen=True)
@@ -53,10 +65,13 @@ class Reading:
 class Reader:
     """Listens to a model's layers while armed, and reads statistics when a loss is known.
 
-    The first reading that reaches a layer compares the gradient that the layer explains with the plain one; parameters
-    where they differ (used behind their layer's back) and parameters without a layer get squares: of the gradient for
-    sampled labels. Its expectation over labels is the metric's diagonal, since scores of different rows are independent
-    with mean 0.   trusted, refused: claims of the layers that explain their parameters, and of those that do not.
+    The gradient that a layer explains is compared with the plain one at the first reading that reaches it with a
+    gradient that is not zero, and again from time to time (`is_asking`): a second use of its weight may be hidden at
+    first. Parameters where they differ, and parameters without a layer, get squares: the diagonal over examples, by one
+    backward pass to them alone per example with `ExactLabels()`, else from at most `GROUPS` groups of examples.
+    trusted, refused: claims of the layers that explain their parameters, and of those that do not.   readings: so
+    far.   unsure: whether a layer met a zero gradient, which explains anything.   placed: where the examples run, by
+    the shapes of a pass's calls.
     """
 
     def __init__(
@@ -75,6 +90,8 @@ class Reader:
         self.spare = second_layers(self.layers.values())
         self.trusted: set[str] = set()
         self.refused: set[str] = set()
+        self.readings, self.unsure = 0, False
+        self.placed: dict[Any, tuple[int, list[Place | None]]] = {}
         self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
         self.arm(True)
 
@@ -125,13 +142,15 @@ class Reader:
         rows = criterion.family.rows(outputs)
         taken = self.taps.pause(recall.last is not None)
         calls = [call for call in taken if not self._refuses(call.layer)] + self._products(rows)
-        held = {name for names in self.by_names() for name in names}
+        asking = self._asks()
+        held = set() if asking else {name for names in self.by_names() for name in names}
         watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
-        examples = max(len(next(leaves(outputs))), 1)
         estimates = [self.estimate] if apart is None else [self.estimate, apart]
-        drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
-        cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
+        exact = isinstance(self.estimate, ExactLabels)
         try:
+            examples, calls = self._placed(criterion, outputs, rows, calls, recall)
+            drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
+            cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
             calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
         except RuntimeError as error:
             if "use_reentrant" in str(error):
@@ -141,19 +160,27 @@ class Reader:
             calls, taken = [], []  # a compiled backward that ran for the user first does not run twice
         if self.layers and not taken and all(isinstance(call, Product) for call in calls):
             return self._replayed(criterion, targets, recall, len(rows))
-        seen = [one for one in passes(calls, deltas, examples=examples) if not self._refuses(one.layer)]
+        seen = [one for one in passes(calls, deltas, examples=examples.count) if not self._refuses(one.layer)]
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        heard = self._judged(seen, gradients, eps)
+        heard = self._judged(seen, gradients, eps, asking)
+        # examples that cannot be told apart give squares that are right on average over labels alone
+        heard |= {one.key: False for one in seen if exact and one.pooled}
         spare = [layer for layer in self.spare if self._forsaken(layer, heard)]
-        more = passes(*seconds(rows, spare, self.named, cotangents), examples=examples)
-        heard |= {one.key: explains(one, gradients, eps) for one in more}
+        more = passes(*seconds(rows, spare, self.named, cotangents, examples), examples=examples.count)
+        heard |= {one.key: explains(one, gradients, eps) is True for one in more}
         seen = [one for one in [*seen, *more] if heard[one.key]]
         held = {name for one in seen for name in one.layer.layout.names}
+        # a trusted layer that was not reached in this pass keeps what it has
+        held |= {
+            n
+            for layer in self._all.values()
+            if self._trusts(layer)
+            for n in layer.layout.names
+            if heard.get(layer.key, True)
+        }
         measuring = slice(0 if apart is None else own, None)
-        rest = [(name, i) for i, name in enumerate(watched) if name not in held]
-        squares = {name: squared([found[i] for found in slopes[:own]]) for name, i in rest}
-        known = {name: s for name, s in squares.items() if s is not None}
+        known = self._squares(rows, [name for name in watched if name not in held], cotangents[:own], examples, exact)
         return Reading(
             [one.only(slice(own)) for one in seen],
             known,
@@ -167,11 +194,61 @@ class Reader:
         wanted: list[Traced] = [layer for layer in self.matrices if not self._refuses(layer)]
         return [*products(rows, [*wanted, *(layer for layer in self.spare if self._trusts(layer))], self.named)]
 
-    def _judged(self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float) -> dict[str, bool]:
-        """Whether the layers that were reached explain their parameters' gradients: found out once."""
-        heard = {one.key: self._trusts(one.layer) or explains(one, gradients, eps) for one in seen}
+    def _asks(self) -> bool:
+        """Whether this reading judges all layers, those that are trusted too."""
+        asking, self.unsure = is_asking(self.readings) or self.unsure, False
+        self.readings += 1
+        return asking
+
+    def _placed(
+        self, criterion: Criterion, outputs: Any, rows: Tensor, calls: list[Tap], recall: Recall
+    ) -> tuple[Examples, list[Tap]]:
+        """What the examples are, and the calls with their places: asked once per shapes, and at every 16th reading."""
+        tree, family = map_tensors(outputs, torch.detach), criterion.family
+        count = max(len(next(leaves(outputs))), 1)
+        inputs = [] if recall.last is None else recall.last.call.tensors()
+        known = partitions(tree, rows.detach(), family.rows, count if len(rows) % count == 0 else 1, inputs)
+        key = (tuple(rows.shape), len(known), *((call.layer.key, tuple(call.inputs.shape)) for call in calls))
+        if key in self.placed and self.readings % 16:
+            chosen, places = self.placed[key]
+            kept = [replace(call, place=place) for call, place in zip(calls, places, strict=True)]
+            return known[chosen] if chosen < len(known) else together(rows), kept
+        strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
+        examples, placed = find_examples(rows, calls, known, strict)
+        chosen = next((i for i, one in enumerate(known) if one is examples), len(known))
+        if not any(call.place is None and doubtful(call, examples.count) for call in placed):
+            self.placed = self.placed if len(self.placed) < SHAPES else {}
+            self.placed[key] = chosen, [call.place for call in placed]
+        return examples, placed
+
+    def _squares(
+        self, rows: Tensor, names: list[str], cotangents: list[Tensor], examples: Examples, exact: bool
+    ) -> dict[str, Tensor]:
+        """The diagonal over examples of parameters without a layer, those that were reached."""
+        if self._named_by_layers():
+            generator = torch.Generator()
+        else:  # the shared source moves alike in all processes
+            shared = self.generator_on(rows.device)
+            seed = int(torch.randint(2**62, (), generator=shared, device=shared.device))
+            generator = torch.Generator().manual_seed(seed + self.ranks.rank)
+        if not names:
+            return {}
+        groups = examples.count if exact else max(1, GROUPS // max(1, len(cotangents)))
+        found = example_squares(rows, [self.named[n] for n in names], cotangents, examples, groups, generator)
+        return {name: square for name, square in zip(names, found, strict=True) if square is not None}
+
+    def _judged(
+        self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float, asking: bool
+    ) -> dict[str, bool]:
+        """Whether the layers that were reached explain their parameters' gradients."""
+        heard = {}
+        for one in seen:
+            answer = True if self._trusts(one.layer) and not asking else explains(one, gradients, eps)
+            self.unsure |= answer is None
+            heard[one.key] = answer is not False
         for layer in [*self.layers.values(), *self.matrices]:
-            if not self._trusts(layer) and any(gradients.get(name) is not None for name in layer.layout.names):
+            reached = [g for name in layer.layout.names if (g := gradients.get(name)) is not None]
+            if not self._trusts(layer) and any(bool(g.to_dense().any()) for g in reached):
                 heard.setdefault(layer.key, False)
         return heard
 
@@ -189,6 +266,7 @@ class Reader:
         if roll.failed:
             return None
         self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
+        self.trusted -= self.refused
         kept = {key: layers[key] for key in roll.layers if key not in roll.refused}
         held = {name for layer in kept.values() for name in layer.layout.names}
         self.trusted |= {claim for layer in kept.values() for claim in layer.claims}
@@ -224,7 +302,7 @@ class Reader:
         return self.trusted.issuperset(layer.claims)
 
     def _cotangents(
-        self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: int
+        self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: Examples
     ) -> list[Tensor]:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         family = criterion.family
@@ -234,13 +312,12 @@ class Reader:
 
         weights = criterion.weights(tree, targets)
         rows = family.rows(tree)
-        batch = examples if len(rows) % examples == 0 else 1
         with torch.no_grad():
             generator = self.ranks.generator(self.generator_on(rows.device))
-            found = list(estimate.cotangents(Outputs(tree, rows, family, weights, batch, slope), generator))
+            found = list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, slope), generator))
             if isinstance(estimate, Sampled) or self._named_by_layers():
                 return found
-            return [signed(cotangent, batch, generator) for cotangent in found]
+            return [signed(cotangent, examples, generator) for cotangent in found]
 
     def _named_by_layers(self) -> bool:
         """Whether every parameter belongs to a layer, whose examples' scores are told apart."""
@@ -274,26 +351,17 @@ class Reader:
         return Reading(found.layers, found.squares, rows, apart), {one.key: True for one in found.layers}
 
 
-def signed(cotangent: Tensor, examples: int, generator: torch.Generator) -> Tensor:
-    """A random sign on every example's rows.
+def signed(cotangent: Tensor, examples: Examples, generator: torch.Generator) -> Tensor:
+    """A random sign on every example's entries.
 
     The statistics of layers do not change. The square of a sum over examples becomes, on average, the sum of squares;
     for labels drawn at random it is one already.
     """
-    bits = torch.randint(0, 2, (examples,), generator=generator, device=cotangent.device)
-    signs = (2 * bits - 1).to(cotangent.dtype).repeat_interleave(len(cotangent) // examples)
-    return signs.unsqueeze(1) * cotangent
+    bits = torch.randint(0, 2, (examples.count,), generator=generator, device=cotangent.device)
+    return examples.scale(cotangent, 2 * bits - 1)
 
 
 def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
     """The scores of one cotangent by name, dense, of the parameters without a layer."""
     pairs = zip(watched, slopes, strict=True)
     return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}
-
-
-def squared(slopes: list[Tensor | None]) -> Tensor | None:
-    """Sum over the cotangents of the gradient's squares; None for a parameter that the outputs do not depend on."""
-    known = [
-        slope.to_dense().to(torch.promote_types(slope.dtype, torch.float32)) for slope in slopes if slope is not None
-    ]
-    return torch.stack([slope.square() for slope in known]).sum(0) if known else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from natgrad.metrics.score import ScoreMetric
 from natgrad.operators import Linearization, OutputMap, Pullback, Rows
 from natgrad.operators.linearization import output_map
 from natgrad.operators.rows import batch_of
-from natgrad.pure import PureModel, RandomState
+from natgrad.pure import PureModel, RandomState, mixes_examples
 from natgrad.spaces import Params, Space
 from natgrad.structures.estimates import Estimate, Outputs
+from natgrad.structures.examples import Examples, find_examples, partitions
 from natgrad.structures.layers import known_layers
 from natgrad.structures.passes import passes
 from natgrad.structures.statistics import Seen
@@ -30,11 +32,15 @@ LARGEST = 2**25  # entries of row gradients that are written out for parameters 
 
 @dataclass(frozen=True)
 class Collected:
-    """A pass's layers, the squares of the scores of the parameters that no layer holds, and the metric it came from."""
+    """A pass's layers, the squares of the scores of the parameters that no layer holds, and the metric it came from.
+
+    sure: whether every layer was judged by a gradient that is not zero.
+    """
 
     metric: Pullback
     layers: list[Seen]
     squares: dict[str, Tensor]
+    sure: bool = True
 
 
 def collect(
@@ -54,24 +60,52 @@ def collect(
     layer's back). TypeError for a metric that is not a pullback in one graph.
     """
     pullback, taps, spare = tapped(metric, params, inputs, random, trusted)
-    known = Outputs.of(pullback)
-    cotangents = [c.detach() for c in estimate.cotangents(known, generator)]
+    graph, sure = pullback.linearization.graph, True
+    examples, taps = find_examples(graph, taps, examples_of(pullback), strict=not mixes_examples(model_of(metric)))
+    cotangents = [c.detach() for c in estimate.cotangents(Outputs.of(pullback, examples), generator)]
     leaves = pullback.linearization.leaves if trusted is None else {}
-    deltas, slopes = derivatives(pullback.linearization.graph, taps, cotangents[:1], list(leaves.values()))
-    deltas += derivatives(pullback.linearization.graph, taps, cotangents[1:])[0]
-    seen = passes(taps, deltas, pullback.dtype, known.batch)
+    deltas, slopes = derivatives(graph, taps, cotangents[:1], list(leaves.values()))
+    deltas += derivatives(graph, taps, cotangents[1:])[0]
+    seen = passes(taps, deltas, pullback.dtype, examples.count)
     if trusted is None:
         gradients = dict(zip(leaves, slopes[0], strict=True))
-        seen = [one for one in seen if explains(one, gradients)]
+        answers = [explains(one, gradients) for one in seen]
+        seen, sure = (
+            [one for one, answer in zip(seen, answers, strict=True) if answer is not False],
+            None not in answers,
+        )
         held = {name for one in seen for name in one.layer.layout.names}
         lost = [layer for layer in spare if not held.issuperset(layer.layout.names)]
-        more = seconds(pullback.linearization.graph, lost, leaves, cotangents)
-        seen += [one for one in passes(*more, pullback.dtype, known.batch) if explains(one, gradients)]
+        more = seconds(graph, lost, leaves, cotangents, examples)
+        seen += [one for one in passes(*more, pullback.dtype, examples.count) if explains(one, gradients)]
     # examples that cannot be told apart give squares that are right on average over labels alone: not here
     seen = [one for one in seen if not one.pooled]
     held = {name for one in seen for name in one.layer.layout.names}
     rest = {name: p for name, p in params.items() if name not in held}
-    return Collected(pullback, seen, squares_of(pullback, rest, torch.stack(cotangents, dim=2)) if rest else {})
+    factor = torch.stack(apart(cotangents, examples), dim=2) if rest else None
+    return Collected(pullback, seen, {} if factor is None else squares_of(pullback, rest, factor), sure)
+
+
+def model_of(metric: Metric) -> Any:
+    """The module or function behind a metric, if it has one."""
+    return getattr(metric, "model", None)
+
+
+def examples_of(pullback: Pullback) -> list[Examples]:
+    """What the examples of a metric's pass may be, likeliest first."""
+    function, rows = pullback.linearization.function, pullback.outputs
+    known, batch = output_map(function), batch_of(function, len(rows))
+    if known is None:
+        return partitions(rows, rows, None, batch)
+    return partitions(known.first, rows, known.rows, batch, known.pure.call.tensors())
+
+
+def apart(cotangents: Sequence[Tensor], examples: Examples) -> list[Tensor]:
+    """The cotangents, cut by examples where a row of the outputs holds several ones' entries."""
+    if examples.by_row is not None:
+        return list(cotangents)
+    whole = range(examples.count)
+    return [torch.where(examples.labels == e, cotangent, 0) for cotangent in cotangents for e in whole]
 
 
 def tapped(
@@ -81,7 +115,7 @@ def tapped(
 
     With `trusted`, those of trusted layers alone.
     """
-    model, density, taps = getattr(metric, "model", None), getattr(metric, "density", None), list[Tap]()
+    model, density, taps = model_of(metric), getattr(metric, "density", None), list[Tap]()
     known = known_layers(model, Space(params)) if isinstance(model, nn.Module) else {}
     matrices = traced_layers(model, Space(params), known.values()) if isinstance(model, nn.Module) else []
     if isinstance(density, Density):  # its layers' calls lie inside a derivative: their matrices are found in the graph
@@ -122,17 +156,22 @@ def by_example(found: Sequence[Product], examples: int) -> list[Product]:
 
 
 def seconds(
-    outputs: Tensor, spare: Sequence[Traced], params: Params, cotangents: Sequence[Tensor]
-) -> tuple[list[Product], list[list[Tensor | None]]]:
+    outputs: Tensor, spare: Sequence[Traced], params: Params, cotangents: Sequence[Tensor], examples: Examples
+) -> tuple[list[Tap], list[list[Tensor | None]]]:
     """The products with the matrices that nothing explained so far, and the derivatives there, for `passes`."""
-    found = products(outputs, spare, params)
+    found = find_examples(outputs, products(outputs, spare, params), [examples], strict=False)[1]
     return found, derivatives(outputs, found, cotangents)[0]
 
 
-def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool:
+def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool | None:
     """Whether the layer's activations and deltas give its parameters' whole gradient.
 
-    eps: of the coarsest dtype on the way (autocast), if that is not the layer's own.
+    None where that cannot be told: 0 = 0 behind a head that starts at zero, or a gradient that is not finite.
+
+    Args:
+        seen: The layer's pass.
+        gradients: By name, of a plain backward pass from the first cotangent.
+        eps: Of the coarsest dtype on the way (autocast), if that is not the layer's own.
     """
     found = seen.gradient()
     reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
@@ -140,9 +179,10 @@ def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.
         return False
     parts = seen.layer.layout.split(torch.zeros_like(found))  # the bias of an energy moves no score
     expected = seen.layer.layout.join(parts | {name: g.to_dense().to(found.dtype) for name, g in reached.items()})
-    eps = max(eps, torch.finfo(found.dtype).eps)
-    tolerance = eps**0.5 * expected.norm().clamp(min=torch.finfo(found.dtype).tiny)
-    return bool((found - expected).norm() <= tolerance)
+    size, gap = float(expected.norm()), float((found - expected).norm())
+    if not (math.isfinite(size) and math.isfinite(gap)) or max(size, gap) == 0:
+        return None
+    return gap <= max(eps, torch.finfo(found.dtype).eps) ** 0.5 * size
 
 
 def squares_of(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from natgrad.families import Likelihood
 from natgrad.metrics.score import Diagonals
 from natgrad.operators import Form, Pullback
 from natgrad.operators.linearization import output_map
-from natgrad.operators.rows import batch_of, position_cotangents
+from natgrad.structures.examples import Examples
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Outputs:
     """A pass's outputs as an estimate sees them.
 
     tree: as the model returned them.   rows: laid out as (R, m).   form: M on each row.   weights: (R,), of the rows in
-    the mean loss.   batch: examples; the rows of one lie together.   slope: the mean loss's gradient in the rows, for
+    the mean loss.   examples: which entries of the rows are whose.   slope: the mean loss's gradient in the rows, for
     those who ask for it; None where the targets are not known.
     """
 
@@ -30,17 +30,15 @@ class Outputs:
     rows: Tensor
     form: Form
     weights: Tensor
-    batch: int
+    examples: Examples
     slope: Callable[[], Tensor] | None = None
 
     @staticmethod
-    def of(pullback: Pullback) -> Outputs:
+    def of(pullback: Pullback, examples: Examples) -> Outputs:
         """Those behind a metric at a point."""
-        function = pullback.linearization.function
-        known = output_map(function)
+        known = output_map(pullback.linearization.function)
         tree = pullback.outputs if known is None else known.first
-        batch = batch_of(function, len(pullback.outputs))
-        return Outputs(tree, pullback.outputs, pullback.form, pullback.weights, batch)
+        return Outputs(tree, pullback.outputs, pullback.form, pullback.weights, examples)
 
 
 class Estimate(ABC):
@@ -80,7 +78,7 @@ class ExactLabels(Estimate):
 
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
         weights = outputs.weights.sqrt().view(-1, 1, 1)
-        yield from position_cotangents(weights * root_of(outputs), outputs.batch)
+        yield from outputs.examples.cotangents(weights * root_of(outputs))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from natgrad.structures.layers import Layer
 from natgrad.structures.statistics import Mixed, Seen
-from natgrad.structures.taps import Tap
+from natgrad.structures.taps import Place, Tap
 from natgrad.structures.traced import Product, Traced
 
 Calls = Sequence[tuple[Tap, list[Tensor]]]
@@ -51,24 +51,32 @@ def merged(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int 
         return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, Product)], dtype, examples)
     if not all(layer.batched(call.inputs) for call, _ in calls):
         return None
-    each = [arranged(layer, layer.activations, numbers(call.inputs, dtype), examples) for call, _ in calls]
+    each = [arranged(layer, layer.activations, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls]
     sizes = [len(activations) for activations in each]
     along = 0 if len(calls) > 1 and sum(sizes) == examples else 1
     if along and len(set(sizes)) > 1:
         return None
     activations = joined(each, along)
-    columns = zip(*([arranged(layer, layer.deltas, d, examples) for d in deltas] for _, deltas in calls), strict=True)
+    laid_out = ([arranged(layer, layer.deltas, d, examples, call.place) for d in deltas] for call, deltas in calls)
+    columns = zip(*laid_out, strict=True)
     found = [joined(list(parts), along) for parts in columns]
     fits = found[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
     return Seen(layer, activations, found) if fits else None
 
 
-def arranged(layer: Layer, lay: Callable[[Tensor], Tensor], tensor: Tensor, examples: int | None) -> Tensor:
-    """What `lay` makes of a call's input or derivative, examples first.
+def arranged(
+    layer: Layer, lay: Callable[[Tensor], Tensor], tensor: Tensor, examples: int | None, place: Place | None = None
+) -> Tensor:
+    """What `lay` makes of a call's input or derivative, examples first, by their place in it.
 
-    Where the outputs tell how many there are, positions may come before examples, (t, b, d), or be flattened with
-    them, (b t, d).
+    Without one, where the outputs tell how many there are: positions may come before examples, (t, b, d), or be
+    flattened with them, (b t, d).
     """
+    if place is not None and examples is not None:
+        found = lay(tensor.movedim(place.axis, 0))
+        if place.fast:
+            return found.unflatten(0, (-1, examples)).transpose(0, 1).flatten(1, 2)
+        return found.reshape(examples, -1, *found.shape[2:])
     features = layer.features(tensor)
     if features is not None and tensor.dim() - features > 1 and tensor.shape[0] != examples == tensor.shape[1]:
         tensor = tensor.transpose(0, 1)
@@ -135,6 +143,8 @@ class Fold:
         if self.examples is None:
             return rows.unsqueeze(1)
         b, t, shape = self.examples, len(rows) // self.examples, call.shape
+        if call.place is not None:
+            return rows.unflatten(0, (t, b)).transpose(0, 1) if call.place.fast else rows.unflatten(0, (b, t))
         told = len(shape) > 1 and shape[0] != b and shape[1] == b and shape[0] * b == len(rows)
         if self.positions_first or told:
             return rows.unflatten(0, (t, b)).transpose(0, 1)

@@ -25,10 +25,29 @@ from natgrad.structures.layers import Layer
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the examples run in a call's input and output: a dimension, or the rows of the first one.
+
+    axis: the dimension; where it holds more than the examples, an example's positions lie together in it.
+    fast: the first dimension runs over positions, and within each over examples, (t b, ...).
+    """
+
+    axis: int = 0
+    fast: bool = False
+
+    def spread(self, numbers: Tensor, like: Tensor) -> Tensor:
+        """One number per example (b,), where the example runs in `like`."""
+        times = like.shape[self.axis] // len(numbers)
+        spread = numbers.repeat(times) if self.fast else numbers.repeat_interleave(times)
+        return spread.view([-1 if i == self.axis else 1 for i in range(like.dim())])
+
+
+@dataclass(frozen=True)
 class Tap:
     """One call of a module: its input, and where the derivative of its output arrives.
 
     edge: None in a compiled graph.   dtype: of the output.   version: of the input, to notice a later change.
+    place: of the examples, where it was asked for; None: by the shapes.
     """
 
     layer: Layer
@@ -36,6 +55,7 @@ class Tap:
     edge: GradientEdge | None
     dtype: torch.dtype
     version: int
+    place: Place | None = None
 
     @staticmethod
     def of(layer: Layer, inputs: Tensor, output: Tensor) -> Tap:
