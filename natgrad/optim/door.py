@@ -115,16 +115,35 @@ def check_blocks(model: Any, structure: Any, **intervals: int) -> None:
             raise ValueError(f"{name} is {every}, expected an integer >= 1")
 
 
-def checked_group(group: Mapping[str, Any], known: Mapping[int, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group with its parameters as a list. ValueError for strangers, or a key outside its range.
+def given_parameters(params: Any, known: Mapping[str, Tensor]) -> list[Any]:
+    """What `torch.optim.Optimizer` takes: parameters, (name, parameter) pairs, or groups of either.
+
+    params: any of these, a module, or a dict by name; None for all that are known.
+    """
+    if params is None:
+        return list(known.values())
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, Tensor):
+        return [params]
+    return list(params.items() if isinstance(params, Mapping) else params)
+
+
+def checked_group(
+    group: Mapping[str, Any],
+    known: Mapping[int, str],
+    defaults: Mapping[str, Any],
+    limits: Mapping[str, float] = LIMITS,
+) -> dict[str, Any]:
+    """A parameter group with its parameters, or pairs, as a list. ValueError for strangers, or a key outside its range.
 
     known: names of the model's parameters by id.
     """
-    given = group["params"]
-    params = [given] if isinstance(given, Tensor) else list(given)
-    strangers = [tuple(p.shape) for p in params if id(p) not in known]
+    params = given_parameters(group["params"], {})
+    tensors = [one[1] if isinstance(one, tuple) else one for one in params]
+    strangers = [tuple(p.shape) for p in tensors if isinstance(p, Tensor) and id(p) not in known]
     if strangers:
         raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
-    for key, most in LIMITS.items():
+    for key, most in limits.items():
         check_key(key, group.get(key, defaults[key]), most)
     return {**group, "params": params}

@@ -23,7 +23,9 @@ from natgrad.optim.door import (
     check_choices,
     check_number,
     check_search,
+    checked_group,
     dense_gradient,
+    given_parameters,
     inputs_of,
     named_parameters,
 )
@@ -51,14 +53,15 @@ class NaturalGradient(ModelOptimizer):
     metric: which G (`ng.fisher(model, ...)`, ...).   lr: learning rate.   structure: how G is stored, default
     `Exact()`.   solver: default `Auto()`, by shape and cost.   damping: a number or a strategy.   rule: how the
     step is bounded, default `Rate()`.   weight_decay: decoupled, theta <- (1 - lr * weight_decay) theta.   warm_start:
-    the fraction of the last solution that an iterative solver starts from.   params: parameter groups as in
-    torch.optim (keys lr, weight_decay); default all trainable parameters.   metric_batch: take the metric on this many
-    of the pass's examples, drawn anew at every step (from the step's number); default all. Products then cost that much
-    less, while the gradient keeps every example; dropout masks and batch statistics are those of the smaller batch.
-    search_batch: evaluate trial points on this many of the pass's examples, others than the metric's while there are
-    enough; default all.   preconditioner: for CG, MinresQLP and KrylovSubspace, `ng.DiagonalPreconditioner()` and
-    others, or a structure with a closed-form inverse.   train_in_eval=True: passes in evaluation mode count as training
-    ones, with dropout off and batch norm frozen; evaluate under `torch.no_grad()` then.
+    the fraction of the last solution that an iterative solver starts from.   params: parameters, (name, parameter)
+    pairs, a module, or groups as in torch.optim (keys lr, weight_decay); default all that are trainable.
+    metric_batch: take the metric on this many of the pass's examples, drawn anew at every step (from the step's
+    number); default all. Products then cost that much less, while the gradient keeps every example; dropout masks
+    and batch statistics are those of the smaller batch.   search_batch: evaluate trial points on this many of the
+    pass's examples, others than the metric's while there are enough; default all.   preconditioner: for CG, MinresQLP
+    and KrylovSubspace, `ng.DiagonalPreconditioner()` and others, or a structure with a closed-form inverse.
+    train_in_eval=True: passes in evaluation mode count as training ones, with dropout off and batch norm frozen;
+    evaluate under `torch.no_grad()` then.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step, with
     the same dropout masks; or on `observe(inputs)`; a density's on the X of its last loss that went backward. A
@@ -104,9 +107,7 @@ class NaturalGradient(ModelOptimizer):
         self.preconditioner = as_preconditioner(preconditioner, self.solver)
         self._named = named_parameters(model)
         refuse_wrapped(self._named.values())
-        super().__init__(
-            list(self._named.values()) if params is None else params, {"lr": lr, "weight_decay": weight_decay}
-        )
+        super().__init__(given_parameters(params, self._named), {"lr": lr, "weight_decay": weight_decay})
         self._level = self.damping.initial()
         self._memory: dict[str, Any] | None = None
         self._prepared: dict[str, Any] | None = None
@@ -265,16 +266,12 @@ class NaturalGradient(ModelOptimizer):
         """Add parameters (unfrozen, created later). ValueError for parameters of another model or a negative rate."""
         if isinstance(self.model, nn.Module):
             self._named = dict(self.model.named_parameters())
-        given = param_group["params"]
-        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
-        known = {id(p) for p in self._named.values()}
-        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
-        if strangers:
-            raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
-        for key in ("lr", "weight_decay"):
-            check_number(key, group.get(key, self.defaults[key]))
+        known = {id(p): name for name, p in self._named.items()}
+        group = checked_group(param_group, known, self.defaults, {"lr": math.inf, "weight_decay": math.inf})
         super().add_param_group(group)
-        self.state.update({p: {} for p in group["params"]})  # empty, torch.distributed.checkpoint would call step()
+        self.state.update(
+            {p: {} for p in self.param_groups[-1]["params"]}
+        )  # empty, torch.distributed.checkpoint would call step()
 
     # one step
 

@@ -19,7 +19,7 @@ from natgrad.optim.blocks import Block, Blocks, dense
 from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.clock import due, pace, started
 from natgrad.optim.distributed import meet
-from natgrad.optim.door import check_blocks, checked_group, named_parameters
+from natgrad.optim.door import check_blocks, checked_group, given_parameters, named_parameters
 from natgrad.optim.judge import Judge, replaying, slope_along
 from natgrad.optim.objective import Closure
 from natgrad.optim.patience import OVERDUE, SKIPPED, watch
@@ -51,8 +51,10 @@ class StructuredNaturalGradient(ModelOptimizer):
     (1 - lr * weight_decay) theta.   l2: of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient
     and in the metric.   update_every, invert_every: steps between updates of the statistics and of the
     inverses, at most: at first one, and one more after each ten steps; more where an update changes the statistics
-    little.   measure: False trusts the blocks and takes a = 1 within the bounds.   params: parameter groups; all from
-    lr to l2 are group keys, max_kl and kl_share the least over the groups.
+    little.   measure: False trusts the blocks and takes a = 1 within the bounds.   params: what to train, default all:
+    parameters, (name, parameter) pairs, a module, or parameter groups; all from lr to l2 are group keys, max_kl and
+    kl_share the least over the groups. The rest may have an optimizer of its own, another of these too: call the `loss`
+    of each.
 
     Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
     goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
@@ -96,13 +98,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         self.update_every, self.invert_every, self.measure = update_every, invert_every, measure
         self.train_in_eval = train_in_eval
         self._judge = Judge(damping)
-        self._named = named_parameters(self.model)
+        self._named: dict[str, Tensor] = {}  # what the groups hold, in the model's order
         self._recall = Recall()
-        self._recall.watched = list(self._named.values())
-        self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         defaults = {"lr": lr, "momentum": momentum, "damping": self._judge.start, "max_kl": max_kl}
         defaults |= {"kl_share": kl_share, "weight_decay": weight_decay, "l2": l2}
-        super().__init__(list(self._named.values()) if params is None else params, defaults)
+        super().__init__(given_parameters(params, named_parameters(self.model)), defaults)
+        self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Any] = {}
         self._clock = started()
@@ -181,12 +182,22 @@ class StructuredNaturalGradient(ModelOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters (unfrozen, created later). ValueError for parameters of another model or a bad number."""
         known = {id(p): name for name, p in self.model.named_parameters()}
-        group = checked_group(param_group, known, self.defaults)
-        super().add_param_group(group)
-        self.state.update({p: {} for p in group["params"]})  # empty, torch.distributed.checkpoint would call step()
-        fresh = {known[id(p)]: p for p in group["params"] if known[id(p)] not in self._named and p.requires_grad}
-        if fresh:
-            self._named.update(fresh)
+        super().add_param_group(checked_group(param_group, known, self.defaults))
+        # empty, torch.distributed.checkpoint would call step()
+        self.state.update({p: {} for p in self.param_groups[-1]["params"]})
+        self._listen_to_groups()
+
+    def _listen_to_groups(self) -> None:
+        """Name the parameters that the groups hold and that are trainable, and listen to their layers."""
+        held = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
+        if held <= {id(p) for p in self._named.values()}:
+            return
+        held |= {id(p) for p in self._named.values()}
+        ordered = {name: p for name, p in self.model.named_parameters() if id(p) in held}
+        self._named.clear()
+        self._named.update(ordered)
+        self._recall.watched = list(ordered.values())
+        if "_reader" in vars(self):
             self._reader.detach()
             self._reader.attach(self._named)
 
@@ -262,6 +273,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._bad |= bad
 
     def _step(self, closure: Closure | None, value: Tensor | None) -> None:
+        self._listen_to_groups()  # some may have been frozen until now
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
