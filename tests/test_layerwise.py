@@ -377,7 +377,7 @@ def test_eigenvectors_are_kept_while_they_fit():
     _, exact = fresh.update(memory, metric, params, x)
     for key, totals in memory["totals"].items():
         assert torch.equal(later["totals"][key]["right_vectors"], totals["right_vectors"])
-        assert misfit(exact["totals"][key]["right"], exact["totals"][key]["right_vectors"]) < 1e-6  # a root of round-off
+        assert misfit(exact["totals"][key]["right"], exact["totals"][key]["right_vectors"]) < 1e-6  # a root of eps
     first = "0.weight 0.bias"
     assert not torch.equal(far["totals"][first]["right_vectors"], memory["totals"][first]["right_vectors"])
     with pytest.raises(ValueError, match="stale is 1"):
