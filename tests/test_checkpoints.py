@@ -101,9 +101,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
         straight[name] = torch.load(folder / f"{name}.straight.pt", weights_only=True)
     paths = [str(HERE), *sys.path]
     call = f"t.resume_all({str(folder)!r}, {torch.get_num_threads()})"
-    program = (
-        f"import sys; sys.path[:0] = {paths!r}; import test_checkpoints as t; {call}"
-    )
+    program = f"import sys; sys.path[:0] = {paths!r}; import test_checkpoints as t; {call}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     return {name: (straight[name], torch.load(folder / f"{name}.resumed.pt", weights_only=True)) for name in NAMES}
 
