@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from natgrad.applications.policy.heads import GaussianHead, Head, MultiDiscreteHead
+from natgrad.applications.policy.images import channel_order
 from natgrad.pure import run_detached
 
 
@@ -30,7 +31,8 @@ class Actor(nn.Module):
         self.register_parameter("log_std", None)
         batch = probe_size(head)
         states = example.expand(batch, *example.shape).contiguous()
-        outputs = run_detached(lambda: call(policy, states))
+        self.order = channel_order(policy, states)
+        outputs = run_detached(lambda: call(policy, states.permute(self.order)))
         self.valued = is_pair(outputs) and (outputs[1] is None or is_column(outputs[1], batch))
         rows = outputs[0] if self.valued else outputs
         if isinstance(head, GaussianHead) and isinstance(rows, Tensor) and rows.shape[1:] == (head.dimensions,):
@@ -38,12 +40,12 @@ class Actor(nn.Module):
         self._check(rows, batch)
 
     def forward(self, states: Tensor) -> Tensor:
-        outputs = self.policy(states)
+        outputs = self.policy(states.permute(self.order))
         return self.rows(outputs[0] if self.valued else outputs)
 
     def value(self, states: Tensor) -> Tensor:
         """The value that the policy returns beside its rows, (b,)."""
-        return self.policy(states)[1].reshape(-1)
+        return self.policy(states.permute(self.order))[1].reshape(-1)
 
     def rows(self, outputs: Any) -> Tensor:
         """The policy's outputs, without a value, as rows."""
@@ -71,8 +73,9 @@ def call(module: nn.Module, states: Tensor) -> Any:
     try:
         return module(states)
     except Exception as error:
+        more = ", nor does it take images with their channels moved" if states.dim() == 4 else ""
         raise ValueError(
-            f"the module {type(module).__name__} failed on states of shape {tuple(states.shape)}: {error}"
+            f"the module {type(module).__name__} failed on states of shape {tuple(states.shape)}{more}: {error}"
         ) from error
 
 

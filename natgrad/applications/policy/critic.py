@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.policy.actor import Actor, call, described, is_column
+from natgrad.applications.policy.images import channel_order
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.linalg import all_finite
 from natgrad.pure import run_detached
@@ -18,13 +19,21 @@ class Critic:
 
     module: one of its own, states -> (b,) or (b, 1); None: the value that the policy returns beside its rows. Only
     parameters that the policy's actions do not depend on are trained: a trunk that both share moves by the natural step
-    alone, so that fitting values never changes the policy behind the radius' back.
+    alone, so that fitting values never changes the policy behind the radius' back.   order: of the states' axes, as the
+    module takes them.
     """
 
     def __init__(
-        self, module: nn.Module | None, actor: Actor, reached: set[str], lr: float, epochs: int, batch: int
+        self,
+        module: nn.Module | None,
+        actor: Actor,
+        reached: set[str],
+        lr: float,
+        epochs: int,
+        batch: int,
+        order: tuple[int, ...],
     ) -> None:
-        self.module, self.actor, self.epochs, self.batch = module, actor, epochs, batch
+        self.module, self.actor, self.epochs, self.batch, self.order = module, actor, epochs, batch, order
         acting = {id(p) for name, p in actor.named_parameters() if name in reached}
         own = (actor if module is None else module).parameters()
         self.params = [p for p in own if p.requires_grad and id(p) not in acting]
@@ -35,7 +44,9 @@ class Critic:
 
     def __call__(self, states: Tensor) -> Tensor:
         """(b, ...) -> (b,)."""
-        return self.actor.value(states) if self.module is None else self.module(states).reshape(-1)
+        if self.module is None:
+            return self.actor.value(states)
+        return self.module(states.permute(self.order)).reshape(-1)
 
     def fit(self, rollout: Rollout, generator: torch.Generator) -> float:
         """Train on a rollout's returns. The mean squared error over the last epoch."""
@@ -70,11 +81,14 @@ class Critic:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def check_values(module: nn.Module, example: Tensor, size: int) -> None:
-    """ValueError unless the module gives one value per state."""
-    found = run_detached(lambda: call(module, example.expand(size, *example.shape).contiguous()))
+def check_values(module: nn.Module, example: Tensor, size: int) -> tuple[int, ...]:
+    """The order of axes in which the module takes states. ValueError unless it gives one value per state."""
+    states = example.expand(size, *example.shape).contiguous()
+    order = channel_order(module, states)
+    found = run_detached(lambda: call(module, states.permute(order)))
     if not is_column(found, size):
         raise ValueError(f"critic returned {described(found)}, expected ({size},) or ({size}, 1) for {size} states")
+    return order
 
 
 def fusible(params: list[nn.Parameter]) -> bool:

@@ -291,9 +291,12 @@ def limit_of(env: Any) -> int | None:
 def encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
     """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense.
 
-    Box as it is, discrete ones one-hot, bits as numbers. ValueError for other spaces.
+    Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
+    ValueError for other spaces.
     """
     kind = type(space).__name__
+    if kind == "Box" and holds_bytes(space):
+        return lambda raw: np.asarray(raw, dtype=np.float32) / np.float32(255), space.shape, False
     if kind == "Box":
         return np.asarray, space.shape, bool(np.issubdtype(space.dtype, np.floating))
     if kind == "Discrete":
@@ -308,6 +311,12 @@ def encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
         f"the observation space is {space}, expected Box, Discrete, MultiDiscrete or MultiBinary; wrap the environment "
         "in gymnasium.wrappers.FlattenObservation"
     )
+
+
+def holds_bytes(space: Any) -> bool:
+    """Whether the entries of a Box are whole numbers from 0 to 255."""
+    whole = np.issubdtype(space.dtype, np.integer)
+    return bool(whole and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
 
 
 def first(found: Any) -> Any:

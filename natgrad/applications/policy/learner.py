@@ -24,6 +24,7 @@ from natgrad.applications.policy.history import History
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.applications.policy.progress import Progress
 from natgrad.applications.policy.rollout import Rollout, collect, judged
+from natgrad.applications.policy.spelling import as_learning, as_policy, as_prediction, per_agent
 from natgrad.applications.policy.step import Direction, Move, Surrogate
 from natgrad.damping import Damping, as_damping
 from natgrad.linalg import all_finite
@@ -44,7 +45,7 @@ class PolicyLearner(ABC):
 
     def __init__(
         self,
-        policy: nn.Module | None,
+        policy: nn.Module | str | None,
         env: Any,
         *,
         critic: nn.Module | None,
@@ -92,8 +93,9 @@ class PolicyLearner(ABC):
         self.steps, self.updates, self._begun = 0, 0, 0
         self._amount, self._memory = self.damping.initial(), None
 
-    def _build(self, policy: nn.Module | None, critic: nn.Module | None, lr: float, epochs: int, batch: int) -> None:
+    def _build(self, policy: Any, critic: nn.Module | None, lr: float, epochs: int, batch: int) -> None:
         """The networks, checked on an example state; those not given are tanh perceptrons drawn from the generator."""
+        policy = as_policy(policy)
         if not isinstance(policy, (nn.Module, type(None))) or not isinstance(critic, (nn.Module, type(None))):
             wrong = policy if not isinstance(policy, (nn.Module, type(None))) else critic
             raise TypeError(f"policy and critic are torch.nn.Modules or None, {type(wrong).__name__} came")
@@ -116,10 +118,11 @@ class PolicyLearner(ABC):
         self.params = {name: p for (name, p), g in zip(params.items(), found, strict=True) if g is not None}
         if critic is None and not self.actor.valued:
             critic = perceptron(inputs, 1, HIDDEN, 1.0, self.generator, like)
+        order: tuple[int, ...] = ()
         if critic is not None:
             with evaluation(critic):
-                check_values(critic, example, probe_size(self.head))
-        self.critic = Critic(critic, self.actor, set(self.params), lr, epochs, batch)
+                order = check_values(critic, example, probe_size(self.head))
+        self.critic = Critic(critic, self.actor, set(self.params), lr, epochs, batch, order)
         self.metric = fisher(self.actor, self.head.family)
 
     @abstractmethod
@@ -128,23 +131,26 @@ class PolicyLearner(ABC):
 
     def learn(
         self,
-        total_steps: float,
+        total_steps: float | None = None,
         callback: Callable[[Any], Any] | None = None,
         progress: bool | None = None,
+        **spelled: Any,
     ) -> History:
         """Train for at least so many more steps of the environments, in whole batches. Returns the history so far.
 
         callback: called with the learner after each update; stops if it returns True.   progress: a bar; None for where
         the standard error is a terminal. Ctrl-C ends it with what was learned up to the last whole update. An
         environment that raises, returns NaN or never ends is an `EnvironmentFault`, and everything is as it was
-        before the current update; the next call begins new episodes.
+        before the current update; the next call begins new episodes. spelled: `total_timesteps` and `progress_bar`
+        mean the same.
         """
-        whole = isinstance(total_steps, float) and total_steps.is_integer()
-        total_steps = as_integer("total_steps", int(total_steps) if whole else total_steps, 1)  # 1e5 is meant so
+        steps, progress = as_learning(total_steps, progress, spelled)
+        whole = isinstance(steps, float) and steps.is_integer()
+        steps = as_integer("total_steps", int(steps) if whole else steps, 1)  # 1e5 is meant so
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is {type(callback).__name__}, expected a function of the learner")
-        goal = self.steps + total_steps
-        with Progress(total_steps, progress) as shown:
+        goal = self.steps + steps
+        with Progress(steps, progress) as shown:
             while self.steps < goal:
                 before = self.steps
                 try:
@@ -252,18 +258,21 @@ class PolicyLearner(ABC):
             return self.metric.at(self.params, states)
 
     @torch.no_grad()
-    def predict(self, observation: Any, deterministic: bool = True) -> Any:
+    def predict(self, observation: Any, deterministic: bool = True, **spelled: Any) -> Any:
         """The action for an observation as the environment gives it, or actions for a batch of them.
 
         deterministic: the likeliest one; False: a draw, from a generator that training does not use. Observations are
         scaled by what training has seen, which does not change here. ValueError for another shape, or NaN.
+        spelled: with `state` or `episode_start`, as stable-baselines3's tools call it, the pair (action, None).
         """
+        paired = as_prediction(deterministic, spelled)
         states, alone = self._states(observation)
         with evaluation(self.actor):
             rows = run_detached(lambda: self.actor(states))
         draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
         actions = self.head.actions(draws)
-        return single(actions, 0) if alone else actions
+        found = single(actions, 0) if alone else actions
+        return (found, None) if paired else found
 
     def _states(self, observation: Any) -> tuple[Tensor, bool]:
         raw = np.asarray(observation)
@@ -312,6 +321,7 @@ class PolicyLearner(ABC):
         """
         torch.save(self.state_dict(), path)
 
+    @per_agent
     def load(self, path: str | Path) -> PolicyLearner:
         """Continue from `save`, bit for bit on the CPU where the environment could be saved. Returns the learner.
 
@@ -335,7 +345,15 @@ class PolicyLearner(ABC):
         if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
             came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
-        self._restore(state)
+        missing = sorted({*self._state(), "history", "worlds"} - state.keys())
+        if missing:
+            raise ValueError(f"the file lacks {missing}: a part of it was lost, or another version wrote it")
+        before = deepcopy(self._state())
+        try:
+            self._restore(state)
+        except Exception as error:  # nothing of another agent's state stays
+            self._restore(before)
+            raise ValueError(f"the file does not fit this agent: {error}") from error
         self.history.load_state_dict(state["history"])
         self.worlds.load_state_dict(state["worlds"])
 

@@ -23,9 +23,9 @@ class TRPO(PolicyLearner):
     """Trust region policy optimisation, Schulman et al. 2015: `ng.TRPO(policy, env).learn(100_000)`.
 
     policy: an `nn.Module` from observations (b, ...) to the action parameters, or to (parameters, value) for a shared
-    critic; None: two tanh layers of 64.   env: a gymnasium environment, vector environment, registered name, or a
-    sequence of them.   radius: bound on the mean KL of an update over the visited states, in nats; every update is
-    measured to be within it, and the policy stays as it was where no step is.
+    critic; None or "MlpPolicy": two tanh layers of 64.   env: a gymnasium environment, vector environment, registered
+    name, or a sequence of them.   radius: bound on the mean KL of an update over the visited states, in nats; every
+    update is measured to be within it, and the policy stays as it was where no step is.
 
     critic: a module from observations to (b,) or (b, 1), default two tanh layers of 64.   head: the distribution of
     actions, where the space's own will not do, such as `SquashedGaussianHead()`.   batch: steps per update, all
@@ -44,7 +44,7 @@ class TRPO(PolicyLearner):
 
     def __init__(
         self,
-        policy: nn.Module | None,
+        policy: nn.Module | str | None,
         env: Any,
         radius: float = 0.01,
         *,
@@ -109,7 +109,7 @@ class NaturalPolicyGradient(PolicyLearner):
 
     def __init__(
         self,
-        policy: nn.Module | None,
+        policy: nn.Module | str | None,
         env: Any,
         radius: float = 0.01,
         *,
@@ -172,7 +172,7 @@ class NaturalPolicyGradient(PolicyLearner):
 
 
 def acktr(
-    policy: nn.Module | None,
+    policy: nn.Module | str | None,
     env: Any,
     radius: float = 0.01,
     *,

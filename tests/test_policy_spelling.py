@@ -1,0 +1,171 @@
+"""Calls as stable-baselines3 writes them, images as environments give them, and files of other agents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("gymnasium")
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from policy_worlds import Walk
+from torch import nn
+
+import natgrad as ng
+from natgrad.applications import policy as pg
+
+SMALL: dict[str, Any] = {"batch": 32, "critic_epochs": 1, "seed": 0}
+
+
+def agent_of(policy: Any = None, env: Any = None, kind: Any = ng.TRPO, **choices: Any) -> Any:
+    return kind(policy, Walk() if env is None else env, **SMALL | choices)
+
+
+@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient, pg.acktr])
+def test_the_default_network_has_their_name_too(kind: Any):
+    named, plain = agent_of("MlpPolicy", kind=kind), agent_of(kind=kind)
+    for first, second in zip(named.policy.parameters(), plain.policy.parameters(), strict=True):
+        assert torch.equal(first, second)
+    for name in ("CnnPolicy", "MultiInputPolicy", "mlp"):
+        with pytest.raises(ValueError, match=f"policy is '{name}'.*write the network instead"):
+            agent_of(name, kind=kind)
+
+
+def test_learning_takes_their_words_and_translates_the_others():
+    ours, theirs = agent_of(), agent_of()
+    ours.learn(64, progress=False)
+    theirs.learn(total_timesteps=64, progress_bar=False)
+    assert ours.history["kl"] == theirs.history["kl"]
+    for choices, words in (
+        ({}, "learn was given no total_steps"),
+        ({"total_steps": 64, "total_timesteps": 64}, "total_steps and total_timesteps, which mean the same"),
+        ({"total_timesteps": 64, "log_interval": 4}, "no 'log_interval': every update is in the history"),
+        ({"total_timesteps": 64, "reset_num_timesteps": True}, "no 'reset_num_timesteps': learn always goes on"),
+        ({"total_timesteps": 64, "steps": 4}, "no 'steps': its arguments are total_steps"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            ours.learn(**choices)
+    with pytest.raises(ValueError, match="total_steps is 0"):
+        ours.learn(total_timesteps=0)
+    assert ours.steps == theirs.steps
+
+
+def test_a_prediction_is_a_pair_for_callers_that_pass_a_state():
+    agent, seen = agent_of(), np.zeros((3, 2), dtype=np.float32)
+    action = agent.predict(seen)
+    for spelled in ({"state": None}, {"episode_start": np.ones(3, dtype=bool)}, {"state": None, "episode_start": None}):
+        found, state = agent.predict(seen, deterministic=True, **spelled)
+        assert np.array_equal(found, action)
+        assert state is None
+    for arguments, choices, words in (
+        ((None,), {}, r"deterministic is None.*predict\(observation, deterministic=True\)"),
+        ((), {"state": (1,)}, "no recurrent state"),
+        ((), {"mask": None}, "takes no 'mask'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            agent.predict(seen, *arguments, **choices)
+
+
+@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient])
+def test_loading_is_an_agents_and_the_class_says_so(kind: Any, tmp_path: Any):
+    path, agent = tmp_path / "agent", agent_of(kind=kind)
+    agent.save(path)
+    with pytest.raises(TypeError, match=rf"agent = ng.{kind.__name__}\(policy, env\).load\(path\) instead"):
+        kind.load(path)
+    assert agent_of(kind=kind).load(path).steps == agent.steps
+    assert "Continue from `save`" in kind.load.__doc__
+
+
+def test_a_file_of_another_agent_changes_nothing(tmp_path: Any):
+    other = agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)))
+    other.learn(32)
+    agent = agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)), critic=nn.Linear(2, 1))
+    agent.learn(32)
+    for state in (
+        other.state_dict(),  # the policy fits, the critic does not
+        agent_of(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 2))).state_dict(),
+        {key: value for key, value in agent.state_dict().items() if key != "critic"},
+        {key: value for key, value in agent.state_dict().items() if key != "history"},
+    ):
+        before = [p.clone() for p in agent.actor.parameters()], [p.clone() for p in agent.critic.params]
+        with pytest.raises(ValueError, match=r"the file|the saved"):
+            agent.load_state_dict(state)
+        for old, new in zip(before, (agent.actor.parameters(), agent.critic.params), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+
+
+class Screen(gym.Env):
+    """Images of one bright side, (h, w, c) or (c, h, w): the side is to be told."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> None:
+        self.observation_space = spaces.Box(0, 255, shape, dtype)
+
+    def _seen(self) -> Any:
+        self.side = int(self.np_random.random() < 0.5)
+        found = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+        found[..., : 4 * self.side + 1] = 255
+        return found
+
+    def reset(self, *, seed: int | None = None, options: Any = None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self._seen(), {}
+
+    def step(self, action: Any):
+        reward, self.time = float(action == self.side), self.time + 1
+        return self._seen(), reward, False, self.time >= 8, {}
+
+
+class Look(nn.Module):
+    """A convolution that keeps what it saw."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.first, self.last, self.seen = nn.Conv2d(3, 4, 4), nn.Linear(4, outputs), torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach()
+        return self.last(self.first(x).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+@pytest.mark.parametrize("shape", [(8, 9, 3), (3, 8, 9)])
+def test_images_come_from_zero_to_one_with_their_channels_where_a_convolution_wants_them(shape: Any, dtype: Any):
+    policy, critic, world = Look(2), Look(1), Screen(shape, dtype)
+    agent = agent_of(policy, world, critic=critic)
+    agent.learn(64)
+    for network in (policy, critic):
+        assert network.seen.shape[1:] == (3, 8, 9)
+        assert set(network.seen.unique().tolist()) == {0.0, 1.0}
+    image = world.reset(seed=0)[0]
+    assert agent.predict(image) in (0, 1)
+    last = image if shape[0] == 3 else np.moveaxis(image, -1, 0)
+    assert np.allclose(policy.seen[0], last / 255)
+
+
+def test_a_network_that_moves_the_channels_itself_gets_images_as_they_come():
+    class Moves(Look):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.shape[1:] == (8, 9, 3)
+            return super().forward(x.permute(0, 3, 1, 2))
+
+    agent_of(Moves(2), Screen((8, 9, 3)), critic=Look(1)).learn(32)
+
+
+def test_a_network_that_takes_no_order_of_channels_is_told():
+    with pytest.raises(ValueError, match="nor does it take images with their channels moved"):
+        agent_of(Look(2), Screen((8, 9, 4)))
+
+
+@pytest.mark.parametrize(("low", "high", "dtype"), [(0, 4, np.uint8), (-1, 255, np.int32), (0.0, 255.0, np.float32)])
+def test_other_numbers_are_as_they_are(low: float, high: float, dtype: Any):
+    world = Screen((3,))
+    world.observation_space = spaces.Box(low, high, (3,), dtype)
+    agent = agent_of(None, world, normalize_observations=False)
+    states = agent._states(np.full((2, 3), 3, dtype))[0]
+    assert torch.equal(states, torch.full((2, 3), 3.0))
