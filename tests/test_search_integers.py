@@ -75,3 +75,51 @@ def test_bad_arguments_are_named(case: str):
     call, words = WRONG[case]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+# What integers find.
+
+
+def stepped(X: Tensor) -> Tensor:
+    """An ellipsoid of condition 1000 with its minimum, 0, at (0, 1, 2, ...)."""
+    d = X.shape[1]
+    return ((X - torch.arange(d)).square() * 1000.0 ** torch.linspace(0, 1, d)).sum(1)
+
+
+@pytest.mark.parametrize("model", [None, Separable()])
+@pytest.mark.parametrize("d", [3, 8])
+def test_an_ellipsoid_of_integers_is_minimised(d: int, model):
+    for seed in range(2):
+        settings = {"bounds": (-20, 20), "ftarget": 0, "seed": seed, "model": model, "maxfevals": 5000}
+        result = ng.minimize(stepped, [7.0] * d, 2.0, integers=range(d), **settings)
+        assert result.success
+
+
+def test_most_runs_find_the_integer_minimum_at_the_end_of_a_valley():
+    """Rosenbrock's function on integers: each variable is stuck until its neighbour moves; 9 is at the origin."""
+
+    def valley(X: Tensor) -> Tensor:
+        return (100 * (X[:, 1:] - X[:, :-1] ** 2) ** 2 + (1 - X[:, :-1]) ** 2).sum(1)
+
+    found = [
+        ng.minimize(
+            valley, [3.0] * 10, 2.0, integers=range(10), bounds=(-10, 10), ftarget=0, seed=seed, maxfevals=2000
+        ).fun
+        for seed in range(4)
+    ]
+    assert sum(fun == 0 for fun in found) >= 2
+    assert sum(fun <= 9 for fun in found) >= 3
+
+
+def test_the_distribution_moves_by_the_integers_that_were_evaluated():
+    """A draw of .6 was evaluated at 1: its step is the one to 1. What stays at the centre's integer keeps its own."""
+    search = ng.GaussianSearch([0.0, 0.2], 1.0, popsize=50, seed=0, integers=[0])
+    X = search.ask()
+    _, normals, steps = search._asked
+    z, y = search._rounded(X, normals, steps)
+    moved = X[:, 0] != 0
+    assert bool(moved.any())
+    assert_close(search.sigma * search.state["stretch"][0] * y[moved, 0], X[moved, 0])
+    assert_close(y[~moved], steps[~moved])
+    assert_close(y[:, 1], steps[:, 1])
+    assert_close(search.model.steps(search.state, z), y)

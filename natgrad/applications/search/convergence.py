@@ -37,12 +37,12 @@ class Tolerances:
 class Watch:
     """Looks at each generation and says when to stop."""
 
-    def __init__(self, tolerances: Tolerances, d: int, popsize: int, sigma0: float) -> None:
+    def __init__(self, tolerances: Tolerances, d: int, popsize: int, sigma0: float, patience: int = 1) -> None:
         self.tolerances, self.sigma0 = tolerances, sigma0
         # long enough to see a trend: Hansen 2009, table of termination criteria
-        self._recent: deque[float] = deque(maxlen=10 + -(-30 * d // popsize))
+        self._recent: deque[float] = deque(maxlen=patience * (10 + -(-30 * d // popsize)))
         self._history: list[tuple[float, float]] = []
-        self._patience = 120 + 30 * d / popsize
+        self._patience = patience * (120 + 30 * d / popsize)
         self._flat = self._count = 0
         self._verdict: str | None = None
 

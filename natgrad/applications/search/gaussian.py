@@ -26,8 +26,8 @@ class GaussianSearch(Search):
     third of the distance at which you would look for the minimum.   popsize: candidates per generation, default
     4 + floor(3 ln d).   seed: of the search's own generator.   bounds: (lower, upper), each a number, a vector (d,) or
     None; every candidate lies within.   integers: indices of the variables that are rounded, or a mask (d,); integers
-    other than the present one keep a chance of 1 / (popsize d) at least (Hamano et al. 2022).   model: how C is stored
-    and moved, default `Full()`.   tolerances: when to stop.
+    other than the present one keep a chance of 1 / (popsize d) at least (Hamano et al. 2022), and steps count as
+    rounded.   model: how C is stored and moved, default `Full()`.   tolerances: when to stop.
 
     Everything is float64, on the device of x0. ValueError for an x0 that is not finite or out of bounds, inverted
     bounds, a sigma0 that is not positive, a popsize below 2.
@@ -62,7 +62,9 @@ class GaussianSearch(Search):
             self._state["stretch"] = torch.ones_like(start)
             self._keep_margin()
         self._asked: tuple[Tensor, Tensor, Tensor] | None = None
-        self._watch = Watch(Tolerances() if tolerances is None else tolerances, len(start), self.popsize, sigma)
+        chosen = Tolerances() if tolerances is None else tolerances
+        # a better integer comes with a chance of about 1 / popsize in a generation: equal values say less
+        self._watch = Watch(chosen, len(start), self.popsize, sigma, patience=3 if self.domain.mixed else 1)
 
     @property
     def state(self) -> State:
@@ -135,6 +137,8 @@ class GaussianSearch(Search):
     def _move(self, points: Tensor, values: Tensor) -> None:
         ranking = Ranking.of(values)
         normals, steps = self._drawn(points)
+        if self.domain.mixed:
+            normals, steps = self._rounded(points, normals, steps)
         self._asked = None
         if not ranking.flat:
             order = ranking.order
@@ -155,6 +159,17 @@ class GaussianSearch(Search):
             z, y = self._injected(points)
             return torch.where(same, normals, z), torch.where(same, steps, y)
         return self._injected(points)
+
+    def _rounded(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z with the steps to the integers that were evaluated, where these are others than the centre's.
+
+        A draw of 0.6 was evaluated at 1. Were its step 0.6, the mean would stay at 0 however much better 1 is, and the
+        deviation would shrink below the grid.
+        """
+        whole = (self.domain.latent(points) - self._state["mean"]) / (self.sigma * self._state["stretch"])
+        moved = self.domain.integer & (points != self.mean)
+        steps = torch.where(moved, whole, steps)
+        return torch.where(moved.any(1, keepdim=True), self.model.whiten(self._state, steps), normals), steps
 
     def _injected(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """z and A z of foreign points, shortened to the length that draws have: Hansen 2011."""
