@@ -29,16 +29,17 @@ from natgrad.geometry.collocation import connect
 from natgrad.geometry.cone import PositiveDefinite
 from natgrad.geometry.half_plane import HalfPlane
 from natgrad.geometry.logits import ClassLogits, Logits, LogRates
-from natgrad.geometry.normals import Normals, tolerance
-from natgrad.geometry.ode import integrate, shoot
-from natgrad.geometry.shooting import Shooting, scale
+from natgrad.geometry.mesh import connect_far
+from natgrad.geometry.normals import Normals
+from natgrad.geometry.ode import integrate
+from natgrad.geometry.shooting import Shooting
 from natgrad.geometry.smooth import symmetric
 from natgrad.geometry.straight import Location, Scales
 from natgrad.geometry.together import Together
 from natgrad.lapack import invert_or_nan, require_inverse, require_solution, solve_or_nan
 
-SHOTS = 50
-"""Steps of an integration after which shooting gives up a velocity."""
+NEAR_TOLERANCE = 1e-12
+"""Misfit of the equation at which the first sweeps end."""
 
 
 def fisher_rao(family: ExponentialFamily) -> Manifold:
@@ -94,7 +95,7 @@ class NaturalParameters(Shooting):
 
     theta'' = -1/2 I^-1 (D_theta' I) theta': the Christoffel symbols are half the third derivatives of psi, raised.
     Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` by collocation,
-    for far points by shooting.
+    for far points on a mesh, coarse to fine.
     """
 
     def __init__(self, family: ExponentialFamily) -> None:
@@ -120,10 +121,12 @@ class NaturalParameters(Shooting):
         return end, carried
 
     def aim(self, point: Tensor, other: Tensor) -> Tensor:
-        found = connect(self._bend_along(point), point, other, max(1e-12, tolerance(point) / 10), self._speed)
-        far = torch.isnan(found).any(-1)
-        if bool(far.any()):
-            found[far] = self._shot(point[far], other[far])
+        found = connect(self._bend_along(point), point, other, NEAR_TOLERANCE, self._speed)
+        far = torch.isnan(found).any(-1).nonzero().squeeze(1)
+        if len(far):
+            found[far] = connect_far(
+                lambda rows: Geodesics(self, point[far[rows]], other[far[rows]]), point[far], other[far]
+            )
         return found
 
     def _speed(self, at: Tensor, speed: Tensor) -> Tensor:
@@ -143,25 +146,6 @@ class NaturalParameters(Shooting):
             return torch.where(inside, found.view_as(at), torch.nan)
 
         return bend
-
-    def _shot(self, point: Tensor, other: Tensor) -> Tensor:
-        family, away = self.family, other - point
-        metric = family.covariance(point)
-
-        def guess(s: float) -> Tensor:  # the mean of the e- and m-geodesics' velocities is right to second order
-            rise = family.expectation(point + s * away) - family.expectation(point)
-            return (s * away + solve_or_nan(metric, rise.unsqueeze(-1)).squeeze(-1)) / 2
-
-        def size(misfit: Tensor) -> Tensor:
-            return scale(self, other, misfit)
-
-        def reach(velocity: Tensor) -> Tensor:
-            try:
-                return self._travel(point, velocity, velocity[..., :0], SHOTS)[0]
-            except RuntimeError:  # a shot far off the mark
-                return torch.full_like(velocity, torch.nan)
-
-        return shoot(reach, lambda s: point + s * away, guess, size, max(1e-9, tolerance(point)))
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         """The straight line in theta, an e-geodesic: right to first order, shortened at the edge of the domain."""
@@ -209,6 +193,36 @@ class NaturalParameters(Shooting):
 
     def __repr__(self) -> str:
         return f"NaturalParameters({self.family!r})"
+
+
+class Geodesics:
+    """The equation of k geodesics for a mesh, see `Equation`: anchors (k, n) stand in for points outside."""
+
+    def __init__(self, space: NaturalParameters, start: Tensor, end: Tensor) -> None:
+        self.space, self.anchors, self.ends = space, start.unsqueeze(1), end.unsqueeze(1)
+
+    def path(self, part: Tensor) -> Tensor:
+        """The mean of the straight lines in theta and in the expectations, which bends as a geodesic does."""
+        family, part = self.space.family, part.unsqueeze(-1)
+        straight = self.anchors + part * (self.ends - self.anchors)
+        first, last = family.expectation(self.anchors), family.expectation(self.ends)
+        try:
+            mixed = family.natural(first + part * (last - first))
+        except ValueError:  # means so near the edge that Newton's method does not know them
+            return straight
+        return torch.where(part * (1 - part) > 0, (straight + mixed) / 2, straight)
+
+    def bend(self, at: Tensor, speed: Tensor) -> Tensor:
+        inside = self.space.inside(at).unsqueeze(-1)
+        safe, n = torch.where(inside, at, self.anchors), at.shape[-1]
+        flat = speed.reshape(-1, n)
+        found = self.space._bend(safe.reshape(-1, n), flat, (flat,))[0]
+        return torch.where(inside, found.view(at.shape), torch.nan)
+
+    def metric(self, at: Tensor) -> Tensor:
+        inside = self.space.inside(at).unsqueeze(-1)
+        found = self.space.family.covariance(torch.where(inside, at, self.anchors))
+        return torch.where(inside.unsqueeze(-1), found, torch.nan)
 
 
 class Charted(Manifold):

@@ -6,10 +6,16 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.cone import whiten
-from natgrad.geometry.ode import integrate, shoot
+from natgrad.geometry.ode import integrate
 from natgrad.geometry.shooting import Shooting, scale
 from natgrad.geometry.smooth import matrix_log, positive_definite, symmetric
+from natgrad.geometry.ways import shoot
 from natgrad.lapack import factor_or_nan, invert_or_nan, require_factor, solve_or_nan
+
+ARRIVED = 1e-11
+"""Misfit at which shooting has arrived."""
+TAME = 300.0
+"""Entries of a velocity beyond which the exponential of its matrix overflows."""
 
 
 class Normals(Shooting):
@@ -72,26 +78,9 @@ class Normals(Shooting):
         """In the coordinates where the start is N(0, I), along N(s m, I + s (S - I))."""
         mean, factor = self.split(point)[0], self._factor(point)
         away, spread = self.split(other)
-        away = _solve(factor, away - mean)
-        spread = whiten(factor, spread)
-        eye = torch.eye(self.d, dtype=point.dtype, device=point.device)
-
-        def target(s: float) -> Tensor:
-            return self.join(s * away, eye + s * (spread - eye))
-
-        def guess(s: float) -> Tensor:
-            goal = eye + s * (spread - eye)
-            middle = (s * away + solve_or_nan(goal, (s * away).unsqueeze(-1)).squeeze(-1)) / 2
-            return self.join(middle, matrix_log(goal))
-
-        def reach(velocity: Tensor) -> Tensor:
-            end, found, _, _ = self._from_standard(*self.split(velocity))
-            return self.join(end, found)
-
-        def size(misfit: Tensor) -> Tensor:
-            return scale(self, target(1.0), misfit)
-
-        found, curve = self.split(shoot(reach, target, guess, size, tolerance(point)))
+        away, spread = _solve(factor, away - mean), whiten(factor, spread)
+        velocity = shoot(lambda rows: FromStandard(self, away[rows], spread[rows]), point, ARRIVED)
+        found, curve = self.split(velocity)
         return self.join(_times(factor, found), symmetric(factor @ curve @ factor.mT))
 
     def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,9 +159,31 @@ class Normals(Shooting):
         return f"Normals({self.d})"
 
 
-def tolerance(point: Tensor) -> float:
-    """Misfit at which shooting has arrived."""
-    return 1e-11 if point.dtype == torch.float64 else 1e-4
+class FromStandard:
+    """The ways from N(0, I) to N(m_i, S_i), m (k, d), S (k, d, d), along N(s m, I + s (S - I)): see `Way`."""
+
+    def __init__(self, normals: Normals, away: Tensor, spread: Tensor) -> None:
+        self.normals, self.away, self.spread = normals, away, spread
+        self.eye = torch.eye(normals.d, dtype=away.dtype, device=away.device)
+
+    def target(self, part: Tensor) -> Tensor:
+        return self.normals.join(*self._goal(part))
+
+    def guess(self, part: Tensor) -> Tensor:
+        away, spread = self._goal(part)
+        return self.normals.join((away + solve_or_nan(spread, away.unsqueeze(-1)).squeeze(-1)) / 2, matrix_log(spread))
+
+    def reach(self, velocity: Tensor) -> Tensor:
+        tame = velocity.abs().amax(-1, keepdim=True) < TAME
+        mean, spread, _, _ = self.normals._from_standard(*self.normals.split(torch.where(tame, velocity, 0.0)))
+        return torch.where(tame, self.normals.join(mean, spread), torch.nan)
+
+    def size(self, misfit: Tensor) -> Tensor:
+        return scale(self.normals, self.normals.join(self.away, self.spread), misfit)
+
+    def _goal(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        share = part.view(-1, 1, 1)
+        return share[..., 0] * self.away, self.eye + share * (self.spread - self.eye)
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:

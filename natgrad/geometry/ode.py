@@ -1,4 +1,4 @@
-"""Adaptive integration in batches, and boundary values by shooting."""
+"""Adaptive integration in batches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from natgrad.lapack import all_finite, solve_or_nan
 
 COLUMNS = tuple(range(2, 17, 2))  # midpoint steps per column of the extrapolation table: order 16
 STEPS = 2000
@@ -77,70 +75,3 @@ def _scaled(error: Tensor, before: Tensor, after: Tensor, rtol: float, atol: flo
     """Root mean square of error / tolerance, (..., m) -> (...)."""
     width = atol + rtol * torch.maximum(before.abs(), after.abs())
     return (error / width).detach().square().mean(-1).sqrt()
-
-
-def shoot(
-    reach: Callable[[Tensor], Tensor],
-    target: Callable[[float], Tensor],
-    guess: Callable[[float], Tensor],
-    size: Callable[[Tensor], Tensor],
-    tolerance: float,
-) -> Tensor:
-    """The velocity v (..., n) with reach(v) = target(1), by Newton's method along a path of targets.
-
-    target(s) and guess(s): the point at the part s of the way, and a first velocity towards it. size: length of a
-    misfit, (..., n) -> (...). The whole way is tried at once; where that fails, half of it first, and so on.
-    ValueError where 2^-12 of the way is still too much.
-    """
-    begun, velocity, part = 0.0, guess(1.0), 1.0
-    while begun < 1:
-        aim = min(1.0, begun + part)
-        start = guess(aim) if begun == 0 else velocity * (aim / begun)
-        found = _newton(reach, target(aim), start, size, tolerance)
-        if found is None:
-            part /= 2
-            if part < 2**-12:
-                raise ValueError("no geodesic was found between the points: they are too far apart for shooting")
-            continue
-        begun, velocity, part = aim, found, 2 * part
-    return velocity
-
-
-def _newton(
-    reach: Callable[[Tensor], Tensor],
-    target: Tensor,
-    velocity: Tensor,
-    size: Callable[[Tensor], Tensor],
-    tolerance: float,
-) -> Tensor | None:
-    """None where it does not arrive within 12 steps, halved where a whole one is worse."""
-    misfit = target - reach(velocity)
-    left = size(misfit)
-    for _ in range(12):
-        if bool((left <= tolerance).all()):
-            return velocity
-        if not bool(torch.isfinite(left).all()):
-            return None
-        step = solve_or_nan(_jacobian(reach, velocity), misfit.unsqueeze(-1)).squeeze(-1)
-        if not all_finite(step):
-            return None
-        rate = (velocity.norm(dim=-1) / step.norm(dim=-1).clamp_min(1e-300)).clamp(max=1.0)  # no longer than the way
-        tried = velocity
-        for _ in range(6):
-            tried = velocity + rate.unsqueeze(-1) * step
-            misfit = target - reach(tried)
-            worse = ~(size(misfit) <= left.clamp_min(tolerance))
-            if not bool(worse.any()):
-                break
-            rate = torch.where(worse, rate / 2, rate)
-        velocity, left = tried, size(misfit)
-    return velocity if bool((left <= tolerance).all()) else None
-
-
-def _jacobian(reach: Callable[[Tensor], Tensor], velocity: Tensor) -> Tensor:
-    """d reach / d v (..., n, n) by central differences, all in one batch; Newton's method corrects the rest."""
-    n = velocity.shape[-1]
-    width = 1e-5 * (1 + velocity.detach().norm(dim=-1, keepdim=True))
-    units = torch.eye(n, dtype=velocity.dtype, device=velocity.device).view(n, *(1,) * (velocity.dim() - 1), n)
-    ahead, behind = reach(torch.cat([velocity + width * units, velocity - width * units])).split(n)
-    return ((ahead - behind) / (2 * width)).movedim(0, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 
 import torch
@@ -20,16 +21,32 @@ class Shooting(Manifold):
 
     @abstractmethod
     def aim(self, point: Tensor, other: Tensor) -> Tensor:
-        """`log`, for detached points (b, n)."""
+        """`log`, for detached points (b, n), in float64 where there is one; NaN in rows without a way."""
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         return self.arrive(point, tangent)[0]
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """As a number: no gradients. ValueError where shooting does not arrive."""
+        """As a number: no gradients; computed in float64. NaN, and a warning, for pairs of a batch without a way.
+
+        ValueError where no pair has one: the points are too far apart for the work that is allowed.
+        """
         point, other = torch.broadcast_tensors(self.check(point).detach(), self.check(other).detach())
-        n = point.shape[-1]
-        return self.aim(point.reshape(-1, n), other.reshape(-1, n)).view(point.shape)
+        flat, goal = (x.reshape(-1, point.shape[-1]) for x in (point, other))
+        if point.device.type != "mps":
+            flat, goal = flat.double(), goal.double()
+        found = self.aim(flat, goal)
+        self._tell_lost(torch.isnan(found).any(1))
+        return found.to(point.dtype).view(point.shape)
+
+    def _tell_lost(self, lost: Tensor) -> None:
+        """A warning where some rows are lost, ValueError where all are."""
+        count, many = int(lost.sum()), len(lost)
+        words = f"no geodesic of {self!r} was found between {count} of {many} pairs of points within the work allowed"
+        if count and count == many:
+            raise ValueError(f"{words}: they are too far apart; go by a point between them")
+        if count:
+            warnings.warn(f"{words}: NaN there; they are too far apart, go by points between them", stacklevel=4)
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         """With gradients by the first variation: -G v / d at the start, G v' / d at the end."""

@@ -1,0 +1,276 @@
+"""Boundary values of x'' = f(x, x') on a mesh, coarse to fine, by Newton's method: for ways that are long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from numpy.polynomial import legendre
+from torch import Tensor
+
+from natgrad.lapack import factor_or_nan, invert_or_nan, solve_or_nan
+
+DEGREE = 8
+"""Nodes of an element, those of Gauss."""
+MESHES = (8, 16, 32, 64)
+"""Elements of the meshes; the first is that of the search, the next ones are refinements."""
+DRIFT = 1e-7
+"""Relative change of |x'|^2 along a way that is believed: the velocity is then known to its square."""
+ROUNDS, STEPS, HALVINGS, SHORTEST = 12, 15, 8, 2.0**-4
+GRID, PASSES = 128, 4
+"""Chords of a first path, and how often its parts are moved to even distances."""
+UNKNOWNS = 3000
+"""Largest linear system."""
+ENTRIES = 2e7
+"""Entries of the matrices of a batch that are held at once."""
+ENOUGH, SETTLED = 1e-11, 1e-7
+"""Misfits of the equation over |x'|^2 at which Newton's method ends, and that are believed where round-off stops it."""
+WIDTH = 1e-4
+"""Of differences, in units of the metric."""
+
+
+class Equation(Protocol):
+    """x'' = f(x, x') for k pairs of points, f quadratic in x', and the metric in which |x'| is constant."""
+
+    def bend(self, at: Tensor, speed: Tensor) -> Tensor:
+        """f, (..., k, N, n); NaN outside of the domain."""
+        ...
+
+    def metric(self, at: Tensor) -> Tensor:
+        """(..., k, N, n, n); NaN outside of the domain."""
+        ...
+
+    def path(self, part: Tensor) -> Tensor:
+        """A smooth way to begin with, at the parts (k, N) from 0 (the start) to 1 (the end): (k, N, n)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Linear maps of x'' (N,) at the nodes: to x - line, to x' - away, to x'(0) - away, and to a mesh twice as fine.
+
+    Polynomials of degree 7 on elements of one length; line and away are the straight way and its velocity.
+    """
+
+    nodes: Tensor
+    place: Tensor
+    speed: Tensor
+    first: Tensor
+    refined: Tensor
+
+
+def connect_far(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
+    """x'(0) of solutions from start (b, n) at time 0 to end at time 1; NaN in rows where none was found.
+
+    equation: of some of the rows, by their numbers.   The end moves along the equation's first path as far as Newton's
+    method follows, on a coarse mesh; then the mesh is refined until |x'| is constant along the way. The work is
+    bounded: at most 12 rounds of 15 steps.
+    """
+    found, n = torch.full_like(start, torch.nan), start.shape[1]
+    if MESHES[0] * DEGREE * n > UNKNOWNS:
+        return found
+    u, rows = _search(equation, start, end)
+    for elements in MESHES:
+        mesh = mesh_of(elements, start)
+        if not len(rows):
+            break
+        path = Path(equation(rows), mesh, start[rows], end[rows] - start[rows])
+        fine = path.drift(u) <= DRIFT
+        found[rows[fine]] = path.velocity(u)[fine]
+        if elements == MESHES[-1] or 2 * elements * DEGREE * n > UNKNOWNS:
+            break
+        u, rows = mesh.refined @ u[~fine], rows[~fine]
+        path = Path(equation(rows), mesh_of(2 * elements, start), start[rows], end[rows] - start[rows])
+        u = path.solve(u)
+        known = ~torch.isnan(u).flatten(1).any(1)
+        u, rows = u[known], rows[known]
+    return found
+
+
+def _search(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """x'' on the first mesh, of the rows where the end was reached, and their numbers."""
+    mesh, first = mesh_of(MESHES[0], start), EvenPath.of(equation(torch.arange(len(start))), start)
+    begun, part = start.new_zeros(len(start)), start.new_ones(len(start))
+    u = start.new_zeros(len(start), len(mesh.nodes), start.shape[1])
+    for _ in range(ROUNDS):
+        rows = ((begun < 1) & (part >= SHORTEST)).nonzero().squeeze(1)
+        if not len(rows):
+            break
+        each, aim = equation(rows), (begun + part)[rows].clamp(max=1.0).unsqueeze(1)
+        times = torch.cat([aim * mesh.nodes, aim], dim=1)
+        guess = each.path(first.parts(times, rows))
+        path = Path(each, mesh, start[rows], guess[:, -1] - start[rows])
+        grown = (aim / begun[rows].clamp(min=SHORTEST / 2).unsqueeze(1)).square().unsqueeze(2) * u[rows]
+        tried = path.solve(torch.where((begun[rows] > 0).view(-1, 1, 1), grown, path.of(guess[:, :-1])))
+        arrived = ~torch.isnan(tried).flatten(1).any(1)
+        begun[rows] = torch.where(arrived, aim.squeeze(1), begun[rows])
+        part[rows] = part[rows] * torch.where(arrived, 2.0, 0.5)
+        u[rows] = torch.where(arrived.view(-1, 1, 1), tried, u[rows])
+    reached = (begun >= 1).nonzero().squeeze(1)
+    return u[reached], reached
+
+
+@dataclass(frozen=True)
+class EvenPath:
+    """Which parts (k, GRID + 1) of an equation's first path lie at even distances along it."""
+
+    grid: Tensor
+
+    @staticmethod
+    def of(equation: Equation, start: Tensor) -> EvenPath:
+        """Parts moved three times to where the lengths of chords say."""
+        even = torch.linspace(0, 1, GRID + 1, dtype=start.dtype, device=start.device).expand(len(start), -1)
+        grid = even
+        for _ in range(PASSES):
+            at = equation.path(grid)
+            chord, metric = at.diff(dim=1), equation.metric(at)
+            middle = (metric[:, 1:] + metric[:, :-1]) / 2
+            length = ((middle @ chord.unsqueeze(-1)).squeeze(-1) * chord).sum(-1).clamp(min=0).sqrt()
+            total = torch.nn.functional.pad(length.cumsum(1), (1, 0))
+            grid = interpolate(even, total / total[:, -1:], grid)
+        return EvenPath(torch.where(torch.isfinite(grid).all(1, keepdim=True), grid, even))
+
+    def parts(self, time: Tensor, rows: Tensor) -> Tensor:
+        """The parts at times (k, N) of some rows, by cubic interpolation."""
+        grid, place = self.grid[rows], (time * GRID).clamp(0, GRID - 1e-9)
+        left = place.long()
+        t = place - left
+        slope = torch.cat(
+            [grid[:, 1:2] - grid[:, :1], (grid[:, 2:] - grid[:, :-2]) / 2, grid[:, -1:] - grid[:, -2:-1]], 1
+        )
+        (a, b), (c, d) = ((each.gather(1, left), each.gather(1, left + 1)) for each in (grid, slope))
+        found = a + t * (c + t * (3 * (b - a) - 2 * c - d + t * (2 * (a - b) + c + d)))
+        return torch.where(time >= 1, torch.ones_like(time), found.clamp(0, 1))
+
+
+def interpolate(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Linear interpolation at x (k, N) of values at ascending places, (k, M) each."""
+    right = torch.searchsorted(places.contiguous(), x.contiguous()).clamp(1, places.shape[1] - 1)
+    (a, b), (u, v) = ((each.gather(1, right - 1), each.gather(1, right)) for each in (places, values))
+    return u + (x - a) / (b - a).clamp(min=1e-300) * (v - u)
+
+
+class Path:
+    """Ways from start (k, n) with the mean velocity away (k, n) as functions of x'' at the nodes, u (k, N, n)."""
+
+    def __init__(self, equation: Equation, mesh: Mesh, start: Tensor, away: Tensor) -> None:
+        self.equation, self.mesh, self.away = equation, mesh, away.unsqueeze(1)
+        self.line = start.unsqueeze(1) + mesh.nodes.view(1, -1, 1) * self.away
+
+    def of(self, at: Tensor) -> Tensor:
+        """The x'' with which the way goes through points (k, N, n) at the nodes."""
+        return solve_or_nan(self.mesh.place, at - self.line)
+
+    def velocity(self, u: Tensor) -> Tensor:
+        """x'(0), (k, n)."""
+        return self.away.squeeze(1) + torch.einsum("k,bkn->bn", self.mesh.first, u)
+
+    def drift(self, u: Tensor) -> Tensor:
+        """Relative change of |x'|^2 along the way, (k,)."""
+        at, speed = self._way(u)
+        squares = ((self.equation.metric(at) @ speed.unsqueeze(-1)).squeeze(-1) * speed).sum(-1)
+        return (squares.amax(1) - squares.amin(1)) / squares.amax(1)
+
+    def solve(self, u: Tensor) -> Tensor:
+        """Newton's method from u; NaN in rows where it does not arrive."""
+        residual, left = self._misfit(u)
+        moving = left > ENOUGH  # false for a row that is lost
+        for _ in range(STEPS):
+            if not bool(moving.any()):
+                break
+            step = torch.where(moving.view(-1, 1, 1), self._newton_step(u, residual), 0.0)
+            rate, tried, found = torch.ones_like(left), u, left
+            for _ in range(HALVINGS):
+                tried = u + rate.view(-1, 1, 1) * step
+                residual, found = self._misfit(tried)
+                worse = ~(found < left) & moving
+                if not bool(worse.any()):
+                    break
+                rate = torch.where(worse, rate / 2, rate)
+            better = found < left
+            u = torch.where((better | ~moving).view(-1, 1, 1), tried, u)
+            left = torch.where(better, found, left)
+            moving = moving & better & (left > ENOUGH)
+        return torch.where((left <= SETTLED).view(-1, 1, 1), u, torch.nan)
+
+    def _way(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        return self.line + self.mesh.place @ u, self.away + self.mesh.speed @ u
+
+    def _misfit(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """u - f at the nodes, and its length over |x'|^2: neither has a unit."""
+        at, speed = self._way(u)
+        residual, metric = u - self.equation.bend(at, speed), self.equation.metric(at)
+        lengths = [((metric @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1).mean(1) for v in (residual, speed)]
+        return residual, lengths[0].sqrt() / lengths[1]
+
+    def _newton_step(self, u: Tensor, residual: Tensor) -> Tensor:
+        by_place, by_speed = self._slopes(u)
+        chunk = max(1, int(ENTRIES / u[0].numel() ** 2))
+        parts = zip(*(each.split(chunk) for each in (by_place, by_speed, residual)), strict=True)
+        return torch.cat([self._solve_linear(*part) for part in parts])
+
+    def _solve_linear(self, by_place: Tensor, by_speed: Tensor, residual: Tensor) -> Tensor:
+        """The step s with s - f_x (place s) - f_v (speed s) = -residual."""
+        size = residual[0].numel()
+        matrix = torch.einsum("kiab,ij->kiajb", by_place, self.mesh.place)
+        matrix = matrix + torch.einsum("kiab,ij->kiajb", by_speed, self.mesh.speed)
+        matrix = torch.eye(size, dtype=residual.dtype, device=residual.device) - matrix.reshape(-1, size, size)
+        return -solve_or_nan(matrix, residual.reshape(-1, size, 1)).view_as(residual)
+
+    def _slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """f_x and f_v at the nodes, (k, N, n, n) each, by central differences along directions of length one."""
+        at, speed = self._way(u)
+        metric = self.equation.metric(at)
+        factor = factor_or_nan(metric)
+        basis = invert_or_nan(factor).movedim(-2, 0)  # rows of L^-1 are columns of L^-T: (n, k, N, n)
+        length = ((metric @ speed.unsqueeze(-1)).squeeze(-1) * speed).sum(-1, keepdim=True).sqrt()
+        places = self.equation.bend(
+            torch.cat([at + WIDTH * basis, at - WIDTH * basis]), speed.expand(2 * len(basis), *speed.shape)
+        )
+        speeds = self.equation.bend(
+            at.expand(2 * len(basis), *at.shape), torch.cat([speed + length * basis, speed - length * basis])
+        )
+        rises = [(ends[: len(basis)] - ends[len(basis) :]).movedim(0, -1) for ends in (places, speeds)]
+        back = factor.mT
+        return rises[0] / (2 * WIDTH) @ back, rises[1] / (2 * length.unsqueeze(-1)) @ back
+
+
+@cache
+def _matrices(elements: int) -> tuple[Tensor, ...]:
+    """`Mesh`'s tensors on the CPU."""
+    roots, _ = legendre.leggauss(DEGREE)
+    to_coefficients = torch.linalg.inv_ex(torch.from_numpy(legendre.legvander(roots, DEGREE - 1))).inverse
+    rise, way, value = [], [], []
+    ends = torch.cat([torch.from_numpy(roots), torch.ones(1, dtype=torch.float64)]).numpy()
+    halves = torch.cat([torch.from_numpy((roots - 1) / 2), torch.from_numpy((roots + 1) / 2)]).numpy()
+    for k in range(DEGREE):
+        unit = [0.0] * k + [1.0]
+        once = legendre.legint(unit, scl=0.5, lbnd=-1)  # d/dt = 2 d/ds on an element of length one
+        rise.append(torch.from_numpy(legendre.legval(ends, once)))
+        way.append(torch.from_numpy(legendre.legval(ends, legendre.legint(once, scl=0.5, lbnd=-1))))
+        value.append(torch.from_numpy(legendre.legval(halves, unit)))
+    within, beneath, finer = (torch.stack(each, dim=1) @ to_coefficients for each in (rise, way, value))
+    h, n = 1 / elements, elements * DEGREE
+    inner = torch.from_numpy((roots + 1) / 2)
+    nodes = ((torch.arange(elements, dtype=torch.float64).view(-1, 1) + inner) * h).flatten()
+    gap = torch.arange(elements).view(-1, 1) - torch.arange(elements) - 1  # elements between, -1 for the same
+    before = (gap >= 0).double()
+    same = torch.eye(elements, dtype=torch.float64)
+    speed = torch.einsum("ef,i,j->eifj", before, torch.ones(DEGREE, dtype=torch.float64), within[-1])
+    speed = h * (speed + torch.einsum("ef,ij->eifj", same, within[:-1])).reshape(n, n)
+    rest = gap.view(elements, 1, elements) + inner.view(1, -1, 1)  # from the end of f to the node, in elements
+    place = torch.einsum("ef,eif,j->eifj", before, rest, within[-1])
+    place = place + torch.einsum("ef,i,j->eifj", before, torch.ones(DEGREE, dtype=torch.float64), beneath[-1])
+    place = h**2 * (place + torch.einsum("ef,ij->eifj", same, beneath[:-1])).reshape(n, n)
+    left = (elements - 1 - torch.arange(elements, dtype=torch.float64)).view(-1, 1)
+    total = h**2 * (beneath[-1] + left * within[-1]).flatten()  # x(1) - x(0) - x'(0)
+    refined = torch.einsum("ef,ij->eifj", same, finer).reshape(2 * n, n)
+    return nodes, place - nodes.view(-1, 1) * total, speed - total, -total, refined
+
+
+def mesh_of(elements: int, like: Tensor) -> Mesh:
+    """That many elements, in the dtype and on the device of a tensor."""
+    return Mesh(*(each.to(like) for each in _matrices(elements)))
