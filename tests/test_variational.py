@@ -241,7 +241,7 @@ def test_samples_have_q_s_moments():
     )
 
 
-def test_fit_never_lowers_the_bound_where_plain_steps_diverge():
+def test_neither_step_nor_fit_lowers_the_bound_where_unguarded_steps_diverge():
     """A diagonal q of a correlated posterior: at rate 1 each entry moves as if it were alone, and together too far."""
     precision = 0.9 * torch.ones(5, 5, dtype=F64) + 0.1 * torch.eye(5, dtype=F64)
 
@@ -249,8 +249,8 @@ def test_fit_never_lowers_the_bound_where_plain_steps_diverge():
         return -0.5 * ((z - 1) @ precision * (z - 1)).sum(-1)
 
     plain = variational(correlated, 5, diagonal=True)
-    bounds = [plain.step() for _ in range(20)]
-    assert bounds[-1] < bounds[0] - 1e6
+    bounds = [plain.step() for _ in range(20)]  # by -4e6 nats without a guard
+    assert all(after > before - 1e-6 for before, after in pairwise(bounds[1:]))
     q = variational(correlated, 5, diagonal=True)
     bounds = q.fit(200)
     assert all(after > before - 1e-6 for before, after in pairwise(bounds))

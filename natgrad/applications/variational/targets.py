@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.applications.variational.curvature import expected_hessian, misses_kinks
 from natgrad.applications.variational.points import GaussHermite, Points, default_points
+from natgrad.derivatives import exact_derivatives
 from natgrad.families import Criterion, as_criterion
 from natgrad.lapack import require_factor
 from natgrad.linalg import all_finite, safe_cutoff
 from natgrad.metrics import fisher
 from natgrad.pure import PureModel, as_call
-from natgrad.spaces import Space, trainable
+from natgrad.spaces import Params, Space, trainable
 
 LogJoint = Callable[[Tensor], Tensor]
 LOG_2PI = math.log(2 * math.pi)
@@ -48,6 +50,10 @@ class Target(ABC):
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         """mean (d,); root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal."""
 
+    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
+        """E_q of log p(z, data) over the points of `moments`: what a step is judged by. A subclass may be faster."""
+        return self.moments(mean, root, step, batch).value
+
 
 def spread(root: Tensor, z: Tensor) -> Tensor:
     """L z for rows z (s, d)."""
@@ -68,26 +74,43 @@ class Density(Target):
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         require_no_batch(batch)
-        z, weights = (part.to(mean) for part in (self.points or default_points(len(mean))).at(len(mean), step))
+        z, weights = self._points(mean, step)
+        parts = (mean + spread(root, z)).split(_chunk(len(mean)))
+        values = torch.cat([self.values(part).detach() for part in parts])
+        found, bends = zip(*(self._derivatives(part) for part in parts), strict=True)
+        slopes = torch.cat(found)
+        curvatures = None if any(bend is None for bend in bends) else torch.cat(bends)
+        return Moments(weights @ values, weights @ slopes, expected_hessian(slopes, curvatures, z, weights, root))
+
+    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
+        require_no_batch(batch)
+        z, weights = self._points(mean, step)
         places = mean + spread(root, z)
-        values = torch.cat([self.values(part).detach() for part in places.split(_chunk(len(mean)))])
-        slopes, curvatures = zip(*(self._derivatives(part) for part in places.split(_chunk(len(mean)))), strict=True)
-        hessian = torch.einsum("s,sij->ij", weights, torch.cat(curvatures))
-        return Moments(
-            weights @ values, weights @ torch.cat(slopes), hessian.diagonal() if root.dim() == 1 else hessian
-        )
+        return weights @ torch.cat([self.values(part).detach() for part in places.split(_chunk(len(mean)))])
+
+    def _points(self, mean: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        z, weights = (self.points or default_points(len(mean))).at(len(mean), step)
+        return z.to(mean), weights.to(mean)
 
     def values(self, z: Tensor) -> Tensor:
         """log p(z, data) of rows z (s, d): (s,)."""
         return (self.log_joint(z) if self.batched else mapped(self.log_joint, z)).reshape(len(z))
 
-    def _derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _derivatives(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients (s, d) and Hessians (s, d, d) at rows z; None for these where torch has no second derivative."""
+
         def one(row: Tensor) -> Tensor:
             return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(())
 
         slope = torch.func.grad(one)
-        # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
-        found, curvature = mapped(lambda row: (slope(row), torch.func.jacrev(slope)(row)), z)
+        try:
+            # twice in reverse: torch's forward derivative of logaddexp is NaN where both terms underflow
+            with exact_derivatives():
+                found, curvature = mapped(lambda row: (slope(row), torch.func.jacrev(slope)(row)), z)
+        except (RuntimeError, NotImplementedError) as error:
+            if "derivative" not in str(error) or "implemented" not in str(error):
+                raise
+            return mapped(slope, z).detach(), None
         return found.detach(), curvature.detach()
 
 
@@ -122,18 +145,28 @@ class Projected(Target):
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         require_no_batch(batch)
         a = self.rows.to(mean)
-        turned = a * root if root.dim() == 1 else a @ root
-        deviation = (turned.square().sum(1) + torch.as_tensor(self.variance).to(mean)).sqrt()
-        nodes, weights = (part.to(mean) for part in GaussHermite(self.order).at(1, step))
-        centre = a @ mean + torch.as_tensor(self.offset).to(mean)
-        value, slope, curvature = self._entries(centre + nodes * deviation, weights)
+        f, deviation, nodes, weights = self._nodes(mean, root)
+        value, slope, curvature = self._entries(f, deviation, nodes, weights)
         prior, precision = self._prior(mean, root)
         gradient = a.mT @ slope - precision @ (mean - self.mean)
         if root.dim() == 1:
             return Moments(value + prior, gradient, curvature @ a.square() - precision.diagonal())
         return Moments(value + prior, gradient, (a.mT * curvature) @ a - precision)
 
-    def _entries(self, f: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
+        require_no_batch(batch)
+        f, _, _, weights = self._nodes(mean, root)
+        return (weights @ self.log_likelihood(f).detach()).sum() + self._prior(mean, root)[0]
+
+    def _nodes(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """f at the quadrature nodes (order, N), its standard deviations (N,), the nodes (order, 1), their weights."""
+        a = self.rows.to(mean)
+        turned = a * root if root.dim() == 1 else a @ root
+        deviation = (turned.square().sum(1) + torch.as_tensor(self.variance).to(mean)).sqrt()
+        nodes, weights = (part.to(mean) for part in GaussHermite(self.order).at(1, 0))
+        return a @ mean + torch.as_tensor(self.offset).to(mean) + nodes * deviation, deviation, nodes, weights
+
+    def _entries(self, f: Tensor, deviation: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""
         with torch.enable_grad():
             f = f.detach().requires_grad_()
@@ -144,8 +177,16 @@ class Projected(Target):
                     "entry: f comes with a leading dimension of quadrature nodes"
                 )
             (slope,) = torch.autograd.grad(found.sum(), f, create_graph=True)
-            (bend,) = torch.autograd.grad(slope.sum(), f) if slope.requires_grad else (torch.zeros_like(f),)
-        return (weights @ found.detach()).sum(), weights @ slope.detach(), weights @ bend
+            bend = torch.zeros_like(f)
+            if slope.requires_grad:
+                (bend,) = torch.autograd.grad(slope.sum(), f)
+        slope = slope.detach()
+        mean = weights @ bend
+        z, spread = nodes.expand_as(f), deviation.clamp(min=torch.finfo(f.dtype).tiny)
+        rest = (slope - nodes * deviation * mean) * z / spread  # Stein's form of what a quadratic leaves
+        if misses_kinks(rest, bend, weights):
+            mean = mean + weights @ rest
+        return (weights @ found.detach()).sum(), weights @ slope, mean
 
     def _prior(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         """E_q log N(z; prior), and the prior's precision (d, d)."""
@@ -193,6 +234,14 @@ class Network(Target):
         )
         return Moments(value, gradient, hessian)
 
+    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
+        inputs, targets = require_batch(batch)
+        z, weights = (part.to(mean) for part in self.points.at(len(mean), step))
+        places = mean + spread(root, z)
+        return weights @ torch.stack(
+            [self._log_joint(self._loss(place, inputs, targets)[0], place) for place in places]
+        )
+
     def predict(self, place: Tensor, inputs: Any) -> Any:
         """The network's outputs with the weights z (d,)."""
         return PureModel(self.model, as_call(inputs))(self.space.unflatten(place))
@@ -200,17 +249,26 @@ class Network(Target):
     def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Value, gradient and Hessian at the weights z (d,)."""
         params = {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
-        call = as_call(inputs)
         with torch.enable_grad():
-            rows = self.criterion.family.nll(PureModel(self.model, call)(params), targets)
-            loss = rows.sum() * (self.data_size / call.batch())
+            loss, share = self._loss(params, inputs, targets)
         slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + self.precision * place
         metric = self.metric.at(params, inputs)
-        curvature = (metric.diagonal() if diagonal else metric.dense()) * (self.data_size * len(rows) / call.batch())
+        curvature = (metric.diagonal() if diagonal else metric.dense()) * share
         own = torch.full_like(place, self.precision)
+        value = self._log_joint(loss.detach(), place)
+        return value, -gradient, -(curvature + (own if diagonal else torch.diag(own)))
+
+    def _loss(self, place: Tensor | Params, inputs: Any, targets: Any) -> tuple[Tensor, float]:
+        """-log p(data | weights), scaled to the whole set from a batch; rows of the outputs that the set has."""
+        params = self.space.unflatten(place) if isinstance(place, Tensor) else place
+        call = as_call(inputs)
+        rows = self.criterion.family.nll(PureModel(self.model, call)(params), targets)
+        return rows.sum() * (self.data_size / call.batch()), self.data_size * len(rows) / call.batch()
+
+    def _log_joint(self, loss: Tensor, place: Tensor) -> Tensor:
         prior = 0.5 * (len(place) * (math.log(self.precision) - LOG_2PI) - self.precision * place.square().sum())
-        return prior - loss.detach(), -gradient, -(curvature + (own if diagonal else torch.diag(own)))
+        return prior - loss
 
 
 def require_no_batch(batch: tuple[Any, ...]) -> None:
