@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from natgrad.spaces import Params
 
 Model = nn.Module | Callable[..., Any]
+Select = Callable[[Any], Any]
+"""What is taken of a model's outputs."""
 
 _EVALUATING: ContextVar[bool] = ContextVar("natgrad_evaluating", default=False)
 
@@ -77,6 +79,14 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """Several forward passes of one model that one loss was made of, each with the random state before it."""
+
+    calls: tuple[Call, ...]
+    randoms: tuple[RandomState | None, ...]
+
+
+@dataclass(frozen=True)
 class Labelled:
     """Inputs with the targets that a loss had on them: a metric that needs none may weigh its rows as the loss does."""
 
@@ -85,7 +95,12 @@ class Labelled:
 
 
 def as_call(inputs: Any) -> Call:
-    """What users pass as `inputs`: a tensor (one argument), a tuple (several), a dict (keywords), or a `Call`."""
+    """What users pass as `inputs`: a tensor (one argument), a tuple (several), a dict (keywords), or a `Call`.
+
+    Several passes become one call that holds all their arguments: for looking at, not for calling.
+    """
+    if isinstance(inputs, Passes):
+        return Call(inputs.calls)
     if isinstance(inputs, Call):
         return inputs
     if isinstance(inputs, tuple):
@@ -143,6 +158,23 @@ class PureModel:
             return torch.func.functional_call(self.model, state, self.call.args, dict(self.call.kwargs))
 
 
+class SeveralPure(PureModel):
+    """params -> the tuple of what several passes return, each with its own inputs and its own draws."""
+
+    def __init__(self, model: Model, passes: Passes) -> None:
+        super().__init__(model, as_call(passes), passes.randoms[0])
+        pairs = zip(passes.calls, passes.randoms, strict=True)
+        self.passes = [PureModel(model, call, random) for call, random in pairs]
+
+    def __call__(self, params: Params) -> Any:
+        return tuple(one(params) for one in self.passes)
+
+
+def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> PureModel:
+    """The pure function of a pass on these inputs, or of several passes."""
+    return SeveralPure(model, inputs) if isinstance(inputs, Passes) else PureModel(model, as_call(inputs), random)
+
+
 def run_detached(call: Callable[[], Any]) -> Any:
     """What `call()` returns, without its graph.
 
@@ -181,6 +213,14 @@ def check_call(model: Model, call: Call, params: Params) -> None:
         raise ValueError(f"inputs lie on {sorted(strays)} but params on {device}; move both to one device")
 
 
+def check_select(outputs: object) -> None:
+    """TypeError unless `outputs` is a function of what a model returns, or None."""
+    if outputs is not None and not callable(outputs):
+        raise TypeError(
+            f"outputs is {outputs!r}, expected a function of what the model returns, such as lambda out: out.logits"
+        )
+
+
 def full_precision(params: Params) -> torch.autocast:
     """Autocast off: products taken outside of it must meet the dtypes that the graph was built with."""
     return torch.autocast(next(iter(params.values())).device.type, enabled=False)
@@ -204,7 +244,7 @@ def mixes_examples(model: Model) -> bool:
 
 
 def leaves(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts, depth first."""
+    """The tensors in nested tuples, lists, dicts and dataclasses, depth first."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Call):
@@ -215,10 +255,13 @@ def leaves(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (tuple, list)):
         for branch in tree:
             yield from leaves(branch)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for part in fields(tree):
+            yield from leaves(getattr(tree, part.name))
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nesting of tuples, lists and dicts with every tensor changed; anything else is kept."""
+    """The same nesting of tuples, lists, dicts and dataclasses with every tensor changed; anything else is kept."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Call):
@@ -229,6 +272,9 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(tree)(*(map_tensors(branch, change) for branch in tree))
     if isinstance(tree, (tuple, list)):
         return type(tree)(map_tensors(branch, change) for branch in tree)
+    if is_dataclass(tree) and not isinstance(tree, type) and any(True for _ in leaves(tree)):
+        parts = {part.name: map_tensors(getattr(tree, part.name), change) for part in fields(tree) if part.init}
+        return replace(tree, **parts)
     return tree
 
 

@@ -98,6 +98,7 @@ class Separable(DiagonalForm):
         return self.entry_nll(outputs, targets).reshape(len(outputs), -1).sum(1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
+        outputs = one_tensor(outputs)
         check_same_shape(outputs, targets)
         check_range(targets, torch.finfo(outputs.dtype).min, torch.finfo(outputs.dtype).max, "finite numbers")
 
@@ -106,7 +107,8 @@ def one_tensor(outputs: Any) -> Tensor:
     """The model's outputs as the one tensor that they are. ValueError for a tuple or dict of several."""
     if not isinstance(outputs, Tensor):
         raise ValueError(
-            f"the model's outputs are a {type(outputs).__name__}, expected one tensor; for several heads use "
+            f"the model's outputs are a {type(outputs).__name__}, expected one tensor: give the optimizer or the "
+            "metric outputs=lambda out: ... with the one that counts, such as out.logits; for several heads use "
             "ng.Heads((likelihood, width), ...)"
         )
     return outputs

@@ -292,6 +292,7 @@ class Categorical(NaturalLikelihood):
         return classes_entropy(self.check(theta))
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
+        outputs = one_tensor(outputs)
         if targets.is_floating_point():
             if targets.dim() < outputs.dim():
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion
 from natgrad.operators import Chunked, Form, Linearization, Operator, OutputMap, Pullback, Scaled
-from natgrad.pure import Labelled, Model, PureModel, RandomState, as_call, check_call, leaves, mixes_examples
+from natgrad.pure import (
+    Labelled,
+    Model,
+    PureModel,
+    RandomState,
+    Select,
+    as_call,
+    check_call,
+    check_select,
+    leaves,
+    mixes_examples,
+    pure_model,
+)
 from natgrad.spaces import Params, check_parameters
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -42,12 +54,13 @@ class PullbackMetric(Metric):
 
     model: a module, or a function f(params, x).   criterion: what the outputs mean.
     chunk_size: examples per graph, to bound memory (each product then pays for fresh graphs, and all rows weigh the
-    same); None: all at once.
+    same); None: all at once.   outputs: what the criterion is of, where the model returns more than that.
     """
 
     model: Model
     criterion: Criterion
     chunk_size: int | None = None
+    outputs: Select | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.model):
@@ -56,6 +69,7 @@ class PullbackMetric(Metric):
             )
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}, expected an integer >= 1 or None")
+        check_select(self.outputs)
 
     @abstractmethod
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
@@ -83,7 +97,7 @@ class PullbackMetric(Metric):
         return (inputs.inputs, inputs.targets) if isinstance(inputs, Labelled) else (inputs, None)
 
     def _term(self, params: Params, pure: PureModel, targets: Any, seed: int) -> Pullback:
-        outputs = OutputMap(pure, self.layout)
+        outputs = OutputMap(pure, self.layout, self.outputs)
         linearization = Linearization(outputs, params, linearise_after(self.model))
         form, weights = self.form(linearization, outputs.first, targets, seed)
         pullback = Pullback(linearization, form, weights)
@@ -137,7 +151,7 @@ def checked_model(model: Model, params: Params, inputs: Any, random: RandomState
     check_call(model, call, params)
     if any(t.dim() > 0 and t.shape[0] == 0 for t in call.tensors()):
         raise ValueError("inputs is an empty batch; give at least one example")
-    return PureModel(model, call, random)
+    return pure_model(model, inputs, random)
 
 
 def linearise_after(model: Model) -> int | None:

@@ -11,19 +11,26 @@ from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.metrics.base import Metric, Scores
 from natgrad.metrics.fisher import EmpiricalFisher
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.pure import Model, RandomState
+from natgrad.pure import Model, RandomState, Select
 from natgrad.spaces import Params
 
 
-def covariance(model: Model, family: Likelihood | nn.Module | Criterion, *, centred: bool = False) -> Covariance:
+def covariance(
+    model: Model,
+    family: Likelihood | nn.Module | Criterion,
+    *,
+    centred: bool = False,
+    outputs: Select | None = None,
+) -> Covariance:
     """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g. `.at(params, (inputs, targets))`.
 
     Le Roux, Manzagol & Bengio 2008 (TONGA); Pascanu & Bengio eq. 12, 13 with per-example gradients, which the printed
     formulas lack. Kept in sample space: the number of parameters is no obstacle, `ng.SampleSpace()` solves with it.
     With gradient and covariance from one batch (U + lambda)^-1 g and (C + lambda)^-1 g are exactly parallel, of length
     ratio 1 / (1 - g^T (U + lambda)^-1 g): centring changes the length alone, and can make it explode.
+    outputs: as in `fisher`.
     """
-    return Covariance(EmpiricalFisher(model, as_criterion(family)), centred)
+    return Covariance(EmpiricalFisher(model, as_criterion(family), outputs=outputs), centred)
 
 
 @dataclass(frozen=True)

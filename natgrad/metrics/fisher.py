@@ -12,21 +12,28 @@ from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.families.criteria import Entrywise
 from natgrad.metrics.base import PullbackMetric, Scores, check_has_outputs
 from natgrad.operators import Form, Linearization
-from natgrad.pure import Model
+from natgrad.pure import Model, Select
 
 
-def fisher(model: Model, family: Likelihood | nn.Module | Criterion, *, chunk_size: int | None = None) -> Fisher:
+def fisher(
+    model: Model,
+    family: Likelihood | nn.Module | Criterion,
+    *,
+    chunk_size: int | None = None,
+    outputs: Select | None = None,
+) -> Fisher:
     """F = E_x E_{y ~ p(y|x)} [grad log p(y|x) grad log p(y|x)^T] = E_x[J^T M J], the labels' expectation exact.
 
     model: a module, or a function f(params, x).   family: an `ng` likelihood, or a `torch.nn` loss that stands for one.
     `.at(params, inputs)` gives the operator, a mean over rows of outputs (examples; tokens for sequences). It sees no
     targets: where some are ignored or weighted, `gauss_newton` is the metric of that loss; `NaturalGradient` passes the
     targets of `opt.loss` on, and then the rows weigh what they weigh in the loss.
+    outputs: what the family is of, where the model returns more than that: `outputs=lambda out: out.logits`.
     Amari 1998; Pascanu & Bengio 2013, eq. 8-11. NotImplementedError for a likelihood without `fisher`.
     """
     criterion = as_criterion(family)
     require_fisher(criterion.family)
-    return Fisher(model, criterion, chunk_size)
+    return Fisher(model, criterion, chunk_size, outputs=outputs)
 
 
 def sampled_fisher(
@@ -36,26 +43,30 @@ def sampled_fisher(
     samples: int = 1,
     generator: torch.Generator | None = None,
     chunk_size: int | None = None,
+    outputs: Select | None = None,
 ) -> SampledFisher:
     """The Fisher with the labels' expectation replaced by `samples` draws per row: unbiased, rank <= R k.
 
     generator: private source of the draws; default a new one, seeded 0. Every `.at` draws anew and then keeps its
-    draws, so that the operator is one fixed matrix.
+    draws, so that the operator is one fixed matrix.   outputs: as in `fisher`.
     """
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples is {samples}, expected an integer >= 1")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-    return SampledFisher(model, as_criterion(family), chunk_size, samples, generator)
+    return SampledFisher(model, as_criterion(family), chunk_size, samples, generator, outputs=outputs)
 
 
-def empirical_fisher(model: Model, family: Likelihood | nn.Module | Criterion) -> EmpiricalFisher:
+def empirical_fisher(
+    model: Model, family: Likelihood | nn.Module | Criterion, *, outputs: Select | None = None
+) -> EmpiricalFisher:
     """U = E_{(x, t)} [g g^T], g the gradient of one row's loss, over the data's own targets. Not the Fisher.
 
     A row is an example; a token for classes over a sequence, an entry where the variance is predicted too.
     `.at(params, (inputs, targets))`. Class weights and label smoothing enter g; ignored targets do not count.
+    outputs: as in `fisher`.
     Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
     """
-    return EmpiricalFisher(model, as_criterion(family))
+    return EmpiricalFisher(model, as_criterion(family), outputs=outputs)
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,30 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.metrics.base import PullbackMetric
 from natgrad.operators import Form, Linearization
-from natgrad.pure import Model, leaves
+from natgrad.pure import Model, Select, leaves
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-def gauss_newton(model: Model, loss: Likelihood | nn.Module | Criterion | Loss) -> GaussNewton | LossGaussNewton:
+def gauss_newton(
+    model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, outputs: Select | None = None
+) -> GaussNewton | LossGaussNewton:
     """G_N = E[J^T H J], H the Hessian of the loss in the outputs (Schraudolph 2002; Pascanu & Bengio eq. 14).
 
     loss: a `torch.nn` loss or `ng` likelihood, for which H is the Fisher form. In natural parameters that is the
     Hessian; for predicted variances and PoissonNLLLoss(log_input=False) it is not, pass a plain function there. It
     comes in the units of the mean loss with class weights, ignored and weighted targets; or any function
     loss(outputs, targets) -> scalar that is convex in the outputs. `.at(params, (inputs, targets))`.
+    outputs: what the loss is of, where the model returns more than that: `outputs=lambda out: out.logits`.
     """
     if isinstance(loss, (Likelihood, Criterion, type)):
-        return GaussNewton(model, as_criterion(loss))
+        return GaussNewton(model, as_criterion(loss), outputs=outputs)
     try:
-        return GaussNewton(model, as_criterion(loss))
+        return GaussNewton(model, as_criterion(loss), outputs=outputs)
     except TypeError:
         if not callable(loss):
             raise
-        return LossGaussNewton(model, Criterion(PlainOutputs(), loss))
+        return LossGaussNewton(model, Criterion(PlainOutputs(), loss), outputs=outputs)
 
 
 @dataclass(frozen=True)

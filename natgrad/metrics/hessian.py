@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,29 +12,30 @@ from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.metrics.base import Metric, checked_model, split_targets
 from natgrad.metrics.gauss_newton import PlainOutputs
 from natgrad.operators.curvature import Curvature
-from natgrad.pure import Model, RandomState
+from natgrad.pure import Model, RandomState, Select, check_select
 from natgrad.spaces import Params
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss) -> Hessian:
+def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, outputs: Select | None = None) -> Hessian:
     """H = d^2 L / d theta^2 of the mean loss: Newton's method in place of the natural gradient.
 
     loss: a `torch.nn` criterion, an `ng` likelihood, or any twice differentiable function loss(outputs, targets) ->
     scalar. `.at(params, (inputs, targets))`. H = G_N + sum_i (dL/dr_i) d^2 r_i / d theta^2, with the extended
     Gauss-Newton matrix G_N (`gauss_newton`); the second part makes it indefinite away from a minimum.
 
+    outputs: what the loss is of, as in `fisher`.
     Solve with `ng.MinresQLP()`, which takes indefinite systems, or saddle-safe with the absolute values of the
     eigenvalues (Dauphin et al. 2014): `ng.Direct(absolute=True)` for small models, `ng.KrylovSubspace(absolute=True)`
     for any. Plain Newton steps go uphill along negative curvature. Pascanu & Bengio 2013, section 3 and Fig. 1.
     """
     try:
-        return Hessian(model, as_criterion(loss))  # type: ignore[arg-type]
+        return Hessian(model, as_criterion(loss), outputs=outputs)  # type: ignore[arg-type]
     except TypeError:
         if not callable(loss) or isinstance(loss, type):
             raise
-        return Hessian(model, Criterion(PlainOutputs(), loss))
+        return Hessian(model, Criterion(PlainOutputs(), loss), outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Hessian(Metric):
     model: Model
     criterion: Criterion
     needs_targets = True
+    outputs: Select | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_select(self.outputs)
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Curvature:
         data, targets = split_targets(inputs)
@@ -55,7 +60,7 @@ class Hessian(Metric):
         pure, nats = checked_model(self.model, params, data, random), []
 
         def value(point: Params) -> Tensor:
-            outputs = pure(point)
+            outputs = pure(point) if self.outputs is None else self.outputs(pure(point))
             nats.append(self.criterion.nats(outputs))
             return self.criterion.value(outputs, targets) / self.criterion.scale(outputs, targets)
 

@@ -27,15 +27,22 @@ class OutputMap:
     """params -> outputs as rows (R, m): a pure model followed by a family's layout of its outputs.
 
     rows: what turns the model's outputs into (R, m), one row per independent event (an example, a token).
-    The rows of one example lie together: R = b * positions.
+    The rows of one example lie together: R = b * positions.   select: what is taken of the outputs first.
     """
 
-    def __init__(self, pure: PureModel, rows: Callable[[Any], Tensor]) -> None:
-        self.pure, self.rows = pure, rows
-        self.first: Any = None  # the model's own outputs at the first evaluation, before the layout
+    def __init__(
+        self, pure: PureModel, rows: Callable[[Any], Tensor], select: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.pure, self.rows, self.select = pure, rows, select
+        self.first: Any = None  # what was selected at the first evaluation, before the layout
+
+    def of(self, pure: PureModel) -> OutputMap:
+        """The same of another pure model."""
+        return OutputMap(pure, self.rows, self.select)
 
     def __call__(self, params: Params) -> Tensor:
         outputs = self.pure(params)
+        outputs = outputs if self.select is None else self.select(outputs)
         if self.first is None:
             self.first = map_tensors(outputs, torch.detach)
         return self.rows(outputs)

@@ -231,7 +231,7 @@ def example_rows(
     def single(chosen: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
         queue = iter(t.unsqueeze(axis) if cut else t for t, cut in zip(tensors, batched, strict=True))
         pure = PureModel(function.pure.model, call.map(lambda _: next(queue)), function.pure.random)
-        return PlainKernels(OutputMap(pure, function.rows))(chosen | rest)
+        return PlainKernels(function.of(pure))(chosen | rest)
 
     def gradients(tensors: tuple[Tensor, ...], root: Tensor, each: Each = torch.func.vmap) -> Tensor:
         pull = torch.func.vjp(lambda chosen: single(chosen, tensors), {name: point[name] for name in names})[1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, PullbackMetric
-from natgrad.optim.recall import Data
+from natgrad.optim.passes import Data
 from natgrad.pure import Labelled, as_call
 from natgrad.rules import LineSearch, Rule
 from natgrad.solvers import CG, Auto, Solver

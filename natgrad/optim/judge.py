@@ -13,7 +13,7 @@ from natgrad.damping import Damping, LevenbergMarquardt, Relative
 from natgrad.families import Criterion
 from natgrad.optim.clock import Clock
 from natgrad.optim.distributed import Ranks
-from natgrad.optim.objective import Closure, Objective, Reclose, Replay
+from natgrad.optim.objective import Closure, Objective, Reclose, replay_losses
 from natgrad.optim.recall import Recall
 from natgrad.optim.step import verdict
 from natgrad.pure import RandomState
@@ -50,14 +50,16 @@ class Judge:
 
         ValueError where the step has several losses, or none, and no closure.
         """
-        space, losses = Space(params), recall.losses or recall.computed
-        if len(losses) == 1 and losses[0] is recall.computed[-1] and recall.passed() is not None:
-            exact = recall.dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
-            before = float(losses[0].value) if exact else None
-            return Replay(model, criterion, recall.whole(), before, params, space)
+        space, used = Space(params), recall.used()
+        problem = next((told.route.problem for told in used if told.route.problem), "")
+        if len(used) == 1 and recall.passed() is not None and not problem:
+            exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
+            return replay_losses(model, criterion, recall, params, space, exact)
+        if problem and (closure is None or value is None):
+            raise ValueError(problem)
         if closure is None or value is None or self.random is None:
             raise ValueError(
-                f"{self.strategy} compares the loss before and after a step, which has {len(losses)} losses "
+                f"{self.strategy} compares the loss before and after a step, which has {len(used)} losses "
                 "of optimizer.loss(outputs, targets) and not one: call optimizer.step(closure)"
             )
         return Reclose(model, closure, recall, params, space, value, self.random)

@@ -6,14 +6,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.optim.recall import Data, Recall
-from natgrad.pure import PureModel, RandomState, as_call, run_detached
+from natgrad.optim.passes import Data
+from natgrad.optim.recall import Recall
+from natgrad.optim.routes import OTHER_BATCH, Linearised
+from natgrad.optim.terms import weights_of
+from natgrad.pure import RandomState, Select, pure_model, run_detached
 from natgrad.spaces import Space
 
 Closure = Callable[[], Tensor]
@@ -62,6 +66,7 @@ class Replay(Objective):
     """A pass again, as a pure function: nothing of the user's moves.
 
     passed: the data, and the random state before it.   before: the loss at d = 0 where it is known, else None.
+    select: what the criterion is of, given the model's outputs; None for all of them.
     """
 
     def __init__(
@@ -72,8 +77,9 @@ class Replay(Objective):
         before: float | None,
         params: dict[str, Tensor],
         space: Space,
+        select: Select | None = None,
     ) -> None:
-        self.pure = PureModel(model, as_call(passed.inputs), passed.random)
+        self.pure, self.select = pure_model(model, passed.inputs, passed.random), select
         self.criterion, self.targets = criterion, passed.targets
         super().__init__(params, space, math.nan)
         zero = {name: torch.zeros_like(p) for name, p in params.items()}
@@ -96,7 +102,25 @@ class Replay(Objective):
     def _loss(self, params: dict[str, Tensor]) -> Tensor:
         """In units of its mean."""
         outputs = self.pure(params)
+        outputs = outputs if self.select is None else self.select(outputs)
         return self.criterion.value(outputs, self.targets) / self.criterion.scale(outputs, self.targets)
+
+
+class Total(Objective):
+    """Several losses of a step, each evaluated again, with what they weigh in its gradient."""
+
+    def __init__(self, parts: list[tuple[float, Replay]]) -> None:
+        self.parts, first = parts, parts[0][1]
+        super().__init__(first.params, first.space, sum(weight * part.before for weight, part in parts))
+
+    def _evaluate(self, step: dict[str, Tensor]) -> float:
+        return sum(weight * part._evaluate(step) for weight, part in self.parts)
+
+    def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        found = [(weight, *part._differentiate(step)) for weight, part in self.parts]
+        value = sum((weight * value for weight, value, _ in found), 0.0)
+        sums = {name: torch.stack([weight * parts[name] for weight, _, parts in found]).sum(0) for name in step}
+        return value, sums
 
 
 class Reclose(Objective):
@@ -139,7 +163,7 @@ class Reclose(Objective):
         tensors += list(self.params.values())
         values = [t.detach().clone() for t in tensors]
         grads = [None if p.grad is None else p.grad.clone() for p in self.params.values()]
-        remembered = dict(vars(self.recall))
+        remembered = {key: copy(kept) for key, kept in vars(self.recall).items()}  # a closure adds to its lists
         try:
             yield
         finally:
@@ -160,15 +184,41 @@ def objective_of(
     value: Tensor | None,
     random: RandomState,
     searched: Data | None = None,
+    needed: bool = True,
 ) -> Objective | None:
-    """The cheapest way to re-evaluate the loss: a replay after `opt.loss`, else the closure, else None."""
-    if searched is not None and isinstance(model, nn.Module):
-        return Replay(model, criterion(), searched, None, params, space)
-    if recall.loss is not None and recall.passed() is not None and isinstance(model, nn.Module):
-        return Replay(model, criterion(), recall.whole(), float(recall.loss), params, space)
+    """The cheapest way to re-evaluate the loss: a replay after `opt.loss`, else the closure, else None.
+
+    needed: whether it will be evaluated. ValueError then for a loss of something that cannot be made again.
+    """
+    used = recall.used()
+    if isinstance(model, nn.Module) and searched is not None:
+        select = recall.outputs if not used else used[-1].settle(model, params, recall.outputs)
+        if isinstance(select, Linearised):
+            raise ValueError(OTHER_BATCH)
+        return Replay(model, criterion(), searched, None, params, space, select)
+    if isinstance(model, nn.Module) and used and recall.passed() is not None:
+        problem = next((told.route.problem for told in used if told.route.problem), "") if needed else ""
+        if not problem:
+            return replay_losses(model, criterion(), recall, params, space)
+        if closure is None:
+            raise ValueError(problem)
     if closure is not None and value is not None:
         return Reclose(model, closure, recall, params, space, value, random)
     return None
+
+
+def replay_losses(
+    model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], space: Space, exact: bool = True
+) -> Objective:
+    """The step's losses as `opt.loss` saw them, evaluated again. exact: whether their values are those of a replay."""
+    used, parts = recall.used(), []
+    for told in used:
+        before = float(told.value) if exact else None
+        select = told.settle(model, params, recall.outputs)
+        parts.append(Replay(model, criterion, told.data(), before, params, space, select))
+    if len(parts) == 1:
+        return parts[0]
+    return Total(list(zip(weights_of(used, recall.scale), parts, strict=True)))
 
 
 def number(value: Tensor | float) -> float:

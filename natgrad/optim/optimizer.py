@@ -30,11 +30,13 @@ from natgrad.optim.door import (
     named_parameters,
 )
 from natgrad.optim.objective import Objective, objective_of
+from natgrad.optim.passes import Data
 from natgrad.optim.patience import SKIPPED, watch
-from natgrad.optim.recall import Data, Recall, listen, overhear
+from natgrad.optim.recall import Recall, listen, overhear
 from natgrad.optim.reports import Report, Row, StateReport
 from natgrad.optim.sharded import refuse_processes
 from natgrad.optim.step import Point, check_solution, judge, moves_finitely, quadratic, told
+from natgrad.optim.terms import chosen_outputs, metric_of_step
 from natgrad.pure import RandomState
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
@@ -113,8 +115,7 @@ class NaturalGradient(ModelOptimizer):
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
         self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
-        self._recall = Recall()
-        self._recall.watched = list(self._named.values())
+        self._recall = Recall(chosen_outputs(metric), self._named.values())
         self._finalizer: weakref.finalize | None = None
         overhear(metric, self._recall)
         if isinstance(model, nn.Module):
@@ -128,11 +129,14 @@ class NaturalGradient(ModelOptimizer):
         In evaluation mode or under `torch.no_grad()` it is the value alone. ValueError for targets that the
         criterion's likelihood cannot produce, TypeError if the metric has no criterion.
         """
+        outputs, chosen = self._recall.choose(outputs)
         value = self.criterion.value(outputs, targets)
-        if torch.is_grad_enabled():
-            training = not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval
-            keep = self._recall.record_loss if training else self._recall.count_loss
-            keep(self.criterion, outputs, targets, value)
+        if not torch.is_grad_enabled():
+            return value
+        if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
+            self._recall.record_loss(self.criterion, outputs, targets, value, chosen=chosen)
+        else:
+            self._recall.count_loss(self.criterion, outputs, targets, value)
         return value
 
     @property
@@ -282,9 +286,10 @@ class NaturalGradient(ModelOptimizer):
                 "targets), or call optimizer.step(closure)"
             )
         require_loss(self.rule, objective)
-        operator, memory = self._operator(point)
+        metric = metric_of_step(self.metric, self._recall, self.model, point.params)
+        operator, memory = self._operator(point, metric)
         amount = max(self.damping.amount(self._level, operator), self._recall.floor)
-        solver, prepared = self._solver(point, operator, amount)
+        solver, prepared = self._solver(point, operator, amount, metric)
         solution = solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
         check_solution(solution)
         before, absolute = math.nan if objective is None else objective.before, getattr(self.solver, "absolute", False)
@@ -328,22 +333,22 @@ class NaturalGradient(ModelOptimizer):
         space = Space(params)
         return Point(params, space, space.flatten(gradients) / (self._recall.scale or 1.0), self._rates("lr"))
 
-    def _operator(self, point: Point) -> tuple[Operator, dict[str, Any]]:
+    def _operator(self, point: Point, metric: Metric) -> tuple[Operator, dict[str, Any]]:
         data = self._metric_data()
-        return self.structure.update(
-            self._memory, self.metric, point.params, inputs_of(self.metric, data), random=data.random
-        )
+        return self.structure.update(self._memory, metric, point.params, inputs_of(metric, data), random=data.random)
 
     def _metric_data(self) -> Data:
         return self._recall.metric_data(self.metric_batch, self._last.step)
 
-    def _solver(self, point: Point, operator: Operator, damping: float) -> tuple[Solver, dict[str, Any] | None]:
+    def _solver(
+        self, point: Point, operator: Operator, damping: float, metric: Metric
+    ) -> tuple[Solver, dict[str, Any] | None]:
         """The solver, with this step's preconditioner if there is one, and that one's memory."""
         if self.preconditioner is None:
             return self.solver, None
         data = self._metric_data()
         inverse, memory = self.preconditioner.update(
-            self._prepared, self.metric, point.params, inputs_of(self.metric, data), damping, operator, data.random
+            self._prepared, metric, point.params, inputs_of(metric, data), damping, operator, data.random
         )
         return replace(self.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
 
@@ -351,19 +356,11 @@ class NaturalGradient(ModelOptimizer):
         self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState
     ) -> Objective | None:
         searched = None  # without trial points the loss of the pass is known already
-        if self.rule.needs_loss or self.damping.needs_ratio:
+        needed = self.rule.needs_loss or self.damping.needs_ratio
+        if needed:
             searched = self._recall.search_data(self.search_batch, self._last.step)
-        return objective_of(
-            self.model,
-            lambda: self.criterion,
-            self._recall,
-            point.params,
-            point.space,
-            closure,
-            value,
-            random,
-            searched,
-        )
+        data = (self._recall, point.params, point.space, closure, value, random, searched, needed)
+        return objective_of(self.model, lambda: self.criterion, *data)
 
     def _guess(self, point: Point) -> Tensor | None:
         last = self._flat_state(point, "solution").get("solution")

@@ -159,7 +159,7 @@ class Reader:
                 raise
             calls, taken = [], []  # a compiled backward that ran for the user first does not run twice
         if self.layers and not taken and all(isinstance(call, Product) for call in calls):
-            return self._replayed(criterion, targets, recall, len(rows))
+            return self._replayed(criterion, outputs, recall, len(rows))
         seen = [one for one in passes(calls, deltas, examples=examples.count) if not self._refuses(one.layer)]
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
@@ -326,7 +326,7 @@ class Reader:
         return claimed.issuperset(self.named)
 
     def _replayed(
-        self, criterion: Criterion, targets: Any, recall: Recall, rows: int
+        self, criterion: Criterion, outputs: Any, recall: Recall, rows: int
     ) -> tuple[Reading, dict[str, bool]]:
         """From one more pass, as a pure function: graphs compiled before there were taps let nobody listen."""
         last = recall.passed()
@@ -338,10 +338,12 @@ class Reader:
                 "call torch.compiler.reset() once"
             )
         with last.modes_of(self.model), torch.compiler.set_stance("force_eager"):
+            told = recall.follow(outputs)
+            data = told.data()
             found = collect(
-                fisher(self.model, criterion),
+                fisher(self.model, criterion, outputs=told.settle(self.model, self.named, recall.outputs)),
                 self.named,
-                Labelled(last.call, targets),
+                Labelled(data.inputs, data.targets),
                 self.estimate,
                 self.ranks.generator(self.generator_on(self._device)),
                 random=last.random,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,47 +15,12 @@ from torch.autograd import Variable
 from natgrad.densities import listen_to
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
-from natgrad.pure import Call, RandomState, is_evaluating, leaves, map_tensors
+from natgrad.optim.passes import Data, Pass, Told, modes_of, part, versions_of
+from natgrad.optim.routes import Route, find_route, mark
+from natgrad.pure import Call, RandomState, Select, is_evaluating, leaves, map_tensors
 
-
-@dataclass(frozen=True)
-class Data:
-    """Inputs and targets for a metric or for trial points, and the random state to replay on them."""
-
-    inputs: Any
-    targets: Any
-    random: RandomState | None
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One training-mode forward pass: its inputs, and the random state that it started from."""
-
-    call: Call
-    random: RandomState
-    versions: tuple[int, ...]
-    modes: tuple[bool, ...] | None
-
-    @contextmanager
-    def modes_of(self, model: nn.Module) -> Iterator[None]:
-        """Inside, every submodule is in the mode (train or eval) that it had during the pass, where that is known."""
-        if self.modes is None:
-            yield
-            return
-        now = modes_of(model)
-        try:
-            set_modes(model, self.modes)
-            yield
-        finally:
-            set_modes(model, now)
-
-    def check(self) -> None:
-        """ValueError if the inputs were changed in place since: the metric would belong to other data."""
-        if self.versions != versions_of(self.call):
-            raise ValueError(
-                "the inputs of the model's last forward were changed in place before step(); copy them, or call "
-                "optimizer.observe(inputs) with the data that the metric should use"
-            )
+KEYS = itertools.count()
+"""Under which optimizers write passes into graphs, one each."""
 
 
 class Loss(NamedTuple):
@@ -67,28 +32,28 @@ class Loss(NamedTuple):
 
 
 class Recall:
-    """What happened since the last step: the last training pass, the last loss's targets, data to observe.
+    """What happened since the last step: the last training pass, the losses, data to observe.
 
-    paired: the pass that the last loss came from.   loss: the last loss in units of its mean.   last_scale: what it was
-    divided by.   dtype: of its outputs.   losses: those that `backward` went through since the gradients were cleared.
-    computed: all losses since the last step.   watched: the parameters whose gradients tell when they were cleared.
+    latest: the last loss.   gone: those that `backward` went through since the gradients were cleared; a loss that was
+    only looked at (validation, logging) is none of them.   losses: the same in units of their means, with those in
+    evaluation mode.   computed: all training losses since the last step.
+    outputs: the optimizer's own choice among the model's outputs.   watched: the parameters whose gradients tell when
+    they were cleared, and besides which a loss depends on nothing but passes.   key: under which passes are written
+    into the graphs of their outputs.
     observed: for the metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on
     observed data.
     """
 
-    def __init__(self) -> None:
-        self.watched: list[Tensor] = []
+    def __init__(self, outputs: Select | None = None, watched: Iterable[Tensor] = ()) -> None:
+        self.outputs, self.key = outputs, f"natgrad.{next(KEYS)}"
+        self.watched: list[Tensor] = list(watched)
+        self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
         self.clear()
 
     def clear(self) -> None:
         """Forget everything, so that nothing of a batch outlives its step."""
         self.last: Pass | None = None
-        self.paired: Pass | None = None
-        self.targets: Any = None
-        self.target_versions: tuple[int, ...] = ()
-        self.loss: Tensor | None = None
-        self.last_scale = 1.0
-        self.dtype: torch.dtype | None = None
+        self.latest: Told | None = None
         self.computed: list[Loss] = []
         self.forget_gradients()
         self.observed: Data | None = None
@@ -98,6 +63,7 @@ class Recall:
     def forget_gradients(self) -> None:
         """The gradients are cleared: forget the losses that they came from."""
         self.losses: list[Loss] = []
+        self.gone: list[Told] = []
         self._going = False  # whether a backward pass that reached a loss is under way
         self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
 
@@ -109,13 +75,24 @@ class Recall:
         """
         return sum(loss.count for loss in self.losses or self.computed)
 
+    def used(self) -> list[Told]:
+        """The losses of this step: those that went backward, or the last one if none is known to have."""
+        return self.gone or ([] if self.latest is None else [self.latest])
+
+    @property
+    def last_told(self) -> Told | None:
+        """The last of the losses of this step."""
+        used = self.used()
+        return used[-1] if used else None
+
     def passed(self) -> Pass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
-        chosen = self.paired or self.last
+        told = self.last_told
+        chosen = told.route.passes[0] if told is not None and told.route.passes else self.last
+        if told is not None:
+            told.check()
         if chosen is not None:
             chosen.check()
-        if self.target_versions != versions_of(Call((self.targets,))):
-            raise ValueError("the targets of the last loss were changed in place before step(); copy them")
         return chosen
 
     def whole(self) -> Data:
@@ -127,7 +104,10 @@ class Recall:
                 "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs); to train in "
                 "evaluation mode on purpose, build the optimizer with train_in_eval=True"
             )
-        return Data(last.call, self.targets, last.random)
+        told = self.last_told
+        if told is not None and told.route.passes:
+            return told.data()
+        return Data(last.call, None if told is None else told.targets, last.random)
 
     def metric_data(self, size: int | None, seed: int) -> Data:
         """What was observed, else the pass, or `size` examples of it, drawn from the seed."""
@@ -143,7 +123,7 @@ class Recall:
         """
         if self.searched is not None or size is None:
             return self.searched
-        if self.loss is None:
+        if self.last_told is None:
             raise ValueError(
                 "search_batch draws from the batch of optimizer.loss(outputs, targets): compute the loss with it, or "
                 "give the data with optimizer.search_on(inputs, targets)"
@@ -161,17 +141,67 @@ class Recall:
         call = Call((inputs,))
         self.last = Pass(call, RandomState.capture(inputs.device), versions_of(call), None)
 
-    def record_loss(self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0) -> None:
-        """Keep the targets and units of a loss. rows: what it weighs among the losses of a step."""
-        loss, self.last_scale = self.count_loss(criterion, outputs, targets, value, rows)
-        self.targets = map_tensors(targets, torch.detach)
-        self.target_versions = versions_of(Call((targets,)))
-        self.paired = self.last
-        self.loss, self.dtype = loss.value, next(leaves(outputs)).dtype
+    def record_outputs(self, outputs: Any, passed: Pass | None) -> None:
+        """Remember which tensors a pass returned, and write it into their graph. passed: None for one not recorded."""
+        self.returned = type(outputs), [weakref.ref(t) for t in leaves(outputs)]
+        if passed is not None:
+            mark(outputs, passed, self.key)
+
+    def choose(self, outputs: Any) -> tuple[Any, bool]:
+        """What the loss is computed on, and whether the optimizer's own choice made it of the model's outputs."""
+        if self.outputs is None:
+            return outputs, False
+        kind, tensors = self.returned or (None, [])
+        own = not isinstance(outputs, Tensor) or (len(tensors) == 1 and tensors[0]() is outputs)
+        whole = type(outputs) is kind and own if kind is not None else not isinstance(outputs, Tensor)
+        return (self.outputs(outputs), True) if whole else (outputs, False)
+
+    def record_loss(
+        self,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        value: Tensor,
+        rows: int = 0,
+        *,
+        chosen: bool = False,
+        needed: bool = True,
+    ) -> None:
+        """Keep the targets and units of a loss.
+
+        rows: what it weighs among the losses of a step.   chosen: whether `choose` made the outputs.   needed: whether
+        the step will ask how the outputs came from the model's.
+        """
+        known = map_tensors(outputs, torch.detach)
+        route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
+        self.latest = told = Told(route, known, map_tensors(targets, torch.detach), versions_of(Call((targets,))))
+        loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told)
+        told.value, told.dtype, told.rows = loss.value, next(leaves(known)).dtype, rows
         self.computed = [*self.computed, loss]
 
+    def follow(self, outputs: Any) -> Told:
+        """The loss just told, on these outputs, with how they came from the passes."""
+        assert self.latest is not None
+        chosen = self.latest.route.select is not None
+        return replace(self.latest, route=self._route(outputs, self.latest.outputs, chosen))
+
+    def _route(self, outputs: Any, known: Any, chosen: bool) -> Route:
+        if chosen:
+            return self._last_route(chosen)
+        passes = self._last_route(chosen).passes
+        return find_route(outputs, self.key, self.watched) or Route(passes, unsure=known)
+
+    def _last_route(self, chosen: bool) -> Route:
+        return Route(() if self.last is None else (self.last,), self.outputs if chosen else None)
+
     def count_loss(
-        self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, rows: int = 0
+        self,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        value: Tensor,
+        rows: int = 0,
+        told: Told | None = None,
     ) -> tuple[Loss, float]:
         """Count a loss once it goes backward, whatever mode its pass was in; the loss, and what it was divided by."""
         scale = float(criterion.scale(map_tensors(outputs, torch.detach), targets))
@@ -181,10 +211,10 @@ class Recall:
         if self._were_cleared():
             self.forget_gradients()
         if value.requires_grad:
-            value.register_hook(Counter(self, loss))
+            value.register_hook(Counter(self, loss, told))
         return loss, scale
 
-    def goes_backward(self, loss: Loss) -> None:
+    def goes_backward(self, loss: Loss, told: Told | None, gradient: Tensor) -> None:
         """`backward` reached a loss: its gradient is about to be added to those that are there."""
         if not self._going:
             if self._were_cleared():
@@ -193,6 +223,10 @@ class Recall:
             # as torch's own data parallelism hears that a backward pass is over; there is no public name for it
             Variable._execution_engine.queue_callback(lambda: end_backward(me()))
         self.losses = [*self.losses, loss]
+        if told is not None:
+            fresh = told not in self.gone
+            told.weight = gradient.detach() if fresh or told.weight is None else told.weight + gradient.detach()
+            self.gone = [*self.gone, told] if fresh else self.gone
 
     def _were_cleared(self) -> bool:
         """Whether somebody else cleared the gradients (`model.zero_grad()`, p.grad = None) since losses went backward.
@@ -203,12 +237,6 @@ class Recall:
             return False
         there = [p.grad for p in self.watched if p.grad is not None]
         return all(mark_of(grad) not in self._left and not holds_anything(grad) for grad in there)
-
-
-def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
-    """`size` of the examples, inputs and targets together: the first of a drawn order, or its last."""
-    inputs, targets = Call((data.inputs, data.targets)).sample(size, seed, last).args
-    return Data(inputs, targets, data.random)
 
 
 def end_backward(recall: Recall | None) -> None:
@@ -231,13 +259,13 @@ def holds_anything(gradient: Tensor) -> bool:
 class Counter:
     """Tensor hook that counts a loss when `backward` reaches it. Keeps no recall alive."""
 
-    def __init__(self, recall: Recall, loss: Loss) -> None:
-        self.recall, self.loss = weakref.ref(recall), loss
+    def __init__(self, recall: Recall, loss: Loss, told: Told | None) -> None:
+        self.recall, self.loss, self.told = weakref.ref(recall), loss, told
 
     def __call__(self, gradient: Tensor) -> None:
         recall = self.recall()
         if recall is not None:
-            recall.goes_backward(self.loss)
+            recall.goes_backward(self.loss, self.told, gradient)
 
 
 class Listener:
@@ -250,17 +278,53 @@ class Listener:
     def __init__(self, recall: Recall | None = None, traceable: bool = False, in_eval: bool = False) -> None:
         self.recall = None if recall is None else weakref.ref(recall)
         self.traceable, self.in_eval = traceable, in_eval
+        self.ending: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.traceable and torch.compiler.is_compiling():
             return
         recall = None if self.recall is None else self.recall()
-        training = module.training or self.in_eval
-        if recall is not None and training and torch.is_grad_enabled() and not is_evaluating():
+        if recall is None or is_evaluating():
+            return
+        heard = (module.training or self.in_eval) and torch.is_grad_enabled()
+        if heard:
             recall.record_pass(module, Call(args, dict(kwargs)))
+        if (heard or recall.outputs is not None) and not torch.compiler.is_compiling():
+            self.remove()  # a pass that raised has left it
+            self.ending = module.register_forward_hook(Ending(self, recall, recall.last if heard else None))
+
+    def remove(self) -> None:
+        """Take the hook of the pass under way off."""
+        if self.ending is not None:
+            self.ending.remove()
+            self.ending = None
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
         return Listener, ()
+
+
+class Ending:
+    """Forward hook of one pass: writes the pass into the graph of what it returned, and goes."""
+
+    def __init__(self, listener: Listener, recall: Recall, passed: Pass | None) -> None:
+        self.listener, self.recall, self.passed = weakref.ref(listener), weakref.ref(recall), passed
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        listener, recall = self.listener(), self.recall()
+        if listener is not None:
+            listener.remove()
+        if recall is not None:
+            recall.record_outputs(outputs, self.passed)
+
+    def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
+        return Deaf, ()
+
+
+class Deaf:
+    """What a copied model carries in place of a hook of its original."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """Nothing."""
 
 
 def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:
@@ -273,19 +337,3 @@ def overhear(metric: Metric, recall: Recall) -> None:
     log_p = getattr(metric, "log_p", None)
     if log_p is not None:
         listen_to(log_p, recall)
-
-
-def modes_of(model: nn.Module) -> tuple[bool, ...]:
-    """The mode of every submodule, in the order of `modules()`."""
-    return tuple(module.training for module in model.modules())
-
-
-def set_modes(model: nn.Module, modes: tuple[bool, ...]) -> None:
-    """Set the mode of every submodule, in the order of `modules()`."""
-    for module, training in zip(model.modules(), modes, strict=True):
-        module.training = training
-
-
-def versions_of(call: Call) -> tuple[int, ...]:
-    """In-place version counters of the inputs; 0 for inference tensors, which have none."""
-    return tuple(0 if t.is_inference() else t._version for t in call.tensors())

@@ -11,6 +11,7 @@ from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.families import Likelihood, as_criterion
 from natgrad.metrics import Metric, gauss_newton
 from natgrad.optim.optimizer import NaturalGradient
+from natgrad.pure import Select
 from natgrad.rules import LineSearch, OnlineRadius, Rule, SubspaceSearch
 from natgrad.solvers import CG, KrylovSubspace, Solver
 from natgrad.structures import AdaptiveInverse, Averaged, Preconditioner, Structure, Update
@@ -29,6 +30,7 @@ def hessian_free(
     metric_batch: int | None = None,
     search_batch: int | None = None,
     preconditioner: Preconditioner | Structure | None = None,
+    outputs: Select | None = None,
     params: Iterable[Any] | None = None,
     train_in_eval: bool = False,
 ) -> NaturalGradient:
@@ -39,7 +41,8 @@ def hessian_free(
     LevenbergMarquardt(start=1.0, per_example=True).   rule: default LineSearch(): backtracking on the step's own batch.
     warm_start: the last solution, decayed, starts the next solve.   metric_batch: examples for the metric, fewer than
     the gradient's (docs/choose.md says what it gained).   search_batch: examples for the line search and the damping.
-    preconditioner: for CG, default none: `ng.DiagonalPreconditioner()` and others.
+    preconditioner: for CG, default none: `ng.DiagonalPreconditioner()` and others.   outputs: what the criterion is of,
+    for a model that returns more than that: `outputs=lambda out: out.logits`.
 
     Martens' backtracking over CG's iterates: solver=ng.CG(max_steps=50, progress=5e-4, keep=1.3) with
     rule=ng.LineSearch(iterates=True).
@@ -49,7 +52,7 @@ def hessian_free(
     """
     return NaturalGradient(
         model,
-        gauss_newton(model, as_criterion(criterion)),
+        gauss_newton(model, as_criterion(criterion), outputs=outputs),
         lr,
         solver=solver or CG(rtol=1e-6, max_steps=50, progress=5e-4),
         damping=LevenbergMarquardt(start=1.0, per_example=True) if damping is None else damping,
@@ -76,6 +79,7 @@ def krylov_subspace(
     metric_batch: int | None = None,
     search_batch: int | None = None,
     preconditioner: Preconditioner | Structure | None = None,
+    outputs: Select | None = None,
     params: Iterable[Any] | None = None,
     train_in_eval: bool = False,
 ) -> NaturalGradient:
@@ -87,11 +91,11 @@ def krylov_subspace(
     metric_batch, search_batch: the space from some of the batch's examples, the search on others, the gradient on all:
     the few dimensions are fitted to what they are searched on. Or `opt.observe(...)` and `opt.search_on(inputs,
     targets)`.
-    Loop as for `hessian_free`. TypeError for a criterion that is not a likelihood.
+    outputs: as in `hessian_free`.   Loop as there. TypeError for a criterion that is not a likelihood.
     """
     return NaturalGradient(
         model,
-        gauss_newton(model, as_criterion(criterion)),
+        gauss_newton(model, as_criterion(criterion), outputs=outputs),
         lr,
         solver=KrylovSubspace(dimension=dimension),
         damping=damping,
@@ -115,6 +119,7 @@ def natgrad_cg(
     damping: float | Damping = 1e-2,
     rule: Rule | None = None,
     weight_decay: float = 0.0,
+    outputs: Select | None = None,
     params: Iterable[Any] | None = None,
     train_in_eval: bool = False,
 ) -> NaturalGradient:
@@ -122,11 +127,12 @@ def natgrad_cg(
 
     solver: default CG(rtol=1e-4, max_steps=20), the paper's numbers; it used MINRES-QLP, `ng.MinresQLP`.   damping:
     the paper keeps .01 with a metric from the gradient's batch or another, and Levenberg-Marquardt from 2 with
-    unlabelled data (section 8.5).   lr: .1 and 5 there. TypeError for a criterion that is not a likelihood.
+    unlabelled data (section 8.5).   lr: .1 and 5 there.
+    outputs: as in `hessian_free`. TypeError for a criterion that is not a likelihood.
     """
     return NaturalGradient(
         model,
-        gauss_newton(model, as_criterion(criterion)),
+        gauss_newton(model, as_criterion(criterion), outputs=outputs),
         lr,
         solver=solver or CG(rtol=1e-4, max_steps=20),
         damping=damping,

@@ -27,7 +27,7 @@ from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
 from natgrad.optim.reports import Report, Row, StateReport, state_report
 from natgrad.optim.stride import Stride, bounded_below, sampled
-from natgrad.pure import full_precision, leaves, map_tensors
+from natgrad.pure import Select, check_select, full_precision, leaves, map_tensors
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 from natgrad.structures.taps import Release
 
@@ -51,7 +51,9 @@ class StructuredNaturalGradient(ModelOptimizer):
     (1 - lr * weight_decay) theta.   l2: of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient
     and in the metric.   update_every, invert_every: steps between updates of the statistics and of the
     inverses, at most: at first one, and one more after each ten steps; more where an update changes the statistics
-    little.   measure: False trusts the blocks and takes a = 1 within the bounds.   params: what to train, default all:
+    little.   measure: False trusts the blocks and takes a = 1 within the bounds.   outputs: what the criterion is of,
+    for a model that returns more: `opt.loss(model(x), y)` applies `outputs=lambda out: out.logits`.   params: what to
+    train, default all:
     parameters, (name, parameter) pairs, a module, or parameter groups; all from lr to l2 are group keys, max_kl and
     kl_share the least over the groups. The rest may have an optimizer of its own, another of these too: call the `loss`
     of each.
@@ -86,6 +88,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         update_every: int = 20,
         invert_every: int = 20,
         measure: bool = True,
+        outputs: Select | None = None,
         params: Iterable[Any] | None = None,
         train_in_eval: bool = False,
         group: Any = None,
@@ -99,7 +102,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         self.train_in_eval = train_in_eval
         self._judge = Judge(damping)
         self._named: dict[str, Tensor] = {}  # what the groups hold, in the model's order
-        self._recall = Recall()
+        check_select(outputs)
+        self._recall = Recall(outputs)
         defaults = {"lr": lr, "momentum": momentum, "damping": self._judge.start, "max_kl": max_kl}
         defaults |= {"kl_share": kl_share, "weight_decay": weight_decay, "l2": l2}
         super().__init__(given_parameters(params, named_parameters(self.model)), defaults)
@@ -125,17 +129,19 @@ class StructuredNaturalGradient(ModelOptimizer):
         step count by their rows: those that went backward since the gradients were cleared. ValueError for targets that
         the criterion's likelihood cannot produce.
         """
+        outputs, chosen = self._recall.choose(outputs)
         value = self.criterion.value(outputs, targets)
         if torch.is_grad_enabled() and value.requires_grad:
             self._ranks.settle(self.model, self.structure)
             rows = count_rows(self.criterion, outputs)
-            training = self.model.training or self.train_in_eval
-            keep = self._recall.record_loss if training else self._recall.count_loss
-            keep(self.criterion, outputs, targets, value, rows)
-            if training:
+            if self.model.training or self.train_in_eval:
+                judged = self._judge.due(self._clock)
+                self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen, needed=judged)
                 self._nats = self.criterion.nats(outputs)
                 if self._reader.taps.armed:
                     self._read(outputs, targets, value)
+            else:
+                self._recall.count_loss(self.criterion, outputs, targets, value, rows)
         return value
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from natgrad.densities import Density, Energy
 from natgrad.metrics import Metric
 from natgrad.metrics.score import ScoreMetric
-from natgrad.operators import Linearization, OutputMap, Pullback, Rows
+from natgrad.operators import Linearization, Pullback, Rows
 from natgrad.operators.linearization import output_map
 from natgrad.operators.rows import batch_of
 from natgrad.pure import PureModel, RandomState, mixes_examples
@@ -223,4 +223,4 @@ def alone(linearization: Linearization, rest: Params) -> Callable[[Params], Tens
     def filled(params: Params, *args: Any, **kwargs: Any) -> Any:
         return model({**others, **params}, *args, **kwargs)
 
-    return OutputMap(PureModel(filled, known.pure.call, known.pure.random), known.rows)
+    return known.of(PureModel(filled, known.pure.call, known.pure.random))

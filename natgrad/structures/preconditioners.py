@@ -207,7 +207,8 @@ def empirical(
         )
     if examples is not None:
         inputs = Call(inputs).sample(examples, seed=0).args
-    return empirical_fisher(source.model, source.criterion).at(params, inputs, random=random)  # type: ignore[return-value]
+    metric = empirical_fisher(source.model, source.criterion, outputs=source.outputs)
+    return metric.at(params, inputs, random=random)  # type: ignore[return-value]
 
 
 def running_mean(memory: Memory | None, fresh: Tensor, decay: float, names: list[str]) -> tuple[Tensor, Memory]:
