@@ -5,7 +5,8 @@
 
 The first line writes the share of its bound that every `assert a < b` between numbers, `torch.testing.assert_close` and
 `pytest.approx` has used; a compiled test says nothing, so the cache of bytecode goes elsewhere. The second lists the
-comparisons above a tenth, the nearest first. Counts are left out: they are exact.
+comparisons above a tenth, the nearest first. Counts are left out: they are exact. Tests of what is freed may fail: the
+words for an assertion keep what it compared.
 """
 
 from __future__ import annotations

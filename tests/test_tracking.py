@@ -113,7 +113,7 @@ def test_directions_stay_orthonormal_through_hard_spectra(dtype: torch.dtype):
     for seed in range(30):
         rows = draw(100, 40, seed=seed) * torch.logspace(0, -6, 40, dtype=F64)
         known = tracked(known, rows.to(dtype), 0.9)
-        assert_close(known.basis @ known.basis.mT, torch.eye(10, dtype=dtype), 20 * torch.finfo(dtype).eps)
+        assert_close(known.basis @ known.basis.mT, torch.eye(10, dtype=dtype), 50 * torch.finfo(dtype).eps)
 
 
 def test_few_directions_leave_floored_ones():
