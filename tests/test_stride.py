@@ -156,7 +156,8 @@ def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: A
     expected = metric(model, CE).at(ng.trainable(model), inputs).diagonal()[: len(model.scale)]
     opt = ng.kfac(model, CE, estimate=estimate)
     drawn = torch.stack([read(opt, model, X, Y).squares["scale"] for _ in range(600)])
-    assert_close(drawn.mean(0), expected, 5 * float((drawn.std(0) / 600**0.5).max() / expected.max()))
+    allowed = 5 * float((drawn.std(0) / 600**0.5).max() / expected.max())
+    assert_close(drawn.mean(0), expected, allowed + 1e-12)  # few examples: exact
 
 
 def test_parameters_without_a_layer_are_measured_by_their_summed_scores():
