@@ -1,4 +1,4 @@
-"""Floor 5: an optimizer may have a part of a model's parameters, given in any of the ways of torch.optim."""
+"""Floor 5: an optimizer may have a part of a model, given in any of torch.optim's ways, and follows its dtype."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from optim_models import CE, X, Y, flat, net
 from torch import nn
 
 import natgrad as ng
+from natgrad.pure import leaves
 
 STRUCTURED = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
@@ -153,3 +154,33 @@ def test_parameters_of_another_model_are_refused_by_name_too():
             recipe(model, CE, params=other.named_parameters())
         with pytest.raises(TypeError):
             recipe(model, CE, params=[1.0])
+
+
+@pytest.mark.parametrize("recipe", STRUCTURED)
+def test_an_optimizer_follows_a_model_to_another_dtype(recipe: Any):
+    model, twin = net().float(), net().float()
+    opt, other = recipe(model, CE, estimate=ng.ExactLabels()), recipe(twin, CE, estimate=ng.ExactLabels())
+    run(model, opt, torch.float32)
+    run(twin, other, torch.float32)
+    model.double()
+    run(model, opt, torch.float64)
+    run(twin, other, torch.float32)
+    assert {t.dtype for t in tensors(opt) if t.is_floating_point()} == {torch.float64}
+    assert_close(flat(model).float(), flat(twin), 1e-2)  # the same steps, up to float32's rounding of the factors
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        run(model, opt, dtype)
+        assert bool(flat(model).isfinite().all())
+        assert opt.state_report().failures == 0
+        assert {t.dtype for t in tensors(opt) if t.is_floating_point()} == {torch.float32}
+
+
+def run(model: nn.Module, opt: Any, dtype: torch.dtype) -> None:
+    for _ in range(3):
+        opt.zero_grad()
+        opt.loss(model(X.to(dtype)), Y).backward()
+        opt.step()
+
+
+def tensors(opt: Any) -> list[torch.Tensor]:
+    return [t for numbers in opt.state.values() for t in leaves(numbers)]

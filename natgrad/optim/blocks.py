@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.operators import Diagonal, Layout, Operator
 from natgrad.optim.inverses import Packed, packed, robust_inverse, unpacked
 from natgrad.optim.reading import Reading
+from natgrad.pure import map_tensors
 from natgrad.structures import Layerwise
 from natgrad.structures.exchange import exchanging
 from natgrad.structures.layers import Layer
@@ -54,6 +55,7 @@ class Blocks:
         self.structure, self.named, self.state = structure, named, state
         self.all: dict[str, Block] = {}
         self._changes: list[Tensor] = []
+        self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self.all.values())
@@ -61,6 +63,24 @@ class Blocks:
     def of(self, block: Block) -> dict[str, Any]:
         """The block's numbers."""
         return self.state[self.named[block.layout.names[0]]]
+
+    def follow_parameters(self) -> None:
+        """Bring what is remembered to the dtypes and devices of the parameters, after `model.double()` and the like.
+
+        Of half-precision parameters it is float32.
+        """
+        before, self._kinds = self._kinds, {name: (p.dtype, p.device) for name, p in self.named.items()}
+        changed = [name for name, kind in before.items() if self._kinds.get(name, kind) != kind]
+        for p in (self.named[name] for name in changed):
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            moved = map_tensors(
+                self.state.get(p, {}),
+                lambda t, p=p, dtype=dtype: t.to(p.device, dtype if t.is_floating_point() else t.dtype),
+            )
+            self.state[p].update(moved)
+        for block in self if changed else ():
+            if "inverse" in self.of(block):
+                block.inverse = unpacked(self.of(block)["inverse"])
 
     def take(self, reading: Reading, decay: float) -> bool:
         """A reading into the averages, weighted by its rows; where it is not finite or near overflow, nothing of it.

@@ -129,6 +129,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         step count by their rows: those that went backward since the gradients were cleared. ValueError for targets that
         the criterion's likelihood cannot produce.
         """
+        self._blocks.follow_parameters()
         outputs, chosen = self._recall.choose(outputs)
         value = self.criterion.value(outputs, targets)
         if torch.is_grad_enabled() and value.requires_grad:
@@ -280,6 +281,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _step(self, closure: Closure | None, value: Tensor | None) -> None:
         self._listen_to_groups()  # some may have been frozen until now
+        self._blocks.follow_parameters()
         active = [(name, p) for name, p in self._by_group() if p.grad is not None]
         if not active:
             return
@@ -326,17 +328,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._stride.sample = None
 
     def _attempt(self, nats: Any, told: dict[str, Any]) -> Attempt:
-        return Attempt(
-            self._blocks,
-            self._named,
-            self.state,
-            self.param_groups,
-            self._clock,
-            self._stride,
-            self._ranks,
-            nats,
-            told,
-        )
+        parts = (self._blocks, self._named, self.state, self.param_groups, self._clock, self._stride, self._ranks)
+        return Attempt(*parts, nats, told)
 
     def _refuses(
         self,
