@@ -39,6 +39,7 @@ from natgrad.families.named_coordinates import (
 )
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.posterior import GaussianPosterior
 from natgrad.families.simplex import Multinomial
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 
@@ -60,6 +61,7 @@ __all__ = [
     "FixedMeanNormal",
     "Gamma",
     "Gaussian",
+    "GaussianPosterior",
     "Gibbs",
     "Heads",
     "HeteroscedasticGaussian",

@@ -43,6 +43,10 @@ class Heads(Likelihood):
         pairs = zip(self.families, self._values(outputs), strict=True)
         return tuple(family.sample(part, generator) for family, part in pairs)
 
+    def score(self, outputs: Any, targets: Any) -> Tensor:
+        triples = zip(self.families, self._values(outputs), self._values(targets), strict=True)
+        return torch.cat([family.score(part, target) for family, part, target in triples], dim=1)
+
     def fisher(self, rows: Tensor) -> Tensor:
         return block_diagonal([family.fisher(part) for family, part in self._split(rows)])
 
