@@ -242,7 +242,7 @@ class Path:
 def _matrices(elements: int) -> tuple[Tensor, ...]:
     """`Mesh`'s tensors on the CPU."""
     roots, _ = legendre.leggauss(DEGREE)
-    to_coefficients = torch.linalg.inv_ex(torch.from_numpy(legendre.legvander(roots, DEGREE - 1))).inverse
+    to_coefficients = invert_or_nan(torch.from_numpy(legendre.legvander(roots, DEGREE - 1)))
     rise, way, value = [], [], []
     ends = torch.cat([torch.from_numpy(roots), torch.ones(1, dtype=torch.float64)]).numpy()
     halves = torch.cat([torch.from_numpy((roots - 1) / 2), torch.from_numpy((roots + 1) / 2)]).numpy()
