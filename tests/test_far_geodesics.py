@@ -107,7 +107,7 @@ def test_far_points_of_any_family_take_some_tens_of_evaluations(name, monkeypatc
     found = space.distance(tensor(*start), tensor(*end))
     assert len(calls) <= 100  # shooting took some ten thousand
     back = space.distance(tensor(*end), tensor(*start))
-    assert_close(found, back, rtol=1e-7, atol=0)
+    assert_close(found, back, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("away", [10.0, 50.0])

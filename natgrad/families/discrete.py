@@ -155,7 +155,8 @@ class Poisson(Entries):
         none = targets == 0
         counts = targets.masked_fill(none, 1.0)
         main = counts * exp_gap(outputs - counts.log())
-        return torch.where(none, outputs.exp(), main + 0.5 * counts.log() + HALF_LOG_2PI + stirling_rest(counts))
+        rest = stirling_rest(counts, torch.lgamma)
+        return torch.where(none, outputs.exp(), main + 0.5 * counts.log() + HALF_LOG_2PI + rest)
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         x = self.statistics(self.as_numbers(x, self.check(theta).dtype))

@@ -10,9 +10,11 @@ from natgrad.families.gaps import in_double, log_ratio, ratio_gap
 from natgrad.families.log_gamma import (
     HALF_LOG_2PI,
     digamma_inverse,
+    log_gamma,
     log_gamma_bregman,
     log_minus_digamma,
     stirling_rest,
+    trigamma,
 )
 from natgrad.lapack import concrete
 
@@ -71,10 +73,16 @@ class Gamma(ExponentialFamily):
     def log_partition(self, theta: Tensor) -> Tensor:
         self.check_shape(theta, "theta")
         shape, rate = theta[..., 0] + 1, -theta[..., 1]
-        return torch.where(self.inside(theta), torch.lgamma(shape) - shape * rate.log(), torch.inf)
+        return torch.where(self.inside(theta), log_gamma(shape) - shape * rate.log(), torch.inf)
 
     def inside(self, theta: Tensor) -> Tensor:
         return (theta[..., 0] > -1) & (theta[..., 1] < 0) & torch.isfinite(theta).all(-1)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        """[[trigamma(shape), 1 / rate], [1 / rate, shape / rate^2]], (..., 2) -> (..., 2, 2)."""
+        shape, rate = self._split(theta)
+        entries = [trigamma(shape), 1 / rate, 1 / rate, shape / rate.square()]
+        return torch.stack(entries, dim=-1).unflatten(-1, (2, 2))
 
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -128,6 +136,11 @@ class Dirichlet(ExponentialFamily):
 
     domain = "theta = concentration - 1 must be above -1"
 
+    def covariance(self, theta: Tensor) -> Tensor:
+        """diag(trigamma(alpha)) - trigamma(sum alpha), (..., k) -> (..., k, k)."""
+        alpha = self.check(theta) + 1
+        return torch.diag_embed(trigamma(alpha)) - trigamma(alpha.sum(-1))[..., None, None]
+
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         self.statistics(x)  # refuses what is not on the simplex, by the digits that x has
         return self._log_density(theta, x)
@@ -179,7 +192,7 @@ class Dirichlet(ExponentialFamily):
 
     def log_partition(self, theta: Tensor) -> Tensor:
         self.check_shape(theta, "theta")
-        found = torch.lgamma(theta + 1).sum(-1) - torch.lgamma((theta + 1).sum(-1))
+        found = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
         return torch.where(self.inside(theta), found, torch.inf)  # lgamma has values below zero, psi has not
 
     def inside(self, theta: Tensor) -> Tensor:
@@ -206,6 +219,9 @@ class Beta(ExponentialFamily):
 
     def log_partition(self, theta: Tensor) -> Tensor:
         return PAIR.log_partition(self.check_shape(theta, "theta"))
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return PAIR.covariance(self.check(theta))
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         self.statistics(x)
