@@ -174,16 +174,23 @@ class TrustRegion(Rule):
 
 @dataclass(frozen=True)
 class OnlineRadius(Rule):
-    """The proposal, shortened to a length sqrt(d^T G d) <= bound * sqrt(b), from `hold` examples on times hold / seen.
+    """The proposal, shortened to sqrt(d^T G d) <= bound * unit * sqrt(b), from `hold` examples on times hold / seen.
 
     For learning from a stream, as in `ng.ang`. Where noise dominates, lr * sqrt(g^T G^-1 g) is about lr * sqrt(n / b)
     for b examples a step, whatever the gradient's signal; a bound that grows with sqrt(b) lets the same number of
     examples move the parameters as far for every b, and 1 / seen averages the noise away in the end (Amari 1998).
-    bound: per sqrt(example).   hold: math.inf for a constant bound. Needs `ng.AdaptiveInverse`, which counts examples.
-    ValueError unless bound, hold > 0.
+    Needs `ng.AdaptiveInverse`, which counts examples and measures the unit: N / sqrt(tr Cov x) for `ng.score_metric`,
+    so that the step is the same whatever x is measured in; 5 for metrics in nats.
+
+    Args:
+        bound: Units per sqrt(example).
+        hold: Examples; math.inf for a bound that does not fall.
+
+    Raises:
+        ValueError: Unless bound, hold > 0.
     """
 
-    bound: float = 0.16
+    bound: float = 0.033
     hold: float = 6000.0
 
     def __post_init__(self) -> None:
@@ -192,11 +199,15 @@ class OnlineRadius(Rule):
         if not self.hold > 0:
             raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
 
+    def length(self, examples: int, seen: int) -> float:
+        """The bound, in units, at a step of so many examples with so many seen."""
+        return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1))
+
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
-        counts, step = model.operator.counts, model.proposal
+        counts, step, unit = model.operator.counts, model.proposal, model.operator.unit
         if "seen" not in counts:
             raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
-        bound = self.bound * math.sqrt(counts["examples"]) * min(1.0, self.hold / max(counts["seen"], 1))
+        bound = self.length(counts["examples"], counts["seen"]) * unit
         length = math.sqrt(max(float(step.image @ step.vector), 0.0))
         return step.scaled(bound / length) if length > bound else step, memory
 

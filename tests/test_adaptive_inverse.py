@@ -136,16 +136,18 @@ def test_woodbury_follows_the_average_over_many_steps(method: ng.Woodbury) -> No
 @pytest.mark.parametrize("every", [1, 3])
 def test_averaged_is_the_damped_mean_over_its_horizon(every: int) -> None:
     model, metric = fixed()
-    method = ng.Averaged(horizon=1.0, damping=0.02, decay=3.0, every=every)
+    method = ng.Averaged(horizon=1.0, batches=1, damping=8e-4, decay=0.12, hold=20.0, late=40.0, every=every)
     params, memory, average, columns, seen = ng.trainable(model), None, 0.0, 0.0, 0
     expected = torch.zeros(31, 31, dtype=F64)
     for t in range(1, 8):
         x = draw(5, 3, seed=t)
-        columns, seen = min(columns + 15, 31.0), seen + 5  # three logits of five examples
+        seen += 5
+        columns = min(columns + 15, 31.0 * max(1.0, seen / 20))  # three logits of five examples
         average = (1 - 15 / columns) * average + 15 / columns * metric.at(params, x).dense()
         operator, memory = ng.AdaptiveInverse(method).update(memory, metric, params, x)
         if t == 1 or t % every == 0:
-            expected = average + max(0.02, 3 / (3 + seen)) * torch.eye(31, dtype=F64)
+            amount = max(0.02, 3 / (1 + seen)) + max(0.0, (seen - 20) / 40) * average.trace() / 31
+            expected = average + amount * torch.eye(31, dtype=F64)
         assert_close(operator.dense(), expected, 1e-12)
 
 
@@ -278,7 +280,7 @@ class Matrices(TorchDispatchMode):
 def test_an_update_writes_at_most_two_matrices(method: ng.Update) -> None:
     n, root = 40, draw(40, 3)
     operator = ng.operators.LowRank(root)
-    memory = {"step": 1, "seen": 3, **method.start(operator)}
+    memory = {"step": 1, "seen": 3, "unit": 1.0, **method.start(operator)}
     memory = {**memory, **(method.step(memory, root) or {})}
     for step in (2, 3, 16):
         with Matrices(n) as counted:
@@ -320,6 +322,10 @@ def test_the_rate_never_reaches_one() -> None:
         (lambda: ng.FirstOrder(start_at=-1.0), "start_at is -1.0"),
         (lambda: ng.Averaged(every=0), "every is 0, expected an integer >= 1"),
         (lambda: ng.Averaged(damping=0.0), "damping is 0.0"),
+        (lambda: ng.Averaged(batches=0), "batches is 0, expected an integer >= 1"),
+        (lambda: ng.Averaged(batches=2.5), "batches is 2.5, expected an integer >= 1"),
+        (lambda: ng.Averaged(hold=0.0), "hold is 0.0"),
+        (lambda: ng.Averaged(late=float("inf")), "late is inf"),
         (lambda: ng.Averaged(horizon=float("nan")), "horizon is nan"),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
+from natgrad.metrics.score_unit import data_unit, joined
 from natgrad.rules import Quadratic, Step
 from natgrad.spaces import Params
 
@@ -45,7 +46,8 @@ def test_a_step_is_the_inverse_of_the_average_times_the_gradient(method: ng.Upda
     train(opt, MODEL, params, range(1))
     kept = {"Woodbury": 1 / 31, "FirstOrder": 1 / 101}.get(type(method).__name__)
     eye = torch.eye(18, dtype=F64)
-    average = metric + eye / 11 if kept is None else (1 - kept) * eye + kept * metric
+    unit = 3 / float(x.var(0).sum()) ** 0.5
+    average = metric + 0.04 / 11 * unit**2 * eye if kept is None else (1 - kept) * eye + kept * metric
     expected = torch.linalg.solve(average, gradient)
     # eq. 4 is right to first order only: the second is below eps^2 lambda_max^2
     tolerance = 1e-10 if not isinstance(method, ng.FirstOrder) else (kept or 0) ** 2 * float(metric.norm()) ** 2
@@ -99,7 +101,8 @@ def test_the_bound_grows_with_the_batch_and_falls_after_a_while(examples: int, s
     with pytest.raises(ValueError, match="counts examples: use structure="):
         ng.OnlineRadius().step(model, None, {})
     metric.counts = {"examples": examples, "seen": seen}
-    step, _ = ng.OnlineRadius(bound=0.16, hold=6000).step(model, None, {})
+    metric.unit = 2.0
+    step, _ = ng.OnlineRadius(bound=0.08, hold=6000).step(model, None, {})
     expected = 0.16 * math.sqrt(examples) * min(1.0, 6000 / seen)
     assert math.sqrt(float(step.vector @ step.image)) == pytest.approx(expected)
     assert_close(step.vector / step.vector.norm(), d / d.norm())
@@ -145,3 +148,107 @@ def test_leaves_the_plateau_where_gradient_descent_stays() -> None:
     ours, theirs = (float(density.loss({n: p.detach() for n, p in q.items()}, data)) for q in (params, descent))
     assert ours < theirs < first
     assert ours < 1.1 * theirs  # both are negative
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 40.0])
+@pytest.mark.parametrize("batch", [1, 20])
+def test_steps_are_the_same_whatever_the_data_are_measured_in(scale: float, batch: int) -> None:
+    """p_c(x) = p(x / c) / c^N on c x: every score is divided by c, and no step changes, in any phase."""
+    first = start(seed=8)
+
+    def rescaled(params: Params, x: Tensor) -> Tensor:
+        return MODEL.log_p(params, x / scale)
+
+    ends = []
+    for log_p, factor in ((MODEL, 1.0), (rescaled, scale)):
+        params = {name: p.detach().clone().requires_grad_() for name, p in first.items()}
+        opt = ng.ang(params, ng.score_metric(log_p), hold=4.0 * batch, method=ng.Averaged(hold=5.0 * batch, late=90.0))
+        for t in range(10):
+            opt.zero_grad()
+            ng.score_matching_loss(log_p, params, factor * draw(batch, 3, seed=t)).backward()
+            opt.step()
+        ends.append(flat(params))
+    assert float((ends[0] - flat(first)).norm()) > 0
+    assert_close(ends[1], ends[0], 1e-6)
+
+
+def test_the_unit_is_of_all_data_seen_and_survives_an_offset() -> None:
+    """N / sqrt(tr Cov x), in float32 at a mean of 1e4 too, whatever the batches; one example stands for itself."""
+    x = draw(60, 4).float() + 1e4
+    expected = 4 / float(x.double().var(0).sum()) ** 0.5
+    for sizes in ([60], [1, 29, 30], [7, 1, 52]):
+        known = None
+        for part in x.split(sizes):
+            known = joined(known, part)
+        assert known is not None
+        assert float(data_unit(known)) == pytest.approx(expected, rel=1e-3)
+    assert float(data_unit(joined(None, x[:1]))) == pytest.approx(4 / float(x[0].norm()), rel=1e-3)
+
+
+def test_masked_entries_leave_the_unit_as_it_is_and_need_not_be_numbers() -> None:
+    x = draw(50, 3)
+    mask = torch.ones(50, 3, dtype=F64)
+    mask[::7, 1] = 0
+    rows = ng.score_metric(MODEL, mask=mask).measured(x.masked_fill(mask == 0, math.nan))
+    assert rows is not None
+    assert_close(rows.mean(0)[[0, 2]], x.mean(0)[[0, 2]], 1e-12)
+    assert_close(rows[mask == 0], x[mask[:, 1] == 1, 1].mean().expand(8), 1e-12)
+
+
+@pytest.mark.parametrize("batch", [4, 30])
+def test_the_average_is_over_at_least_as_many_batches_as_asked_for(batch: int) -> None:
+    """Whatever the width of the root: with a horizon of next to nothing, the batches decide."""
+    method, memory, metric = ng.Averaged(horizon=1e-9, batches=4), None, ng.score_metric(MODEL)
+    params, each = {name: p.detach() for name, p in start().items()}, []
+    for t in range(4):
+        x = draw(batch, 3, seed=t)
+        each.append(metric.at(params, x).dense())
+        _, memory = ng.AdaptiveInverse(method).update(memory, metric, params, x)
+    assert memory is not None
+    assert_close(memory["metric"], sum(each) / 4, 1e-12)
+
+
+def laplace(params: Params, x: Tensor) -> Tensor:
+    """Independent components with a density that is nearly Laplace's."""
+    return -torch.log(torch.cosh(x @ params["W"].mT)).sum(-1)
+
+
+def mixture(params: Params, x: Tensor) -> Tensor:
+    gap = x.unsqueeze(-2) - params["m"]
+    logs = torch.log_softmax(params["w"], 0) + 0.5 * params["s"].sum(1)
+    return torch.logsumexp(logs - 0.5 * (gap.square() * params["s"].exp()).sum(-1), -1)
+
+
+@pytest.mark.parametrize("name", ["ica", "mixture"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_its_defaults_hold_on_models_that_they_were_not_chosen_on(name: str, scale: float) -> None:
+    """Held out after 80 steps of 30 rows: at least .8 of the loss that the sources' own parameters have."""
+    g = torch.Generator().manual_seed(3)
+    if name == "ica":
+        uniform = torch.rand(2600, 4, generator=g, dtype=F64) - 0.5
+        mix = torch.randn(4, 4, generator=g, dtype=F64)
+        x = -uniform.sign() * torch.log1p(-2 * uniform.abs()) @ mix * scale
+        log_p, params = laplace, {"W": torch.randn(4, 4, generator=g, dtype=F64) / 2 / scale}
+        best = {"W": torch.linalg.inv(mix).mT * 1.2 / scale}
+    else:
+        means = torch.tensor([[3.0, 0], [-2, 2], [0, -3]], dtype=F64) * scale
+        kinds = torch.randint(0, 3, (2600,), generator=g)
+        x = means[kinds] + 0.5 * scale * torch.randn(2600, 2, generator=g, dtype=F64)
+        log_p = mixture
+        wide = math.log(0.3 / scale**2) * torch.ones(3, 2, dtype=F64)
+        params = {
+            "w": torch.zeros(3, dtype=F64),
+            "m": means + scale * torch.randn(3, 2, generator=g, dtype=F64),
+            "s": wide,
+        }
+        best = {"w": torch.zeros(3, dtype=F64), "m": means, "s": torch.full_like(wide, math.log(4 / scale**2))}
+    held_out, train_on = x[:600], x[600:]
+    params = {key: p.clone().requires_grad_() for key, p in params.items()}
+    opt = ng.ang(params, ng.score_metric(log_p))
+    for _ in range(80):
+        opt.zero_grad()
+        ng.score_matching_loss(log_p, params, train_on[torch.randint(0, 2000, (30,), generator=g)]).backward()
+        opt.step()
+    reached, goal = (float(ng.score_matching_loss(log_p, p, held_out).detach()) for p in (params, best))
+    assert goal < 0
+    assert reached < 0.8 * goal

@@ -47,6 +47,10 @@ class Metric(ABC):
         parameter names, mixed devices.
         """
 
+    def measured(self, inputs: Any) -> Tensor | None:
+        """The examples by whose spread lengths are measured, (b, N); None where lengths are in nats."""
+        return None
+
 
 @dataclass(frozen=True)
 class PullbackMetric(Metric):

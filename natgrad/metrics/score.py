@@ -64,6 +64,18 @@ class ScoreMetric(Metric):
         with guarded(self.density, params, examples):
             return chunked(examples, self.mask, self.chunk_size, partial(self._masked, params, random))
 
+    def measured(self, inputs: Any) -> Tensor | None:
+        """The data, flat; what is masked counts as the mean of what was observed of its variable."""
+        examples = examples_of(inputs)
+        if not isinstance(examples, Tensor):
+            return None
+        rows, weights = examples.detach().flatten(1), check_mask(self.mask, examples)
+        if weights is None:
+            return rows
+        seen = weights.expand_as(rows) != 0
+        known = torch.where(seen, rows, 0)
+        return torch.where(seen, rows, known.sum(0) / seen.sum(0).clamp(min=1))
+
     def _masked(self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None) -> Operator:
         return replace(self, mask=mask)._term(params, random, examples)
 

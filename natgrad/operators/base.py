@@ -29,6 +29,10 @@ class Operator(ABC):
     """Whether G^-1 is what is held, so that products with G cost more than a solve: then none is made to check one."""
     counts: Mapping[str, int] = MappingProxyType({})
     """What a structure counted on its way here: examples of this step and seen so far, updates refused."""
+    unit: float = 5.0
+    """What sqrt(d^T G d) is measured by in `ng.ang`. Nats have no scale to choose, so that this is a plain number; the
+    score metric over data takes the length of their score instead, N / sqrt(tr Cov x): 4.85 where the defaults come
+    from."""
 
     def inherit(self, *operators: Operator) -> Self:
         """Take over the facts of the operators that this one is made of, and return it.
@@ -36,7 +40,8 @@ class Operator(ABC):
         An operator that wraps or combines others calls this in its constructor, so that no fact is lost on the way.
 
         Args:
-            operators: At least one. Indefinite if one of them is; its inverse is kept if all theirs are.
+            operators: At least one. Indefinite if one of them is; its inverse is kept if all theirs are; the first
+                one's unit.
 
         Raises:
             ValueError: If they disagree on `nats`.
@@ -47,6 +52,7 @@ class Operator(ABC):
         self.nats = units.pop()
         self.indefinite = any(operator.indefinite for operator in operators)
         self.inverse_kept = all(operator.inverse_kept for operator in operators)
+        self.unit = operators[0].unit
         self.counts = {key: count for operator in operators for key, count in operator.counts.items()}
         return self
 

@@ -149,17 +149,26 @@ def ang(
     lr: float = 0.5,
     *,
     method: Update | None = None,
-    bound: float = 0.16,
+    bound: float = 0.033,
     hold: float = 6000.0,
     rule: Rule | None = None,
     weight_decay: float = 0.0,
 ) -> NaturalGradient:
     """Adaptive natural gradient (Karakida, Okada & Amari 2016): an online average of G, its inverse, a bounded step.
 
-    params_or_model: a dict of tensors, or a module.   metric: any with a root, `ng.score_metric(log_p)` in the paper.
-    method: how the average is inverted, default `ng.Averaged()`; the paper's eq. 4 is `ng.FirstOrder()`.
-    bound, hold: lr * sqrt(g^T G^-1 g) stays below bound * sqrt(b) for b examples a step, and falls as 1 / seen once
-    `hold` examples were seen: `ng.OnlineRadius`; in place of both a `rule`, ng.Rate() for the paper's plain rate.
+    With the score metric, lengths and damping are measured by the data's own spread: the same model of data in other
+    units takes the same steps.
+
+    Args:
+        params_or_model: A dict of tensors, or a module.
+        metric: Any with a root, `ng.score_metric(log_p)` in the paper.
+        lr: The share of G^-1 g that is taken, where the bound allows it.
+        method: How the average is inverted, default `ng.Averaged()`; the paper's eq. 4 is `ng.FirstOrder()`.
+        bound: lr * sqrt(g^T G^-1 g) stays below bound * unit * sqrt(b) for b examples a step: `ng.OnlineRadius`. The
+            unit is N / sqrt(tr Cov x) for N variables x of a score metric, 5 for a metric in nats.
+        hold: Examples after which the bound falls as 1 / seen.
+        rule: In place of bound and hold; ng.Rate() for the paper's plain rate.
+        weight_decay: Decoupled, as elsewhere.
 
     For up to some thousand parameters: memory 2 K^2 numbers, time O(r K^2 + K^3 / 3) a step, O(r K^2) with the other
     methods, r columns of the root. Loop: `ng.score_matching_loss(log_p, params, X).backward(); opt.step()`.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
 from natgrad.metrics import Metric
+from natgrad.metrics.score_unit import data_unit, joined
 from natgrad.operators import Factored, Inverted, Operator
 from natgrad.pure import Labelled, RandomState, as_call
 from natgrad.spaces import Params
@@ -38,7 +39,8 @@ class Update(ABC):
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
         """The memory after U (n, r); None where it would not be finite. Writes anew.
 
-        memory: with `step`, this one's number from 1, and `seen`, examples up to and with this step's.
+        memory: with `step`, this one's number from 1, `seen`, examples up to and with this step's, and `unit`, the
+        length that sqrt(d^T G d) is measured by.
         """
 
     @abstractmethod
@@ -122,20 +124,43 @@ class Woodbury(Update):
 class Averaged(Update):
     """Keeps G itself (eq. 3), and factorises G + damping I every few steps. The default.
 
-    horizon: G is the mean over the last horizon * n columns of roots (n parameters): eps = r / (horizon n) for U (n, r)
-    once as many were seen, before that the mean over all of them. So it does not depend on the batch.
-    damping, decay: absolute damping max(damping, decay / (decay + examples seen)), in units of G. every: Cholesky at
-    every such step; until then the last factor solves. ValueError unless horizon, damping, decay > 0 and every >= 1.
+    G is the mean over the last horizon * n columns of roots (n parameters), or over `batches` batches where these have
+    more columns, and over seen / hold times as many once `hold` examples were seen: eps = r / columns for U (n, r).
+
+    The damping is unit^2 max(damping, decay / (1 + seen)), plus (seen - hold) / late of G's mean eigenvalue, at most
+    all of it, once `hold` examples were seen. `Operator.unit` is the metric's: with the score metric of data in
+    other units, G, unit^2 and the damping change alike, and the step not at all. Long steps at first, which leave
+    plateaus, short and averaged ones later, which fit the noise of few batches no more.
+
+    Args:
+        horizon: Columns averaged over, per parameter.
+        batches: Averaged over at least; with one or two, metric and gradient share their noise.
+        damping: The least, in units of unit^2.
+        decay: Of the first steps: damping times examples, in units of unit^2.
+        hold: Examples after which averages lengthen and the damping grows; math.inf for neither.
+        late: Further examples after which the damping is G's mean eigenvalue.
+        every: Steps between Cholesky factorisations; until the next the last factor solves.
+
+    Raises:
+        ValueError: Unless horizon, damping, decay, hold, late > 0 (finite, all but hold) and batches, every are
+            integers >= 1.
     """
 
     horizon: float = 8.0
-    damping: float = 3e-3
-    decay: float = 1.0
+    batches: int = 3
+    damping: float = 1.25e-4
+    decay: float = 0.04
+    hold: float = 4000.0
+    late: float = 20_000.0
     every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("horizon", "damping", "decay"):
+        for name in ("horizon", "damping", "decay", "late"):
             check_positive(name, getattr(self, name))
+        if not self.hold > 0:
+            raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
+        if not isinstance(self.batches, int) or self.batches < 1:
+            raise ValueError(f"batches is {self.batches}, expected an integer >= 1, batches averaged over at least")
         if not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every is {self.every}, expected an integer >= 1, steps between factorisations")
 
@@ -143,18 +168,24 @@ class Averaged(Update):
         return {"metric": scaled_identity(operator, 0.0), "columns": 0.0}
 
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
-        n, r = root.shape
-        columns = min(memory["columns"] + r, max(self.horizon * n, r))
-        metric = average_metric(memory["metric"], root, r / columns)
+        columns = self.columns(memory["columns"], root, memory["seen"])
+        metric = average_metric(memory["metric"], root, root.shape[-1] / columns)
         found = {"metric": metric, "columns": columns}
         if "lower" in memory and memory["step"] % self.every:
             return {**found, "lower": memory["lower"]} if all_finite(metric) else None
-        lower = factorised(metric, self.amount(memory["seen"]))
+        lower = factorised(metric, float(self.amount(metric, memory["seen"], memory["unit"])))
         return None if lower is None else {**found, "lower": lower}
 
-    def amount(self, seen: int) -> float:
-        """The damping after so many examples."""
-        return max(self.damping, self.decay / (self.decay + seen))
+    def columns(self, before: float, root: Tensor, seen: int) -> float:
+        """How many columns the mean is over, once U (..., n, r) has joined a mean over so many."""
+        n, r = root.shape[-2:]
+        return min(before + r, max(self.horizon * n, self.batches * r) * max(1.0, seen / self.hold))
+
+    def amount(self, metric: Tensor, seen: int, unit: float | Tensor) -> Tensor:
+        """The damping of G (..., n, n) after so many examples, in units of G, (...,)."""
+        mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)
+        share = min(1.0, max(seen - self.hold, 0.0) / self.late)
+        return unit**2 * max(self.damping, self.decay / (1 + seen)) + share * mean
 
     def operator(self, memory: Memory) -> Operator:
         return Factored(memory["lower"])
@@ -194,9 +225,9 @@ class AdaptiveInverse(Structure):
         shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
         if memory is None or memory["parameters"] != shapes:
             memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
-        following = self._follow(memory, now, count(inputs))
+        following = self._follow({**memory, **measured(memory, now, metric, inputs)}, now, count(inputs))
         operator = self.method.operator(following)
-        operator.nats = now.nats
+        operator.nats, operator.unit = now.nats, following["unit"]
         operator.counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
         return operator, following
 
@@ -217,6 +248,16 @@ class AdaptiveInverse(Structure):
                 "derivatives (a square root at 0) or an overflow in the model"
             )
         return {**memory, "kept": memory["kept"] + 1}
+
+
+def measured(memory: Memory, now: Operator, metric: Metric, inputs: Any) -> Memory:
+    """What to remember of the data's spread, and the unit of length that follows; the operator's own without data."""
+    rows = metric.measured(inputs)
+    if rows is None or not rows.is_floating_point() or not all_finite(rows):
+        return {"unit": memory.get("unit", now.unit)}
+    spread = joined(memory.get("spread"), rows)
+    unit = float(data_unit(spread))
+    return {"spread": spread, "unit": unit if 0 < unit < float("inf") else now.unit}
 
 
 def adaptation_rate(step: int, offset: float, floor: float) -> float:

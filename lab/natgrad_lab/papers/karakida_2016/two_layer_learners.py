@@ -6,13 +6,14 @@ A learner has the parameters {"W", "V"} of R models, (R, 8, 8), and `step(X)`, X
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
+from natgrad.metrics.score_unit import data_unit, joined
 from natgrad.structures.adaptive_inverse import adaptation_rate
 from natgrad.structures.inverse_updates import adapt_inverse, average_metric, stays_positive, woodbury_inverse
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
@@ -121,6 +122,7 @@ class Ours:
     seen: int = 0
     columns: float = 0.0
     count: int = 0
+    spread: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         W = self.params["W"]
@@ -132,19 +134,20 @@ class Ours:
         batch = examples.shape[1]
         self.count, self.seen = self.count + 1, self.seen + batch
         gradient, root = self.slopes(examples)
-        n, r = root.shape[-2:]
-        self.columns = min(self.columns + r, max(self.method.horizon * n, r))
-        average_metric(self.metric, root, r / self.columns, out=self.metric)
+        self.columns = self.method.columns(self.columns, root, self.seen)
+        average_metric(self.metric, root, root.shape[-1] / self.columns, out=self.metric)
+        self.spread = joined(self.spread, examples)
+        unit = data_unit(self.spread)
         if self.count == 1 or self.count % self.method.every == 0:
             damped = self.metric.clone()
-            damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.seen))
+            damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.metric, self.seen, unit).unsqueeze(1))
             found = torch.linalg.cholesky_ex(damped)
             failed = (found.info != 0).view(-1, 1, 1)
             self.lower = torch.where(failed, self.lower, found.L)  # keeps the last good one
         half = torch.linalg.solve_triangular(self.lower, gradient.unsqueeze(-1), upper=False)
         step = torch.linalg.solve_triangular(self.lower.mT, half, upper=True).squeeze(-1)
         length = self.rate * half.squeeze(-1).norm(dim=1, keepdim=True)
-        bound = self.rule.bound * batch**0.5 * min(1.0, self.rule.hold / self.seen)
+        bound = self.rule.length(batch, self.seen) * unit.unsqueeze(1)
         move(self.params, step * (bound / length).clamp(max=1), self.rate)
 
 
