@@ -15,6 +15,7 @@ from natgrad.linalg import stays_finite
 from natgrad.optim.blocks import Blocks, Inverted, penalised, running_mean
 from natgrad.optim.clock import Clock
 from natgrad.optim.distributed import Ranks
+from natgrad.optim.outside import Outside
 from natgrad.optim.stride import Stride
 
 WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
@@ -35,6 +36,7 @@ class Attempt:
         stride: A copy of it measures.
         nats: Nats per example in one unit of the mean loss.
         told: What is reported of the step.
+        outside: What losses besides `opt.loss` do to the blocks.
     """
 
     blocks: Blocks
@@ -46,6 +48,7 @@ class Attempt:
     ranks: Ranks
     nats: Any
     told: dict[str, Any]
+    outside: Outside
     inverses: dict[str, Inverted] = field(default_factory=dict)
     means: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -58,7 +61,11 @@ class Attempt:
 
     def invert(self) -> None:
         """Damped inverses of today's averages."""
-        levels = {name: (float(group["damping"]), float(group["l2"])) for name, group in self.groups.items()}
+        mean = self.blocks.mean_eigenvalue() if self.outside.levels else 0.0
+        levels = dict[str, tuple[float, float]]()
+        for name, group in self.groups.items():
+            damping = float(group["damping"])
+            levels[name] = damping, float(group["l2"]) + self.outside.damping(name, damping * mean)
         self.inverses, failures = self.blocks.invert(levels)
         self.clock["failures"] += failures
         self.clock["inverted"] = self.clock["step"]

@@ -129,6 +129,11 @@ class Blocks:
         """Forget the changes that `drift` told."""
         self._changes = []
 
+    def mean_eigenvalue(self) -> float:
+        """Over all blocks, of today's averages."""
+        operators = [self.operator(block) for block in self]
+        return sum(float(one.mean_eigenvalue()) * one.size for one in operators) / sum(one.size for one in operators)
+
     def invert(self, levels: Mapping[str, tuple[float, float]]) -> tuple[dict[str, Inverted], int]:
         """Damped inverses from today's averages by key, and the number of those that failed. Nothing is written.
 

@@ -22,6 +22,7 @@ from natgrad.optim.distributed import meet
 from natgrad.optim.door import check_blocks, checked_group, given_parameters, named_parameters
 from natgrad.optim.judge import Judge, replaying, slope_along
 from natgrad.optim.objective import Closure
+from natgrad.optim.outside import Outside
 from natgrad.optim.patience import OVERDUE, SKIPPED, watch
 from natgrad.optim.reading import Reader
 from natgrad.optim.recall import Recall, listen
@@ -111,7 +112,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Any] = {}
         self._clock = started()
-        self._stride = Stride()
+        self._stride, self._outside = Stride(), Outside()
         self._pending = 0  # readings since the last step
         self._bad = False  # whether its batch was counted as a failure
         self._nats: Any = 1.0
@@ -266,6 +267,8 @@ class StructuredNaturalGradient(ModelOptimizer):
                     reading.apart.clear()
                     taken = self._blocks.take(reading, decay)
                     self._stride.sample = sample if taken else None
+                if self._ranks.size == 1:
+                    self._outside.listen(self.criterion, outputs, targets, value, self._named)
         else:
             self._reader.skip(value)
         value.register_hook(Release(self._reader.taps))
@@ -305,6 +308,9 @@ class StructuredNaturalGradient(ModelOptimizer):
         if finite:
             self._reader.arm(False)  # what follows may call the model again
             attempt = self._attempt(nats, dict(told))
+            if self._pending:
+                blocks = [block.layout.names for block in self._blocks]
+                self._outside.measure(gradients, self._named, blocks, len(self._recall.losses), float(scale))
             if self._clock["updated"] > self._clock["inverted"] and self._due("inverted", self.invert_every):
                 attempt.invert()
             refuses = partial(self._refuses, attempt, gradients, closure, value)
@@ -326,10 +332,11 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._reader.taps.take()
         self._reader.arm(self._due("updated", self.update_every))
         self._stride.sample = None
+        self._outside.forget_batch()
 
     def _attempt(self, nats: Any, told: dict[str, Any]) -> Attempt:
         parts = (self._blocks, self._named, self.state, self.param_groups, self._clock, self._stride, self._ranks)
-        return Attempt(*parts, nats, told)
+        return Attempt(*parts, nats, told, self._outside)
 
     def _refuses(
         self,
