@@ -147,6 +147,28 @@ def test_gradients_flow_through_the_coordinates(name):
 
 
 @every
+def test_derivatives_of_natural_are_the_same_in_every_mode(name):
+    """torch takes a custom function's forward derivative of a forward derivative for zero, without a word."""
+    family, make, _ = CASES[name]
+    theta = make()
+    eta, back, forward = family.expectation(theta).detach(), torch.func.jacrev, torch.func.jacfwd
+    second = back(back(family.natural))(eta)
+    scale = float(second.abs().max())
+    for modes in ((forward, forward), (forward, back), (back, forward)):
+        found = modes[0](modes[1](family.natural))(eta)
+        assert_close(found, second, rtol=1e-7, atol=1e-9 * max(scale, 1.0))
+    if len(theta) <= 3:
+        third = forward(second_of(family.natural, back))(eta)
+        found = forward(second_of(family.natural, forward))(eta)
+        assert_close(found, third, rtol=1e-6, atol=1e-8 * max(float(third.abs().max()), 1.0))
+
+
+def second_of(function, jacobian):
+    """The second derivative in one mode."""
+    return jacobian(jacobian(function))
+
+
+@every
 def test_second_derivatives_flow_through_the_coordinates(name):
     """phi is convex with the Hessian Cov(T)^-1, and its third derivative is that of the inverse matrix."""
     family, make, _ = CASES[name]

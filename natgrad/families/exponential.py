@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.families.newton import Inversion, newton
+from natgrad.families.newton import find_natural, newton
 from natgrad.lapack import concrete, require_inverse
 from natgrad.linalg import psd_root
 from natgrad.operators import Dense, Operator
@@ -80,7 +80,7 @@ class ExponentialFamily(ABC):
         ValueError where it does not arrive: eta is then on the boundary of what expectations can be, or beyond.
         """
         flat = self.check_finite(eta, "eta").reshape(-1, eta.shape[-1])
-        return Inversion.apply(flat, self).view(eta.shape)
+        return find_natural(self, flat).view(eta.shape)
 
     def invert(self, eta: Tensor) -> Tensor:
         """theta (b, n) of eta (b, n), without gradients: Newton's method from `guess`, unless a family knows better."""

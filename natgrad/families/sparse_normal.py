@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.families.closed import Closed
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaps import in_double
-from natgrad.families.newton import Inversion, newton
+from natgrad.families.newton import find_natural, newton
 from natgrad.families.normal import (
     LOG_2PI,
     POSITIVE,
@@ -205,5 +205,5 @@ def sparse_precision(pairs: Pairs, spread: Tensor) -> Tensor:
         raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
     scale = variances.sqrt()
     both = scale[..., pairs.first] * scale[..., pairs.second]
-    found = Inversion.apply((spread / both).reshape(-1, pairs.size), Centred(pairs)).view(spread.shape)
+    found = find_natural(Centred(pairs), (spread / both).reshape(-1, pairs.size)).view(spread.shape)
     return -2 * pairs.unpack(found / both)
