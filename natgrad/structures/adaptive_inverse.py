@@ -148,8 +148,8 @@ class Averaged(Update):
 
     horizon: float = 8.0
     batches: int = 3
-    damping: float = 1.25e-4
-    decay: float = 0.04
+    damping: float = 2e-4
+    decay: float = 0.06
     hold: float = 4000.0
     late: float = 20_000.0
     every: int = 1
