@@ -204,7 +204,7 @@ class OnlineRadius(Rule):
         return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1))
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
-        counts, step, unit = model.operator.counts, model.proposal, model.operator.unit
+        counts, step, unit = model.operator.counts, model.proposal, model.operator.length_unit
         if "seen" not in counts:
             raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
         bound = self.length(counts["examples"], counts["seen"]) * unit

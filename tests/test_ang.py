@@ -101,7 +101,7 @@ def test_the_bound_grows_with_the_batch_and_falls_after_a_while(examples: int, s
     with pytest.raises(ValueError, match="counts examples: use structure="):
         ng.OnlineRadius().step(model, None, {})
     metric.counts = {"examples": examples, "seen": seen}
-    metric.unit = 2.0
+    metric.length_unit = 2.0
     step, _ = ng.OnlineRadius(bound=0.08, hold=6000).step(model, None, {})
     expected = 0.16 * math.sqrt(examples) * min(1.0, 6000 / seen)
     assert math.sqrt(float(step.vector @ step.image)) == pytest.approx(expected)

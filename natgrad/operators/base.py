@@ -29,7 +29,7 @@ class Operator(ABC):
     """Whether G^-1 is what is held, so that products with G cost more than a solve: then none is made to check one."""
     counts: Mapping[str, int] = MappingProxyType({})
     """What a structure counted on its way here: examples of this step and seen so far, updates refused."""
-    unit: float = 5.0
+    length_unit: float = 5.0
     """What sqrt(d^T G d) is measured by in `ng.ang`. Nats have no scale to choose, so that this is a plain number; the
     score metric over data takes the length of their score instead, N / sqrt(tr Cov x): 4.85 where the defaults come
     from."""
@@ -52,7 +52,7 @@ class Operator(ABC):
         self.nats = units.pop()
         self.indefinite = any(operator.indefinite for operator in operators)
         self.inverse_kept = all(operator.inverse_kept for operator in operators)
-        self.unit = operators[0].unit
+        self.length_unit = operators[0].length_unit
         self.counts = {key: count for operator in operators for key, count in operator.counts.items()}
         return self
 

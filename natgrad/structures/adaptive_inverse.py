@@ -128,7 +128,7 @@ class Averaged(Update):
     more columns, and over seen / hold times as many once `hold` examples were seen: eps = r / columns for U (n, r).
 
     The damping is unit^2 max(damping, decay / (1 + seen)), plus (seen - hold) / late of G's mean eigenvalue, at most
-    all of it, once `hold` examples were seen. `Operator.unit` is the metric's: with the score metric of data in
+    all of it, once `hold` examples were seen. `Operator.length_unit` is the metric's: with the score metric of data in
     other units, G, unit^2 and the damping change alike, and the step not at all. Long steps at first, which leave
     plateaus, short and averaged ones later, which fit the noise of few batches no more.
 
@@ -227,7 +227,7 @@ class AdaptiveInverse(Structure):
             memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
         following = self._follow({**memory, **measured(memory, now, metric, inputs)}, now, count(inputs))
         operator = self.method.operator(following)
-        operator.nats, operator.unit = now.nats, following["unit"]
+        operator.nats, operator.length_unit = now.nats, following["unit"]
         operator.counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
         return operator, following
 
@@ -254,10 +254,10 @@ def measured(memory: Memory, now: Operator, metric: Metric, inputs: Any) -> Memo
     """What to remember of the data's spread, and the unit of length that follows; the operator's own without data."""
     rows = metric.measured(inputs)
     if rows is None or not rows.is_floating_point() or not all_finite(rows):
-        return {"unit": memory.get("unit", now.unit)}
+        return {"unit": memory.get("unit", now.length_unit)}
     spread = joined(memory.get("spread"), rows)
     unit = float(data_unit(spread))
-    return {"spread": spread, "unit": unit if 0 < unit < float("inf") else now.unit}
+    return {"spread": spread, "unit": unit if 0 < unit < float("inf") else now.length_unit}
 
 
 def adaptation_rate(step: int, offset: float, floor: float) -> float:
