@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
+from natgrad.lapack import svd
 from natgrad.spaces import Params
 
 Draw = Callable[..., Tensor]
@@ -223,4 +224,4 @@ def components(count: int, classes: list[int]) -> Tensor:
     chosen = torch.isin(torch.as_tensor(digits.target), torch.tensor(classes))
     x = torch.as_tensor(digits.data, dtype=torch.float32)[chosen]
     x = x - x.mean(0)
-    return white(x @ torch.linalg.svd(x, full_matrices=False)[2][:count].mT)
+    return white(x @ svd(x)[2][:count].mT)
