@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(int(os.environ.get("NATGRAD_THREADS", "1")))
 SEED = int(os.environ.get("NATGRAD_SEED", "0"))
 
-if "NATGRAD_MARGINS" in os.environ:  # a file: how near each comparison is to its bound, see tests/margins.py
+if "NATGRAD_MARGINS" in os.environ:  # a file: how near each comparison is to its bound, see tests/shared/margins.py
     pytest_plugins = ["margins"]
 
 # A fuzzer's cases are the same on every run of the suite; `--hypothesis-profile=long` draws fresh ones, and more.

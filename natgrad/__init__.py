@@ -76,7 +76,7 @@ from natgrad.optim import (
     tonga,
     unitwise,
 )
-from natgrad.positive import positive
+from natgrad.positive_parameters import positive
 from natgrad.rules import LineSearch, Momentum, OnlineRadius, Rate, Rule, SubspaceSearch, TrustRegion
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
 from natgrad.spaces import Space, trainable

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.derivatives import exact_derivatives
-from natgrad.layered import chain_of
+from natgrad.layered_energies import chain_of
 from natgrad.linalg import all_finite
 from natgrad.pure import Call, PureModel, check_call, mixes_examples, run_detached
 from natgrad.spaces import Params, check_parameters

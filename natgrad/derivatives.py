@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from natgrad.bags import embedding_bags
+from natgrad.embedding_bags import embedding_bags
 
 _ACTIVE: ContextVar[bool] = ContextVar("natgrad_exact_derivatives", default=False)
 

@@ -1,9 +1,9 @@
-"""Floor 6: one file, or folder, per kind of problem."""
+"""One file, or folder, per kind of problem."""
 
 from natgrad.applications import flows, helmholtz, policy, search, variational
 from natgrad.applications.boltzmann import Boltzmann
+from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad.applications.gauss_markov import GaussMarkov
-from natgrad.applications.pairs import PairPreconditioner
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,

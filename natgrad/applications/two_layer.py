@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.densities import Density
-from natgrad.positive import Positive, Square, positive
+from natgrad.positive_parameters import Positive, Square, positive
 from natgrad.spaces import Params
 
 

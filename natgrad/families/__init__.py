@@ -1,7 +1,7 @@
-"""Floor 2: what a model's outputs mean, the losses that say so, and exponential families."""
+"""What a model's outputs mean, the losses that say so, and exponential families."""
 
 from natgrad.families.base import Likelihood
-from natgrad.families.composed import Product, SubModel
+from natgrad.families.class_logits import Multinomial
 from natgrad.families.coordinates import (
     Coordinates,
     Expectation,
@@ -16,11 +16,10 @@ from natgrad.families.criteria import Criterion, as_criterion
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.field import Estimate, MarkovField
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.gibbs import Gibbs
-from natgrad.families.heads import Heads
 from natgrad.families.ising import Ising
+from natgrad.families.markov_field import Estimate, MarkovField
 from natgrad.families.mean_gradient import (
     dual_gradient,
     effective_draws,
@@ -38,9 +37,10 @@ from natgrad.families.named_coordinates import (
     ShapeScale,
 )
 from natgrad.families.normal import MultivariateNormal
-from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.output_heads import Heads
+from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.posterior import GaussianPosterior
-from natgrad.families.simplex import Multinomial
+from natgrad.families.product_families import Product, SubModel
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 
 __all__ = [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.families.closed import Closed
+from natgrad.families.closed_forms import Closed
 from natgrad.families.exponential import ExponentialFamily, say_singular
 from natgrad.lapack import require_solution
 from natgrad.operators import Operator

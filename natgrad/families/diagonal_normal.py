@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.closed import Closed
+from natgrad.families.cancellation import in_double, ratio_gap
+from natgrad.families.closed_forms import Closed
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.gaps import in_double, ratio_gap
-from natgrad.families.natural import check_count
+from natgrad.families.natural_likelihood import check_count
 from natgrad.families.normal import (
     LOG_2PI,
     check_moments,

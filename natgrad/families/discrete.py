@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.families.base import check_range, check_same_shape, one_tensor
-from natgrad.families.exponential import check_support
-from natgrad.families.gaps import divergence_terms, exp_gap
-from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
-from natgrad.families.natural import ENUMERATED, Entries, NaturalLikelihood, check_count
-from natgrad.families.simplex import (
+from natgrad.families.cancellation import divergence_terms, exp_gap
+from natgrad.families.class_logits import (
     LOGITS,
     SimplexFisher,
     are_logits,
@@ -25,6 +22,9 @@ from natgrad.families.simplex import (
     simplex_forms,
     weigh_logs,
 )
+from natgrad.families.exponential import check_support
+from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
+from natgrad.families.natural_likelihood import ENUMERATED, Entries, NaturalLikelihood, check_count
 from natgrad.lapack import concrete
 from natgrad.operators import Operator
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.base import DiagonalForm, Separable, check_same_shape
-from natgrad.families.gaps import exp_gap, ratio_gap
+from natgrad.families.cancellation import exp_gap, ratio_gap
 
 
 @dataclass(frozen=True)

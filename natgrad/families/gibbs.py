@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.families.natural import check_count
-from natgrad.families.pair_sweep import PairSweep, fits_pairs
-from natgrad.families.tables import Clique, Tables
+from natgrad.families.discrete_tables import Clique, Tables
+from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
+from natgrad.families.natural_likelihood import check_count
 
 
 @dataclass(frozen=True)

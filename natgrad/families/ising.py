@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from natgrad.families.field import MarkovField, check_field
 from natgrad.families.gibbs import Gibbs
-from natgrad.families.natural import check_count
+from natgrad.families.markov_field import MarkovField, check_field
+from natgrad.families.natural_likelihood import check_count
 
 
 class Ising(MarkovField):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad.families.gaps import ratio_gap
+from natgrad.families.cancellation import ratio_gap
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 SHIFT = 10

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.exponential import ExponentialFamily, say_singular
-from natgrad.families.slope import natural_slope, regressed
+from natgrad.families.regression import natural_slope, regressed
 from natgrad.lapack import require_solution
 
 METHODS = ("regression", "ridge", "fisher")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.closed import Closed
+from natgrad.families.closed_forms import Closed
 from natgrad.families.coordinates import Coordinates, Mapped
 from natgrad.families.diagonal_normal import DiagonalNormal
 from natgrad.families.normal import MultivariateNormal, check_moments, checked_factor, inverse_from
-from natgrad.families.positive import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.lapack import concrete
 from natgrad.operators import Operator
 

@@ -8,10 +8,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.families.closed import Closed
+from natgrad.families.cancellation import in_double, ratio_gap
+from natgrad.families.closed_forms import Closed
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.gaps import in_double, ratio_gap
-from natgrad.families.pairs import Pairs
+from natgrad.families.symmetric_matrices import Pairs
 from natgrad.lapack import concrete, factor_or_nan, invert_or_nan, is_positive_definite, require_factor
 from natgrad.operators import Operator
 

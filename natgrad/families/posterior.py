@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.base import DiagonalForm
-from natgrad.families.gaps import exp_gap
+from natgrad.families.cancellation import exp_gap
 from natgrad.families.gaussian import draw_normal
 
 

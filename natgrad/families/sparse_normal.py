@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.families.closed import Closed
+from natgrad.families.cancellation import in_double
+from natgrad.families.closed_forms import Closed
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.gaps import in_double
 from natgrad.families.newton import find_natural, newton
 from natgrad.families.normal import (
     LOG_2PI,
@@ -26,7 +26,7 @@ from natgrad.families.normal import (
     precision_gap,
     safe_factor,
 )
-from natgrad.families.pairs import Pairs
+from natgrad.families.symmetric_matrices import Pairs
 from natgrad.lapack import concrete, factor_or_nan
 from natgrad.operators import Operator
 

@@ -1,18 +1,18 @@
-"""Floor 3: distributions as points of a curved space, with geodesics, transport, retractions and the dual geometry."""
+"""Distributions as points of a curved space, with geodesics, transport, retractions and the dual geometry."""
 
-from natgrad.geometry.balls import kl_ball, level_set
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.bures import Wasserstein
-from natgrad.geometry.cone import PositiveDefinite
-from natgrad.geometry.dual import e_geodesic, e_projection, m_geodesic, m_projection, mirror_step, tilt
+from natgrad.geometry.divergence_balls import kl_ball, level_set
+from natgrad.geometry.dual_geometry import e_geodesic, e_projection, m_geodesic, m_projection, mirror_step, tilt
+from natgrad.geometry.fisher_rao import NaturalParameters, fisher_rao
+from natgrad.geometry.flat_manifold import Bits, Location, Rates, Scales
 from natgrad.geometry.half_plane import HalfPlane
 from natgrad.geometry.momentum import Descent
-from natgrad.geometry.natural import NaturalParameters, fisher_rao
-from natgrad.geometry.normals import Normals
+from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.ode import integrate
+from natgrad.geometry.positive_definite import PositiveDefinite
+from natgrad.geometry.product_manifold import Together
 from natgrad.geometry.simplex import Simplex
-from natgrad.geometry.straight import Bits, Location, Rates, Scales
-from natgrad.geometry.together import Together
 
 __all__ = [
     "Bits",

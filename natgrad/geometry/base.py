@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.geometry.smooth import length
+from natgrad.geometry.stable_functions import length
 
 SHORTENINGS = 50
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.normals import Normals
-from natgrad.geometry.smooth import length, matrix_sqrt, symmetric
+from natgrad.geometry.normal_manifold import Normals
+from natgrad.geometry.stable_functions import length, matrix_sqrt, symmetric
 from natgrad.lapack import eigh, require_factor, require_inverse
 from natgrad.operators import Operator
 

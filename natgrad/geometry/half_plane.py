@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.smooth import arc_over_hyperbolic_sine, length, sinhc
+from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, length, sinhc
 
 ROOT2 = math.sqrt(2)
 

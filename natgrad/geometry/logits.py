@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.smooth import arc_over_sine, length, sinc
-from natgrad.geometry.straight import Straightened
+from natgrad.geometry.flat_manifold import Straightened
+from natgrad.geometry.stable_functions import arc_over_sine, length, sinc
 
 
 class LogRates(Straightened):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.smooth import length
+from natgrad.geometry.stable_functions import length
 
 
 class Shooting(Manifold):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.smooth import arc_over_sine, length, sinc
+from natgrad.geometry.stable_functions import arc_over_sine, length, sinc
 
 
 class Simplex(Manifold):

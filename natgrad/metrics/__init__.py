@@ -1,4 +1,4 @@
-"""Floor 3: which G."""
+"""Which G."""
 
 from natgrad.metrics.base import Metric, PullbackMetric
 from natgrad.metrics.covariance import Covariance, covariance

@@ -1,22 +1,23 @@
-"""Floor 1: the metric as something you multiply with."""
+"""The metric as something you multiply with."""
 
-from natgrad.operators.arranged import Arranged, Layout
+from natgrad.layers.layout import Layout
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
-from natgrad.operators.basis import SharedBasis
-from natgrad.operators.block import Block
+from natgrad.operators.block_diagonal import Block
 from natgrad.operators.centred import Centred
+from natgrad.operators.cholesky import Factored, FactoredInverse, Inverted
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
-from natgrad.operators.factored import Factored, FactoredInverse, Inverted
 from natgrad.operators.kronecker import Kronecker, Spectral
+from natgrad.operators.kronecker_pieces import Tiled
+from natgrad.operators.layerwise import Arranged
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
+from natgrad.operators.low_rank_plus_identity import Spiked, SpikedKronecker, Spikes
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
-from natgrad.operators.shared import SharedRows
-from natgrad.operators.spiked import Spiked, SpikedKronecker, Spikes
-from natgrad.operators.tiled import Tiled
-from natgrad.operators.units import QuasiDiagonal, Units
+from natgrad.operators.shared_basis import SharedBasis
+from natgrad.operators.shared_rows import SharedRows
+from natgrad.operators.unitwise import QuasiDiagonal, Units
 
 __all__ = [
     "Arranged",

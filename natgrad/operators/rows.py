@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, output_map, say_once
-from natgrad.operators.taps import Explicit, Part, backward_to_taps, frozen_point, record_taps
+from natgrad.operators.row_taps import Explicit, Part, backward_to_taps, frozen_point, record_taps
 from natgrad.pure import Call, PureModel, mixes_examples
 from natgrad.spaces import Space
 

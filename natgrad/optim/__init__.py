@@ -1,11 +1,11 @@
-"""Floor 5: the natural gradient as a function and as an optimizer, and named recipes."""
+"""The natural gradient as a function and as an optimizer, and named recipes."""
 
-from natgrad.optim.family import diagonal, ekfac, kfac, online_ng, tonga, unitwise
+from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.recipes import ang, hessian_free, krylov_subspace, natgrad_cg
-from natgrad.optim.reports import Report, Row, StateReport
+from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.optim.structured import StructuredNaturalGradient
+from natgrad.optim.structured_recipes import diagonal, ekfac, kfac, online_ng, tonga, unitwise
 
 __all__ = [
     "NaturalGradient",

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.optim.recall import Loss
-from natgrad.optim.sharded import DRIFT, refuse_sharded
+from natgrad.layers.kinds import EmbeddingLayer, Layer
+from natgrad.layers.moments import Seen
+from natgrad.optim.last_pass import Loss
+from natgrad.optim.parallel_models import DRIFT, refuse_sharded
 from natgrad.structures import Layerwise
-from natgrad.structures.layers import EmbeddingLayer, Layer
-from natgrad.structures.statistics import Seen
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 
 from natgrad.linalg import KroneckerEigen
 from natgrad.operators import Diagonal, Kronecker, Operator, QuasiDiagonal, Spectral, Spiked, Tiled, Units
-from natgrad.operators.units import QuasiDiagonalInverse
+from natgrad.operators.unitwise import QuasiDiagonalInverse
 from natgrad.pure import leaves
 
 Packed = dict[str, Any]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.optim.passes import Data
-from natgrad.optim.recall import Recall
-from natgrad.optim.routes import OTHER_BATCH, Linearised
-from natgrad.optim.terms import weights_of
+from natgrad.optim.last_pass import Recall
+from natgrad.optim.loss_inputs import OTHER_BATCH, Linearised
+from natgrad.optim.loss_metrics import weights_of
+from natgrad.optim.recorded_pass import Data
 from natgrad.pure import RandomState, Select, pure_model, run_detached
 from natgrad.spaces import Space
 

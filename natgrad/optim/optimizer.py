@@ -17,8 +17,7 @@ from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, own_copy, read_checkpoint, write_checkpoint
-from natgrad.optim.distributed import refuse_wrapped
-from natgrad.optim.door import (
+from natgrad.optim.checks import (
     check_batch,
     check_choices,
     check_number,
@@ -29,14 +28,15 @@ from natgrad.optim.door import (
     inputs_of,
     named_parameters,
 )
+from natgrad.optim.distributed import refuse_wrapped
+from natgrad.optim.flat_step import Point, check_solution, judge, moves_finitely, quadratic, told
+from natgrad.optim.last_pass import Recall, listen, overhear
+from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
 from natgrad.optim.objective import Objective, objective_of
-from natgrad.optim.passes import Data
-from natgrad.optim.patience import SKIPPED, watch
-from natgrad.optim.recall import Recall, listen, overhear
-from natgrad.optim.reports import Report, Row, StateReport
-from natgrad.optim.sharded import refuse_processes
-from natgrad.optim.step import Point, check_solution, judge, moves_finitely, quadratic, told
-from natgrad.optim.terms import chosen_outputs, metric_of_step
+from natgrad.optim.parallel_models import refuse_processes
+from natgrad.optim.recorded_pass import Data
+from natgrad.optim.stalled_runs import SKIPPED, watch
+from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import RandomState
 from natgrad.rules import Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status

@@ -14,23 +14,23 @@ from torch import Tensor, nn
 
 from natgrad.damping import Damping
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.attempt import Attempt
-from natgrad.optim.blocks import Block, Blocks, dense
+from natgrad.layers.taps import Release
+from natgrad.optim.block_averages import Block, Blocks, dense
 from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, read_checkpoint, write_checkpoint
-from natgrad.optim.clock import due, pace, started
+from natgrad.optim.checks import check_blocks, checked_group, given_parameters, named_parameters
 from natgrad.optim.distributed import meet
-from natgrad.optim.door import check_blocks, checked_group, given_parameters, named_parameters
-from natgrad.optim.judge import Judge, replaying, slope_along
+from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Closure
-from natgrad.optim.outside import Outside
-from natgrad.optim.patience import OVERDUE, SKIPPED, watch
-from natgrad.optim.reading import Reader
-from natgrad.optim.recall import Recall, listen
-from natgrad.optim.reports import Report, Row, StateReport, state_report
-from natgrad.optim.stride import Stride, bounded_below, sampled
+from natgrad.optim.outside_losses import Outside
+from natgrad.optim.pass_statistics import Reader
+from natgrad.optim.pending_step import Attempt
+from natgrad.optim.reduction_ratio import Judge, replaying, slope_along
+from natgrad.optim.schedule import due, pace, started
+from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, watch
+from natgrad.optim.state_report import Report, Row, StateReport, state_report
+from natgrad.optim.step_length import Stride, bounded_below, sampled
 from natgrad.pure import Select, check_select, full_precision, leaves, map_tensors
 from natgrad.structures import ExactLabels, Layerwise, Sampled
-from natgrad.structures.taps import Release
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 FORMAT = Format("ng.kfac or its like", SAVED, frozenset({"mean"}), older=True)

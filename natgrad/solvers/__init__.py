@@ -1,4 +1,4 @@
-"""Floor 2: solvers of (G + damping I) x = b behind one face."""
+"""Solvers of (G + damping I) x = b behind one face."""
 
 from natgrad.solvers.auto import Auto
 from natgrad.solvers.base import Iterate, Solution, Solver, Status, Subspace

@@ -1,15 +1,15 @@
-"""Floor 4: how a metric is remembered, and what makes solving with it faster."""
+"""How a metric is remembered, and what makes solving with it faster."""
 
 from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.blocks import Blocks
-from natgrad.structures.covariance import LowRankCovariance
 from natgrad.structures.diagonal import Diagonal, UnitWise
 from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Sampled
 from natgrad.structures.exact import Dense, Exact
 from natgrad.structures.kronecker import EigenKronecker, Kronecker
 from natgrad.structures.layerwise import Layerwise
-from natgrad.structures.online import OnlineLowRank
+from natgrad.structures.low_rank_covariance import LowRankCovariance
+from natgrad.structures.online_low_rank import OnlineLowRank
 from natgrad.structures.preconditioners import (
     DiagonalPreconditioner,
     EmpiricalPreconditioner,

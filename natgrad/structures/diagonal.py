@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from natgrad.layers.kinds import Layer
+from natgrad.layers.moments import Seen, bias_rows, squares, token_blocks, token_squares, total, unit_blocks
 from natgrad.operators import Diagonal as DiagonalOperator
 from natgrad.operators import Operator, QuasiDiagonal, Units
-from natgrad.structures.layers import Layer
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
-from natgrad.structures.statistics import Seen, bias_rows, squares, token_blocks, token_squares, total, unit_blocks
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Likelihood
+from natgrad.layers.examples import Examples
 from natgrad.metrics.score import Diagonals
 from natgrad.operators import Form, Pullback
 from natgrad.operators.linearization import output_map
-from natgrad.structures.examples import Examples
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import KroneckerEigen, eigh
-from natgrad.operators import Kronecker as KroneckerOperator
-from natgrad.operators import Operator, Spectral, Tiled, Units
-from natgrad.operators.tiled import grid_of, tiled
-from natgrad.structures.cuts import Room, cut, diagonal_like
-from natgrad.structures.exchange import exchanged
-from natgrad.structures.layers import Layer
-from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
-from natgrad.structures.statistics import (
+from natgrad.layers.kinds import Layer
+from natgrad.layers.moments import (
     Mixed,
     Seen,
     diagonal_moment,
@@ -29,6 +22,13 @@ from natgrad.structures.statistics import (
     turned,
     unit_blocks,
 )
+from natgrad.layers.pieces import Room, cut, diagonal_like
+from natgrad.linalg import KroneckerEigen, eigh
+from natgrad.operators import Kronecker as KroneckerOperator
+from natgrad.operators import Operator, Spectral, Tiled, Units
+from natgrad.operators.kronecker_pieces import grid_of, tiled
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.process_sums import exchanged
 
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""

@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from natgrad.layers.kinds import Layer
+from natgrad.layers.moments import Seen
+from natgrad.layers.traced import SECOND
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Diagonal, Layout, Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params, Space
 from natgrad.structures.base import Memory, Structure
-from natgrad.structures.collect import collect
 from natgrad.structures.estimates import Estimate, Sampled
-from natgrad.structures.exchange import exchanged
-from natgrad.structures.layers import Layer
-from natgrad.structures.statistics import Seen
-from natgrad.structures.traced import SECOND
+from natgrad.structures.metric_pass import collect
+from natgrad.structures.process_sums import exchanged
 
 Statistics = dict[str, Tensor]
 

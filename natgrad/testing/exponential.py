@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily
-from natgrad.testing.demand import require, require_close, require_mean, require_raises, tolerance, untouched
 from natgrad.testing.operators import check_operator
+from natgrad.testing.requirements import require, require_close, require_mean, require_raises, tolerance, untouched
 
 
 def check_exponential_family(

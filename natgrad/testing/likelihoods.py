@@ -10,13 +10,7 @@ from torch import Tensor
 
 from natgrad.families import Likelihood
 from natgrad.pure import leaves, map_tensors
-from natgrad.testing.demand import (
-    require,
-    require_close,
-    require_mean,
-    tolerance,
-    untouched,
-)
+from natgrad.testing.requirements import require, require_close, require_mean, tolerance, untouched
 
 
 def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rtol: float | None = None) -> None:

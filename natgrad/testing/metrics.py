@@ -12,13 +12,8 @@ from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.pure import Call, as_call, leaves, map_tensors
 from natgrad.spaces import Params, Space
-from natgrad.testing.demand import (
-    require,
-    require_close,
-    tolerance,
-    untouched,
-)
 from natgrad.testing.operators import check_operator
+from natgrad.testing.requirements import require, require_close, tolerance, untouched
 
 
 def check_metric(

@@ -7,12 +7,7 @@ from torch import Tensor
 
 from natgrad.lapack import eigh
 from natgrad.operators import Operator
-from natgrad.testing.demand import (
-    require,
-    require_close,
-    require_raises,
-    tolerance,
-)
+from natgrad.testing.requirements import require, require_close, require_raises, tolerance
 
 
 def check_operator(operator: Operator, *, rtol: float | None = None) -> None:

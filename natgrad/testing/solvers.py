@@ -11,11 +11,7 @@ from torch import Tensor
 from natgrad.lapack import eigh
 from natgrad.operators import Block, Dense, Diagonal, Kronecker, LowRank, Operator
 from natgrad.solvers import Solution, Solver, Status
-from natgrad.testing.demand import (
-    require,
-    require_close,
-    require_raises,
-)
+from natgrad.testing.requirements import require, require_close, require_raises
 
 
 def check_solver(

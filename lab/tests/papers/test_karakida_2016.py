@@ -12,7 +12,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.applications.two_layer import gradients
-from natgrad.positive import Positive, Square, positive
+from natgrad.positive_parameters import Positive, Square, positive
 from natgrad_lab.experiments import LabError, Run, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import degraded, reached
 from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, Settings, learn, rank

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.helmholtz.rows import States, fisher_rows, generation_rows, recognition_rows
+from natgrad.applications.helmholtz.logistic_rows import States, fisher_rows, generation_rows, recognition_rows
 from natgrad.applications.helmholtz.units import Conditional, chain
 from natgrad.linalg import all_finite
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.applications.helmholtz.logistic_rows import Rows, States, generation_rows, mixed, recognition_rows
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
-from natgrad.applications.helmholtz.rows import Rows, States, generation_rows, mixed, recognition_rows
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from natgrad.applications.helmholtz.blocks import EXACT, RADIUS, Kept, fitting, refresh_cost, within
 from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
+from natgrad.applications.helmholtz.unit_blocks import EXACT, RADIUS, Kept, fitting, refresh_cost, within
 from natgrad.applications.helmholtz.units import Conditional, chain
 from natgrad.linalg import all_finite
 

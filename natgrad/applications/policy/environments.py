@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from natgrad.applications.policy.capture import captured, decoded, encoded, matches, restored
-from natgrad.applications.policy.needs import gymnasium
+from natgrad.applications.policy.environment_state import captured, decoded, encoded, matches, restored
+from natgrad.applications.policy.gymnasium_import import gymnasium
 
 Array = np.ndarray
 PATIENCE = 1000

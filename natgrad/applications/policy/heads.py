@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.applications.policy.needs import gymnasium
+from natgrad.applications.policy.gymnasium_import import gymnasium
 from natgrad.families import Bernoulli, Categorical, DiagonalGaussian, Heads, Likelihood
 
 Array = np.ndarray

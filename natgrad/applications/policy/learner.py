@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.policy.actor import Actor, perceptron, probe_size
+from natgrad.applications.policy.checks import as_integer, check_numbers, evaluation, like_first
 from natgrad.applications.policy.critic import Critic, check_values
-from natgrad.applications.policy.door import as_integer, check_numbers, evaluation, like_first
 from natgrad.applications.policy.environments import Environments, Episode, single
 from natgrad.applications.policy.heads import Head, head_for
 from natgrad.applications.policy.history import History
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.applications.policy.progress import Progress
 from natgrad.applications.policy.rollout import Rollout, collect, judged
-from natgrad.applications.policy.spelling import as_learning, as_policy, as_prediction, per_agent
-from natgrad.applications.policy.step import Direction, Move, Surrogate
+from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
+from natgrad.applications.policy.surrogate import Direction, Move, Surrogate
 from natgrad.damping import Damping, as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
-from natgrad.optim.sharded import refuse_processes
+from natgrad.optim.parallel_models import refuse_processes
 from natgrad.pure import run_detached
 from natgrad.solvers import Solver
 from natgrad.spaces import Space

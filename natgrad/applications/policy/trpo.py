@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from natgrad.applications.policy.door import as_integer, require_positive
+from natgrad.applications.policy.checks import as_integer, require_positive
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.learner import PolicyLearner
-from natgrad.applications.policy.step import Direction, Move, Surrogate, line_search, standing, taken
+from natgrad.applications.policy.surrogate import Direction, Move, Surrogate, line_search, standing, taken
 from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.solvers import CG, Direct, Solver
 from natgrad.structures import Kronecker, Structure

@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.applications.search.base import next_seed
 from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Monomials
-from natgrad.applications.search.rates import CGA, PBIL, renew_update
+from natgrad.applications.search.rank_weights import CGA, PBIL, renew_update
 from natgrad.applications.search.relaxation import ranked_step
 
 TRUSTED = 0.9  # share of f's variance below which a regression that stands still is no longer followed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import as_count, as_popsize, next_seed
-from natgrad.applications.search.rates import CGA, PBIL, renew_update
+from natgrad.applications.search.rank_weights import CGA, PBIL, renew_update
 from natgrad.applications.search.relaxation import Relaxation, ranked_step
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from natgrad.applications.search.base import Search, as_count, as_popsize
 from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.domain import as_point
-from natgrad.applications.search.full import Full
+from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.gaussian import Bounds
-from natgrad.applications.search.journey import GaussianRuns, GivenRuns, Journey, Runs, SearchResult
 from natgrad.applications.search.model import GaussianModel
 from natgrad.applications.search.noise import NoiseHandling, Repeated
 from natgrad.applications.search.objective import Function, Objective, Pool
 from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
+from natgrad.applications.search.runs import GaussianRuns, GivenRuns, Journey, Runs, SearchResult
 
 
 def minimize(

@@ -11,8 +11,8 @@ from torch import Tensor
 from natgrad.applications.search.base import Best, Search, as_popsize, new_generator, next_seed
 from natgrad.applications.search.convergence import Tolerances, Watch
 from natgrad.applications.search.domain import Domain, as_bounds, as_integer, as_point, as_scales, whole
-from natgrad.applications.search.full import Full
-from natgrad.applications.search.margin import with_margin
+from natgrad.applications.search.full_covariance import Full
+from natgrad.applications.search.integer_margin import with_margin
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
 

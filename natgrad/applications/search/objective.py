@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.values import NoNumberError, read_number, read_rows
+from natgrad.applications.search.objective_values import NoNumberError, read_number, read_rows
 from natgrad.applications.search.workers import Pool as Pool
 from natgrad.applications.search.workers import Workers
 

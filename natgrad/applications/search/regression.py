@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.slope import RIDGES
-from natgrad.families.slope import Slope as Slope
-from natgrad.families.slope import natural_slope as natural_slope
+from natgrad.families.regression import RIDGES
+from natgrad.families.regression import Slope as Slope
+from natgrad.families.regression import natural_slope as natural_slope
 
 SEARCHED = (1e-13, 1e-10, *RIDGES)  # smaller ridges: coefficients of one f may lie ten orders of magnitude apart
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import Best, Search, new_generator
+from natgrad.applications.search.rank_weights import CGA, PBIL
 from natgrad.applications.search.ranking import Ranking
-from natgrad.applications.search.rates import CGA, PBIL
 from natgrad.applications.search.regression import SEARCHED, Slope, natural_slope, reuse, shrink_slope
 
 MORE = 1.2  # draws per statistic before the first step

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.variational.points import Draws, Points
+from natgrad.applications.variational.quadrature import Draws, Points
 from natgrad.applications.variational.targets import (
     LOG_2PI,
     Density,

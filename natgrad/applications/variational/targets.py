@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.variational.curvature import expected_hessian, misses_kinks
-from natgrad.applications.variational.points import GaussHermite, Points, default_points
+from natgrad.applications.variational.quadrature import GaussHermite, Points, default_points
 from natgrad.derivatives import exact_derivatives
 from natgrad.families import Criterion, as_criterion
 from natgrad.lapack import require_factor

@@ -1,0 +1,168 @@
+"""What is remembered of a layer's Fisher, one block per unit, and its damped inverse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.helmholtz.logistic_rows import Rows, fisher_rows
+from natgrad.linalg import all_finite
+from natgrad.operators import Operator, Scaled, SharedRows, Units
+from natgrad.pure import map_tensors
+
+ROWS = 256
+"""Rows that a refresh takes at most where the unit's inputs are fewer."""
+EXACT = 128
+"""Inputs up to which every unit's own block is inverted, unless told otherwise."""
+RANK = 256
+"""Directions of a shared basis."""
+KEPT = 10
+"""Full refreshes of which a shared basis keeps the rows at most."""
+FEW = 128
+"""Rows that the length of a step is measured on."""
+RADIUS = 0.03
+"""Nats that a step may move a unit by, unless told otherwise, in machines with wide layers."""
+
+
+@dataclass
+class Kept:
+    """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes.
+
+    exact: whether every unit's own block is inverted; else all are diagonal in one basis, made from the rows.
+    """
+
+    decay: float
+    damping: float
+    state: dict[str, Any]
+    mask: Tensor | None = None
+    exact: bool = True
+    inverse: Operator | None = None
+
+    def refresh(self, rows: Rows) -> bool:
+        """Take a batch into the running average and invert. False, with everything as it was, if that fails."""
+        state = self._with(fisher_rows(thinned(rows, max(ROWS, rows.inputs.shape[1]))))
+        inverse = self._operator(state).inverse(self.damping)
+        if inverse is None or not all_finite(_spot(inverse)):
+            return False
+        self.state, self.inverse = state, Scaled(inverse, 1 + self.damping)
+        return True
+
+    def to(self, like: Tensor) -> None:
+        """In another dtype, or on another device, than before, where the layer went there."""
+        if self.inverse is not None and (self.inverse.dtype, self.inverse.device) != (like.dtype, like.device):
+            self.load(self.state, like)
+
+    def load(self, state: dict[str, Any], like: Tensor) -> None:
+        """What was kept elsewhere, and its inverse."""
+        self.state = map_tensors(state, lambda t: t.to(like, copy=True))
+        found = self._operator(self.state).inverse(self.damping) if self.state else None
+        self.inverse = None if found is None else Scaled(found, 1 + self.damping)
+
+    def _with(self, fresh: SharedRows) -> dict[str, Any]:
+        """The running average with a batch. What is kept stays of its kind, but rows that became many become blocks."""
+        if not self.exact:
+            return self._with_rows(fresh)
+        few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
+        if few and "blocks" not in self.state:
+            return self._with_rows(fresh)
+        return self._with_blocks(fresh)
+
+    def _window(self, fresh: SharedRows) -> int:
+        """Refreshes that a running average with this decay sees, as far as their rows may be kept.
+
+        For exact blocks half as many rows as columns, beyond which Woodbury costs more than the blocks do.
+        """
+        columns = fresh.rows.shape[1]
+        room = (columns // 2 if self.exact else KEPT * max(ROWS, columns)) // len(fresh.rows)
+        return max(1, min(room, round(1 / (1 - self.decay))))
+
+    def _with_blocks(self, fresh: SharedRows) -> dict[str, Any]:
+        blocks, weight = fresh.blocks(), 1.0
+        past = self.state
+        if "rows" in past:
+            held = SharedRows(past["rows"], past["weights"], self.mask)
+            past = {"blocks": held.blocks(), "weight": sum(past["shares"])}
+        if past:
+            blocks = self.decay * past["blocks"] + blocks
+            weight = self.decay * past["weight"] + weight
+        return {"blocks": blocks, "weight": weight}
+
+    def _with_rows(self, fresh: SharedRows) -> dict[str, Any]:
+        rows, weights = [fresh.rows], [fresh.weights]
+        counts, shares = [len(fresh.rows)], [1.0]
+        if "rows" in self.state:
+            older = self._window(fresh) - 1
+            past = self.state["counts"][:older]
+            rows.append(self.state["rows"][: sum(past)])
+            weights.append(self.decay * self.state["weights"][:, : sum(past)])
+            counts += past
+            shares += [self.decay * share for share in self.state["shares"][:older]]
+        return {"rows": torch.cat(rows), "weights": torch.cat(weights, dim=1), "counts": counts, "shares": shares}
+
+    def _operator(self, state: dict[str, Any]) -> Operator:
+        if "blocks" in state:
+            return Units(state["blocks"] / state["weight"])
+        found = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
+        return found if self.exact else found.spectral(RANK)
+
+
+def fitting(state: dict[str, Any], weight: Tensor) -> bool:
+    """Whether what was kept is of a layer like this one."""
+    units, columns = weight.shape
+    if not state:
+        return True
+    if "blocks" in state:
+        return state["blocks"].shape == (units, columns, columns)
+    return state["rows"].shape[1] == columns and state["weights"].shape == (units, len(state["rows"]))
+
+
+def within(radius: float, direction: Tensor, rows: Rows, rate: float) -> Tensor:
+    """Every unit's direction (size, columns), shortened where `rate` times it is too far.
+
+    A step moves a unit's distribution by KL <= E[(rate d_j . a)^2] / 8 nats in the mean over its inputs a, since the
+    log-partition log(1 + e^z) has no second derivative above 1/4; this is held to `radius`, as FEW of the rows show it.
+    The Fisher matrix cannot bound it: that of a unit which is wrong and sure of it vanishes, and its step is then long.
+    """
+    seen = thinned(rows, FEW)
+    moved = (seen.weights / seen.weights.sum()) @ (seen.inputs @ direction.mT).square() * rate**2
+    return direction * (8 * radius / moved).sqrt().clamp(max=1).unsqueeze(1)
+
+
+def thinned(rows: Rows, most: int) -> Rows:
+    """At most as many rows, drawn in proportion to their weights, each of equal weight.
+
+    Systematic draws: a row with the share w of all weight is taken floor(w m) or ceil(w m) times of m. The rows are
+    shuffled first, always in the same way: examples may come in an order with a period.
+    """
+    many = len(rows.inputs)
+    if many <= most:
+        return rows
+    order = torch.randperm(many, generator=torch.Generator().manual_seed(many)).to(rows.weights.device)
+    total = rows.weights[order].cumsum(0)
+    places = torch.searchsorted(total, (torch.arange(most, device=total.device) + 0.5) * (total[-1] / most))
+    taken = order[places.clamp(max=many - 1)]
+    weights = (total[-1] / most).expand(most)
+    return Rows(rows.inputs[taken], rows.residuals[taken], rows.slopes[taken], weights, rows.mask)
+
+
+def refresh_cost(kept: Kept, weight: Tensor, rows: Rows) -> int:
+    """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
+    units, columns = weight.shape
+    many = min(len(rows.inputs), max(ROWS, columns))
+    if not kept.exact:
+        many = min(many * round(1 / (1 - kept.decay)), KEPT * max(ROWS, columns))
+        return columns * columns * (many + 5 * columns) + units * many * min(RANK, columns)
+    if 2 * many <= columns:
+        return units * many * (columns + 2 * many * many)
+    return units * columns * columns * (many + 2 * columns)
+
+
+def _spot(inverse: Operator) -> Tensor:
+    """A product with it: not finite if any part that matters is not."""
+    return inverse.mv(
+        torch.full((inverse.size,), 1 / math.sqrt(inverse.size), dtype=inverse.dtype, device=inverse.device)
+    )

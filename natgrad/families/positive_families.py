@@ -1,0 +1,288 @@
+"""Families over positive numbers and proportions: Exponential, Gamma, Beta, Dirichlet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
+from natgrad.families.exponential import ExponentialFamily, check_support
+from natgrad.families.log_gamma import (
+    HALF_LOG_2PI,
+    digamma_inverse,
+    log_gamma,
+    log_gamma_bregman,
+    log_minus_digamma,
+    stirling_rest,
+    trigamma,
+)
+from natgrad.lapack import concrete
+
+GAMMA_STEPS = 8
+
+
+class Exponential(ExponentialFamily):
+    """Waiting times of rate lambda: T = x, theta = -lambda < 0, eta = 1 / lambda."""
+
+    size = 1
+    domain = "theta = -rate must be negative"
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return check_support(last_of(x, 1), x >= 0, "x >= 0")
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        found = -(-self.check_shape(theta, "theta")[..., 0]).log()
+        return torch.where(self.inside(theta), found, torch.inf)
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return ((theta < 0) & torch.isfinite(theta)).all(-1)
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        theta, other = self.check(theta), self.check(other)
+        return ratio_gap(-other, -theta, theta - other).sum(-1)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return -1 / self.check(theta)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return -1 / above(self.check_finite(eta, "eta"), 0.0, "eta, the mean of x,")
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        uniform = torch.rand(count, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
+        return torch.log1p(-uniform) / theta
+
+    def __repr__(self) -> str:
+        return "Exponential()"
+
+
+class Gamma(ExponentialFamily):
+    """Shape alpha, rate beta: T = (log x, x), theta = (alpha - 1, -beta).
+
+    eta = (digamma(alpha) - log beta, alpha / beta); from eta to theta by Newton's method. theta holds the shape to eps,
+    also a small one; log_prob, entropy and kl lose nothing beyond that, for shapes up to 1e10.
+    """
+
+    size = 2
+    domain = "theta = (shape - 1, -rate): the first above -1, the second negative"
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = check_support(last_of(x, 1), x > 0, "x > 0")
+        return torch.cat([x.log(), x], dim=-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        self.check_shape(theta, "theta")
+        shape, rate = theta[..., 0] + 1, -theta[..., 1]
+        return torch.where(self.inside(theta), log_gamma(shape) - shape * rate.log(), torch.inf)
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return (theta[..., 0] > -1) & (theta[..., 1] < 0) & torch.isfinite(theta).all(-1)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        """[[trigamma(shape), 1 / rate], [1 / rate, shape / rate^2]], (..., 2) -> (..., 2, 2)."""
+        shape, rate = self._split(theta)
+        entries = [trigamma(shape), 1 / rate, 1 / rate, shape / rate.square()]
+        return torch.stack(entries, dim=-1).unflatten(-1, (2, 2))
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        """-shape (y - 1 - log y) + 1/2 log shape - log x - ..., y = x / mean: the large terms cancel by hand."""
+        shape, rate = self._split(theta)
+        x = check_support(last_of(self.as_numbers(x, theta.dtype), 1), x > 0, "x > 0").squeeze(-1)
+        main = shape * ratio_gap(rate * x, shape, rate * x - shape)
+        return 0.5 * shape.log() - main - x.log() - HALF_LOG_2PI - stirling_rest(shape)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        shape, rate = self._split(theta)
+        rest = stirling_rest(shape) + (shape - 1) * log_minus_digamma(shape)
+        return 0.5 * shape.log() - rate.log() + HALF_LOG_2PI + rest
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        (shape, rate), (other_shape, other_rate) = self._split(theta), self._split(other)
+        away = other_rate - rate
+        turned = (other_shape - shape) * log_ratio(other_rate, rate, away)
+        main = shape * ratio_gap(other_rate, rate, away) - turned
+        return log_gamma_bregman(other_shape, shape) + main
+
+    def _split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Shape and rate (...)."""
+        first, second = self.check(theta).unbind(-1)
+        return first + 1, -second
+
+    def invert(self, eta: Tensor) -> Tensor:
+        gap = eta[:, 1].log() - eta[:, 0]  # log E[x] - E[log x] > 0 by Jensen
+        if not bool((gap > 0).all()):
+            raise ValueError("eta = (E[log x], E[x]) must have E[log x] < log E[x]: x that do not vary have no density")
+        shape = (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)  # Minka 2002: within 1.5 %
+        for _ in range(GAMMA_STEPS):  # in 1 / shape, where the equation is nearly linear (Minka 2002)
+            error = log_minus_digamma(shape) - gap
+            slope = 1 - shape * torch.polygamma(1, shape)
+            shape = shape / (1 + error / slope.clamp(max=-0.5 / (1 + shape)))
+        return torch.stack([shape - 1, -shape / eta[:, 1]], dim=1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        shape = (theta[..., :1] + 1).expand(count, *theta.shape[:-1], 1)
+        drawn = log_gamma_draws(shape, generator).exp() / -theta[..., 1:]
+        return drawn.clamp(min=torch.finfo(drawn.dtype).tiny)  # a density without an atom at zero, where log x is not
+
+    def __repr__(self) -> str:
+        return "Gamma()"
+
+
+class Dirichlet(ExponentialFamily):
+    """Proportions x_1 + ... + x_k = 1: T = log x, theta = alpha - 1, eta_i = digamma(alpha_i) - digamma(sum alpha)."""
+
+    domain = "theta = concentration - 1 must be above -1"
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        """diag(trigamma(alpha)) - trigamma(sum alpha), (..., k) -> (..., k, k)."""
+        alpha = self.check(theta) + 1
+        return torch.diag_embed(trigamma(alpha)) - trigamma(alpha.sum(-1))[..., None, None]
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        self.statistics(x)  # refuses what is not on the simplex, by the digits that x has
+        return self._log_density(theta, x)
+
+    @in_double
+    def _log_density(self, theta: Tensor, x: Tensor) -> Tensor:
+        """log p from how far log x is from the log of the mean: the large terms cancel by hand."""
+        alpha = self.check(theta) + 1
+        total = alpha.sum(-1)
+        mean = alpha / total.unsqueeze(-1)
+        ratio = log_ratio(x, mean, x - mean)
+        main = (alpha * ratio - x.log()).sum(-1)
+        roots = 0.5 * (alpha.log().sum(-1) - total.log()) + (1 - self.size) * HALF_LOG_2PI
+        return main + roots + stirling_rest(total) - stirling_rest(alpha).sum(-1)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        alpha = self.check(theta) + 1
+        total = alpha.sum(-1)
+        roots = 0.5 * alpha.log().sum(-1) - (self.size - 0.5) * total.log() + (self.size - 1) * HALF_LOG_2PI
+        each = stirling_rest(alpha) + (alpha - 1) * log_minus_digamma(alpha)
+        return roots + each.sum(-1) - stirling_rest(total) - (total - self.size) * log_minus_digamma(total)
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        alpha, beta = self.check(theta) + 1, self.check(other) + 1
+        return log_gamma_bregman(beta, alpha).sum(-1) - log_gamma_bregman(beta.sum(-1), alpha.sum(-1))
+
+    def guess(self, eta: Tensor) -> Tensor:
+        """Bisection on s = sum alpha with alpha_i = digamma^-1(eta_i + digamma(s)): their sum falls below s once."""
+        if not bool((eta < 0).all() and (eta.exp().sum(1) < 1).all()):
+            raise ValueError("eta = E[log x_i] must have sum_i exp(eta_i) < 1: x that do not vary have no density")
+        low, high = torch.full_like(eta[:, :1], -30.0), torch.full_like(eta[:, :1], 30.0)
+        for _ in range(50):
+            middle = (low + high) / 2
+            above = digamma_inverse(eta + torch.digamma(middle.exp())).sum(1, keepdim=True) > middle.exp()
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        return digamma_inverse(eta + torch.digamma(((low + high) / 2).exp())) - 1
+
+    def __init__(self, k: int) -> None:
+        if not isinstance(k, int) or k < 2:
+            raise ValueError(f"k is {k!r}, expected the number of proportions, an integer >= 2")
+        self.size = k
+
+    def statistics(self, x: Tensor) -> Tensor:
+        slack = 1e3 * torch.finfo(last_of(x, self.size).dtype).eps
+        fits = (x > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < slack)
+        return check_support(x, fits, "proportions > 0 with the sum 1").log()
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        self.check_shape(theta, "theta")
+        found = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
+        return torch.where(self.inside(theta), found, torch.inf)  # lgamma has values below zero, psi has not
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return ((theta > -1) & torch.isfinite(theta)).all(-1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        # as logarithms: at concentrations of .001 all gamma draws underflow together
+        shares = log_gamma_draws((theta + 1).expand(count, *theta.shape), generator).softmax(-1)
+        return shares.clamp(min=torch.finfo(shares.dtype).tiny)
+
+    def __repr__(self) -> str:
+        return f"Dirichlet({self.size})"
+
+
+class Beta(ExponentialFamily):
+    """A proportion x: T = (log x, log(1 - x)), theta = (alpha - 1, beta - 1)."""
+
+    size = 2
+    domain = Dirichlet.domain
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = check_support(last_of(x, 1), (x > 0) & (x < 1), "0 < x < 1")
+        return torch.cat([x.log(), torch.log1p(-x)], dim=-1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return PAIR.log_partition(self.check_shape(theta, "theta"))
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return PAIR.covariance(self.check(theta))
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        self.statistics(x)
+        return self._log_density(theta, x)
+
+    @in_double
+    def _log_density(self, theta: Tensor, x: Tensor) -> Tensor:
+        return PAIR._log_density(self.check(theta), torch.cat([x, 1 - x], dim=-1))
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return PAIR.entropy(self.check(theta))
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return PAIR.kl(self.check(theta), self.check(other))
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return PAIR.inside(theta)
+
+    def guess(self, eta: Tensor) -> Tensor:
+        return PAIR.guess(eta)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        drawn = PAIR.draw(theta, count, generator)[..., :1]
+        return drawn.clamp(max=1 - torch.finfo(drawn.dtype).eps / 2)  # log(1 - x) has to be a number
+
+    def __repr__(self) -> str:
+        return "Beta()"
+
+
+PAIR = Dirichlet(2)
+
+
+def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Logarithms of gamma draws of rate 1, by Marsaglia & Tsang 2000: rejection until every entry is accepted."""
+    boosted = torch.where(shape < 1, shape + 1, shape)  # below 1: times u^(1 / shape)
+    d = boosted - 1 / 3
+    found, todo = torch.empty_like(shape), torch.ones_like(shape, dtype=torch.bool)
+    like = {"generator": generator, "dtype": shape.dtype, "device": shape.device}
+    while bool(todo.any()):
+        z, u = torch.randn(shape.shape, **like), torch.rand(shape.shape, **like)
+        v = (1 + z / (9 * d).sqrt()) ** 3
+        taken = (
+            todo
+            & (v > 0)
+            & (u.log() < z.square() / 2 + d - d * v + d * v.clamp(min=torch.finfo(shape.dtype).tiny).log())
+        )
+        found, todo = torch.where(taken, d * v, found), todo & ~taken
+    boost = torch.log1p(-torch.rand(shape.shape, **like)) / shape
+    return torch.where(shape < 1, found.log() + boost, found.log())
+
+
+def last_of(x: Tensor, size: int) -> Tensor:
+    """x as it is. ValueError unless its last dimension has that size."""
+    if not isinstance(x, Tensor) or x.shape[-1:] != (size,):
+        came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
+        raise ValueError(f"x {came}, expected (..., {size})")
+    return x
+
+
+def above(value: Tensor, low: float, name: str) -> Tensor:
+    """The value as it is. ValueError unless every entry is above `low`."""
+    if concrete(value) and not bool((value > low).all()):
+        raise ValueError(f"{name} is {float(value.min()):.4g} at least, expected above {low:g}")
+    return value

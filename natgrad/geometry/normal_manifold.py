@@ -1,0 +1,194 @@
+"""All normals in d dimensions, mean and covariance: closed exponential map (Eriksen 1987, Calvo & Oller 1991)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry.batched_shooting import shoot
+from natgrad.geometry.ode import integrate
+from natgrad.geometry.positive_definite import whiten
+from natgrad.geometry.shooting import Shooting, scale
+from natgrad.geometry.stable_functions import matrix_log, positive_definite, symmetric
+from natgrad.lapack import factor_or_nan, invert_or_nan, require_factor, solve_or_nan
+
+ARRIVED = 1e-11
+"""Misfit at which shooting has arrived."""
+TAME = 300.0
+"""Entries of a velocity beyond which the exponential of its matrix overflows."""
+
+
+class Normals(Shooting):
+    """Points (mean_i; Sigma_ii; Sigma_ij for i < j row by row), (..., d + d (d + 1) / 2): see `join` and `split`.
+
+    Metric d mean^T P d mean + 1/2 tr(P dSigma P dSigma), P = Sigma^-1. The exponential map is the exponential of a
+    matrix of size 2 d + 1, defined for tangents of any length; `log` and `distance` shoot with it; transport is an
+    ordinary differential equation. `retract` moves P + P' + (P' Sigma P' + (P u) (P u)^T) / 2, right to second order
+    and positive definite for every step. For d = 1 see `HalfPlane`, which is closed throughout.
+    """
+
+    domain = "(mean; Sigma_ii; Sigma_ij) with a positive definite Sigma"
+
+    def __init__(self, d: int) -> None:
+        if not isinstance(d, int) or d < 1:
+            raise ValueError(f"d is {d!r}, expected the number of dimensions, an integer >= 1")
+        self.d, self.size = d, d + d * (d + 1) // 2
+        self._first, self._second = torch.triu_indices(d, d, 1)
+
+    def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """The point of a mean (..., d) and a symmetric matrix (..., d, d); of a tangent too."""
+        pairs = covariance[..., self._first, self._second]
+        diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+        batch = torch.broadcast_shapes(mean.shape[:-1], diagonal.shape[:-1])
+        return torch.cat([x.expand(*batch, x.shape[-1]) for x in (mean, diagonal, pairs)], dim=-1)
+
+    def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too."""
+        mean, diagonal, pairs = point.split([self.d, self.d, self.size - 2 * self.d], dim=-1)
+        places = (self._first * self.d + self._second).to(point.device).expand(pairs.shape)
+        upper = pairs.new_zeros(*pairs.shape[:-1], self.d**2).scatter(-1, places, pairs)
+        upper = upper.unflatten(-1, (self.d, self.d))
+        return mean, torch.diag_embed(diagonal) + upper + upper.mT
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        factor = self._factor(point)
+        (u, v), (w, z) = self.whitened(factor, first), self.whitened(factor, second)
+        return (u * w).sum(-1) + (v * z).sum((-2, -1)) / 2
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        """(Sigma g; 2 Sigma G Sigma), where G has the partial derivatives, those off the diagonal halved."""
+        _, sigma = self.split(point)
+        slope, curve = self.covector(gradient)
+        return self.join((sigma @ slope.unsqueeze(-1)).squeeze(-1), 2 * sigma @ curve @ sigma)
+
+    def covector(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """(g, G) with dF = g . d mean + tr(G dSigma), of partial derivatives (..., n) in these coordinates."""
+        slope, curve = self.split(gradient)
+        return slope, (curve + torch.diag_embed(curve.diagonal(dim1=-2, dim2=-1))) / 2
+
+    def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        mean, factor = self.split(point)[0], self._factor(point)
+        end, spread, speed, growth = self._from_standard(*self.whitened(factor, tangent))
+        return (
+            self.join(mean + _times(factor, end), symmetric(factor @ spread @ factor.mT)),
+            self.join(_times(factor, speed), symmetric(factor @ growth @ factor.mT)),
+        )
+
+    def aim(self, point: Tensor, other: Tensor) -> Tensor:
+        """In the coordinates where the start is N(0, I), along N(s m, I + s (S - I))."""
+        mean, factor = self.split(point)[0], self._factor(point)
+        away, spread = self.split(other)
+        away, spread = _solve(factor, away - mean), whiten(factor, spread)
+        velocity = shoot(lambda rows: FromStandard(self, away[rows], spread[rows]), point, ARRIVED)
+        found, curve = self.split(velocity)
+        return self.join(_times(factor, found), symmetric(factor @ curve @ factor.mT))
+
+    def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        n = self.size
+        point, tangent, vector = torch.broadcast_tensors(point, tangent, vector)
+
+        def field(state: Tensor) -> Tensor:
+            at, speed, carried = state.split(n, dim=-1)
+            return torch.cat([speed, self._bend(at, speed, speed), self._bend(at, speed, carried)], dim=-1)
+
+        end = integrate(field, torch.cat([point, tangent, vector], dim=-1))
+        return self.exp(point, tangent), end[..., 2 * n :]
+
+    def inside(self, point: Tensor) -> Tensor:
+        return torch.isfinite(point).all(-1) & positive_definite(self.split(point)[1])
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        mean, sigma = self.split(point)
+        factor = factor_or_nan(sigma)
+        u, v = self.whitened(factor, tangent)
+        eye = torch.eye(self.d, dtype=point.dtype, device=point.device)
+        precision = eye - v + (v @ v + u.unsqueeze(-1) * u.unsqueeze(-2)) / 2  # P' = -v where Sigma = I
+        sound = positive_definite(symmetric(precision))
+        safe = torch.where(sound[..., None, None], symmetric(precision), eye)
+        half = factor @ invert_or_nan(factor_or_nan(safe)).mT
+        found = self.join(mean + _times(factor, u + _times(v, u) / 2), half @ half.mT)
+        return torch.where(sound.unsqueeze(-1), found, torch.nan)
+
+    def _factor(self, point: Tensor) -> Tensor:
+        """L with L L^T the covariance of a point that a user gave."""
+        return require_factor(self.split(point)[1], self.refusal(point))
+
+    def whitened(self, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        """(L^-1 u, L^-1 V L^-T) of a tangent (u, V), L L^T = Sigma."""
+        u, v = self.split(tangent)
+        return _solve(factor, u), whiten(factor, v)
+
+    def _from_standard(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The geodesic from N(0, I) with velocity (u, V) at time 1: mean, covariance, and their velocities.
+
+        exp of A = [[-V, u, 0], [u^T, 0, -u^T], [0, -u, V]] has P and P mean in its first rows.
+        """
+        d = self.d
+        side, corner = u.unsqueeze(-1), torch.zeros_like(v)
+        middle = torch.zeros_like(side[..., :1, :])
+        matrix = torch.cat(
+            [
+                torch.cat([-v, side, corner], dim=-1),
+                torch.cat([side.mT, middle, -side.mT], dim=-1),
+                torch.cat([corner, -side, v], dim=-1),
+            ],
+            dim=-2,
+        )
+        grown = torch.linalg.matrix_exp(matrix)
+        moved = matrix @ grown
+        precision, linear = symmetric(grown[..., :d, :d]), grown[..., :d, d]
+        covariance = invert_or_nan(precision)
+        mean = _times(covariance, linear)
+        growth = -covariance @ symmetric(moved[..., :d, :d]) @ covariance
+        speed = _times(covariance, moved[..., :d, d]) + _times(growth, linear)
+        return mean, symmetric(covariance), speed, growth
+
+    def _bend(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """d/dt of a vector carried along: mean (V P w + W P u) / 2, Sigma (V P W + W P V - u w^T - w u^T) / 2."""
+        sigma = self.split(point)[1]
+        safe = torch.where(self.inside(point)[..., None, None], sigma, torch.eye(self.d).to(sigma))
+        factor = factor_or_nan(safe)
+        (u, v), (w, z) = self.split(first), self.split(second)
+        solved = torch.cholesky_solve(torch.cat([u.unsqueeze(-1), w.unsqueeze(-1), z], dim=-1), factor)
+        mean = (_times(v, solved[..., 1]) + _times(z, solved[..., 0])) / 2
+        outer = u.unsqueeze(-1) * w.unsqueeze(-2)
+        found = self.join(mean, symmetric(v @ solved[..., 2:] - outer))
+        return torch.where(self.inside(point).unsqueeze(-1), found, torch.nan)
+
+    def __repr__(self) -> str:
+        return f"Normals({self.d})"
+
+
+class FromStandard:
+    """The ways from N(0, I) to N(m_i, S_i), m (k, d), S (k, d, d), along N(s m, I + s (S - I)): see `Way`."""
+
+    def __init__(self, normals: Normals, away: Tensor, spread: Tensor) -> None:
+        self.normals, self.away, self.spread = normals, away, spread
+        self.eye = torch.eye(normals.d, dtype=away.dtype, device=away.device)
+
+    def target(self, part: Tensor) -> Tensor:
+        return self.normals.join(*self._goal(part))
+
+    def guess(self, part: Tensor) -> Tensor:
+        away, spread = self._goal(part)
+        return self.normals.join((away + solve_or_nan(spread, away.unsqueeze(-1)).squeeze(-1)) / 2, matrix_log(spread))
+
+    def reach(self, velocity: Tensor) -> Tensor:
+        tame = velocity.abs().amax(-1, keepdim=True) < TAME
+        mean, spread, _, _ = self.normals._from_standard(*self.normals.split(torch.where(tame, velocity, 0.0)))
+        return torch.where(tame, self.normals.join(mean, spread), torch.nan)
+
+    def size(self, misfit: Tensor) -> Tensor:
+        return scale(self.normals, self.normals.join(self.away, self.spread), misfit)
+
+    def _goal(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        share = part.view(-1, 1, 1)
+        return share[..., 0] * self.away, self.eye + share * (self.spread - self.eye)
+
+
+def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _solve(factor: Tensor, vector: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(factor, vector.unsqueeze(-1), upper=False).squeeze(-1)

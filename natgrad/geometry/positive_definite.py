@@ -1,0 +1,86 @@
+"""Positive definite matrices: normals of a known mean, by their covariance or precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry.base import Manifold
+from natgrad.geometry.stable_functions import length, matrix_log, matrix_sqrt, positive_definite, symmetric
+from natgrad.lapack import eigh, factor_or_nan, require_factor
+
+
+class PositiveDefinite(Manifold):
+    """Matrices S (..., d, d); metric scale * tr(S^-1 U S^-1 V), which A S A^T leaves as it is for every A.
+
+    With scale 1/2 the Fisher metric of centred normals, or of a known mean, the same for S their covariance or their
+    precision. Complete: `exp` is defined for tangents of any length. `gradient` in `natural` is the symmetric matrix
+    with dF = tr(gradient dS), as autograd gives it. `retract` is S + V + V S^-1 V / 2, right to second order.
+    """
+
+    event = 2
+    domain = "symmetric positive definite matrices (..., d, d)"
+
+    def __init__(self, scale: float = 0.5) -> None:
+        if not scale > 0:
+            raise ValueError(f"scale is {scale}, expected a positive number; 1/2 for the Fisher metric")
+        self.scale = scale
+
+    def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        factor = self._factor(point)
+        return self.scale * (torch.cholesky_solve(first, factor) * torch.cholesky_solve(second, factor).mT).sum(
+            (-2, -1)
+        )
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return point @ symmetric(gradient) @ point / self.scale
+
+    def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
+        factor = self._factor(point)
+        half = factor @ torch.linalg.matrix_exp(whiten(factor, tangent) / 2)
+        return half @ half.mT
+
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
+        factor = self._factor(point)
+        return factor @ matrix_log(whiten(factor, other)) @ factor.mT
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        values = eigh(whiten(self._factor(point), other))[0]
+        return self.scale**0.5 * length(values.log().square().sum(-1))
+
+    def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
+        """E V E^T with E = (other S^-1)^1/2."""
+        factor = self._factor(point)
+        inner = matrix_sqrt(whiten(factor, other)) @ whiten(factor, vector) @ matrix_sqrt(whiten(factor, other))
+        return factor @ inner @ factor.mT
+
+    def inside(self, point: Tensor) -> Tensor:
+        same = (point - point.mT).abs().amax((-2, -1)) <= 1e3 * torch.finfo(point.dtype).eps * point.abs().amax(
+            (-2, -1)
+        )
+        return same & positive_definite(point)
+
+    def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
+        return second_order(point, tangent)
+
+    def project(self, point: Tensor, vector: Tensor) -> Tensor:
+        return symmetric(vector)
+
+    def _factor(self, point: Tensor) -> Tensor:
+        return require_factor(point, self.refusal(point))
+
+    def __repr__(self) -> str:
+        return f"PositiveDefinite(scale={self.scale:g})"
+
+
+def second_order(point: Tensor, tangent: Tensor) -> Tensor:
+    """S + V + V S^-1 V / 2 = (S + (S + V) S^-1 (S + V)) / 2: positive definite for every V."""
+    factor = factor_or_nan(point)
+    half = torch.linalg.solve_triangular(factor, point + tangent, upper=False)
+    return symmetric(point + half.mT @ half) / 2
+
+
+def whiten(factor: Tensor, matrix: Tensor) -> Tensor:
+    """L^-1 A L^-T, symmetric."""
+    left = torch.linalg.solve_triangular(factor, matrix, upper=False)
+    return symmetric(torch.linalg.solve_triangular(factor, left.mT, upper=False))

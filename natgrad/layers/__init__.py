@@ -1,0 +1,1 @@
+"""How a layer is heard: its kind, its taps, its second moments."""

@@ -1,0 +1,251 @@
+"""Which example a row of the outputs belongs to, and where the examples run in every layer's tensors: found by asking.
+
+Models put examples first, (b, t, d), or second, (t, b, d), or flatten both; shapes alone do not tell (t may equal b).
+So one example's cotangent is multiplied by a number of its own: what arrives at a layer is multiplied by the same
+numbers exactly where that example runs, and by no such pattern where the examples meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.layers.taps import Place, Tap, derivatives
+from natgrad.layers.traced import Product
+from natgrad.pure import leaves, map_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """A partition of the outputs' entries (R, m) that examples may be. labels: numbers from 0 to count - 1."""
+
+    count: int
+    labels: Tensor
+
+    @property
+    def by_row(self) -> Tensor | None:
+        """Each row's example, (R,); None where a row holds entries of several."""
+        first = self.labels[:, :1]
+        return first[:, 0] if bool((self.labels == first).all()) else None
+
+    def scale(self, cotangent: Tensor, numbers: Tensor) -> Tensor:
+        """Each example's entries (R, m) times its number (count,)."""
+        return cotangent * numbers[self.labels].to(cotangent.dtype)
+
+    def cotangents(self, factor: Tensor) -> Iterator[Tensor]:
+        """(R, m) per column that an example has in the factor (R, m, q), all examples' at once.
+
+        A column that mixes the entries of several examples makes one of them all.
+        """
+        row, column = (factor != 0).any(1).nonzero(as_tuple=True)
+        owners = self._owners(factor, row, column)
+        order = owners.argsort(stable=True)
+        sizes = owners.bincount(minlength=self.count)
+        place = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        for p in range(max(1, int(sizes.max()))):  # one of zeros where the factor is zero
+            chosen = order[place == p]
+            mask = factor.new_zeros(factor.shape[0], factor.shape[2])
+            mask[row[chosen], column[chosen]] = 1
+            yield (factor * mask.unsqueeze(1)).sum(2)
+
+    def _owners(self, factor: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """Of every column with an entry, its example."""
+        parts = factor[row, :, column] != 0  # (c, m)
+        labels = self.labels[row]
+        low = torch.where(parts, labels, self.count).amin(1)
+        high = torch.where(parts, labels, -1).amax(1)
+        return low if torch.equal(low, high) else torch.zeros_like(low)
+
+
+def consecutive(count: int, like: Tensor) -> Examples:
+    """R / count rows (R, m) after one another are an example."""
+    rows = torch.arange(len(like), device=like.device) // max(1, len(like) // max(count, 1))
+    return Examples(count, rows.unsqueeze(1).expand_as(like))
+
+
+def alternating(count: int, like: Tensor) -> Examples:
+    """Row r (of R, m) belongs to example r modulo count."""
+    rows = torch.arange(len(like), device=like.device) % count
+    return Examples(count, rows.unsqueeze(1).expand_as(like))
+
+
+def together(like: Tensor) -> Examples:
+    """All rows are one example's: right whatever the model does."""
+    return Examples(1, torch.zeros_like(like, dtype=torch.long))
+
+
+def partitions(
+    tree: Any, rows: Tensor, lay: Callable[[Any], Tensor] | None, batch: int, inputs: Iterable[Tensor] = ()
+) -> list[Examples]:
+    """What examples may be, likeliest first.
+
+    Args:
+        tree: The model's outputs as it returned them.
+        rows: The same as rows, (R, m).
+        lay: What makes the one of the other, if it is known.
+        batch: How many there are if rows of one lie together.
+        inputs: The model's own, where they are known.
+    """
+    found = [consecutive(batch, rows)]
+    second = None if lay is None else along_second(tree, rows, lay)
+    found += [] if second is None else [second]
+    for shape in {tuple(t.shape[:2]) for t in inputs if t.dim() > 1}:
+        if shape[0] > 1 and len(rows) % shape[0] == 0:
+            found.append(consecutive(shape[0], rows))
+        if shape[1] > 1 and len(rows) % shape[1] == 0:
+            found.append(alternating(shape[1], rows))
+    return [one for one in found if one.count > 1]
+
+
+def along_second(tree: Any, rows: Tensor, lay: Callable[[Any], Tensor]) -> Examples | None:
+    """Examples along the second dimension of the outputs, None where they have one only."""
+    sizes = {t.shape[1] if t.dim() > 2 else 0 for t in leaves(tree)}
+    count = sizes.pop() if len(sizes) == 1 else 0
+    if count < 2:
+        return None
+
+    def number(tensor: Tensor) -> Tensor:
+        places = torch.arange(count, device=tensor.device, dtype=rows.dtype)
+        return places.view(1, -1, *[1] * (tensor.dim() - 2)).expand(tensor.shape)
+
+    try:
+        labels = lay(map_tensors(tree, number))
+    except (ValueError, RuntimeError, TypeError):  # the layout looks at values
+        return None
+    fits = labels.shape == rows.shape and bool(((labels >= 0) & (labels < count) & (labels == labels.round())).all())
+    return Examples(count, labels.long()) if fits else None
+
+
+def find_examples(
+    outputs: Tensor, taps: Sequence[Tap], known: Sequence[Examples], strict: bool = True
+) -> tuple[Examples, list[Tap]]:
+    """The first partition that every tap respects, and the taps with the examples' places in them.
+
+    Two backward passes, to the taps alone; one more per partition that fails. None of them where no tap leaves a doubt:
+    two dimensions, examples first.
+
+    Args:
+        outputs: (R, m), with a graph.
+        taps: Calls of layers and products with matrices in it.
+        known: What may be examples, likeliest first.
+        strict: Where none fits, take all rows as one example; otherwise the partition that comes nearest.
+    """
+    first = known[0] if known else together(outputs)
+    if not any(doubtful(tap, first.count) for tap in taps) or not first.count:
+        return first, list(taps)
+    generator = torch.Generator(outputs.device).manual_seed(0)
+    kind = {"generator": generator, "device": outputs.device, "dtype": outputs.dtype}
+    probe = torch.randn(outputs.shape, **kind)
+    plain = derivatives(outputs, taps, [probe])[0][0]
+    best: tuple[float, Examples, list[Tap]] | None = None
+    for one in known:
+        numbers = 1 + torch.rand(one.count, **kind)
+        scaled = derivatives(outputs, taps, [one.scale(probe, numbers)])[0][0]
+        found = [place_of(tap, d, s, numbers) for tap, d, s in zip(taps, plain, scaled, strict=True)]
+        error = max((e for _, e in found), default=0.0)
+        placed = [replace(tap, place=place) for tap, (place, _) in zip(taps, found, strict=True)]
+        if error <= torch.finfo(lowest(taps, outputs.dtype)).eps ** 0.5:
+            return one, placed
+        if best is None or error < best[0]:
+            best = error, one, placed
+    if strict or best is None:
+        return together(outputs), [replace(tap, place=Place()) for tap in taps]
+    return best[1:]
+
+
+def lowest(taps: Iterable[Tap], dtype: torch.dtype) -> torch.dtype:
+    """The coarsest dtype on the way."""
+    return max([dtype, *(tap.dtype for tap in taps)], key=lambda kind: torch.finfo(kind).eps)
+
+
+def doubtful(tap: Tap, count: int) -> bool:
+    """Whether shapes leave open where a call's examples are."""
+    if isinstance(tap, Product):
+        return not tap.loose and len(tap.inputs) != count
+    features = tap.layer.features(tap.inputs)
+    if features is None:
+        return tap.inputs.shape[:1] != (count,)
+    return tap.inputs.dim() - features != 1 or len(tap.inputs) != count
+
+
+def place_of(tap: Tap, plain: Tensor | None, scaled: Tensor | None, numbers: Tensor) -> tuple[Place | None, float]:
+    """Where a call's examples run, from the derivative at its output and that of the examples times their numbers.
+
+    With the relative error of the best answer; None and 0 where nothing arrived that could tell.
+    """
+    if plain is None or scaled is None or (isinstance(tap, Product) and tap.loose):
+        return None, 0.0
+    if isinstance(tap, Product):
+        plain, scaled = ((d.mT if tap.columns else d.flatten(0, -2)) for d in (plain, scaled))
+    size = torch.linalg.vector_norm(plain)
+    if not bool(size > 0):
+        return None, 0.0
+    features = 1 if isinstance(tap, Product) else tap.layer.features(plain)
+    found = [
+        (float(torch.linalg.vector_norm(scaled - place.spread(numbers.to(plain.dtype), plain) * plain) / size), place)
+        for place in places(plain, 1 if features is None else plain.dim() - features, len(numbers))
+    ]
+    if not found:
+        return None, torch.inf
+    error, place = min(found, key=lambda pair: pair[0])
+    return place, error
+
+
+def places(tensor: Tensor, positional: int, count: int) -> Iterator[Place]:
+    """Where `count` examples may run in a tensor, of which so many dimensions are no features."""
+    for axis in range(min(positional, tensor.dim())):
+        if tensor.shape[axis] == count:
+            yield Place(axis)
+    if tensor.shape[0] > count and tensor.shape[0] % count == 0:
+        yield Place()
+        yield Place(fast=True)
+
+
+GROUPS = 16
+"""Backward passes per reading, at most, for parameters without a layer, unless labels are exact."""
+
+
+def example_squares(
+    outputs: Tensor,
+    params: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    examples: Examples,
+    groups: int,
+    generator: torch.Generator,
+) -> list[Tensor | None]:
+    """sum over cotangents and examples of the example's squared gradient, per parameter.
+
+    One backward pass, to these parameters alone, per cotangent and example. Where there are more examples than
+    `groups`, per group of examples with random signs: right on average over the signs, with as many degrees of freedom.
+
+    Args:
+        outputs: (R, m), with a graph, which is kept.
+        params: Leaves of it.
+        cotangents: (R, m) each.
+        examples: Which entries of them are whose.
+        groups: How many passes a cotangent may take.
+        generator: Of the signs.
+
+    Returns:
+        Dense tensors, at least in float32; None for a parameter that the outputs do not depend on.
+    """
+    device = outputs.device
+    count, many = examples.count, min(max(groups, 1), examples.count)
+    signs = torch.ones(count, device=device)
+    if many < count:
+        signs = 2.0 * torch.randint(0, 2, (count,), generator=generator, device=generator.device).to(device) - 1
+    group = torch.arange(count, device=device) % many
+    found: list[Tensor | None] = [None] * len(params)
+    for cotangent in cotangents:
+        for g in range(many):
+            part = examples.scale(cotangent, signs * (group == g))
+            slopes = torch.autograd.grad(outputs, list(params), part, retain_graph=True, allow_unused=True)
+            for i, slope in enumerate(slopes):
+                if slope is not None:
+                    square = slope.to_dense().to(torch.promote_types(slope.dtype, torch.float32)).square()
+                    found[i] = square if (known := found[i]) is None else known + square
+    return found

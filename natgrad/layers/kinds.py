@@ -1,0 +1,250 @@
+"""Layers as linear maps: what went in, and the derivative at what came out, laid out so that a score is delta a^T.
+
+For every layer kind the gradient of one example's loss in the layer's matrix (weight rows per output, the bias as last
+column) is sum_t delta_t a_t^T, with activations a (b, t, groups, columns) and deltas (b, t, groups, outputs) over t
+positions: tokens, pixels of a convolution's output, 1 for a vector.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from natgrad.densities import Score
+from natgrad.layers.layout import Layout
+from natgrad.spaces import Space
+
+
+@dataclass(frozen=True, eq=False)
+class Layer(ABC):
+    """A module whose parameters a structure knows how to treat. module: the module itself.   layout: its matrix."""
+
+    module: Any
+    layout: Layout
+
+    @property
+    def key(self) -> str:
+        """The layer's parameters, as one string."""
+        return " ".join(self.layout.names)
+
+    @abstractmethod
+    def activations(self, inputs: Tensor) -> Tensor:
+        """The module's input as (b, t, groups, columns), the bias's ones appended; tokens (b, t) for an embedding."""
+
+    @abstractmethod
+    def deltas(self, gradient: Tensor) -> Tensor:
+        """The derivative at the module's output as (b, t, groups, outputs); (b, t, e) for an embedding."""
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """What a reader notes of a layer that it trusts: its parameters' names."""
+        return self.layout.names
+
+    def batched(self, inputs: Tensor) -> bool:
+        """Whether the input has an example dimension (a module may be called on one example without it)."""
+        return inputs.dim() >= 2
+
+    def features(self, tensor: Tensor) -> int | None:
+        """How many of the input's or output's last dimensions are no positions; None if its layout is fixed."""
+        return None
+
+    def with_bias(self, columns: Tensor) -> Tensor:
+        """(..., d) with the trained columns only, and ones for the bias."""
+        kept = columns if self.layout.weight is not None else columns[..., :0]
+        return functional.pad(kept, (0, 1), value=1.0) if self.layout.bias is not None else kept
+
+
+class LinearLayer(Layer):
+    """y = W x + b, on vectors or at every position of a sequence."""
+
+    def features(self, tensor: Tensor) -> int:
+        return 1
+
+    def activations(self, inputs: Tensor) -> Tensor:
+        return self.with_bias(positions(inputs)).unsqueeze(2)
+
+    def deltas(self, gradient: Tensor) -> Tensor:
+        return positions(gradient).unsqueeze(2)
+
+
+class ConvolutionLayer(Layer):
+    """Convolutions in 1, 2 or 3 dimensions, transposed or not: a linear map of patches, one per output position."""
+
+    def batched(self, inputs: Tensor) -> bool:
+        return inputs.dim() == len(self.module.kernel_size) + 2
+
+    def activations(self, inputs: Tensor) -> Tensor:
+        patches = patches_of(self.module, inputs)  # (b, channels * taps, positions), channels first
+        grouped = patches.unflatten(1, (self.layout.groups, -1))
+        return self.with_bias(grouped.permute(0, 3, 1, 2))
+
+    def deltas(self, gradient: Tensor) -> Tensor:
+        return gradient.flatten(2).unflatten(1, (self.layout.groups, -1)).permute(0, 3, 1, 2)
+
+
+class NormLayer(Layer):
+    """y = scale * z + shift per channel, z the normalised input: one group per channel, with one input and output."""
+
+    def features(self, tensor: Tensor) -> int | None:
+        return len(self.module.normalized_shape) if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)) else None
+
+    def activations(self, inputs: Tensor) -> Tensor:
+        return self.with_bias(self._channels(normalised(self.module, inputs)).unsqueeze(-1))
+
+    def deltas(self, gradient: Tensor) -> Tensor:
+        return self._channels(gradient).unsqueeze(-1)
+
+    def _channels(self, tensor: Tensor) -> Tensor:
+        """(b, t, channels): the normalised dimensions of a layer norm come last, the others' channels second."""
+        if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)):
+            flat = tensor.flatten(-len(self.module.normalized_shape))
+            return positions(flat)
+        return tensor.flatten(2).mT if tensor.dim() > 2 else tensor.unsqueeze(1)
+
+
+class EmbeddingLayer(Layer):
+    """Rows of a table by token: the input is a unit vector, so that its second moment is the tokens' frequencies."""
+
+    def batched(self, inputs: Tensor) -> bool:
+        return inputs.dim() >= 1
+
+    def features(self, tensor: Tensor) -> int:
+        return int(tensor.is_floating_point())
+
+    def activations(self, inputs: Tensor) -> Tensor:
+        return inputs.reshape(len(inputs), -1)
+
+    def deltas(self, gradient: Tensor) -> Tensor:
+        return gradient.reshape(len(gradient), -1, gradient.shape[-1])
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
+SPREAD: dict[int, Callable[..., Tensor]] = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
+KINDS: dict[tuple[type[nn.Module], ...], type[Layer]] = {
+    (nn.Linear,): LinearLayer,
+    (*CONVOLUTIONS, *TRANSPOSED): ConvolutionLayer,
+    NORMS: NormLayer,
+    (nn.Embedding,): EmbeddingLayer,
+}
+
+
+def known_layers(model: nn.Module, space: Space) -> dict[nn.Module, Layer]:
+    """The modules with a layer's treatment, by module. Exact types only: a subclass may compute anything.
+
+    Left out: modules that share a parameter with another one, modules without a parameter in the space, and those of an
+    energy inside a `Score`, whose calls are not all there is to their use: a derivative passes through them again.
+    """
+    inside = {part for module in model.modules() if isinstance(module, Score) for part in module.modules()}
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = {}
+    for prefix, module in model.named_modules():
+        kind = next((layer for types, layer in KINDS.items() if type(module) in types), None)
+        own = dict(module.named_parameters(recurse=False))
+        if (
+            kind is None
+            or module in inside
+            or not own.keys() <= {"weight", "bias"}
+            or any(uses[id(p)] > 1 for p in own.values())
+        ):
+            continue
+        dot = f"{prefix}." if prefix else ""
+        weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
+        if weight or bias:
+            found[module] = kind(module, layout_of(module, weight, bias))
+    return found
+
+
+def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:
+    """The matrix of a known module's trained parameters."""
+    shape: tuple[int, ...] = tuple(module.weight.shape) if weight else ()
+    if type(module) in NORMS:
+        count = (module.weight if weight else module.bias).numel()
+        bias_shape = tuple(module.bias.shape) if bias else (-1,)
+        return Layout(weight, bias, count, 1, int(weight is not None), shape, bias_shape)
+    groups = getattr(module, "groups", 1)
+    if type(module) in TRANSPOSED:
+        inputs = module.in_channels // groups * prod(module.kernel_size) if weight else 0
+        return Layout(weight, bias, groups, module.out_channels // groups, inputs, shape, transposed=True)
+    outputs = len(module.weight) if isinstance(module, nn.Embedding) else module_outputs(module)
+    return Layout(weight, bias, groups, outputs // groups, prod(shape[1:]) if weight else 0, shape)
+
+
+def module_outputs(module: Any) -> int:
+    """Channels or features that a linear layer or convolution puts out."""
+    return module.out_features if isinstance(module, nn.Linear) else module.out_channels
+
+
+def positions(tensor: Tensor) -> Tensor:
+    """(b, d) or (b, ..., d) -> (b, t, d)."""
+    return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)
+
+
+def patches_of(module: Any, inputs: Tensor) -> Tensor:
+    """What every output position of a convolution sees, (b, channels * taps, positions), channels slowest.
+
+    `unfold` where it applies. Elsewhere the convolution itself with a one-hot kernel per channel and tap, which is
+    exact for every stride, dilation, padding and dimension, transposed ones included.
+    """
+    transposed = isinstance(module, TRANSPOSED)
+    padded = inputs if transposed else pad_as(module, inputs)
+    if not transposed and len(module.kernel_size) < 3:
+        return unfolded(module, padded)
+    channels, taps = inputs.shape[1], prod(module.kernel_size)
+    kernel = torch.eye(taps, dtype=inputs.dtype, device=inputs.device).view(taps, 1, *module.kernel_size)
+    if not transposed:
+        kernel = kernel.repeat(channels, 1, *[1] * len(module.kernel_size))
+        return functional.conv3d(padded, kernel, None, module.stride, 0, module.dilation, channels).flatten(2)
+    kernel = kernel.transpose(0, 1).repeat(channels, 1, *[1] * len(module.kernel_size))
+    spread = SPREAD[len(module.kernel_size)]
+    options = (module.stride, module.padding, module.output_padding, channels, module.dilation)
+    return spread(inputs, kernel, None, *options).flatten(2)
+
+
+def unfolded(module: Any, padded: Tensor) -> Tensor:
+    """Patches of a padded 1-d or 2-d input."""
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    if padded.dim() == 3:  # a 1-d convolution is a 2-d one on images of height 1
+        padded, kernel, stride, dilation = padded.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
+    return functional.unfold(padded, kernel, dilation, 0, stride)
+
+
+def pad_as(module: Any, inputs: Tensor) -> Tensor:
+    """The input padded as the convolution pads it: by numbers, 'same' or 'valid', in its padding mode."""
+    pairs = []
+    for i, (size, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
+        if module.padding == "same":
+            total = dilation * (size - 1)
+            pairs.append((total // 2, total - total // 2))
+        else:
+            pairs.append((0, 0) if module.padding == "valid" else (module.padding[i],) * 2)
+    flat = [end for pair in reversed(pairs) for end in pair]  # functional.pad counts from the last dimension
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return functional.pad(inputs, flat, mode=mode) if any(flat) else inputs
+
+
+def normalised(module: Any, inputs: Tensor) -> Tensor:
+    """A norm layer's output before its scale and shift."""
+    if isinstance(module, nn.LayerNorm):
+        return functional.layer_norm(inputs, module.normalized_shape, None, None, module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return functional.rms_norm(inputs, module.normalized_shape, None, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return functional.group_norm(inputs, module.num_groups, None, None, module.eps)
+    if module.training or module.running_mean is None:
+        return functional.batch_norm(inputs, None, None, None, None, True, 0.0, module.eps)
+    return functional.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)

@@ -1,0 +1,68 @@
+"""A layer's parameters as one matrix: joined from the modules' tensors, and split into them again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layer's parameters as one matrix per group, (groups, outputs, inputs [+ 1]): the bias is the last column.
+
+    weight, bias: names, None where the layer has none or it is not trained; inputs is 0 without a weight.
+    transposed: the weight is stored (groups * inputs' channels, outputs, ...), as in transposed convolutions; then
+    `inputs` = channels * taps.   shape, bias_shape: of weight and bias as the module stores them.
+    """
+
+    weight: str | None
+    bias: str | None
+    groups: int
+    outputs: int
+    inputs: int
+    shape: tuple[int, ...] = ()
+    bias_shape: tuple[int, ...] = (-1,)
+    transposed: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names, weight first."""
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """(groups, outputs, columns)."""
+        return self.groups, self.outputs, self.inputs + (self.bias is not None)
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The layer's tensors, by name -> (groups, outputs, columns)."""
+        parts = []
+        if self.weight is not None:
+            parts.append(self._matrix(tensors[self.weight]))
+        if self.bias is not None:
+            parts.append(tensors[self.bias].reshape(self.groups, self.outputs, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def split(self, matrix: Tensor) -> dict[str, Tensor]:
+        """(groups, outputs, columns) -> the layer's tensors by name, in the modules' shapes."""
+        found = {}
+        if self.weight is not None:
+            found[self.weight] = self._stored(matrix[..., : self.inputs])
+        if self.bias is not None:
+            found[self.bias] = matrix[..., -1].reshape(self.bias_shape)
+        return found
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        if not self.transposed:
+            return weight.reshape(self.groups, self.outputs, self.inputs)
+        channels = self.shape[0] // self.groups
+        return weight.reshape(self.groups, channels, self.outputs, -1).transpose(1, 2).flatten(2)
+
+    def _stored(self, matrix: Tensor) -> Tensor:
+        if self.transposed:
+            channels = self.shape[0] // self.groups
+            matrix = matrix.reshape(self.groups, self.outputs, channels, -1).transpose(1, 2)
+        return matrix.reshape(self.shape)

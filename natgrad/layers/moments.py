@@ -1,0 +1,248 @@
+"""Second moments of a layer's scores, from activations a (b, t, G, d) and deltas (b, t, G, o).
+
+Deltas carry the weights of the loss: the metric is sum over examples of E[g g^T] with g = sum_t delta_t a_t^T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from natgrad.layers.kinds import Layer
+from natgrad.layers.pieces import cut
+from natgrad.linalg import KroneckerEigen, gram
+
+NUMBERS = 2**24
+"""Entries of per-example gradients that are held at a time, 64 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A layer's pass: activations, and the deltas of every cotangent, scaled so that the pass counts `share` times.
+
+    counts: (groups,), how many positions each group has, where they differ; the others' activations are zeros.
+    pooled: examples could not be told apart, all positions are one example's.   cotangents: how many the first list of
+    deltas holds, as more examples.   skip: a token that is never trained.
+    """
+
+    layer: Layer
+    activations: Tensor
+    deltas: list[Tensor]
+    share: float = 1.0
+    counts: Tensor | None = None
+    pooled: bool = False
+    cotangents: int = 1
+    skip: int | None = None
+
+    def counted(self, share: float) -> Seen:
+        """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals."""
+        return replace(self, deltas=[share**0.5 * deltas for deltas in self.deltas], share=share * self.share)
+
+    @property
+    def key(self) -> str:
+        """The layer's parameters, as one string."""
+        return self.layer.key
+
+    def only(self, which: slice) -> Seen:
+        """The same pass with some of its cotangents."""
+        if self.cotangents == 1:
+            return replace(self, deltas=self.deltas[which])
+        start, stop, _ = which.indices(self.cotangents)
+        kept = slice(start * len(self.activations) // self.cotangents, stop * len(self.activations) // self.cotangents)
+        parts = {"activations": self.activations[kept], "deltas": [deltas[kept] for deltas in self.deltas]}
+        return replace(self, **parts, cotangents=stop - start)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the activations are tokens, standing for unit vectors."""
+        return not self.activations.is_floating_point()
+
+    @property
+    def single(self) -> bool:
+        """Whether every group has one output (norms, depthwise convolutions): its block is exact at a factor's cost."""
+        groups, outputs, _ = self.layer.layout.matrix_shape
+        return groups > 1 and outputs == 1
+
+    @property
+    def padding(self) -> int | None:
+        """The token that is never trained."""
+        return getattr(self.layer.module, "padding_idx", self.skip)
+
+    def gradient(self) -> Tensor:
+        """The layer's matrix in J^T c for the first cotangent c, (groups, outputs, columns)."""
+        if not self.by_token:
+            first = len(self.activations) // self.cotangents
+            return torch.einsum("btgo,btgd->god", self.deltas[0][:first], self.activations[:first])
+        tokens, rows = token_rows(self.activations, self.deltas[0], self.padding)
+        shape = self.layer.layout.matrix_shape
+        return rows.new_zeros(shape[1:]).index_add_(0, tokens, rows).unsqueeze(0)
+
+
+class Mixed(Seen):
+    """A matrix's pass in several parts: as y = W x here, as y = x W or as a table of rows there (a tied embedding).
+
+    The activations and deltas are all parts' positions side by side, made when they are asked for: tokens as unit
+    vectors, cotangents as more examples.
+    """
+
+    parts: list[Seen]
+
+    def __init__(self, layer: Layer, parts: Sequence[Seen], share: float = 1.0) -> None:
+        self.__dict__ |= {"layer": layer, "parts": list(parts), "share": share, "counts": None, "skip": None}
+        self.__dict__ |= {"pooled": any(part.pooled for part in parts), "cotangents": 1}
+
+    @cached_property
+    def activations(self) -> Tensor:  # type: ignore[override]
+        return torch.cat([side_by_side(part)[0] for part in self.parts], dim=1)
+
+    @cached_property
+    def deltas(self) -> list[Tensor]:  # type: ignore[override]
+        return [torch.cat([side_by_side(part)[1] for part in self.parts], dim=1)]
+
+    @property
+    def by_token(self) -> bool:
+        return False
+
+    def counted(self, share: float) -> Mixed:
+        return Mixed(self.layer, [part.counted(share) for part in self.parts], share * self.share)
+
+    def only(self, which: slice) -> Mixed:
+        return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)
+
+    def gradient(self) -> Tensor:
+        return torch.stack([part.gradient() for part in self.parts]).sum(0)
+
+
+def separate(seen: Seen) -> list[Seen]:
+    """The parts of a pass, whose gradients add up example by example."""
+    return seen.parts if isinstance(seen, Mixed) else [seen]
+
+
+def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:
+    """Activations and deltas with every cotangent's examples as examples of their own, tokens as unit vectors."""
+    deltas = torch.cat(seen.deltas)
+    if not seen.by_token:
+        return seen.activations.repeat(len(seen.deltas), 1, 1, 1), deltas
+    unit = functional.one_hot(seen.activations, seen.layer.layout.outputs).to(deltas.dtype)
+    if seen.padding is not None:
+        unit[..., seen.padding] = 0
+    return deltas.unsqueeze(2), unit.repeat(len(seen.deltas), 1, 1).unsqueeze(2)
+
+
+def total(parts: list[Tensor]) -> Tensor:
+    """The sum over cotangents; no copy for one."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def input_moment(a: Tensor, share: float = 1.0) -> Tensor:
+    """A = share * mean over examples and positions of a a^T, (G, d, d); (d, d) for one group."""
+    if a.shape[2] > 1 and a.stride(2) == 0:  # the same for all groups
+        return input_moment(a[:, :, :1], share).repeat(a.shape[2], 1, 1)
+    return output_moment(a, share / (a.shape[0] * a.shape[1]))
+
+
+def output_moment(deltas: Tensor, scale: float = 1.0) -> Tensor:
+    """S = scale * sum over examples and positions of delta delta^T, (G, o, o); (o, o) for one group."""
+    flat = deltas.flatten(0, 1).transpose(0, 1)  # (G, b t, o)
+    return gram(flat[0], scale) if len(flat) == 1 else scale * (flat.mT @ flat)
+
+
+def diagonal_moment(deltas: Tensor) -> Tensor:
+    """The diagonal of S for one group, (o,)."""
+    return deltas.square().sum((0, 1, 2))
+
+
+def token_moment(tokens: Tensor, size: int, padding: int | None, dtype: torch.dtype) -> Tensor:
+    """The diagonal of A for unit vectors: every token's frequency, (size,); the padding token is never trained."""
+    counts = torch.bincount(tokens.reshape(-1), minlength=size).to(dtype)
+    if padding is not None:
+        counts[padding] = 0
+    return counts / tokens.numel()
+
+
+def reduced(a: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions taken together: mean of a and sum of deltas, (b, 1, G, d) and (b, 1, G, o).
+
+    K-FAC-reduce of Eschenhagen et al. 2023: exact for a deep linear network whose loss sees the mean over positions.
+    """
+    return a.mean(1, keepdim=True), deltas.sum(1, keepdim=True)
+
+
+def gradients(a: Tensor, deltas: Tensor) -> Iterator[Tensor]:
+    """Per-example gradients (b', G, o, d), some examples at a time."""
+    size = deltas.shape[2] * deltas.shape[3] * a.shape[3]
+    step = max(1, NUMBERS // size)
+    for left, right in zip(deltas.split(step), a.split(step), strict=True):
+        yield left.permute(0, 2, 3, 1) @ right.transpose(1, 2)
+
+
+def squares(a: Tensor, deltas: Tensor) -> Tensor:
+    """sum over examples of g o g, (G, o, d)."""
+    if a.shape[1] == 1:
+        left, right = (part.squeeze(1).transpose(0, 1).square() for part in (deltas, a))
+        return left.mT @ right
+    return total([g.square().sum(0) for g in gradients(a, deltas)])
+
+
+def rotated_squares(a: Tensor, deltas: Tensor, eigen: KroneckerEigen) -> Tensor:
+    """The metric's diagonal in a Kronecker eigenbasis, (G, o, d): EKFAC's corrected eigenvalues."""
+    return squares(turned(a, eigen.right_vectors), turned(deltas, eigen.left_vectors))
+
+
+def turned(tensor: Tensor, vectors: Tensor | None) -> Tensor:
+    """(b, t, G, d) in the basis of vectors (d, d) or (G, d, d); None: as it is.
+
+    (b, t, 1, n) in that of a cut factor's blocks, with as many zeros at the end as they are larger.
+    """
+    if vectors is None:
+        return tensor
+    if vectors.dim() == 4:
+        blocks = vectors.flatten(0, 1)
+        return torch.einsum("btgd,gde->btge", cut(tensor, len(blocks)), blocks).flatten(2).unsqueeze(2)
+    return tensor @ vectors if vectors.dim() == 2 else torch.einsum("btgd,gde->btge", tensor, vectors)
+
+
+def unit_blocks(a: Tensor, deltas: Tensor) -> Tensor:
+    """Every output's own block, sum over examples of g_o g_o^T, (G o, d, d)."""
+    if a.shape[1] == 1:
+        right, weights = a.squeeze(1), deltas.squeeze(1).square()  # (b, G, d), (b, G, o)
+        return torch.einsum("bgo,bgd,bge->gode", weights, right, right).flatten(0, 1)
+    found = [torch.einsum("bgod,bgoe->gode", g, g) for g in gradients(a, deltas)]
+    return torch.stack(found).sum(0).flatten(0, 1)
+
+
+def bias_rows(a: Tensor, deltas: Tensor) -> Tensor:
+    """The bias's row of every output's block, sum over examples of g_o g_o,bias, (G, o, d); the bias is last in a."""
+    if a.shape[1] == 1:
+        left, right = deltas.squeeze(1).transpose(0, 1).square(), a.squeeze(1).transpose(0, 1)
+        return left.mT @ right
+    return torch.stack([(g * g[..., -1:]).sum(0) for g in gradients(a, deltas)]).sum(0)
+
+
+def token_rows(tokens: Tensor, deltas: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+    """Per-example gradients of an embedding, only the rows that occur: rows' tokens (k,) and gradients (k, e)."""
+    b, t = tokens.shape
+    kept = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding
+    size = int(tokens.max()) + 1 if tokens.numel() else 1
+    pairs = tokens + size * torch.arange(b, device=tokens.device).unsqueeze(1)  # one key per example and token
+    keys, place = pairs[kept].unique(return_inverse=True)
+    rows = deltas.new_zeros(len(keys), deltas.shape[-1]).index_add_(0, place, deltas.reshape(b, t, -1)[kept])
+    return keys % size, rows
+
+
+def token_squares(tokens: Tensor, deltas: Tensor, size: int, padding: int | None) -> Tensor:
+    """sum over examples of g o g for an embedding, (size, e)."""
+    found, rows = token_rows(tokens, deltas, padding)
+    return deltas.new_zeros(size, deltas.shape[-1]).index_add_(0, found, rows.square())
+
+
+def token_blocks(tokens: Tensor, deltas: Tensor, size: int, padding: int | None) -> Tensor:
+    """sum over examples of g_v g_v^T for every token v, (size, e, e)."""
+    found, rows = token_rows(tokens, deltas, padding)
+    outer = rows.unsqueeze(2) * rows.unsqueeze(1)
+    return deltas.new_zeros(size, rows.shape[1], rows.shape[1]).index_add_(0, found, outer)

@@ -1,0 +1,218 @@
+"""Listening to layers: what goes into each, and the place in the graph where the derivative of its output arrives.
+
+A tap changes nothing in the pass. It keeps the layer's input, which autograd keeps anyway, and the gradient edge of the
+output: `torch.autograd.grad` to that edge gives the derivative at the layer's own output even where an in-place
+activation has overwritten it, computes no weight gradient on the way, and leaves every `.grad` and every hook on
+parameters alone. Inside compiled graphs the taps are fused ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.layers.compiled import Record, Recorder, fused
+from natgrad.layers.kinds import Layer
+from natgrad.pure import is_evaluating
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the examples run in a call's input and output: a dimension, or the rows of the first one.
+
+    axis: the dimension; where it holds more than the examples, an example's positions lie together in it.
+    fast: the first dimension runs over positions, and within each over examples, (t b, ...).
+    """
+
+    axis: int = 0
+    fast: bool = False
+
+    def spread(self, numbers: Tensor, like: Tensor) -> Tensor:
+        """One number per example (b,), where the example runs in `like`."""
+        times = like.shape[self.axis] // len(numbers)
+        spread = numbers.repeat(times) if self.fast else numbers.repeat_interleave(times)
+        return spread.view([-1 if i == self.axis else 1 for i in range(like.dim())])
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One call of a module: its input, and where the derivative of its output arrives.
+
+    edge: None in a compiled graph.   dtype: of the output.   version: of the input, to notice a later change.
+    place: of the examples, where it was asked for; None: by the shapes.
+    """
+
+    layer: Layer
+    inputs: Tensor
+    edge: GradientEdge | None
+    dtype: torch.dtype
+    version: int
+    place: Place | None = None
+
+    @staticmethod
+    def of(layer: Layer, inputs: Tensor, output: Tensor) -> Tap:
+        """The tap of one call that just returned `output`."""
+        return Tap(layer, inputs.detach(), get_gradient_edge(output), output.dtype, version_of(inputs))
+
+    @property
+    def intact(self) -> bool:
+        """Whether the input still is what the layer saw."""
+        return version_of(self.inputs) == self.version
+
+
+class Taps:
+    """The calls of known modules, while `armed`, in passes that build a graph and are the user's own.
+
+    paused: until the model is called the next time; calls outside of compiled graphs are not heard.   recorder: of the
+    calls inside compiled graphs.   places: the layers by their numbers there.
+    """
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.paused = False
+        self.calls: list[Tap] = []
+        self.recorder = Recorder()
+        self.places: list[Layer] = []
+
+    def take(self) -> list[Tap]:
+        """The calls so far, which are forgotten here: nothing holds a graph afterwards."""
+        calls, self.calls = self.calls, []
+        return calls
+
+    def pause(self, until_called: bool) -> list[Tap]:
+        """The calls so far. until_called: kept, for another loss of the same pass, until the model is called again, or
+        the backward pass of a loss begins (`Release`).
+
+        Layers that run again in a backward pass, checkpointed ones, are not heard meanwhile: their graphs may go.
+        """
+        self.paused = until_called
+        return list(self.calls) if until_called else self.take()
+
+    def resume(self) -> None:
+        """A new pass begins."""
+        if self.paused:
+            self.calls.clear()
+        self.paused = False
+
+
+class Tapped:
+    """Forward hook of one module. A copied or pickled model carries a deaf one."""
+
+    def __init__(self, taps: Taps | None = None, layer: Layer | None = None, place: int = 0) -> None:
+        self.taps = None if taps is None else weakref.ref(taps)
+        self.layer = None if layer is None else weakref.ref(layer)
+        self.place = place
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        if not (isinstance(output, Tensor) and output.requires_grad and args and isinstance(args[0], Tensor)):
+            return None
+        taps = None if self.taps is None else self.taps()
+        if taps is None or not taps.armed:
+            return None
+        if torch.compiler.is_compiling():  # the compiler guards on what was asked above: two graphs, armed and not
+            return None if torch.compiler.is_exporting() else fused(output, args[0], taps.recorder, self.place)
+        layer = None if self.layer is None else self.layer()
+        if layer is not None and not taps.paused and not is_evaluating():
+            taps.calls.append(Tap.of(layer, args[0], output))
+        return None
+
+    def __reduce__(self) -> tuple[type[Tapped], tuple[()]]:
+        return Tapped, ()
+
+
+def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
+    """Listen to the modules; returns the handles whose remove() takes the hooks off. Somebody must hold the layers."""
+    taps.places = list(layers.values())
+    for p in itertools.islice(itertools.chain.from_iterable(module.parameters() for module in layers), 1):
+        taps.recorder.move(p.device)
+    hooks = [Tapped(taps, layer, place) for place, layer in enumerate(taps.places)]
+    return [module.register_forward_hook(hook) for module, hook in zip(layers, hooks, strict=True)]
+
+
+class Resume:
+    """Forward pre-hook of the model: a new pass begins. A copied or pickled model carries one that does nothing."""
+
+    def __init__(self, taps: Taps | None = None) -> None:
+        self.taps = None if taps is None else weakref.ref(taps)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        taps = None if self.taps is None else self.taps()
+        if taps is not None and not is_evaluating():
+            taps.resume()
+
+    def __reduce__(self) -> tuple[type[Resume], tuple[()]]:
+        return Resume, ()
+
+
+def resume(model: nn.Module, taps: Taps) -> RemovableHandle:
+    """Go on listening, after a pause, when the model is called; returns the handle that takes the hook off."""
+    return model.register_forward_pre_hook(Resume(taps))
+
+
+class Release:
+    """Tensor hook of a loss: its backward begins, and frees what the calls so far would hold."""
+
+    def __init__(self, taps: Taps) -> None:
+        self.taps = weakref.ref(taps)
+
+    def __call__(self, gradient: Tensor) -> None:
+        taps = self.taps()
+        if taps is not None and taps.paused:
+            taps.calls.clear()
+
+
+def reached(
+    outputs: Tensor, taps: Taps, calls: Sequence[Tap], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[list[Tap], list[list[Tensor | None]], list[list[Tensor | None]]]:
+    """`derivatives` at these calls and at those in compiled graphs: all calls, what arrived there and at the leaves."""
+    everywhere, at_calls, at_leaves = list(calls), [], []
+    for cotangent in cotangents:
+        with taps.recorder.recording() as records:
+            found, slopes = derivatives(outputs, calls, [cotangent], [*leaves, taps.recorder.dummy])
+        if not at_calls:
+            everywhere += [recorded(taps, record) for record in records]
+        at_calls.append([*found[0], *(delta for _, _, delta in records)])
+        at_leaves.append(slopes[0][:-1])
+    return everywhere, at_calls, at_leaves
+
+
+def recorded(taps: Taps, record: Record) -> Tap:
+    """The tap of a call in a compiled graph. Its input is a copy."""
+    place, inputs, delta = record
+    return Tap(taps.places[place], inputs, None, delta.dtype, inputs._version)
+
+
+def derivatives(
+    outputs: Tensor,
+    taps: Sequence[Tap],
+    cotangents: Sequence[Tensor],
+    leaves: Sequence[Tensor] = (),
+) -> tuple[list[list[Tensor | None]], list[list[Tensor | None]]]:
+    """Per cotangent on the outputs: the derivatives at every tap, and at the leaves. The graph is kept.
+
+    None where the outputs do not depend on it: a pass that did not lead to them, a branch that was not used.
+    """
+    at_taps, at_leaves = [], []
+    for cotangent in cotangents:
+        wanted: list[Any] = [*(call.edge for call in taps), *leaves]
+        found: Sequence[Tensor | None] = ()
+        if wanted:
+            found = torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True, allow_unused=True)
+        at_taps.append(list(found[: len(taps)]))
+        at_leaves.append(list(found[len(taps) :]))
+    return at_taps, at_leaves
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,274 @@
+"""Matrices that no layer's own call explains: attention's projections, recurrent and shared weights, bare parameters.
+
+Such a matrix is followed through the pass's graph: every product with it tells its activations, and the place where the
+derivative at its output arrives, as a tap on a layer would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from natgrad.layers.kinds import Layer
+from natgrad.layers.layout import Layout
+from natgrad.layers.taps import Tap, version_of
+from natgrad.spaces import Space
+
+SECOND = "products with "
+
+
+@dataclass(frozen=True, eq=False)
+class Traced(Layer):
+    """A matrix found by its products in the graph. positions_first: their rows run over positions, then examples.
+
+    Its activations are (b, t, groups, d) and its deltas (b, t, groups, outputs) already.
+    module: the recurrent one that it belongs to, if any: packed sequences are noticed by all its products together.
+    second: it stands in for a layer whose own calls do not explain the matrix.
+    """
+
+    positions_first: bool = False
+    second: bool = False
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        return tuple(f"{SECOND}{name}" if self.second else name for name in self.layout.names)
+
+    @property
+    def key(self) -> str:
+        return " ".join(self.claims)
+
+    def activations(self, inputs: Tensor) -> Tensor:
+        return self.with_bias(inputs)
+
+    def deltas(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@dataclass(frozen=True)
+class Product(Tap):
+    """One product with a traced matrix: y = W x for every row x (R, d) of the inputs, or a look-up of tokens.
+
+    turned: y = x W instead: the matrix's rows meet the inputs, as in a look-up.   columns: y is laid out as (o, R).
+    piece: the rows of the matrix that take part.   padding: the token that a look-up does not train.
+    shape: of the inputs before they were laid out as rows, where the graph tells; else ().   loose: rows cannot be
+    told apart by examples: the other factor is a parameter too (W + B A), or sequences are packed.
+    """
+
+    turned: bool = False
+    columns: bool = False
+    piece: tuple[int, int] = (0, 0)
+    padding: int | None = None
+    shape: tuple[int, ...] = ()
+    loose: bool = False
+
+    def rows(self, delta: Tensor) -> int:
+        """R, from the derivative at the product."""
+        return delta.shape[1] if self.columns else delta.numel() // delta.shape[-1]
+
+
+WITH_BIAS = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+
+
+def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> list[Traced]:
+    """The matrices in the space that no known layer holds, each with the bias that its module adds."""
+    names = {id(p): name for name, p in model.named_parameters() if name in space.blocks}
+    held = {name for layer in known for name in layer.layout.names}
+    inside = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            owners[id(p)].append(module)
+    found: dict[str, Traced] = {}
+    for module in model.modules():
+        # attention and recurrence work on (t, b, d), whatever batch_first says
+        first = isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or module in inside
+        own = dict(module.named_parameters(recurse=False))
+        for key, p in own.items():
+            name = names.get(id(p))
+            if p.dim() == 2 and name is not None and name not in held and name not in found:
+                bias = own.get(key.replace("weight", "bias")) if isinstance(module, WITH_BIAS) else None
+                fits = bias is not None and bias.shape == (len(p),) and owners[id(bias)] == owners[id(p)]
+                layout = layout_of(module, key, p, name, names.get(id(bias)) if fits else None)
+                found[name] = Traced(module if isinstance(module, nn.RNNBase) else None, layout, first)
+    return list(found.values())
+
+
+def second_layers(known: Iterable[Layer]) -> list[Traced]:
+    """For every known layer with a matrix: that matrix alone, in case it is used behind the layer's back."""
+    layouts = [layer.layout for layer in known if layer.layout.weight is not None and len(layer.layout.shape) == 2]
+    alone = [replace(layout, bias=None, groups=1, outputs=layout.shape[0]) for layout in layouts]
+    return [Traced(None, layout, second=True) for layout in alone]
+
+
+def matrices_of(params: Mapping[str, Tensor]) -> list[Traced]:
+    """The matrices among the parameters of a function, each alone."""
+    found = {name: p for name, p in params.items() if p.dim() == 2}
+    return [Traced(None, Layout(name, None, 1, len(p), p.shape[1], tuple(p.shape))) for name, p in found.items()]
+
+
+def layout_of(module: nn.Module, key: str, p: Tensor, name: str, bias: str | None) -> Layout:
+    """The matrix as its module stores it; attention's packed one is three: for queries, keys and values."""
+    groups = 3 if isinstance(module, nn.MultiheadAttention) and key == "in_proj_weight" else 1
+    return Layout(name, bias, groups, len(p) // groups, p.shape[1], tuple(p.shape))
+
+
+def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Tensor]) -> list[Product]:
+    """The products with the layers' matrices in the graph that led to the outputs.
+
+    A matrix that the graph uses in another way too is left out, and so is one whose factors were overwritten since.
+    """
+    matrices = [(layer, params[layer.layout.names[0]]) for layer in layers]
+    leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
+    known = list(uses(outputs.grad_fn, leaves)) if leaves else []
+    count = Counter(node for node, _, _ in known)
+    found: list[Product] = []
+    opaque: set[Traced] = set()
+    for node, i, source in known:
+        product = product_of(node, i, source)
+        if product is None:
+            opaque.add(source.layer)
+        else:
+            found.append(replace(product, loose=count[node] > 1))
+    clear = [product for product in found if product.layer not in opaque]
+    uneven = packed(clear)
+    return [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
+
+
+def packed(found: Iterable[Product]) -> set[nn.Module]:
+    """The recurrent modules that met packed sequences of different lengths: fewer rows at later steps.
+
+    Their rows run over steps, and over the examples that are left, the longest first. Products with the inputs are of
+    all steps together, whose number may be a multiple of the examples' by accident.
+    """
+    counts: dict[nn.Module, set[int]] = defaultdict(set)
+    for product in found:
+        if product.layer.module is not None and "weight_hh" in product.layer.layout.names[0]:
+            counts[product.layer.module].add(len(product.inputs))
+    return {module for module, sizes in counts.items() if len(sizes) > 1}
+
+
+Leaves = Mapping[Node, tuple[Traced, torch.dtype]]
+CUTS, FLIPS = ("Split", "SplitWithSizes", "Slice"), ("T", "Transpose", "Permute")
+UNSIGNED = 2**64
+"""Nodes keep negative numbers modulo this."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an edge of the graph carries: some rows of a traced matrix, transposed or not."""
+
+    layer: Traced
+    dtype: torch.dtype
+    piece: tuple[int, int]
+    flipped: bool
+
+
+def uses(root: Node | None, leaves: Leaves) -> Iterator[tuple[Node, int, Source]]:
+    """The nodes that take a traced matrix in, with the place of the argument."""
+    stack = [] if root is None else [root]
+    visited = set(stack)  # holds the nodes: what stands for them in Python lives as long as somebody holds it
+    while stack:
+        node = stack.pop()
+        for i, (child, number) in enumerate(node.next_functions):
+            if child is None:
+                continue
+            source = source_of(child, number, leaves)
+            if source is not None:
+                yield node, i, source
+            elif child not in visited:
+                visited.add(child)
+                stack.append(child)
+
+
+def source_of(child: Node, number: int, leaves: Leaves) -> Source | None:
+    """The matrix behind an edge, through transposes, casts and cuts of its rows; None for anything else."""
+    node: Node | None = child
+    flips, cuts = 0, list[tuple[Node, int, int]]()
+    while node is not None and node not in leaves:
+        kind = kind_of(node)
+        if kind in CUTS:
+            cuts.append((node, number, flips))
+        elif kind in FLIPS:
+            flips += 1
+        elif kind != "ToCopy":
+            return None
+        node, number = node.next_functions[0]
+    if node is None:
+        return None
+    layer, dtype = leaves[node]
+    piece = 0, layer.layout.shape[0]
+    for cut, i, above in reversed(cuts):
+        if (flips - above) % 2:  # of the transposed matrix: its columns
+            return None
+        piece = part_of(cut, i, *piece)
+        if piece is None:
+            return None
+    return Source(layer, dtype, piece, bool(flips % 2))
+
+
+def kind_of(node: Node) -> str:
+    """ "Addmm" for AddmmBackward0, and so on."""
+    return node.name().partition("Backward")[0]
+
+
+def part_of(cut: Any, number: int, start: int, stop: int) -> tuple[int, int] | None:
+    """Which of the rows from start to stop an output of a split or slice holds; None where it cuts columns."""
+    rows = stop - start
+    if cut._saved_dim not in (0, UNSIGNED - 2):
+        return None
+    if kind_of(cut) == "Slice":
+        first, last, _ = slice(cut._saved_start, cut._saved_end).indices(rows)
+        return (start + first, start + max(first, last)) if cut._saved_step == 1 else None
+    size = cut._saved_split_size if kind_of(cut) == "Split" else 0
+    sizes = [min(size, rows - i) for i in range(0, rows, size)] if size else list(cut._saved_split_sizes)
+    return start + sum(sizes[:number]), start + sum(sizes[: number + 1])
+
+
+def product_of(node: Any, place: int, source: Source) -> Product | None:
+    """The product that a node forms with a matrix as one of its arguments; None if it forms none that is known.
+
+    The saved factors are public: https://pytorch.org/docs/stable/notes/autograd.html#saved-tensors
+    """
+    kind = kind_of(node)
+    try:
+        if kind == "Embedding" and place == 0 and not source.flipped:
+            return lookup(node, source)
+        if kind == "Addmm" and place > 0:
+            return matrix_product(node, place - 1, source, node._saved_mat1 if place == 2 else node._saved_mat2)
+        if kind == "Mm":
+            return matrix_product(node, place, source, node._saved_self if place == 1 else node._saved_mat2)
+    except RuntimeError:  # overwritten since
+        return None
+    return None
+
+
+def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> Product:
+    """first @ second, the matrix standing in place 0 or 1."""
+    rows = other.detach() if place == 1 else other.detach().mT
+    # x @ W^T, as a linear layer has it, and W @ x are the same map; x @ W and W^T @ x the other
+    turned = (place == 1) is not source.flipped
+    child = node.next_functions[-2][0] if place == 1 else None
+    shape = shape_before(child) if child is not None and kind_of(child) in ("View", "UnsafeView") else ()
+    how = {"turned": turned, "columns": place == 0, "piece": source.piece, "shape": shape}
+    return Product(source.layer, rows, GradientEdge(node, 0), rows.dtype, version_of(rows), **how)
+
+
+def shape_before(view: Any) -> tuple[int, ...]:
+    """Of a tensor before its view."""
+    return tuple(int(n) for n in view._saved_self_sym_sizes)
+
+
+def lookup(node: Any, source: Source) -> Product | None:
+    """Rows of the matrix by token."""
+    if node._saved_scale_grad_by_freq:
+        return None
+    tokens, padding = node._saved_indices, node._saved_padding_idx
+    how = {"turned": True, "piece": source.piece, "shape": tuple(tokens.shape)}
+    how["padding"] = None if padding == UNSIGNED - 1 else padding
+    return Product(source.layer, tokens, GradientEdge(node, 0), source.dtype, version_of(tokens), **how)

@@ -1,0 +1,78 @@
+"""Layers as matrices: a metric made of one operator per layer, over parameters that lie anywhere in the vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.layers.layout import Layout
+from natgrad.operators.base import Operator
+from natgrad.spaces import Space
+
+
+class Arranged(Operator):
+    """One operator per layer, in the coordinates of a space of parameters.
+
+    space: the parameters.   parts: (layout, operator on the layer's matrix flattened row-major), together covering
+    every name of the space exactly once. ValueError if they do not, or if an operator's size is not its layout's.
+    """
+
+    def __init__(self, space: Space, parts: Sequence[tuple[Layout, Operator]]) -> None:
+        covered = [name for layout, _ in parts for name in layout.names]
+        if sorted(covered) != sorted(space):
+            raise ValueError(f"parts cover {sorted(covered)}, expected each of {sorted(space)} once")
+        for layout, operator in parts:
+            if operator.size != torch.Size(layout.matrix_shape).numel():
+                raise ValueError(f"the operator of {layout.names} is {operator!r}, expected size {layout.matrix_shape}")
+        self.space, self.parts = space, tuple(parts)
+        self.size, self.dtype, self.device = space.size, space.dtype, space.device
+        self.inherit(*(operator for _, operator in parts))
+
+    def mv(self, vector: Tensor) -> Tensor:
+        # views in the space's own dtype: a parameter in half precision must not round the product
+        views = {name: vector[b.start : b.stop].reshape(b.shape) for name, b in self.space.blocks.items()}
+        found: dict[str, Tensor] = {}
+        for layout, operator in self.parts:
+            found |= layout.split(operator.mv(layout.join(views).reshape(-1)).reshape(layout.matrix_shape))
+        return self.space.flatten(found)
+
+    def root(self) -> Tensor | None:
+        roots = [operator.root() for _, operator in self.parts]
+        known = [root for root in roots if root is not None]
+        if len(known) < len(roots):
+            return None
+        found = torch.zeros(self.size, sum(root.shape[1] for root in known), dtype=self.dtype, device=self.device)
+        stop = 0
+        for place, root in zip(self._places(), known, strict=True):
+            start, stop = stop, stop + root.shape[1]
+            found[place, start:stop] = root
+        return found
+
+    @property
+    def closed_form(self) -> bool:
+        return all(operator.closed_form for _, operator in self.parts)
+
+    def inverse(self, damping: float = 0.0) -> Arranged | None:
+        inverses = [(layout, operator.inverse(damping)) for layout, operator in self.parts]
+        known = [(layout, inverse) for layout, inverse in inverses if inverse is not None]
+        return self._with(known) if len(known) == len(inverses) else None
+
+    def diagonal(self) -> Tensor:
+        found = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        for place, (_, operator) in zip(self._places(), self.parts, strict=True):
+            found[place] = operator.diagonal()
+        return found
+
+    def trace(self) -> Tensor:
+        return torch.stack([operator.trace() for _, operator in self.parts]).sum()
+
+    def _with(self, parts: Sequence[tuple[Layout, Operator]]) -> Arranged:
+        return Arranged(self.space, parts)
+
+    def _places(self) -> list[Tensor]:
+        """Where every entry of a layer's matrix lies in the vector, layer by layer."""
+        entries = torch.arange(self.size, device=self.device)
+        views = {name: entries[b.start : b.stop].view(b.shape) for name, b in self.space.blocks.items()}
+        return [layout.join(views).reshape(-1) for layout, _ in self.parts]

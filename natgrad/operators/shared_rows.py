@@ -1,0 +1,118 @@
+"""One block per unit, all from the same rows: units that see the same inputs and weigh them differently."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import eigh, inverse_psd
+from natgrad.operators.base import Operator
+from natgrad.operators.shared_basis import SharedBasis
+from natgrad.operators.unitwise import Units
+
+CHUNK = 2**24
+"""Numbers in a temporary at most: units are taken as many at a time."""
+
+
+class SharedRows(Operator):
+    """diag(G_1, ..., G_k), G_j = A_j^T diag(w_j) A_j, A_j = A diag(m_j): rows A (s, d) that all units share.
+
+    weights: w (k, s) >= 0.   mask: m (k, d) of zeros and ones, the columns that a unit sees; None: all. Products and
+    the diagonal cost O(k s d); no block is formed. The inverse is by Woodbury, through k matrices (s, s), where there
+    are fewer rows than columns, and through the blocks (k, d, d) otherwise. ValueError for shapes that do not fit.
+    """
+
+    def __init__(self, rows: Tensor, weights: Tensor, mask: Tensor | None = None) -> None:
+        if rows.dim() != 2 or weights.dim() != 2 or weights.shape[1] != len(rows):
+            raise ValueError(
+                f"rows has shape {tuple(rows.shape)}, weights {tuple(weights.shape)}, expected (s, d) and (k, s)"
+            )
+        if mask is not None and mask.shape != (len(weights), rows.shape[1]):
+            raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (k, d): {(len(weights), rows.shape[1])}")
+        self.rows, self.weights = rows, weights
+        self.mask = None if mask is None else mask.to(rows.dtype)
+        self.size, self.dtype, self.device = len(weights) * rows.shape[1], rows.dtype, rows.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        along = self.seen(vector.reshape(len(self.weights), -1)) @ self.rows.mT  # (k, s)
+        return self.seen((along * self.weights) @ self.rows).reshape(-1)
+
+    def seen(self, block: Tensor) -> Tensor:
+        """The columns of (k, d) that the units see, zeros elsewhere."""
+        return block if self.mask is None else block * self.mask
+
+    def blocks(self) -> Tensor:
+        """The blocks themselves, (k, d, d)."""
+        step = max(1, CHUNK // max(1, self.rows.numel()))
+        found = torch.cat([(self.rows.mT * w.unsqueeze(1)) @ self.rows for w in self.weights.split(step)])
+        return found if self.mask is None else found * self.mask.unsqueeze(2) * self.mask.unsqueeze(1)
+
+    def spectral(self, rank: int) -> SharedBasis:
+        """The nearest blocks, in Frobenius norm, that are diagonal in a basis Q for all units, of `rank` directions.
+
+        Q has the leading eigenvectors of the blocks' mean; a unit's eigenvalues are diag(Q^T G_j Q), as in EKFAC
+        (George et al. 2018), and the mean of what is left. ValueError under a mask: units that see different columns
+        share no basis.
+        """
+        if self.mask is not None:
+            raise ValueError("mask is given: units that see different columns share no basis, use inverse()")
+        mean = (self.rows.mT * self.weights.mean(0)) @ self.rows
+        basis = eigh(mean)[1].flip(1)[:, :rank].contiguous()
+        spectrum = self.weights @ (self.rows @ basis).square()
+        left = self.weights @ self.rows.square().sum(1) - spectrum.sum(1)
+        rest = left.clamp(min=0) / max(1, basis.shape[0] - basis.shape[1])
+        return SharedBasis(basis, spectrum, rest)
+
+    def grams(self) -> Tensor:
+        """B_j B_j^T for B_j = diag(sqrt w_j) A_j, (k, s, s)."""
+        scales = self.weights.sqrt()
+        if self.mask is None:
+            inner = (self.rows @ self.rows.mT).expand(len(scales), -1, -1)
+        else:
+            step = max(1, CHUNK // max(1, self.rows.numel()))
+            inner = torch.cat([(self.rows * m.unsqueeze(1)) @ self.rows.mT for m in self.mask.split(step)])
+        return inner * scales.unsqueeze(2) * scales.unsqueeze(1)
+
+    def root(self) -> Tensor:
+        seen = self.rows.mT.expand(len(self.weights), -1, -1)
+        seen = seen if self.mask is None else seen * self.mask.unsqueeze(2)
+        return torch.block_diag(*(seen * self.weights.sqrt().unsqueeze(1)))
+
+    @property
+    def closed_form(self) -> bool:
+        return True
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        if damping > 0 and self.rows.shape[0] < self.rows.shape[1]:
+            return SharedRowsInverse(self, damping)
+        return Units(self.blocks()).inverse(damping)
+
+    def diagonal(self) -> Tensor:
+        return self.seen(self.weights @ self.rows.square()).reshape(-1)
+
+    def dense(self) -> Tensor:
+        return torch.block_diag(*self.blocks())
+
+
+class SharedRowsInverse(Operator):
+    """(G + damping I)^-1 of `SharedRows` by Woodbury, damping > 0, with k inner inverses (s, s).
+
+    With B_j = diag(sqrt w_j) A_j: (B^T B + damping I)^-1 = (I - B^T (damping I + B B^T)^-1 B) / damping.
+    """
+
+    def __init__(self, operator: SharedRows, damping: float) -> None:
+        self.operator, self.damping = operator, damping
+        self.scales = operator.weights.sqrt()
+        self.inner = inverse_psd(operator.grams(), damping)
+        self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        value = self._once(vector)
+        rest = vector - self.operator.mv(value) - self.damping * value
+        return value + self._once(rest)  # the subtraction cancels digits at small damping
+
+    def _once(self, vector: Tensor) -> Tensor:
+        block = vector.reshape(len(self.scales), -1)
+        along = (self.operator.seen(block) @ self.operator.rows.mT) * self.scales  # (k, s)
+        inside = torch.bmm(self.inner, along.unsqueeze(2)).squeeze(2)
+        return ((block - self.operator.seen((inside * self.scales) @ self.operator.rows)) / self.damping).reshape(-1)

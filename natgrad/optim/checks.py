@@ -1,0 +1,149 @@
+"""What the optimizer checks at its door."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor, nn
+
+from natgrad.linalg import all_finite
+from natgrad.metrics import Metric, PullbackMetric
+from natgrad.optim.recorded_pass import Data
+from natgrad.pure import Labelled, as_call
+from natgrad.rules import LineSearch, Rule
+from natgrad.solvers import CG, Auto, Solver
+from natgrad.spaces import check_parameters, trainable
+from natgrad.structures import Layerwise, Structure
+
+LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.inf, "kl_share": math.inf}
+LIMITS |= {"weight_decay": math.inf, "l2": math.inf}
+
+
+def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names of all trainable parameters. ValueError for none, TypeError for anything but a module or a dict."""
+    if isinstance(model, nn.Module):
+        params = trainable(model)
+        check_parameters(params)
+        return dict(params)
+    check_parameters(model)
+    frozen = [name for name, p in model.items() if not (p.requires_grad and p.is_leaf)]
+    if frozen:
+        raise ValueError(f"params {frozen} are not leaves that require a gradient; call .requires_grad_() on them")
+    return dict(model)
+
+
+def dense_gradient(name: str, p: Tensor) -> Tensor:
+    """p.grad, dense. ValueError if it is not finite."""
+    assert p.grad is not None
+    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    if not all_finite(gradient):
+        raise ValueError(
+            f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
+            "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"
+        )
+    return gradient
+
+
+def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
+    """TypeError unless every choice is of its kind, ValueError for a rule without the solver that it needs."""
+    kinds = {"metric": (metric, Metric), "structure": (structure, Structure), "solver": (solver, Solver)}
+    for name, (choice, kind) in {**kinds, "rule": (rule, Rule)}.items():
+        if not isinstance(choice, kind) and (choice is not None or name == "metric"):
+            hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
+            raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+    forgets = solver is None or isinstance(solver, Auto) or (isinstance(solver, CG) and solver.keep is None)
+    if isinstance(rule, LineSearch) and rule.iterates and forgets:
+        raise ValueError(f"rule {rule} goes back over iterates, which the solver does not keep: use ng.CG(keep=1.3)")
+
+
+def inputs_of(metric: Metric, data: Data) -> Any:
+    """Data in the form in which the metric takes it."""
+    if metric.needs_targets:
+        return data.inputs, data.targets
+    known = isinstance(metric, PullbackMetric) and data.targets is not None
+    return Labelled(data.inputs, data.targets) if known else data.inputs
+
+
+def check_batch(name: str, value: int | None) -> None:
+    """TypeError or ValueError unless None or an integer >= 1."""
+    if value is not None and not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}, expected a number of examples, an integer >= 1, or None for all")
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}, expected an integer >= 1, or None for all examples")
+
+
+def check_search(inputs: Any, targets: Any) -> None:
+    """ValueError unless there are examples with targets to evaluate a loss on."""
+    if targets is None:
+        raise ValueError(
+            "targets is None: trial points need a loss; give labelled examples, or use optimizer.observe(inputs) for a "
+            "metric on unlabelled ones"
+        )
+    if as_call(inputs).batch() == 0:
+        raise ValueError("inputs is an empty batch; give at least one example")
+
+
+def check_number(name: str, value: float, most: float = sys.float_info.max) -> None:
+    """ValueError unless 0 <= value <= most, TypeError for anything but a number."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, expected a number >= 0")
+    if not 0 <= value <= most:
+        raise ValueError(f"{name} is {value}, expected a number >= 0" + (f" and <= {most}" if most == 1 else ""))
+
+
+def check_key(key: str, value: float, most: float) -> None:
+    """ValueError or TypeError unless a group key is a number in its range: momentum below 1, a bound above 0."""
+    check_number(key, value, most)
+    if key == "momentum" and value == 1:
+        raise ValueError("momentum is 1, expected less than 1: a running mean that forgets nothing takes nothing in")
+    if key in ("damping", "max_kl", "kl_share") and value == 0:
+        raise ValueError(f"{key} is 0, expected a number > 0" + ("" if key == "damping" else "; math.inf for no bound"))
+
+
+def check_blocks(model: Any, structure: Any, **intervals: int) -> None:
+    """TypeError unless a module and a structure in blocks per layer, ValueError for an interval below one step."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module: its layers are the blocks")
+    if not isinstance(structure, Layerwise):
+        raise TypeError(f"structure is {structure!r}, expected one in blocks per layer such as ng.Kronecker(0.95)")
+    for name, every in intervals.items():
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"{name} is {every}, expected an integer >= 1")
+
+
+def given_parameters(params: Any, known: Mapping[str, Tensor]) -> list[Any]:
+    """What `torch.optim.Optimizer` takes: parameters, (name, parameter) pairs, or groups of either.
+
+    params: any of these, a module, or a dict by name; None for all that are known.
+    """
+    if params is None:
+        return list(known.values())
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, Tensor):
+        return [params]
+    return list(params.items() if isinstance(params, Mapping) else params)
+
+
+def checked_group(
+    group: Mapping[str, Any],
+    known: Mapping[int, str],
+    defaults: Mapping[str, Any],
+    limits: Mapping[str, float] = LIMITS,
+) -> dict[str, Any]:
+    """A parameter group with its parameters, or pairs, as a list. ValueError for strangers, or a key outside its range.
+
+    known: names of the model's parameters by id.
+    """
+    params = given_parameters(group["params"], {})
+    tensors = [one[1] if isinstance(one, tuple) else one for one in params]
+    strangers = [tuple(p.shape) for p in tensors if isinstance(p, Tensor) and id(p) not in known]
+    if strangers:
+        raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
+    for key, most in limits.items():
+        check_key(key, group.get(key, defaults[key]), most)
+    return {**group, "params": params}

@@ -1,0 +1,361 @@
+"""Statistics from the user's own pass: taps in the forward, and a backward pass of sampled labels before the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.families import Criterion
+from natgrad.layers.examples import GROUPS, Examples, doubtful, example_squares, find_examples, partitions, together
+from natgrad.layers.kinds import Layer, known_layers
+from natgrad.layers.moments import Seen, separate
+from natgrad.layers.passes import passes
+from natgrad.layers.taps import Place, Tap, Taps, reached, resume, tap
+from natgrad.layers.traced import Product, Traced, products, second_layers, traced_layers
+from natgrad.metrics import fisher
+from natgrad.optim.distributed import Ranks, call_roll, unheard
+from natgrad.optim.last_pass import Recall
+from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
+from natgrad.spaces import Space
+from natgrad.structures import Estimate, ExactLabels, Sampled
+from natgrad.structures.estimates import Outputs
+from natgrad.structures.layerwise import is_asking
+from natgrad.structures.metric_pass import collect, explains, seconds
+from natgrad.structures.process_sums import Exchange
+
+REENTRANT = (
+    "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
+    ".grad alone, cannot go through that: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+SHAPES = 64  # of passes for which the examples' places are kept
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows.
+
+    apart: the layers again, with labels drawn apart, for measuring what the statistics were fitted to.   scores: from
+    those labels, of the parameters without a layer, summed over examples, per cotangent.
+    With several processes: this one's part.   weights: by layer and parameter, the rows of all processes that used it;
+    default this one's.   exchange: how the parts are added up.
+    """
+
+    layers: list[Seen]
+    squares: dict[str, Tensor]
+    rows: int
+    apart: list[Seen] = field(default_factory=list)
+    scores: tuple[dict[str, Tensor], ...] = ()
+    weights: Mapping[str, int] = field(default_factory=dict)
+    exchange: Exchange | None = None
+
+
+class Reader:
+    """Listens to a model's layers while armed, and reads statistics when a loss is known.
+
+    The gradient that a layer explains is compared with the plain one at the first reading that reaches it with a
+    gradient that is not zero, and again from time to time (`is_asking`): a second use of its weight may be hidden at
+    first. Parameters where they differ, and parameters without a layer, get squares: the diagonal over examples, by one
+    backward pass to them alone per example with `ExactLabels()`, else from at most `GROUPS` groups of examples.
+    trusted, refused: claims of the layers that explain their parameters, and of those that do not.   readings: so
+    far.   unsure: whether a layer met a zero gradient, which explains anything.   placed: where the examples run, by
+    the shapes of a pass's calls.
+    """
+
+    def __init__(
+        self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int, ranks: Ranks
+    ) -> None:
+        self.model, self.estimate, self.seed, self.ranks = model, estimate, seed, ranks
+        self.taps = Taps()
+        self.generator: torch.Generator | None = None
+        self.attach(named)
+
+    def attach(self, named: Mapping[str, Tensor]) -> None:
+        """Listen to the layers of these parameters."""
+        self.named = dict(named)
+        self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
+        self.matrices = traced_layers(self.model, Space(self.named), self.layers.values())
+        self.spare = second_layers(self.layers.values())
+        self.trusted: set[str] = set()
+        self.refused: set[str] = set()
+        self.readings, self.unsure = 0, False
+        self.placed: dict[Any, tuple[int, list[Place | None]]] = {}
+        self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
+        self.arm(True)
+
+    def arm(self, due: bool) -> None:
+        """Listen to the next passes, or do not. After `detach`: never."""
+        self.taps.armed, self.taps.paused = due and bool(self.handles), False
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        while self.handles:
+            self.handles.pop().remove()
+        self.arm(False)  # compiled graphs keep their taps
+        self.taps.take()
+
+    def generator_on(self, device: torch.device) -> torch.Generator:
+        """The private source of labels."""
+        if self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(self.seed)
+        return self.generator
+
+    def by_names(self, trusted: Set[str] | None = None) -> dict[tuple[str, ...], Layer]:
+        """The trusted layers, by their parameters' names. trusted: others' claims than this reader's."""
+        claims = self.trusted if trusted is None else trusted
+        return {layer.layout.names: layer for layer in self._all.values() if claims >= set(layer.claims)}
+
+    def read(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
+    ) -> Reading | None:
+        """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched.
+
+        apart: how labels for measurements are drawn, None where the statistics' own do. With several processes: this
+        one's part of them. None where another process's loss was not finite.
+        """
+        own, heard = self._own(criterion, outputs, targets, recall, apart)
+        return self._agreed(own, heard)
+
+    def skip(self, value: Tensor) -> None:
+        """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
+        dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
+        torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+        if self.ranks.size > 1:
+            call_roll(self.ranks, self._device, list(self._all), list(self.named), None)
+
+    def _own(
+        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
+    ) -> tuple[Reading, dict[str, bool]]:
+        """What this process read, and of each layer whether it explains its parameters' gradients."""
+        rows = criterion.family.rows(outputs)
+        taken = self.taps.pause(recall.last is not None)
+        calls = [call for call in taken if not self._refuses(call.layer)] + self._products(rows)
+        asking = self._asks()
+        held = set() if asking else {name for names in self.by_names() for name in names}
+        watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
+        estimates = [self.estimate] if apart is None else [self.estimate, apart]
+        exact = isinstance(self.estimate, ExactLabels)
+        try:
+            examples, calls = self._placed(criterion, outputs, rows, calls, recall)
+            drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
+            cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
+            calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ValueError(REENTRANT) from error
+            if "donated" not in str(error) or not self.layers:
+                raise
+            calls, taken = [], []  # a compiled backward that ran for the user first does not run twice
+        if self.layers and not taken and all(isinstance(call, Product) for call in calls):
+            return self._replayed(criterion, outputs, recall, len(rows))
+        seen = [one for one in passes(calls, deltas, examples=examples.count) if not self._refuses(one.layer)]
+        gradients = dict(zip(watched, slopes[0], strict=True))
+        eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
+        heard = self._judged(seen, gradients, eps, asking)
+        # examples that cannot be told apart give squares that are right on average over labels alone
+        heard |= {one.key: False for one in seen if exact and one.pooled}
+        spare = [layer for layer in self.spare if self._forsaken(layer, heard)]
+        more = passes(*seconds(rows, spare, self.named, cotangents, examples), examples=examples.count)
+        heard |= {one.key: explains(one, gradients, eps) is True for one in more}
+        seen = [one for one in [*seen, *more] if heard[one.key]]
+        held = {name for one in seen for name in one.layer.layout.names}
+        # a trusted layer that was not reached in this pass keeps what it has
+        held |= {
+            n
+            for layer in self._all.values()
+            if self._trusts(layer)
+            for n in layer.layout.names
+            if heard.get(layer.key, True)
+        }
+        measuring = slice(0 if apart is None else own, None)
+        known = self._squares(rows, [name for name in watched if name not in held], cotangents[:own], examples, exact)
+        return Reading(
+            [one.only(slice(own)) for one in seen],
+            known,
+            len(rows),
+            [one.only(measuring) for whole in seen for one in separate(whole) if not one.pooled],
+            tuple(summed(watched, found, known) for found in slopes[measuring]),
+        ), heard
+
+    def _products(self, rows: Tensor) -> list[Tap]:
+        """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
+        wanted: list[Traced] = [layer for layer in self.matrices if not self._refuses(layer)]
+        return [*products(rows, [*wanted, *(layer for layer in self.spare if self._trusts(layer))], self.named)]
+
+    def _asks(self) -> bool:
+        """Whether this reading judges all layers, those that are trusted too."""
+        asking, self.unsure = is_asking(self.readings) or self.unsure, False
+        self.readings += 1
+        return asking
+
+    def _placed(
+        self, criterion: Criterion, outputs: Any, rows: Tensor, calls: list[Tap], recall: Recall
+    ) -> tuple[Examples, list[Tap]]:
+        """What the examples are, and the calls with their places: asked once per shapes, and at every 16th reading."""
+        tree, family = map_tensors(outputs, torch.detach), criterion.family
+        count = max(len(next(leaves(outputs))), 1)
+        inputs = [] if recall.last is None else recall.last.call.tensors()
+        known = partitions(tree, rows.detach(), family.rows, count if len(rows) % count == 0 else 1, inputs)
+        key = (tuple(rows.shape), len(known), *((call.layer.key, tuple(call.inputs.shape)) for call in calls))
+        if key in self.placed and self.readings % 16:
+            chosen, places = self.placed[key]
+            kept = [replace(call, place=place) for call, place in zip(calls, places, strict=True)]
+            return known[chosen] if chosen < len(known) else together(rows), kept
+        strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
+        examples, placed = find_examples(rows, calls, known, strict)
+        chosen = next((i for i, one in enumerate(known) if one is examples), len(known))
+        if not any(call.place is None and doubtful(call, examples.count) for call in placed):
+            self.placed = self.placed if len(self.placed) < SHAPES else {}
+            self.placed[key] = chosen, [call.place for call in placed]
+        return examples, placed
+
+    def _squares(
+        self, rows: Tensor, names: list[str], cotangents: list[Tensor], examples: Examples, exact: bool
+    ) -> dict[str, Tensor]:
+        """The diagonal over examples of parameters without a layer, those that were reached."""
+        if self._named_by_layers():
+            generator = torch.Generator()
+        else:  # the shared source moves alike in all processes
+            shared = self.generator_on(rows.device)
+            seed = int(torch.randint(2**62, (), generator=shared, device=shared.device))
+            generator = torch.Generator().manual_seed(seed + self.ranks.rank)
+        if not names:
+            return {}
+        groups = examples.count if exact else max(1, GROUPS // max(1, len(cotangents)))
+        found = example_squares(rows, [self.named[n] for n in names], cotangents, examples, groups, generator)
+        return {name: square for name, square in zip(names, found, strict=True) if square is not None}
+
+    def _judged(
+        self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float, asking: bool
+    ) -> dict[str, bool]:
+        """Whether the layers that were reached explain their parameters' gradients."""
+        heard = {}
+        for one in seen:
+            answer = True if self._trusts(one.layer) and not asking else explains(one, gradients, eps)
+            self.unsure |= answer is None
+            heard[one.key] = answer is not False
+        for layer in [*self.layers.values(), *self.matrices]:
+            reached = [g for name in layer.layout.names if (g := gradients.get(name)) is not None]
+            if not self._trusts(layer) and any(bool(g.to_dense().any()) for g in reached):
+                heard.setdefault(layer.key, False)
+        return heard
+
+    def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
+        """Whether a layer was just found not to explain its matrix, which this one may."""
+        first = next(layer for layer in self.layers.values() if layer.layout.weight == spare.layout.weight)
+        return heard.get(first.key) is False and not self._refuses(first) and not self._refuses(spare)
+
+    def _agreed(self, own: Reading, heard: Mapping[str, bool]) -> Reading | None:
+        """The part of a reading that all processes take the same way."""
+        layers, tokens = self._all, {one.key for one in own.layers if one.by_token}
+        roll = call_roll(
+            self.ranks, self._device, list(layers), list(self.named), heard, list(own.squares), own.rows, tokens
+        )
+        if roll.failed:
+            return None
+        self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
+        self.trusted -= self.refused
+        kept = {key: layers[key] for key in roll.layers if key not in roll.refused}
+        held = {name for layer in kept.values() for name in layer.layout.names}
+        self.trusted |= {claim for layer in kept.values() for claim in layer.claims}
+        seen, cotangents = {one.key: one for one in own.layers}, max((len(one.deltas) for one in own.layers), default=1)
+        passed = [
+            seen[key]
+            if key in seen
+            else unheard(layer, cotangents, self._zeros(layer.layout.names[0]), key in roll.tokens)
+            for key, layer in kept.items()
+        ]
+        squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
+        exchange = self.ranks.summed if self.ranks.size > 1 else None
+        apart = [one for one in own.apart if one.key in kept]
+        return Reading(passed, squares, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
+
+    @property
+    def _all(self) -> dict[str, Layer]:
+        """Every layer and matrix that may be read, by key."""
+        return {layer.key: layer for layer in [*self.layers.values(), *self.matrices, *self.spare]}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.named.values())).device
+
+    def _zeros(self, name: str) -> Tensor:
+        p = self.named[name]
+        return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+
+    def _refuses(self, layer: Layer) -> bool:
+        return not self.refused.isdisjoint(layer.claims)
+
+    def _trusts(self, layer: Layer) -> bool:
+        return self.trusted.issuperset(layer.claims)
+
+    def _cotangents(
+        self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: Examples
+    ) -> list[Tensor]:
+        tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+        family = criterion.family
+
+        def slope() -> Tensor:
+            return family.rows(criterion.slope(tree, targets))
+
+        weights = criterion.weights(tree, targets)
+        rows = family.rows(tree)
+        with torch.no_grad():
+            generator = self.ranks.generator(self.generator_on(rows.device))
+            found = list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, slope), generator))
+            if isinstance(estimate, Sampled) or self._named_by_layers():
+                return found
+            return [signed(cotangent, examples, generator) for cotangent in found]
+
+    def _named_by_layers(self) -> bool:
+        """Whether every parameter belongs to a layer, whose examples' scores are told apart."""
+        layers = [layer for layer in [*self.layers.values(), *self.matrices] if not self._refuses(layer)]
+        claimed = {name for layer in layers for name in layer.layout.names}
+        return claimed.issuperset(self.named)
+
+    def _replayed(
+        self, criterion: Criterion, outputs: Any, recall: Recall, rows: int
+    ) -> tuple[Reading, dict[str, bool]]:
+        """From one more pass, as a pure function: graphs compiled before there were taps let nobody listen."""
+        last = recall.passed()
+        if last is None:
+            raise ValueError(
+                "no statistics: no layer of the model was heard in training mode since the last step; call "
+                "model.train() and the model itself (not a copy of it) before optimizer.loss(outputs, targets); if it "
+                "was compiled and called before the optimizer was built, give the optimizer the compiled model, or "
+                "call torch.compiler.reset() once"
+            )
+        with last.modes_of(self.model), torch.compiler.set_stance("force_eager"):
+            told = recall.follow(outputs)
+            data = told.data()
+            found = collect(
+                fisher(self.model, criterion, outputs=told.settle(self.model, self.named, recall.outputs)),
+                self.named,
+                Labelled(data.inputs, data.targets),
+                self.estimate,
+                self.ranks.generator(self.generator_on(self._device)),
+                random=last.random,
+                trusted=self.trusted or None,
+            )
+        apart = [one for whole in found.layers for one in separate(whole)]
+        return Reading(found.layers, found.squares, rows, apart), {one.key: True for one in found.layers}
+
+
+def signed(cotangent: Tensor, examples: Examples, generator: torch.Generator) -> Tensor:
+    """A random sign on every example's entries.
+
+    The statistics of layers do not change. The square of a sum over examples becomes, on average, the sum of squares;
+    for labels drawn at random it is one already.
+    """
+    bits = torch.randint(0, 2, (examples.count,), generator=generator, device=cotangent.device)
+    return examples.scale(cotangent, 2 * bits - 1)
+
+
+def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
+    """The scores of one cotangent by name, dense, of the parameters without a layer."""
+    pairs = zip(watched, slopes, strict=True)
+    return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}

@@ -1,0 +1,103 @@
+"""Kronecker factors that are never written down: tracked as low rank plus scaled identity (Kaldi's online metric)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.layers.kinds import Layer
+from natgrad.layers.moments import Seen, total, unit_blocks
+from natgrad.operators import Diagonal, Operator, SpikedKronecker, Units
+from natgrad.structures.diagonal import layer_squares
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.low_rank_tracking import Tracked, first, tracked
+
+
+@dataclass(frozen=True)
+class OnlineLowRank(Layerwise):
+    """S (x) A per layer as in K-FAC, each factor a low rank plus a multiple of the identity (Povey et al. 2015).
+
+    A: second moment of the inputs with a 1 appended, rank at most `rank_in`; S: of the output derivatives, `rank_out`;
+    neither above half its size, rounded up.   gradient: learn them from the rows and columns of the batch's gradient
+    instead of from the examples (as the 2020 report's runs did), A then divided by its trace. With drawn labels the
+    gradient's second moment is the Fisher, with `ng.Empirical()` it holds the mean gradient too.   factored: smooth
+    each factor (Kaldi's alpha is sqrt(damping)) instead of damping their product exactly.
+    The first batch is iterated upon three times; later ones once. Norms and depthwise convolutions get their exact
+    blocks, embeddings the diagonal. Memory: rank * (size + 1) + 1 numbers per side. Neither factor is ever formed.
+    ValueError for a rank below 1.
+    """
+
+    rank_in: int = 20
+    rank_out: int = 80
+    gradient: bool = False
+    factored: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("rank_in", "rank_out"):
+            rank = getattr(self, name)
+            if not isinstance(rank, int) or rank < 1:
+                raise ValueError(f"{name} is {rank}, expected an integer >= 1")
+
+    def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
+        if seen.by_token:
+            return accumulated(before, {"squares": layer_squares(seen)}, decay)
+        if seen.single:
+            blocks = total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])
+            return accumulated(before, {"blocks": blocks}, decay)
+        left, right = gradient_rows(seen) if self.gradient else example_rows(seen)
+        return side("left", left, self.rank_out, before, decay) | side("right", right, self.rank_in, before, decay)
+
+    def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
+        if "squares" in totals:
+            return Diagonal(totals["squares"].reshape(-1) / weight)
+        if "blocks" in totals:
+            return Units(totals["blocks"] / weight)
+        left, right = side_of(totals, "left"), side_of(totals, "right")
+        scale: float | Tensor = 1 / weight
+        if self.gradient:  # both sides have the gradient's square as trace, which the product must have once
+            scale = torch.where(right.trace() > 0, 1 / right.trace(), 0).unsqueeze(-1)
+        return SpikedKronecker(left.spikes(1 / weight), right.spikes(scale), factored=self.factored)
+
+    def kind(self, totals: Statistics) -> str:
+        return "Diagonal" if "squares" in totals else "UnitWise" if "blocks" in totals else super().kind(totals)
+
+
+def example_rows(seen: Seen) -> tuple[Tensor, Tensor]:
+    """Rows (N, o) of all derivatives and (N, d) of all inputs, whose second moments are K-FAC's S and A.
+
+    N counts examples, positions (and cotangents); with groups, (G, N, o) and (G, N, d).
+    """
+    a = seen.activations
+    left = torch.cat([flat_rows(deltas) for deltas in seen.deltas], dim=-2)
+    return left, (seen.share / (a.shape[0] * a.shape[1])) ** 0.5 * flat_rows(a)
+
+
+def flat_rows(tensor: Tensor) -> Tensor:
+    """(b, t, G, d) -> (G, b t, d), without the groups where there is one."""
+    found = tensor.flatten(0, 1).transpose(0, 1)
+    return found[0] if len(found) == 1 else found
+
+
+def gradient_rows(seen: Seen) -> tuple[Tensor, Tensor]:
+    """The columns and the rows of the layer's matrix in J^T c, for every cotangent c: (N, o) and (N, d)."""
+    matrices = [torch.einsum("btgo,btgd->god", deltas, seen.activations) for deltas in seen.deltas]
+    left, right = (torch.cat(parts, dim=-2) for parts in ([m.mT for m in matrices], matrices))
+    return (left[0], right[0]) if len(left) == 1 else (left, right)
+
+
+def side(name: str, rows: Tensor, rank: int, before: Statistics | None, decay: float) -> Statistics:
+    """One factor's running total after these rows."""
+    rank = min(rank, (rows.shape[-1] + 1) // 2)
+    if before is None or f"{name}_basis" not in before:
+        found = first(rows, rank)
+    else:
+        found = tracked(side_of(before, name), rows, decay)
+    return {f"{name}_basis": found.basis, f"{name}_values": found.values, f"{name}_rest": found.rest}
+
+
+def side_of(totals: Statistics, name: str) -> Tracked:
+    """One factor from a layer's totals."""
+    return Tracked(totals[f"{name}_basis"], totals[f"{name}_values"], totals[f"{name}_rest"])

@@ -1,0 +1,125 @@
+"""Gibbs sweeps of fields of pairs: conditionals by definition, a law that is the field's, few calls per sweep."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from models import draw
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from natgrad.families import Gibbs, Ising, MarkovField
+from natgrad.families.gibbs import Sweep, coloured
+from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def mixed() -> MarkovField:
+    """Variables of two, three and four values, singles and pairs, one pair twice, one variable without any."""
+    return MarkovField(
+        [(0, 1), (-1, 0, 2), (0, 1, 2, 3), (5, 7), (0, 1)],
+        [
+            ((0,), lambda x: x[..., 0]),
+            ((1,), lambda x: x[..., 0].square()),
+            ((0, 1), lambda x: x[..., 0] * (x[..., 1] + 1)),
+            ((1, 2), lambda x: (x[..., 0] == x[..., 1]).double()),
+            ((2, 3), lambda x: (x[..., 0] - 2 * x[..., 1]).abs()),
+            ((1, 2), lambda x: (x[..., 0] < x[..., 1]).double()),
+        ],
+    )
+
+
+FIELDS = {
+    "spins": lambda: Ising(5),
+    "bits": lambda: Ising(4, values=(0, 1)),
+    "a grid": lambda: Ising(6, [(0, 1), (1, 2), (3, 4), (4, 5), (0, 3), (1, 4), (2, 5)], values=(-2, 3)),
+    "many values": mixed,
+}
+
+
+def sweep_of(family: MarkovField, theta: Tensor, chains: int) -> PairSweep:
+    return PairSweep(family.tables, coloured(family.n, family.tables.cliques), theta, chains)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_energies_are_rows_of_a_matrix_times_the_state(name):
+    family = FIELDS[name]()
+    theta = 0.7 * draw(2, family.size)
+    states = family.tables.every_state()
+    energy = theta @ family.tables.statistics(states).mT  # (B, S)
+    sweep = sweep_of(family, theta, len(states))
+    sweep._write(states[:, sweep.order].mT.expand(2, -1, -1), sweep.state)
+    assert torch.equal(sweep.states(), states.repeat_interleave(2, 0))
+    rise = (sweep.constant + sweep.matrix @ sweep.state).unflatten(1, (family.n, sweep.width))
+    place = {tuple(state): k for k, state in enumerate(states.tolist())}
+    for k, state in enumerate(states.tolist()):
+        for rank, variable in enumerate(sweep.order.tolist()):
+            for value in range(1, family.tables.counts[variable]):
+                there, zero = list(state), list(state)
+                there[variable], zero[variable] = value, 0
+                expected = energy[:, place[tuple(there)]] - energy[:, place[tuple(zero)]]
+                assert_close(rise[:, rank, value - 1, k], expected)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("kind", [PairSweep, Sweep], ids=lambda k: k.__name__)
+def test_a_sweep_leaves_the_field_s_law_as_it_is(name, kind):
+    """Two thetas at once; both ways to sweep have the field's means after some sweeps from uniform states."""
+    family = FIELDS[name]()
+    theta, chains = (0.1 if name == "a grid" else 0.4) * draw(2, family.size, seed=3), 4000
+    sweep = kind(family.tables, coloured(family.n, family.tables.cliques), theta, chains)
+    sweep.start(GENERATOR)
+    for _ in range(25):
+        sweep.run(GENERATOR)
+    found = family.tables.statistics(sweep.states()).view(chains, 2, -1)
+    spread = (family.covariance(theta).diagonal(dim1=-2, dim2=-1) / chains).sqrt()
+    assert float(((found.mean(0) - family.expectation(theta)).abs() / spread).max()) < 5
+    assert not torch.equal(found[:, 0].mean(0), found[:, 1].mean(0))
+
+
+class Count(TorchDispatchMode):
+    """How many operations ran."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("size", "chains"), [(12, 3), (12, 300), (30, 100)])
+def test_a_sweep_of_dense_spins_is_two_calls_per_spin_for_all_chains(size, chains):
+    family = Ising(size, gibbs=Gibbs())
+    sweep = sweep_of(family, 0.1 * draw(1, family.size), chains)
+    sweep.start(GENERATOR)
+    with Count() as count:
+        sweep.run(GENERATOR)
+    assert len(sweep.slices) == size  # all pairs: no two spins at once
+    assert count.calls <= 4 * size + 10
+
+
+def test_a_grid_is_two_matrix_products():
+    edges = [(6 * i + j, 6 * i + j + 1) for i, j in itertools.product(range(6), range(5))]
+    edges += [(6 * i + j, 6 * i + j + 6) for i, j in itertools.product(range(5), range(6))]
+    family = Ising(36, edges)
+    assert len(sweep_of(family, draw(1, family.size), 2).slices) == 2
+
+
+def test_what_has_no_matrix_of_pairs_goes_by_neighbours():
+    assert not fits_pairs(Ising(5, [(0, 1, 2), (3, 4)]).tables)
+    assert not fits_pairs(Ising(800, [(i, i + 1) for i in range(799)]).tables)  # a matrix nearly empty
+    assert fits_pairs(Ising(100, [(i,) for i in range(100)]).tables)
+
+
+@pytest.mark.parametrize("size", [24, 40])
+def test_maximum_likelihood_of_a_dense_field_names_what_goes_without_sums(size):
+    family = Ising(size, values=(0, 1))
+    x = torch.randint(0, 2, (50, size), generator=GENERATOR).double()
+    with pytest.raises(ValueError, match=r"ratio matching.*ng\.ratio_matching_loss.*ng\.Boltzmann.*ng\.ratio_metric"):
+        family.mle(x)
+    chain = Ising(size, [(i, i + 1) for i in range(size - 1)])
+    assert chain.mle(2 * x - 1).shape == (size - 1,)

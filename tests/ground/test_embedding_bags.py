@@ -1,0 +1,117 @@
+"""Bags of embeddings have a metric, in every mode: torch's own kernel has a first derivative only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import F64, assert_close, draw, reference_jacobian, reference_outputs, seeded
+from torch import Tensor, nn
+from torch.nn import functional
+
+from natgrad.derivatives import exact_derivatives
+from natgrad.embedding_bags import embedding_bags
+from natgrad.families import Categorical
+from natgrad.metrics import fisher, hessian
+from natgrad.optim import NaturalGradient
+from natgrad.spaces import trainable
+
+TOKENS = torch.tensor([[1, 3, 3, 0], [2, 2, 2, 2], [5, 4, 1, 0]])
+FLAT, OFFSETS = torch.tensor([1, 3, 3, 0, 5, 2, 1]), torch.tensor([0, 3, 3, 5])  # the second bag is empty
+OPTIONS = {
+    "rows": (TOKENS, None, {}),
+    "padding": (TOKENS, None, {"padding_idx": 0}),
+    "negative padding": (TOKENS, None, {"padding_idx": -1}),
+    "offsets": (FLAT, OFFSETS, {}),
+    "offsets and padding": (FLAT, OFFSETS, {"padding_idx": 3}),
+    "last offset included": (FLAT, torch.cat([OFFSETS, torch.tensor([7])]), {"include_last_offset": True}),
+    "a bag of padding alone": (torch.full((2, 3), 2), None, {"padding_idx": 2}),
+    "norms kept": (TOKENS, None, {"max_norm": 0.5}),
+}
+
+
+class Bags(nn.Module):
+    """A bag of embeddings and a layer after it."""
+
+    def __init__(self, weighted: bool, offsets: Tensor | None = None, **options) -> None:
+        super().__init__()
+        self.bag, self.out, self.weighted = nn.EmbeddingBag(6, 3, **options), nn.Linear(3, 2), weighted
+        self.offsets = offsets
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights = torch.linspace(0.5, 2, tokens.numel(), dtype=F64).view(tokens.shape) if self.weighted else None
+        return self.out(torch.tanh(self.bag(tokens, self.offsets, weights)))
+
+
+CASES = [(name, mode, False) for name in OPTIONS for mode in ("sum", "mean", "max")]
+CASES += [(name, "sum", True) for name in OPTIONS]
+
+
+@pytest.mark.parametrize(("name", "mode", "weighted"), CASES)
+def test_the_fisher_of_a_bag_is_its_definition(name, mode, weighted):
+    tokens, offsets, options = OPTIONS[name]
+    model = seeded(lambda: Bags(weighted, offsets, mode=mode, **options))
+    model(tokens)  # norms are kept from the first pass on
+    params = trainable(model)
+    jacobian = reference_jacobian(model, params, tokens, Categorical().rows)
+    root = Categorical().root(Categorical().rows(reference_outputs(model, params, tokens)))
+    form = root @ root.mT
+    expected = torch.einsum("ima,imk,ikb->ab", jacobian, form, jacobian) / len(jacobian)
+    metric = fisher(model, Categorical())
+    vector = draw(len(expected), seed=3)
+    assert_close(metric.at(params, tokens).mv(vector), expected @ vector, 1e-10)
+    assert_close(metric.at(params, tokens).dense(), expected, 1e-10)
+    assert_close(metric.at(params, tokens).diagonal(), expected.diagonal(), 1e-10)
+
+
+@pytest.mark.parametrize(("name", "mode", "weighted"), CASES)
+def test_a_bag_written_out_is_torchs_own(name, mode, weighted):
+    tokens, offsets, options = OPTIONS[name]
+    weight, scales = draw(6, 3).requires_grad_(), None
+    known = {key: value for key, value in options.items() if key != "max_norm"} | {"mode": mode}
+    if weighted:
+        scales = draw(tokens.numel(), seed=1).view(tokens.shape).requires_grad_()
+    inputs = {"per_sample_weights": scales, **known}
+    expected = functional.embedding_bag(tokens, weight, offsets, **inputs)
+    found = embedding_bags(tokens, weight, offsets, **inputs)
+    assert_close(found.detach(), expected.detach(), 1e-14)
+    leaves = [weight] if scales is None else [weight, scales]
+    cotangent = draw(*expected.shape, seed=2)
+    theirs, ours = (torch.autograd.grad(o, leaves, cotangent, allow_unused=True) for o in (expected, found))
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, 1e-12, scale=1.0)
+
+
+def test_a_bag_has_a_hessian():
+    model = seeded(lambda: Bags(False, mode="mean"))
+    params, targets = trainable(model), torch.tensor([0, 1, 1])
+    names = list(params)
+
+    def loss(*values: Tensor) -> Tensor:
+        with exact_derivatives():
+            outputs = torch.func.functional_call(model, dict(zip(names, values, strict=True)), (TOKENS,))
+        return functional.cross_entropy(outputs, targets)
+
+    blocks = torch.autograd.functional.hessian(loss, tuple(p.detach() for p in params.values()))
+    sizes = [p.numel() for p in params.values()]
+    expected = torch.cat([torch.cat([b.reshape(m, -1) for b in row], 1) for m, row in zip(sizes, blocks, strict=True)])
+    found = hessian(model, nn.CrossEntropyLoss()).at(params, (TOKENS, targets)).dense()
+    assert_close(found, expected, 1e-10)
+
+
+def test_gradients_by_frequency_are_refused_at_the_door():
+    model = seeded(lambda: Bags(False, mode="sum", scale_grad_by_freq=True))
+    with pytest.raises(ValueError, match="scale_grad_by_freq"):
+        fisher(model, Categorical()).at(trainable(model), TOKENS).mv(torch.zeros(26, dtype=F64))
+
+
+def test_a_step_on_a_bag_lowers_the_loss():
+    model = seeded(lambda: Bags(False, mode="mean"))
+    optimizer = NaturalGradient(model, fisher(model, nn.CrossEntropyLoss()), damping=0.1)
+    targets, losses = torch.tensor([0, 1, 1]), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = optimizer.loss(model(TOKENS), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]

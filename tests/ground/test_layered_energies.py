@@ -1,0 +1,160 @@
+"""Energies whose derivatives in x are carried through their layers: the same numbers as derivatives of any density."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from energies import energy_net
+from models import assert_close, draw, seeded
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.densities import Density, Energy
+from natgrad.layered_energies import ACTIVATIONS, chain_of
+
+
+def deep(activation: Callable[[], nn.Module] = nn.Tanh, inputs: int = 3) -> nn.Module:
+    """Nested, with a square layer's worth of everything that passes through."""
+    inner: Any = lambda: nn.Sequential(nn.Linear(5, 6, bias=False), activation(), nn.Dropout(0.5).eval())  # noqa: E731
+    outer: Any = lambda: nn.Sequential(  # noqa: E731
+        nn.Flatten(), nn.Linear(inputs, 5), activation(), inner(), nn.Identity(), nn.Linear(6, 4), activation(),
+        nn.Linear(4, 1),
+    )  # fmt: skip
+    return seeded(outer)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "two hidden layers": energy_net,
+    "deep": deep,
+    "linear": lambda: seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))),
+    "activation first": lambda: seeded(lambda: nn.Sequential(nn.Tanh(), nn.Linear(3, 1))),
+    "activation last": lambda: seeded(lambda: nn.Sequential(nn.Linear(3, 1), nn.Softplus())),
+    "one hidden layer": lambda: seeded(lambda: nn.Sequential(nn.Linear(3, 7), nn.SiLU(), nn.Linear(7, 1))),
+}
+
+
+def general(net: nn.Module, params: Any, x: Tensor, dims: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    """One backward pass of the score per variable."""
+    return Density.scores_and_curvatures(Energy(net), params, x, dims)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dims", [None, [2, 0]], ids=str)
+def test_the_same_as_derivatives_of_the_energy(name, dims):
+    net, x = NETS[name](), draw(5, 3)
+    params = ng.trainable(net)
+    assert chain_of(net, params, x) is not None
+    found, expected = Energy(net).scores_and_curvatures(params, x, dims), general(net, params, x, dims)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one.detach(), other.detach(), scale=1.0)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS, ids=lambda kind: kind.__name__)
+def test_every_activation(kind):
+    net, x = deep(kind), 2 * draw(5, 3)
+    params = ng.trainable(net)
+    for one, other in zip(Energy(net).scores_and_curvatures(params, x), general(net, params, x), strict=True):
+        assert_close(one.detach(), other.detach(), scale=1.0)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_the_loss_has_the_same_gradient(chunk_size):
+    net, x = deep(nn.Softplus), draw(6, 3)
+    params = ng.trainable(net)
+    loss = ng.score_matching_loss(net, params, x, chunk_size=chunk_size)
+    found = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
+    scores, curvatures = general(net, params, x)
+    value = (0.5 * scores.square() + curvatures).sum(1).mean()
+    expected = torch.autograd.grad(value, list(params.values()), materialize_grads=True)
+    assert_close(loss.detach(), value.detach(), scale=1.0)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, rtol=1e-11)
+
+
+def test_second_derivatives_in_the_parameters_too():
+    net, x = energy_net(), draw(4, 3)
+    params = {name: p.detach() for name, p in ng.trainable(net).items()}
+
+    def by(way: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+        def value(weight: Tensor) -> Tensor:
+            scores, curvatures = way(net, params | {"0.weight": weight}, x)
+            return (0.5 * scores.square() + curvatures).sum()
+
+        return torch.func.hessian(value)(params["0.weight"])
+
+    assert_close(by(lambda n, p, y: Energy(n).scores_and_curvatures(p, y)), by(general), rtol=1e-11)
+
+
+def test_some_parameters_frozen():
+    net, x = energy_net(), draw(4, 3)
+    some = {name: p for name, p in ng.trainable(net).items() if name != "2.weight"}
+    assert_close(Energy(net).scores_and_curvatures(some, x)[1].detach(), general(net, some, x)[1].detach())
+
+
+def tied() -> nn.Module:
+    net: Any = deep()
+    return nn.Sequential(net[1], net[2], nn.Linear(5, 3).double(), nn.Tanh(), net[1], nn.Linear(5, 1).double())
+
+
+def with_hook() -> nn.Module:
+    net: Any = energy_net()
+    net[1].register_forward_hook(lambda module, args, output: 2 * output)
+    return net
+
+
+def training_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+UNKNOWN: dict[str, Callable[[], nn.Module]] = {
+    "tied": tied,
+    "hook": with_hook,
+    "dropout": training_dropout,
+    "norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double(),
+    "subclass": lambda: nn.Sequential(Doubled(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
+    "in place": lambda: nn.Sequential(nn.Linear(3, 4), nn.SiLU(inplace=True), nn.Linear(4, 1)).double(),
+    "weight norm": lambda: nn.Sequential(
+        torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 1)
+    ).double(),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in UNKNOWN if name != "dropout"])
+def test_everything_else_goes_the_general_way(name):
+    net, x = UNKNOWN[name](), draw(4, 3)
+    params = ng.trainable(net)
+    assert chain_of(net, params, x) is None
+    assert_close(Energy(net).scores_and_curvatures(params, x)[1].detach(), general(net, params, x)[1].detach())
+
+
+def test_dropout_in_training_mode_is_no_chain():
+    net = training_dropout()
+    assert chain_of(net, ng.trainable(net), draw(2, 3)) is None
+    assert chain_of(net.eval(), ng.trainable(net), draw(2, 3)) is not None
+
+
+def test_a_net_under_an_optimizer_is_still_a_chain():
+    net, x = energy_net(), draw(4, 3)
+    ng.NaturalGradient(net, ng.score_metric(net))
+    assert chain_of(net, ng.trainable(net), x) is not None
+
+
+def test_images_and_mixed_dtypes_are_no_chain():
+    net = energy_net()
+    assert chain_of(net, ng.trainable(net), draw(2, 1, 3)) is None
+    assert chain_of(net, ng.trainable(net), draw(2, 4)) is None
+    assert chain_of(net, ng.trainable(net), draw(2, 3).float()) is None
+
+
+def test_piecewise_linear_energies_are_still_refused():
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)))
+    with pytest.raises(ValueError, match="ReLU"):
+        ng.score_matching_loss(net, ng.trainable(net), draw(4, 3))

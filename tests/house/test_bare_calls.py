@@ -1,0 +1,104 @@
+"""No file but natgrad/lapack.py calls what raises on one processor and returns inf on another."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("natgrad", "lab/natgrad_lab", "benchmarks")
+HOME = "natgrad/lapack.py"
+INSTEAD = {
+    "inv": "invert_or_nan or require_inverse",
+    "inverse": "invert_or_nan or require_inverse",
+    "solve": "solve_or_nan or require_solution",
+    "cholesky": "factor_or_nan, require_factor or linalg.cholesky",
+    "eigh": "eigh",
+    "eigvalsh": "eigh",
+    "eig": "eigh, of a symmetric matrix",
+    "eigvals": "eigh, of a symmetric matrix",
+    "svd": "svd",
+    "svdvals": "svd",
+    "pinv": "pseudo_solve or svd",
+    "pinverse": "pseudo_solve or svd",
+    "lstsq": "fit_or_nan",
+    "matrix_rank": "svd",
+    "cond": "svd",
+    "tensorinv": "invert_or_nan",
+    "tensorsolve": "solve_or_nan",
+    "ldl_factor": "solve_or_nan",
+    "lu_factor": "solve_or_nan",
+}
+TORCH = ("torch", "torch.linalg", "linalg")
+INFO = {"inv_ex", "solve_ex", "cholesky_ex", "lu_factor_ex", "ldl_factor_ex"}
+"""What tells by its info, which has to be read: [0] or a name for the result alone is refused."""
+
+
+def bare_calls(source: str) -> Iterator[str]:
+    """`line: sentence` for each use of torch that depends on the processor."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.linalg"):
+            yield f"{node.lineno}: imports from torch.linalg; write torch.linalg.x, so that this test can see it"
+        elif isinstance(node, ast.Attribute) and node.attr in INSTEAD and ast.unparse(node.value) in TORCH:
+            yield f"{node.lineno}: {ast.unparse(node)}; use {INSTEAD[node.attr]} of natgrad.lapack"
+        if isinstance(node, ast.Subscript | ast.Attribute) and _tells(node.value) and not _reads_info(node):
+            yield f"{node.lineno}: {ast.unparse(node)} drops the info; use natgrad.lapack"
+
+
+def _tells(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in INFO
+
+
+def _reads_info(node: ast.expr) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == "info"
+    return isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "1"
+
+
+def test_no_call_depends_on_the_processor():
+    found = [
+        f"{path.relative_to(ROOT)}:{sentence}"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path.relative_to(ROOT).as_posix() != HOME
+        for sentence in bare_calls(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = torch.linalg.inv(a)",
+        "x = torch.inverse(a)",
+        "x = torch.linalg.solve(a, b, left=False)",
+        "x = f(torch.linalg.cholesky)(a)",
+        "x = torch.linalg.eigvalsh(a)[0]",
+        "x = torch.linalg.pinv(a, hermitian=True)",
+        "x = torch.linalg.inv_ex(a)[0]",
+        "x = torch.linalg.cholesky_ex(a).L",
+        "from torch.linalg import inv",
+        "from torch import linalg\nx = linalg.solve(a, b)",
+    ],
+)
+def test_each_kind_of_bare_call_is_found(line: str):
+    assert len(list(bare_calls(line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x, info = torch.linalg.inv_ex(a)",
+        "fine = torch.linalg.cholesky_ex(a).info == 0",
+        "x = torch.linalg.solve_triangular(l, b, upper=False)",
+        "x = operator.inverse(0.0)",
+        "x = solver.solve(operator, rhs)",
+        "x = torch.linalg.qr(a)",
+    ],
+)
+def test_what_does_not_raise_is_allowed(line: str):
+    assert not list(bare_calls(line))

@@ -1,0 +1,66 @@
+"""The pages tell the truth: their code runs, and what they refer to exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAPERS = sorted((ROOT / "docs" / "papers").glob("*_*.md"))
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """(line, source) of every fenced block in that language. `python` is run, `py` is only shown."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    return [(text[: fence.start(1)].count("\n"), fence[1]) for fence in fences]
+
+
+def references(page: Path) -> Iterator[tuple[str, str]]:
+    """(file, dotted name) of every `natgrad/file.py: name`."""
+    yield from re.findall(r"`((?:natgrad|lab/natgrad_lab)/[\w/]+\.py): ([\w.]+)`", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
+def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    for line, source in blocks(page, "python"):  # in order, as a reader types them
+        exec(compile("\n" * line + source, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAPERS, ids=name_of)
+def test_a_paper_s_table_refers_to_what_exists(page: Path):
+    found = list(references(page))
+    assert found, f"{page.name} refers to no function"
+    for file, dotted in found:
+        thing: object = importlib.import_module(file.removeprefix("lab/").removesuffix(".py").replace("/", "."))
+        assert (ROOT / file).is_file()
+        for part in dotted.split("."):
+            assert hasattr(thing, part), f"{page.name}: {file} has no {dotted}"
+            thing = getattr(thing, part)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page: Path):
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", page.read_text(encoding="utf-8"))
+    broken = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert not broken, f"{name_of(page)} links to {broken}"
+
+
+def test_make_commands_exist_and_ci_runs_only_what_the_readme_names():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {page: set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.M)) for page in PAGES}
+    assert set.union(*named.values()) <= targets
+    ci = set(re.findall(r"^make ([a-z]+)", (ROOT / ".ci" / "run").read_text(), re.M))
+    assert "test" in ci
+    assert ci <= named[ROOT / "README.md"]

@@ -1,0 +1,53 @@
+"""Every example is short, uses public names only, and runs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import natgrad as ng
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+LINES = 40
+SECONDS = 120  # far more than any takes: a bound on a hang, not a figure
+
+
+def name_of(path: Path) -> str:
+    return path.stem
+
+
+def private_uses(tree: ast.AST) -> Iterator[str]:
+    """Whatever an example takes from natgrad that is not in its __all__, by attribute or by import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ng":
+            if node.attr not in ng.__all__:
+                yield f"ng.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("natgrad"):
+            yield f"from {node.module} import ..."
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 5
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_example_is_short_and_public(path: Path):
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) < LINES
+    assert ast.get_docstring(ast.parse(source)), "the first line says what the example shows"
+    assert list(private_uses(ast.parse(source))) == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_example_runs(path: Path, tmp_path: Path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(path)]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip(), "an example prints what it shows"

@@ -1,0 +1,133 @@
+"""Every public name exists, has a docstring, and stands in the API docs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import natgrad as ng
+
+API = Path(__file__).parents[2] / "docs" / "api"
+
+
+def documented() -> dict[str, list[str]]:
+    """Module -> the members that docs/api lists under its `:::` directive."""
+    found: dict[str, list[str]] = {}
+    for page in sorted(API.glob("*.md")):
+        for block in re.finditer(r"^::: ([\w.]+)\n((?:[ \t]+.*\n|\n)*)", page.read_text(encoding="utf-8"), re.M):
+            found.setdefault(block[1], []).extend(re.findall(r"^\s+- (\w+)$", block[2], re.M))
+    return found
+
+
+def table() -> dict[str, str]:
+    """Name under `ng` -> where the table in docs/api/index.md sends the reader: a dotted name or a page."""
+    text = (API / "index.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"\[`ng\.(\w+)`\][\[(]([\w.]+)[\])]", text))
+
+
+def public_modules() -> Iterator[ModuleType]:
+    """Every module of the library that says what is public in it by __all__, natgrad itself excepted."""
+    for info in pkgutil.walk_packages(ng.__path__, "natgrad."):
+        if info.name.rpartition(".")[2].startswith("_"):
+            continue
+        module = importlib.import_module(info.name)
+        if hasattr(module, "__all__"):
+            yield module
+
+
+def without_docstring(thing: object, name: str) -> Iterator[str]:
+    """The names of `thing` and of its public methods that lack a docstring. Methods may inherit theirs."""
+    if inspect.isclass(thing):
+        own = vars(thing).get("__doc__")
+        if not own or own.startswith(f"{thing.__name__}("):  # a dataclass writes its signature where there is none
+            yield name
+        for attribute, value in vars(thing).items():
+            is_method = callable(value) or isinstance(value, (property, classmethod, staticmethod))
+            if is_method and not attribute.startswith("_") and not inspect.getdoc(getattr(thing, attribute)):
+                yield f"{name}.{attribute}"
+    elif (inspect.isroutine(thing) or inspect.ismodule(thing)) and not inspect.getdoc(thing):
+        yield name
+
+
+MODULES = {module.__name__: module for module in public_modules()}
+
+
+@pytest.mark.parametrize("name", ["natgrad", *MODULES])
+def test_all_is_unique_and_there(name: str):
+    module = importlib.import_module(name)
+    assert len(module.__all__) == len(set(module.__all__))
+    assert [n for n in module.__all__ if not hasattr(module, n)] == []
+
+
+@pytest.mark.parametrize("name", ["natgrad", *MODULES])
+def test_every_public_name_has_a_docstring(name: str):
+    module = importlib.import_module(name)
+    missing = [lack for n in module.__all__ for lack in without_docstring(getattr(module, n), n)]
+    assert not missing, f"{name}: no docstring on {missing}"
+    assert inspect.getdoc(module)
+
+
+def nearest(module: str) -> str:
+    """The module or the innermost folder around it that says what is public."""
+    return max((name for name in MODULES if f"{module}.".startswith(f"{name}.")), key=len, default="")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_api_docs_list_every_public_name(name: str):
+    """Under `::: the folder`, or under the module of it that holds the name; a folder within speaks for itself."""
+    listed = [n for module, names in documented().items() if nearest(module) == name for n in names]
+    assert sorted(listed) == sorted(MODULES[name].__all__), f"docs/api: the members of {name} are not its __all__"
+
+
+def test_the_api_docs_list_nothing_else():
+    for module, names in documented().items():
+        missing = [n for n in names if not hasattr(importlib.import_module(module), n)]
+        assert not missing, f"docs/api lists {missing} under '::: {module}', which has no such names"
+
+
+@pytest.mark.parametrize("name", [n for n in ng.__all__ if not n.startswith("__")])
+def test_the_table_of_names_leads_to_the_right_place(name: str):
+    thing, place = getattr(ng, name), table().get(name)
+    assert place, f"docs/api/index.md has no row for ng.{name}"
+    if isinstance(thing, ModuleType):
+        assert (API / place).is_file()
+        return
+    module, _, attribute = place.rpartition(".")
+    assert getattr(importlib.import_module(module), attribute) is thing
+    assert attribute in documented()[module], f"docs/api documents no {place}"
+
+
+def test_the_table_has_no_other_names():
+    assert sorted(table()) == [n for n in sorted(ng.__all__) if not n.startswith("__")]
+
+
+# The checker itself.
+
+
+class Bare:
+    def method(self) -> None: ...
+
+
+class Told:
+    """Has one."""
+
+    def method(self) -> None:
+        """Has one."""
+
+
+class Heir(Told):
+    """Its method has the one it inherits."""
+
+    def method(self) -> None: ...
+
+
+def test_missing_docstrings_are_found():
+    assert list(without_docstring(Bare, "Bare")) == ["Bare", "Bare.method"]
+    assert list(without_docstring(Heir, "Heir")) == []

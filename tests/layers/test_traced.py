@@ -1,0 +1,420 @@
+"""Matrices that no layer's own call explains, followed through the graph: each against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_blocks import assert_blocks, place
+from models import CASES as ALL_CASES
+from models import TOKENS, Case, assert_close, draw, reference_metric
+from optim_models import CE, deep, flat, same
+from pass_readings import iterate, readings
+from torch import Tensor, nn
+from torch.nn import functional
+
+import natgrad as ng
+from natgrad.operators import Arranged, Units
+from natgrad.structures.metric_pass import collect
+
+EXACT = ng.ExactLabels()
+E = 4
+
+
+class Attended(nn.Module):
+    """Attention of queries (b, 3, E) to memory (b, 5, ·), then a mean over positions and a linear layer."""
+
+    def __init__(self, call: str = "self", **choices: Any) -> None:
+        super().__init__()
+        self.call, self.first = call, choices.get("batch_first", False)
+        self.attention = nn.MultiheadAttention(E, 2, **choices)
+        self.out = nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3, E) -> (b, 3)."""
+        memory = torch.cat([x, x[:, :2].flip(1) + 0.5], dim=1)
+        width = self.attention.kdim
+        other = {"self": x, "memory": memory, "both": memory, "narrow": memory[..., :width]}[self.call]
+        values = 0.5 * other if self.call == "both" else other
+        x, other, values = (t if self.first else t.transpose(0, 1) for t in (x, other, values))
+        if self.call == "self":
+            other = values = x
+        elif self.call != "both":
+            values = other
+        found = self.attention(x, other, value=values, need_weights=self.call == "memory")[0]
+        return self.out(torch.tanh(found.mean(1 if self.first else 0)))
+
+
+class Coder(nn.Module):
+    """An encoder and a decoder layer, in training mode, dropout off."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        choices = {"dropout": 0.0, "batch_first": first, "dim_feedforward": 3}
+        self.first = first
+        self.encoder = nn.TransformerEncoderLayer(E, 2, **choices)
+        self.decoder = nn.TransformerDecoderLayer(E, 2, **choices)
+        self.out = nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3, E) -> (b, 3)."""
+        x = x if self.first else x.transpose(0, 1)
+        seen = self.decoder(x[:, :2] if self.first else x[:2], self.encoder(x))
+        return self.out(seen.mean(1 if self.first else 0))
+
+
+class Bare(nn.Module):
+    """Matrices as bare parameters, each used in a way of its own: F.linear, x @ W, W @ x, a cut, a tied transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(5, E))
+        self.second = nn.Parameter(torch.randn(5, 3))
+        self.third = nn.Parameter(torch.randn(3, 3))
+        self.cut = nn.Parameter(torch.randn(7, 3))
+        self.shift = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, E) -> (b, 3)."""
+        x = torch.tanh(functional.linear(x, self.first)) @ self.second + self.shift
+        x = torch.tanh(x).mean(1)
+        x = (self.third @ x.mT).mT
+        left, right = self.cut[:3], self.cut.split([3, 4])[1]
+        return functional.linear(torch.tanh(functional.linear(x, right)), right.mT) + functional.linear(x, left)
+
+
+class TiedCode(nn.Module):
+    """An autoencoder with one matrix, W^T tanh(W x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(E, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, E) -> (b, E)."""
+        return functional.linear(torch.tanh(self.code(x)), self.code.weight.mT).mean(1)
+
+
+class Recurrent(nn.Module):
+    """A recurrent module over (b, t, E), then a linear layer at the last position."""
+
+    def __init__(self, build: Callable[..., Any], **choices: Any) -> None:
+        super().__init__()
+        self.inner = build(E, 2, **choices)
+        self.out = nn.Linear(choices.get("proj_size", 2) * (2 if choices.get("bidirectional") else 1), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, E) -> (b, 3)."""
+        found = self.inner(x if self.inner.batch_first else x.transpose(0, 1))[0]
+        return self.out(found.sum(1 if self.inner.batch_first else 0))
+
+
+class Cells(nn.Module):
+    """A cell called once per position."""
+
+    def __init__(self, build: Callable[..., Any]) -> None:
+        super().__init__()
+        self.cell = build(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, E) -> (b, 3)."""
+        state: Any = None
+        for row in x.unbind(1):
+            state = self.cell(row, state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: Attended(),
+    "attention, batch first": lambda: Attended(batch_first=True),
+    "attention without biases": lambda: Attended(bias=False),
+    "attention to memory": lambda: Attended("memory"),
+    "attention to memory, batch first": lambda: Attended("memory", batch_first=True),
+    "attention, three inputs": lambda: Attended("both", batch_first=True, add_bias_kv=True, add_zero_attn=True),
+    "attention, other widths": lambda: Attended("narrow", kdim=3, vdim=3, add_bias_kv=True),
+    "transformer": lambda: Coder(True),
+    "transformer, positions first": lambda: Coder(False),
+    "bare parameters": Bare,
+    "recurrent": lambda: Recurrent(nn.RNN, batch_first=True),
+    "lstm, two layers": lambda: Recurrent(nn.LSTM, num_layers=2),
+    "lstm, projected": lambda: Recurrent(nn.LSTM, proj_size=1, batch_first=True),
+    "gru, both ways": lambda: Recurrent(nn.GRU, bidirectional=True, batch_first=True),
+    "tied code": TiedCode,
+    "cells": lambda: Cells(nn.RNNCell),
+    "lstm cells": lambda: Cells(nn.LSTMCell),
+    "gru cells": lambda: Cells(nn.GRUCell),
+}
+INPUTS = draw(4, 3, E)
+LABELS = torch.tensor([0, 2, 1, 1])
+
+
+def make(name: str, inputs: Tensor = INPUTS) -> tuple[nn.Module, Any, Case]:
+    case = Case(CASES[name], inputs)
+    model, params = case.make()
+    for i, p in enumerate(params.values()):  # away from biases of zero
+        p.data.add_(0.3 * draw(*p.shape, seed=30 + i))
+    return model, params, case
+
+
+def operator_of(structure: ng.Structure, name: str, inputs: Tensor = INPUTS) -> tuple[Arranged, Tensor]:
+    """The structure's operator and the dense Fisher."""
+    model, params, case = make(name, inputs)
+    operator, _ = structure.update(None, ng.fisher(model, case.family), params, inputs)
+    assert isinstance(operator, Arranged)
+    return operator, reference_metric(case, model, params)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_diagonal_is_the_fisher_s(name: str):
+    operator, dense = operator_of(ng.Diagonal(estimate=EXACT), name)
+    assert_close(operator.dense(), torch.diag(dense.diagonal()), 1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unit_blocks_are_the_fisher_s(name: str):
+    operator, dense = operator_of(ng.UnitWise(estimate=EXACT), name)
+    for layout, part in operator.parts:
+        where = place(operator, layout)
+        expected = dense[where][:, where]
+        if isinstance(part, Units):
+            for i, block in enumerate(part.matrices):
+                own = slice(i * len(block), (i + 1) * len(block))
+                assert_close(block, expected[own, own], 1e-11, scale=dense.abs().max())
+        else:
+            assert_close(part.diagonal(), expected.diagonal(), 1e-11)
+
+
+DIAGONALS: dict[str, set[str]] = {
+    "attention, three inputs": {"attention.bias_k", "attention.bias_v"},
+    "attention, other widths": {"attention.bias_k", "attention.bias_v", "attention.in_proj_bias"},
+    "bare parameters": {"shift"},
+    "tied code": {"code.bias"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_is_no_product_gets_its_diagonal(name: str):
+    model, params, case = make(name)
+    opt = ng.kfac(model, case.family)
+    iterate(opt, model, INPUTS, LABELS)
+    found = {row.parameter for row in opt.report() if row.structure != "Kronecker"}
+    assert found == DIAGONALS.get(name, set())
+    assert found == {n for n in params if n not in {m for layer in opt._reader.by_names() for m in layer}}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ekfac_is_never_further_from_the_fisher_than_kfac(name: str):
+    distances = []
+    for build in (ng.Kronecker, ng.EigenKronecker):
+        operator, dense = operator_of(build(estimate=EXACT), name)
+        blocks = [dense[p][:, p] for p in (place(operator, layout) for layout, _ in operator.parts)]
+        parts = zip(operator.parts, blocks, strict=True)
+        distances.append(torch.stack([(part.dense() - block).norm() for (_, part), block in parts]))
+    assert bool((distances[1] <= distances[0] * (1 + 1e-12) + 1e-15).all())
+    assert bool((distances[1] < distances[0] * 0.999).any())
+
+
+@pytest.mark.parametrize("name", ["recurrent", "lstm, projected", "gru, both ways", "cells", "lstm cells", "gru cells"])
+@pytest.mark.parametrize("build", [ng.Kronecker, ng.EigenKronecker])
+def test_one_example_s_blocks_are_exact_at_one_position(build: Any, name: str):
+    assert_blocks(*operator_of(build(estimate=EXACT), name, INPUTS[:1, :1]))
+
+
+class ByHand(nn.Module):
+    """Attention to memory written with linear layers, to the same numbers as a module's."""
+
+    def __init__(self, twin: Attended) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.proj = (nn.Linear(E, E) for _ in range(4))
+        self.out, self.heads = nn.Linear(E, 3), twin.attention.num_heads
+        self.double()
+        parts = zip(twin.attention.in_proj_weight.chunk(3), twin.attention.in_proj_bias.chunk(3), strict=True)
+        for layer, (weight, bias) in zip((self.query, self.key, self.value), parts, strict=True):
+            layer.weight.data, layer.bias.data = weight.data.clone(), bias.data.clone()
+        self.proj.load_state_dict(twin.attention.out_proj.state_dict())
+        self.out.load_state_dict(twin.out.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3, E) -> (b, 3)."""
+        memory = torch.cat([x, x[:, :2].flip(1) + 0.5], dim=1)
+        parts = self.query(x), self.key(memory), self.value(memory)
+        heads = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        found = functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return self.out(torch.tanh(self.proj(found).mean(1)))
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_attention_s_factors_are_those_of_its_projections(reduce: bool):
+    model, params, case = make("attention to memory")
+    assert isinstance(model, Attended)
+    structure, twin = ng.Kronecker(estimate=EXACT, reduce=reduce), ByHand(model)
+    found = parts_of(structure.update(None, ng.fisher(model, case.family), params, INPUTS)[0])
+    expected = parts_of(structure.update(None, ng.fisher(twin, case.family), ng.trainable(twin), INPUTS)[0])
+    inner, proj = found["attention.in_proj_weight"], found["attention.out_proj.weight"]
+    for i, name in enumerate(("query", "key", "value")):
+        assert_close(inner.left[i], expected[f"{name}.weight"].left, 1e-12, scale=inner.left.max())
+        assert_close(inner.right[i], expected[f"{name}.weight"].right, 1e-12)
+    assert_close(proj.left, expected["proj.weight"].left, 1e-12)
+    assert_close(proj.right, expected["proj.weight"].right, 1e-12)
+
+
+def parts_of(operator: ng.Operator) -> dict[str, Any]:
+    """The operators by their first parameter."""
+    assert isinstance(operator, Arranged)
+    return {layout.names[0]: part for layout, part in operator.parts}
+
+
+# in an optimizer
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_optimizer_reads_what_a_pass_of_its_own_would(name: str):
+    model, params, case = make(name)
+    metric = ng.fisher(model, case.family)
+    expected = collect(metric, params, INPUTS, EXACT, torch.Generator().manual_seed(0))
+    opt = ng.kfac(model, case.family, estimate=EXACT)
+    opt._reader._named_by_layers = lambda: True  # no random signs on the examples, for parameters without a layer
+    found = {seen.key: seen for seen in readings(opt, model, INPUTS, LABELS).layers}
+    assert found.keys() == {seen.key for seen in expected.layers}
+    for seen in expected.layers:
+        assert_close(found[seen.key].activations, seen.activations, 1e-13)
+        for delta, other in zip(found[seen.key].deltas, seen.deltas, strict=True):
+            assert_close(delta, other, 1e-12, scale=seen.deltas[0].abs().max())
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise])
+@pytest.mark.parametrize("name", ["transformer, positions first", "bare parameters", "lstm, two layers", "gru cells"])
+def test_every_parameter_moves_and_a_checkpoint_goes_on(recipe: Callable[..., Any], name: str):
+    model, twin = make(name)[0], make(name)[0]
+    start, opt = deep(ng.trainable(model)), recipe(model, CE)
+    for _ in range(3):
+        iterate(opt, model, INPUTS, LABELS)
+    assert all(not torch.equal(p, start[key]) for key, p in model.named_parameters())
+    twin.load_state_dict(model.state_dict())
+    other = recipe(twin, CE)
+    other.load_state_dict(deep(opt.state_dict()))
+    for _ in range(2):
+        iterate(opt, model, INPUTS, LABELS)
+        iterate(other, twin, INPUTS, LABELS)
+    assert torch.equal(flat(model), flat(twin))
+    assert same(deep(opt.state_dict()), deep(other.state_dict()))
+    assert opt.state_report().failures == 0
+
+
+def test_a_fused_recurrent_kernel_hides_its_products():
+    model = make("lstm, two layers")[0].float()  # oneDNN has one for float32, cuDNN for GPUs
+    opt = ng.kfac(model, CE)
+    losses = [float(iterate(opt, model, INPUTS.float(), LABELS)) for _ in range(15)]
+    kinds = {row.structure for row in opt.report() if row.parameter.startswith("inner")}
+    fused = torch.backends.mkldnn.is_available()
+    assert kinds == ({"Diagonal"} if fused else {"Kronecker"})
+    assert losses[-1] < losses[0]
+
+
+def test_autocast_reads_float32_factors():
+    model = make("transformer")[0].float()
+    opt = ng.kfac(model, CE)
+    for _ in range(2):
+        opt.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = opt.loss(model(INPUTS.float()), LABELS)
+        loss.backward()
+        opt.step()
+    assert {row.structure for row in opt.report()} == {"Kronecker"}
+    held = [t for p in model.parameters() for t in opt.state[p].get("totals", {}).values()]
+    assert all(t.dtype == torch.float32 for t in held)
+
+
+def test_a_matrix_with_another_use_keeps_what_it_has():
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(3, E))
+            self.twice = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.matrix.sum() if self.twice else x  # one more use, which is no product
+            return functional.linear(y, self.matrix).mean(1)
+
+    model, other = Other().double(), Other().double()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, INPUTS, LABELS)
+    kept = deep(opt.state[model.matrix]["totals"])
+    model.twice = other.twice = True
+    iterate(opt, model, INPUTS, LABELS)
+    assert same(deep(opt.state[model.matrix]["totals"]), kept)
+    diagonal = ng.kfac(other, CE)
+    iterate(diagonal, other, INPUTS, LABELS)
+    assert [row.structure for row in diagonal.report()] == ["Diagonal"]
+
+
+# matrices with uses of several kinds
+
+
+@pytest.mark.parametrize("structure", [ng.Diagonal(estimate=EXACT), ng.UnitWise(estimate=EXACT, largest=0)])
+def test_a_tied_embedding_s_diagonal_is_the_fisher_s(structure: ng.Structure):
+    case = ALL_CASES["sequence, tied"]
+    model, params = case.make()
+    operator, _ = structure.update(None, ng.fisher(model, case.family), params, case.inputs)
+    assert_close(operator.diagonal(), reference_metric(case, model, params).diagonal(), 1e-11)
+
+
+def tied_parts(structure: ng.Structure) -> tuple[Any, Any, Any]:
+    """The tied matrix's block, and those of a model where the head and the embedding are told apart."""
+    tied, apart = (ALL_CASES[name].make()[0] for name in ("sequence, tied", "sequence"))
+    apart.load_state_dict(tied.state_dict())
+    found, expected = (
+        parts_of(structure.update(None, ng.fisher(m, ng.Categorical()), ng.trainable(m), TOKENS)[0])
+        for m in (tied, apart)
+    )
+    return found["embedding.weight"], expected["out.weight"], expected["embedding.weight"]
+
+
+def test_a_tied_embedding_s_block_has_the_partial_traces_of_both_uses():
+    found, head, table = tied_parts(ng.Kronecker(estimate=EXACT))
+    width = found.right.shape[0]
+    head_right, head_trace = head.right[:width, :width], head.right.diagonal()[:width].sum()  # without the bias
+    left = head.left * head_trace + torch.diag(table.left) * table.right.trace()
+    right = head_right * head.left.trace() + table.right * table.left.sum()
+    assert_close(found.left * found.right.trace(), left, 1e-12)
+    assert_close(found.right * found.left.trace(), right, 1e-12)
+
+
+def test_a_tied_embedding_s_corrected_block_is_closer():
+    case = ALL_CASES["sequence, tied"]
+    model, params = case.make()
+    dense, distances = reference_metric(case, model, params), []
+    for build in (ng.Kronecker, ng.EigenKronecker):
+        operator, _ = build(estimate=EXACT).update(None, ng.fisher(model, case.family), params, TOKENS)
+        assert isinstance(operator, Arranged)
+        where = place(operator, next(layout for layout, _ in operator.parts if layout.weight == "embedding.weight"))
+        distances.append(float((parts_of(operator)["embedding.weight"].dense() - dense[where][:, where]).norm()))
+    assert distances[1] < 0.999 * distances[0]
+
+
+def test_linear_layers_with_one_weight_count_all_their_calls():
+    # as one layer called twice: the same positions, the same factors
+    tied, params = ALL_CASES["tied"].make()
+    twice = ALL_CASES["tied"].make()[0]
+    twice.decode.bias = twice.encode.bias
+    twice.encode.bias.data.zero_()
+    for bias in (tied.encode.bias, tied.decode.bias):
+        bias.data.zero_()
+    structure, inputs = ng.Kronecker(estimate=EXACT), draw(4, 3)
+    found = parts_of(structure.update(None, ng.fisher(tied, ng.Categorical()), params, inputs)[0])["encode.weight"]
+    whole = parts_of(structure.update(None, ng.fisher(twice, ng.Categorical()), ng.trainable(twice), inputs)[0])
+    assert_close(found.left, whole["encode.weight"].left, 1e-13)
+    assert_close(found.right, whole["encode.weight"].right[:3, :3], 1e-13)
+
+
+def test_an_optimizer_trains_a_tied_language_model():
+    case = ALL_CASES["sequence, tied"]
+    for recipe in (ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise):
+        model, _ = case.make()
+        opt, labels = recipe(model, case.family), (TOKENS + 1) % 5
+        losses = [float(iterate(opt, model, TOKENS, labels)) for _ in range(15)]
+        assert losses[-1] < 0.8 * losses[0]
+        kinds = {row.parameter: row.structure for row in opt.report()}
+        assert kinds["embedding.weight"] == type(opt.structure).__name__

@@ -1,0 +1,224 @@
+"""What an operator says of itself (nats, indefinite, inverse kept, counts) is known of whatever is made of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import F64, X3, assert_close, draw, mlp
+from torch import nn
+
+import natgrad as ng
+from natgrad.metrics import Metric
+from natgrad.operators import Arranged, Block, Chunked, Dense, Layout, Operator, Scaled, Shifted, Sum, Tiled, Units
+from natgrad.operators.centred import Centred
+from natgrad.operators.kronecker import Spectral
+from natgrad.operators.pullback import Pullback
+from natgrad.operators.shared_rows import SharedRowsInverse
+from natgrad.operators.unitwise import QuasiDiagonalInverse
+from natgrad.rules import Quadratic, Step
+from natgrad.spaces import Space, trainable
+
+SIZE = 6
+
+
+class Told(Operator):
+    """An operator with every fact set to what is not the default."""
+
+    nats, indefinite, inverse_kept = 3.0, True, True
+
+    def __init__(self) -> None:
+        matrix = draw(SIZE, SIZE)
+        self.matrix = matrix + matrix.mT
+        self.counts = {"seen": 7}
+        self.size, self.dtype, self.device = SIZE, F64, self.matrix.device
+
+    def mv(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.matrix @ vector
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        return self
+
+
+def arranged(operator: Operator) -> Operator:
+    return Arranged(Space({"a": torch.zeros(SIZE, dtype=F64)}), [(Layout("a", None, 1, 1, SIZE, (SIZE,)), operator)])
+
+
+WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
+    Sum: lambda operator: operator + operator,
+    Scaled: lambda operator: 2.0 * operator,
+    Shifted: lambda operator: operator.shift(0.5),
+    Block: lambda operator: Block([operator, operator]),
+    Arranged: arranged,
+    Tiled: lambda operator: Tiled(operator, (1, 1, 2, 3), (2, 3)),
+    Chunked: lambda operator: Chunked([lambda: operator, lambda: operator]),
+}
+POSITIVE = {Centred, QuasiDiagonalInverse, SharedRowsInverse, Spectral}  # of operators that are none of these things
+
+
+def operators() -> set[type]:
+    """Every operator class in the package."""
+    for module in pkgutil.walk_packages(ng.__path__, "natgrad."):
+        if "experiments" not in module.name and "__main__" not in module.name:
+            importlib.import_module(module.name)
+    found, queue = set(), [Operator]
+    while queue:
+        kind = queue.pop()
+        queue += kind.__subclasses__()
+        found |= {kind} if kind.__module__.startswith("natgrad.") else set()
+    return found
+
+
+def takes_operators(kind: type) -> bool:
+    """Whether the constructor is given operators, or what makes them."""
+    names = [k.__name__ for k in operators()]
+    given = [str(p.annotation) for p in inspect.signature(kind.__init__).parameters.values()]
+    return any(name in annotation for name in names for annotation in given)
+
+
+def test_every_operator_that_is_made_of_operators_has_a_case_here():
+    assert {kind for kind in operators() if takes_operators(kind)} <= WRAPPERS.keys() | POSITIVE
+
+
+@pytest.mark.parametrize("kind", WRAPPERS, ids=lambda kind: kind.__name__)
+def test_what_wraps_operators_keeps_their_facts(kind):
+    operator = WRAPPERS[kind](Told())
+    assert type(operator) is kind
+    assert (operator.nats, operator.indefinite, dict(operator.counts)) == (3.0, True, {"seen": 7})
+    assert operator.inverse_kept is (kind is not Sum)  # no sum of inverses is the inverse of a sum
+
+
+@pytest.mark.parametrize("outer", WRAPPERS, ids=lambda kind: kind.__name__)
+def test_facts_go_through_two_wrappers(outer):
+    for wrap in (WRAPPERS[Scaled], WRAPPERS[Shifted], arranged):
+        operator = WRAPPERS[outer](wrap(Told()))
+        assert (operator.nats, operator.indefinite) == (3.0, True)
+
+
+@pytest.mark.parametrize("join", [lambda a, b: a + b, lambda a, b: Block([a, b])], ids=["Sum", "Block"])
+def test_operators_in_different_units_are_not_joined(join):
+    first, second = Dense(torch.eye(3, dtype=F64)), Dense(torch.eye(3, dtype=F64))
+    second.nats = 4.0
+    with pytest.raises(ValueError, match=r"units of \[1.0, 4.0\] nats"):
+        join(first, second)
+
+
+def test_the_centred_moment_keeps_its_nats():
+    operator = ng.covariance(mlp(3, 2, 2), nn.MSELoss(), centred=True).at(
+        trainable(model := mlp(3, 2, 2)), (X3, model(X3).detach() + 1)
+    )
+    assert isinstance(operator, Centred)
+    assert isinstance(operator.moment, Pullback)
+    assert operator.nats == operator.moment.nats != 1
+
+
+# structures
+
+STRUCTURES = [ng.Exact(), ng.Dense(), ng.Dense(0.5), ng.Blocks(), ng.Blocks(rows=True), ng.Blocks(0.5)]
+
+
+def newton(seed: int = 0) -> tuple[nn.Module, Metric, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    return model, ng.hessian(model, nn.MSELoss()), (X3, 3 * draw(len(X3), 2, seed=seed))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_structures_keep_the_hessians_facts_and_its_numbers(structure):
+    model, metric, data = newton()
+    params = trainable(model)
+    exact = metric.at(params, data)
+    operator, memory = structure.update(None, metric, params, data)
+    operator, _ = structure.update(memory, metric, params, data)
+    assert operator.indefinite
+    assert operator.nats == exact.nats
+    assert operator.root() is None
+    matrix, damping = operator.dense(), 0.1
+    assert torch.linalg.eigvalsh(matrix)[0] < -1e-3  # else nothing is tested
+    for block in Space(params).blocks.values():
+        inside = slice(
+            block.start, block.start + block.size // (block.shape[0] if "rows=True" in str(structure) else 1)
+        )
+        assert_close(matrix[inside, inside], exact.dense()[inside, inside])
+    inverse, eye = operator.inverse(damping), torch.eye(len(matrix), dtype=F64)
+    if inverse is not None:
+        assert inverse.indefinite
+        assert_close((matrix + damping * eye) @ inverse.dense(), eye, rtol=1e-9)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.parametrize("solver", [None, ng.Direct(), ng.MinresQLP(rtol=1e-10)], ids=["auto", "direct", "minres"])
+def test_newton_steps_solve_the_structures_own_system(structure, solver):
+    model, metric, (x, y) = newton(1)
+    opt = ng.NaturalGradient(model, metric, 0.1, structure=structure, solver=solver, damping=1e-3)
+    before = Space(trainable(model)).flatten(trainable(model)).detach().clone()
+    matrix = structure.update(None, metric, trainable(model), (x, y))[0].dense()
+    opt.loss(model(x), y).backward()
+    gradient = Space(trainable(model)).flatten({n: p.grad for n, p in model.named_parameters()})
+    opt.step()
+    moved = Space(trainable(model)).flatten(trainable(model)).detach() - before
+    assert_close(matrix @ moved + 1e-3 * moved, -0.1 * gradient, rtol=1e-6)
+    assert opt.state_report().failures == 0
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+def test_indefinite_blocks_are_inverted_by_their_eigenvalues(damping):
+    blocks = draw(4, 3, 3)
+    blocks = blocks + blocks.mT
+    blocks[2] = 0.0
+    blocks[3] = torch.diag(torch.tensor([1.0, 0.0, -2.0]))
+    found = Units(blocks, indefinite=True).inverse(damping).matrices
+    shifted = blocks + damping * torch.eye(3, dtype=F64)
+    assert_close(found, torch.linalg.pinv(shifted, hermitian=True), rtol=1e-9)
+    assert_close(Dense(blocks[0], indefinite=True).inverse(damping).matrix, found[0])
+
+
+# the trust region
+
+SIGNS = {"negative": [-1.0, -2.0, -3.0], "cancelling": [1.0, 1.0, -2.0], "mixed": [5.0, -1.0, 1e-9], "zero": [0.0] * 3}
+
+
+@pytest.mark.parametrize("radius", [1e-6, 1e-2, 10.0])
+@pytest.mark.parametrize("signs", SIGNS)
+def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, radius):
+    H, nats = torch.diag(torch.tensor(SIGNS[signs], dtype=F64)), 2.0
+    for scale in (1e-3, 1.0, 1e4):
+        d = scale * torch.ones(3, dtype=F64)
+        model = Quadratic(d, Dense(H, indefinite=True), 0.0, Step(d, H @ d), nats, indefinite=True)
+        step, _ = ng.TrustRegion(radius).step(model, None, {})
+        moved = 0.5 * nats * float(step.vector @ H.abs() @ step.vector)
+        assert moved <= radius * (1 + 1e-12)
+        assert_close(step.image, H @ step.vector)
+        reached = model.kl(model.proposal) > radius
+        assert (model.kl(step) == pytest.approx(radius)) if reached else torch.equal(step.vector, d)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_the_bound_is_exact_along_an_eigenvector(sign):
+    d = torch.tensor([0.0, 3.0], dtype=F64)
+    H = torch.diag(torch.tensor([1.0, sign * 2.0], dtype=F64))
+    model = Quadratic(d, Dense(H, indefinite=True), 0.0, Step(d, H @ d), indefinite=True)
+    assert model.kl(model.proposal) == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(
+    "solver", [ng.Direct(), ng.MinresQLP(), ng.Direct(absolute=True)], ids=["direct", "minres", "absolute"]
+)
+def test_a_trust_region_holds_for_newton_on_every_seed(solver):
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+        x, y = draw(6, 2, seed=seed), torch.arange(6) % 2
+        metric, space = ng.hessian(model, nn.CrossEntropyLoss()), Space(trainable(model))
+        H, before = metric.at(trainable(model), (x, y)).dense(), space.flatten(trainable(model)).detach().clone()
+        opt = ng.NaturalGradient(model, metric, rule=ng.TrustRegion(1e-4), damping=0.0, solver=solver)
+        opt.loss(model(x), y).backward()
+        opt.step()
+        d = space.flatten(trainable(model)).detach() - before
+        values, vectors = torch.linalg.eigh(H)
+        assert float(0.5 * d @ (vectors * values.abs()) @ vectors.mT @ d) <= 1e-4 * (1 + 1e-6)
+        assert opt.state_report().kl <= 1e-4 * (1 + 1e-6)

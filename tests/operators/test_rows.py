@@ -1,0 +1,254 @@
+"""The columns of U in G = U U^T: the three ways to them agree with plain backward passes, for every kind of layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import CASES, F64, X3, Case, assert_close, draw, mlp, reference_jacobian, reference_outputs, seeded
+from torch import Tensor, nn
+
+from natgrad.families import Categorical, Gaussian
+from natgrad.metrics import empirical_fisher, fisher
+from natgrad.operators.row_taps import Explicit, Outer
+from natgrad.operators.rows import Rows
+from natgrad.spaces import trainable
+
+
+def reference_rows(case: Case, model, params) -> Tensor:
+    """U (n, r) by one plain backward pass per output, columns ordered by row, then by column of the form's root."""
+    jacobian = reference_jacobian(model, params, case.inputs, case.family.rows)
+    root = case.family.root(case.family.rows(reference_outputs(model, params, case.inputs)))
+    return torch.einsum("ima,imq->aiq", jacobian, root).flatten(1) / len(jacobian) ** 0.5
+
+
+def rows_of(case: Case) -> tuple[Rows, Tensor]:
+    model, params = case.make()
+    rows = fisher(model, case.family).at(params, case.inputs).rows
+    assert rows is not None
+    return rows, reference_rows(case, model, params)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_gram_and_squares_are_those_of_plain_backward_passes(name):
+    rows, expected = rows_of(CASES[name])
+    assert_close(rows.dense(), expected, 1e-12)
+    assert_close(rows.gram(), expected.mT @ expected, 1e-12)
+    assert_close(rows.squares(), expected.square().sum(1), 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_with_the_rows_are_those_with_u(name):
+    rows, expected = rows_of(CASES[name])
+    weights, vector = draw(rows.rank, seed=1), draw(rows.space.size, seed=2)
+    assert_close(rows.mv(weights), expected @ weights, 1e-12)
+    assert_close(rows.rmv(vector), expected.mT @ vector, 1e-12)
+
+
+WAYS = {
+    "mlp": {"Outer"},
+    "without bias": {"Outer"},
+    "bits": {"Outer"},
+    "linear over positions": {"Explicit"},
+    "conv1d": {"Explicit", "Outer"},
+    "conv2d": {"Explicit", "Outer"},
+    "bare parameter": {"Explicit", "Outer"},
+    "frozen": {"Outer"},
+    "sequence": {"Explicit"},
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_layers_with_a_closed_form_are_summed_without_the_jacobian(name):
+    rows, _ = rows_of(CASES[name])
+    assert {type(part).__name__ for part in rows.parts} == WAYS[name]
+    assert len(rows.parts) > 1  # layer by layer
+
+
+CONVOLUTIONS = {
+    "stride": nn.Conv2d(2, 3, 3, stride=2),
+    "padding": nn.Conv2d(2, 3, 3, padding=2),
+    "dilation": nn.Conv2d(2, 3, 2, dilation=2),
+    "all, unequal": nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 3)),
+    "without bias": nn.Conv2d(2, 3, 3, bias=False),
+    "groups": nn.Conv2d(2, 4, 3, groups=2),
+    "same": nn.Conv2d(2, 3, 3, padding="same"),
+    "valid": nn.Conv2d(2, 3, 3, padding="valid"),
+    "circular": nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+    "reflect": nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
+    "1 by 1": nn.Conv2d(2, 3, 1),
+    "transposed": nn.ConvTranspose2d(2, 3, 2, stride=2),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_every_kind_of_convolution(name):
+    def build() -> nn.Module:
+        convolution = CONVOLUTIONS[name].double()
+        size = convolution(torch.zeros(1, 2, 6, 5, dtype=F64)).numel()
+        return nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(size, 2))
+
+    rows, expected = rows_of(Case(build, draw(3, 2, 6, 5, seed=1), Gaussian()))
+    assert_close(rows.gram(), expected.mT @ expected, 1e-12)
+    assert_close(rows.dense(), expected, 1e-12)
+
+
+class AcrossExamples(nn.Module):
+    """Every example's output depends on all examples, behind an ordinary layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 2)."""
+        y = torch.tanh(self.layer(x))
+        return y - y.mean(0)
+
+
+class TimeFirst(nn.Module):
+    """Inputs (b, t, 3) worked on as (t, b, 3), with t = b: no shape betrays it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, 3) -> (b, 2)."""
+        return self.out(torch.tanh(self.layer(x.transpose(0, 1)))).sum(0)
+
+
+class Reordered(nn.Module):
+    """A layer that sees the examples in reverse order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 2)."""
+        return self.out(torch.tanh(self.layer(x.flip(0))).flip(0))
+
+
+class Unbatched(nn.Module):
+    """A layer applied to a parameter, as many outputs as there are examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.linspace(-1, 1, 3))
+        self.layer = nn.Linear(3, 4)
+        self.out = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(4, 3) -> (4, 4)."""
+        return self.out(x) * torch.tanh(self.layer(self.code))
+
+
+class Subclassed(nn.Linear):
+    """A linear layer by name, which computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 2)."""
+        return super().forward(x).square()
+
+
+class Hooked(nn.Module):
+    """A forward hook of the user's changes what the layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.layer.register_forward_hook(lambda module, args, output: output * module.weight.sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 2)."""
+        return self.layer(x)
+
+
+TRAPS = {
+    "across examples": (AcrossExamples, X3),
+    "time first": (TimeFirst, draw(3, 3, 3)),
+    "examples reordered": (Reordered, X3),
+    "layer on a parameter": (Unbatched, X3),
+    "subclass": (lambda: Subclassed(3, 2), X3),
+    "hooked": (Hooked, X3),
+    "inner dropout": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 2)), X3),
+    "in-place after a layer": (lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), X3),
+    "weight norm": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2)), X3),
+    "spectral norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Linear(4, 2)),
+        X3,
+    ),
+    "own rectifier": (lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.LayerNorm(4), nn.Linear(4, 2)), X3),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_what_the_layers_do_not_know_is_found_out(name):
+    """The tapped rows are compared with a backward pass, and given up where a parameter is used otherwise."""
+    build, inputs = TRAPS[name]
+    rows, expected = rows_of(Case(build, inputs, Gaussian()))
+    assert_close(rows.dense(), expected, 1e-11)
+    assert_close(rows.gram(), expected.mT @ expected, 1e-11)
+    assert_close(rows.squares(), expected.square().sum(1), 1e-11)
+
+
+def test_the_recurrent_layer_is_a_model_like_any_other():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRU(3, 2, batch_first=True)
+            self.out = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.cell(x)[0][:, -1])
+
+    rows, expected = rows_of(Case(Recurrent, draw(3, 2, 3), Gaussian()))
+    assert_close(rows.dense(), expected, 1e-12)
+
+
+def test_the_outer_product_form_of_a_linear_layer():
+    """Row (x, c) of the weight is delta_xc (x) a_x: Gram matrix (A A^T + 1) o (D D^T)."""
+    inputs, deltas = draw(4, 3), draw(4, 2, 5, seed=1)
+    part = Outer(inputs, deltas, "weight", "bias")
+    written = Explicit(torch.cat(list(part.rows().values()), dim=1), {"weight": 15, "bias": 5})
+    for a, b in ((part.squares(), written.squares()), (part.mv(draw(8)), written.mv(draw(8)))):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert_close(a[name], b[name], 1e-14)
+    found, expected = torch.ones(8, 8, dtype=F64), torch.ones(8, 8, dtype=F64)  # both add to what is there
+    part.add_gram(found)
+    written.add_gram(expected)
+    assert_close(found, expected, 1e-14)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv2d", "sequence, tied", "plain function", "batch norm, training"])
+def test_the_gram_matrix_of_the_empirical_fisher_is_that_of_example_gradients(name):
+    case = CASES[name]
+    model, params = case.make()
+    outputs = case.family.rows(reference_outputs(model, params, case.inputs))
+    targets = torch.arange(len(outputs)) % outputs.shape[1]
+    shape = reference_outputs(model, params, case.inputs).shape[:-1]
+    rows = empirical_fisher(model, Categorical()).at(params, (case.inputs, targets.view(shape))).rows
+    jacobian = reference_jacobian(model, params, case.inputs, case.family.rows)
+    residual = nn.functional.one_hot(targets, outputs.shape[1]) - outputs.softmax(1)
+    gradients = torch.einsum("ima,im->ia", jacobian, residual)
+    assert_close(rows.gram(), gradients @ gradients.mT / len(gradients), 1e-12)
+
+
+def test_rows_are_right_in_float32():
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)))
+    images = draw(3, 2, 4, 4)
+    exact = fisher(model, Categorical()).at(dict(trainable(model)), images).diagonal()
+    single = model.float()
+    found = fisher(single, Categorical()).at(dict(trainable(single)), images.float()).diagonal()
+    assert_close(found.double(), exact, 1e-5)
+
+
+def test_a_wide_batch_of_a_deep_net_stays_within_round_off():
+    model, x = mlp(6, 12, 12, 12, 3), draw(40, 6)
+    params = dict(trainable(model))
+    operator = fisher(model, Categorical()).at(params, x)
+    assert_close(operator.rows.squares(), operator.rows.dense().square().sum(1), 1e-13)
+    assert_close(operator.rows.gram(), operator.rows.dense().mT @ operator.rows.dense(), 1e-12)

@@ -1,0 +1,201 @@
+"""Save, load in a new process and continue is never having stopped, bit for bit on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import draw, mlp, seeded
+from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
+from torch import nn
+
+import natgrad as ng
+
+HERE = Path(__file__).parent
+
+
+def dropout_net() -> nn.Module:
+    """Masks from the global generator, statistics in buffers."""
+    return seeded(
+        lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))
+    )
+
+
+def make(name: str) -> tuple[nn.Module, ng.NaturalGradient]:
+    """A model and an optimizer whose next step depends on its past."""
+    model = dropout_net() if name == "dropout" else net()
+    builders = {
+        "hessian_free": lambda: ng.hessian_free(model, CE),
+        "dropout": lambda: ng.hessian_free(model, CE),
+        "momentum": lambda: ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.1, damping=0.1, rule=ng.Momentum()),
+        "averaged": lambda: ng.NaturalGradient(
+            model, ng.fisher(model, CE), lr=0.1, damping=ng.Relative(0.1), structure=ng.Dense(0.9)
+        ),
+        "sampled": lambda: ng.NaturalGradient(
+            model, ng.sampled_fisher(model, CE, samples=2), lr=0.1, damping=0.1, rule=ng.TrustRegion(0.01)
+        ),
+        "groups": lambda: ng.NaturalGradient(
+            model,
+            ng.fisher(model, CE),
+            lr=0.1,
+            params=[
+                {"params": model[0].parameters(), "lr": 0.2, "weight_decay": 0.1},
+                {"params": model[2].parameters()},
+            ],
+        ),
+    }
+    return model, builders[name]()
+
+
+NAMES = ["hessian_free", "dropout", "momentum", "averaged", "sampled", "groups"]
+
+
+def train(model: nn.Module, opt: ng.NaturalGradient, steps: range) -> None:
+    """Steps on data that depend on the step's number alone."""
+    for k in steps:
+        iterate(opt, model, X + 0.1 * draw(8, 3, seed=100 + k), Y.roll(k))
+
+
+def save(path: Path, model: nn.Module, opt: ng.NaturalGradient) -> None:
+    """What a user would save."""
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, path)
+
+
+def resume(name: str, path: Path) -> tuple[nn.Module, ng.NaturalGradient]:
+    """What a user would write to go on, in another process too."""
+    model, opt = make(name)
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["opt"])
+    torch.set_rng_state(saved["random"])
+    return model, opt
+
+
+def resume_all(folder: str, threads: int) -> None:
+    """The other process: three more steps of everything."""
+    torch.set_num_threads(threads)  # bit for bit is for as many as the first process had
+    torch.manual_seed(12345)  # another past than the first process had
+    for name in NAMES:
+        model, opt = resume(name, Path(folder) / f"{name}.pt")
+        train(model, opt, range(4, 7))
+        save(Path(folder) / f"{name}.resumed.pt", model, opt)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """For every name: (never having stopped, saved after four steps and continued in a new process)."""
+    folder, straight = tmp_path_factory.mktemp("checkpoints"), {}
+    for name in NAMES:
+        torch.manual_seed(1)
+        model, opt = make(name)
+        train(model, opt, range(4))
+        save(folder / f"{name}.pt", model, opt)
+        train(model, opt, range(4, 7))
+        save(folder / f"{name}.straight.pt", model, opt)
+        straight[name] = torch.load(folder / f"{name}.straight.pt", weights_only=True)
+    paths = [str(HERE), *sys.path]
+    call = f"t.resume_all({str(folder)!r}, {torch.get_num_threads()})"
+    program = f"import sys; sys.path[:0] = {paths!r}; import test_checkpoints as t; {call}"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    return {name: (straight[name], torch.load(folder / f"{name}.resumed.pt", weights_only=True)) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(name: str, resumed: dict) -> None:
+    straight, continued = resumed[name]
+    assert same(continued["model"], straight["model"])
+    assert same(continued["opt"], straight["opt"])
+    assert same(continued["random"], straight["random"])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "groups"])  # whose state is in the groups
+def test_the_state_is_not_idle(name: str) -> None:
+    # each of these would go elsewhere from parameters alone
+    model, opt = make(name)
+    train(model, opt, range(4))
+    twin, fresh = make(name)
+    twin.load_state_dict(model.state_dict())
+    random = torch.get_rng_state()
+    train(model, opt, range(4, 6))
+    torch.set_rng_state(random)
+    train(twin, fresh, range(4, 6))
+    assert not torch.equal(flat(model), flat(twin))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_dict_is_a_snapshot_after_a_round_trip(name: str) -> None:
+    model, opt = make(name)
+    train(model, opt, range(3))
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert same(saved, opt.state_dict())
+    twin, fresh = make(name)
+    fresh.load_state_dict(saved)
+    kept = copy.deepcopy(saved)
+    train(twin, fresh, range(3))
+    assert same(saved, kept)  # loading does not tie the optimizer to what was loaded
+
+
+def test_a_scheduler_and_its_rate_are_restored() -> None:
+    model, opt = make("momentum")
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    train(model, opt, range(1))
+    scheduler.step()
+    _, fresh = make("momentum")
+    fresh.load_state_dict(opt.state_dict())
+    assert fresh.param_groups[0]["lr"] == 0.05
+
+
+def test_counts_go_on() -> None:
+    model, opt = make("hessian_free")
+    train(model, opt, range(3))
+    twin, fresh = make("hessian_free")
+    twin.load_state_dict(model.state_dict())
+    fresh.load_state_dict(opt.state_dict())
+    train(twin, fresh, range(3, 5))
+    assert fresh.state_report().step == 5
+
+
+FOREIGN = {
+    "SGD": lambda: torch.optim.SGD(net().parameters(), lr=0.1).state_dict(),
+    "Adam": lambda: torch.optim.Adam(net().parameters()).state_dict(),
+    "a model": lambda: net().state_dict(),
+    "nothing": dict,
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_state_dict_is_refused(kind: str) -> None:
+    model, opt = make("momentum")
+    train(model, opt, range(2))
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=r"state_dict .*was not saved by natgrad.NaturalGradient"):
+        opt.load_state_dict(FOREIGN[kind]())
+    assert same(snapshot(opt), before)
+
+
+def other_groups() -> dict[str, Any]:
+    return make("groups")[1].state_dict()
+
+
+def other_model() -> dict[str, Any]:
+    model = mlp(3, 4, 4, 3)
+    return ng.NaturalGradient(model, ng.fisher(model, CE)).state_dict()
+
+
+@pytest.mark.parametrize("build", [other_groups, other_model])
+def test_a_state_dict_of_other_groups_is_refused(build: Any) -> None:
+    model, opt = make("sampled")
+    train(model, opt, range(2))
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match="param"):
+        opt.load_state_dict(build())
+    assert same(snapshot(opt), before)

@@ -1,0 +1,183 @@
+"""Models that take derivatives in their forward pass: every optimiser, rule and damping evaluates their loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from models import F64, assert_close, draw
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.densities import as_density
+from natgrad.families import as_criterion
+from natgrad.optim.last_pass import Data
+from natgrad.optim.objective import Replay
+from natgrad.pure import run_detached
+from natgrad.spaces import Space, trainable
+
+
+class Laplacian(nn.Module):
+    """u and its Laplacian in the inputs, as most people write a network for a differential equation."""
+
+    def __init__(self, bend: bool = True) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 5), nn.Tanh() if bend else nn.Identity(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = self.net(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        parts = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True, materialize_grads=True) for i in (0, 1)]
+        return torch.cat([u, sum(part[0][:, i : i + 1] for i, part in enumerate(parts))], dim=1)
+
+
+class Force(nn.Module):
+    """Minus the slope of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(2, 6), nn.Softplus(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.requires_grad_() if x.is_leaf else x
+            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+class Adapted(nn.Module):
+    """Weights after a step of gradient descent of their own: derivatives in the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = (x @ self.weight).square().mean()
+        (slope,) = torch.autograd.grad(inner, self.weight, create_graph=True)
+        return x @ (self.weight - 0.1 * slope)
+
+
+class Affine(Laplacian):
+    """A Laplacian of something affine in the inputs: the slope has a graph to the parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__(bend=False)
+
+
+MODELS = [Laplacian, Force, Adapted, Affine]
+X, Y = draw(6, 2), draw(6, 2, seed=1)
+
+
+def built(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+OPTIMISERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "hessian_free": lambda m: ng.hessian_free(m, nn.MSELoss()),
+    "krylov_subspace": lambda m: ng.krylov_subspace(m, nn.MSELoss(), dimension=3, steps=3),
+    "line_search": lambda m: ng.NaturalGradient(m, ng.fisher(m, nn.MSELoss()), rule=ng.LineSearch(), damping=0.1),
+    "backtracks": lambda m: ng.NaturalGradient(
+        m, ng.fisher(m, nn.MSELoss()), rule=ng.TrustRegion(0.1, backtracks=5), damping=0.1
+    ),
+    "levenberg": lambda m: ng.NaturalGradient(m, ng.fisher(m, nn.MSELoss()), damping=ng.LevenbergMarquardt()),
+    "kfac": lambda m: ng.kfac(m, nn.MSELoss(), damping=ng.LevenbergMarquardt(start=0.1), update_every=1),
+    "ekfac": lambda m: ng.ekfac(m, nn.MSELoss(), damping=ng.LevenbergMarquardt(start=0.1), update_every=1),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_trial_loss_is_the_loss_there(kind):
+    model = built(kind)
+    params = dict(trainable(model))
+    space = Space(params)
+    replay = Replay(model, as_criterion(nn.MSELoss()), Data(X, Y, None), None, params, space)
+    step = 0.1 * draw(space.size, seed=2)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, part in space.unflatten(step).items():
+            dict(moved.named_parameters())[name].add_(part)
+    value = nn.functional.mse_loss(moved(X.clone()), Y)
+    gradients = torch.autograd.grad(value, list(moved.parameters()), materialize_grads=True)
+    with torch.no_grad():  # as inside of `step`
+        assert replay(step) == pytest.approx(float(value.detach()), rel=1e-12)
+        assert replay.gradient(step)[0] == pytest.approx(float(value.detach()), rel=1e-12)
+        assert_close(replay.gradient(step)[1], space.flatten(dict(zip(space, gradients, strict=True))))
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_optimiser_that_evaluates_the_loss_again_lowers_it(kind, name):
+    model = built(kind)
+    opt, losses = OPTIMISERS[name](model), []
+    for _ in range(6):
+        opt.zero_grad()
+        loss = opt.loss(model(X.clone()), Y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert opt.state_report().failures == 0
+
+
+def test_what_runs_detached_leaves_no_graph_and_is_passed_over_by_listeners():
+    model = built(Laplacian)
+    opt = ng.hessian_free(model, nn.MSELoss())
+    assert not run_detached(lambda: model(X.clone())).requires_grad
+    assert opt._recall.last is None
+
+
+# the same in other places that call a user's code for its value
+
+
+class Guarded(nn.Module):
+    """Says so where derivatives are off; an energy in x, or a regression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("derivatives are off")
+        return (self.weight * x).square().sum(1)
+
+
+def test_langevin_draws_evaluate_a_density_with_derivatives_on():
+    energy = Guarded()
+    draws = ng.metrics.Langevin(steps=2, step=0.01)
+    point = draws.draw(as_density(energy), trainable(energy), X, torch.Generator().manual_seed(0))
+    assert point.shape == X.shape
+    assert bool(point.isfinite().all())
+    assert not point.requires_grad
+
+
+def test_a_network_predicts_under_draws_of_its_weights_with_derivatives_on():
+    q = ng.variational(Guarded(), criterion=ng.Gaussian(0.1), data_size=len(X))
+    found = q.predict(X, 3, generator=torch.Generator().manual_seed(0))
+    assert found.shape == (3, len(X))
+    assert not found.requires_grad
+
+
+def test_a_policy_that_differentiates_in_its_forward_pass_learns_and_acts():
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Slope(nn.Module):
+        """Logits as the slope of an energy in the first two observations."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, states: Tensor) -> Tensor:
+            states = states.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(states).sum(), states, create_graph=True)[0][:, :2]
+
+    learner = ng.TRPO(Slope(), gymnasium.make("CartPole-v1"), batch=64, seed=0)
+    learner.learn(128)
+    action = learner.predict(np.zeros(4, dtype=np.float32))
+    assert action in (0, 1)

@@ -1,0 +1,314 @@
+"""Where other libraries crash, skip a parameter or count wrongly: packed sequences, odd layers, exceptions, leaks."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from optim_models import CE, X, Y, flat, net
+from pass_readings import iterate, readings
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import natgrad as ng
+from natgrad.structures.estimates import Estimate, Outputs
+
+LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
+KINDS = {ng.kfac: "Kronecker", ng.ekfac: "EigenKronecker", ng.unitwise: "UnitWise", ng.diagonal: "Diagonal"}
+
+
+# packed sequences
+
+
+class Packed(nn.Module):
+    """A recurrent module on packed sequences, then a mean over each one's steps: (b, t, 3), lengths (b,) -> (b, 3)."""
+
+    def __init__(self, build: Callable[..., Any], **choices: Any) -> None:
+        super().__init__()
+        self.inner = build(3, choices.pop("hidden_size", 2), batch_first=True, **choices)
+        self.out = nn.Linear(4 if choices.get("bidirectional") else 2, 3)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Examples in any order of lengths."""
+        x, lengths = batch
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found, _ = pad_packed_sequence(self.inner(packed)[0], batch_first=True)
+        return self.out(torch.tanh(found.sum(1) / lengths.unsqueeze(1)))
+
+
+class Padded(Packed):
+    """The same on whole sequences of one length."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Lengths do not count."""
+        return self.out(torch.tanh(self.inner(batch[0])[0].mean(1)))
+
+
+PACKED: dict[str, Callable[[], nn.Module]] = {
+    "rnn": lambda: Packed(nn.RNN),
+    "lstm, two layers": lambda: Packed(nn.LSTM, num_layers=2),
+    "lstm, projected": lambda: Packed(nn.LSTM, hidden_size=4, proj_size=2),
+    "gru, both ways": lambda: Packed(nn.GRU, bidirectional=True),
+}
+
+
+class AllDraws(Estimate):
+    """Every way in which `Sampled` could draw the labels of all examples at once, as often as it would."""
+
+    def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
+        """One per joint draw, weighted by the root of its probability."""
+        log_p, family = outputs.tree.log_softmax(-1), ng.Categorical()
+        for labels in itertools.product(range(3), repeat=len(log_p)):
+            drawn = torch.tensor(labels)
+            probability = log_p.gather(1, drawn.unsqueeze(1)).sum().exp()
+            yield (probability * outputs.weights).sqrt().unsqueeze(1) * family.score(outputs.tree, drawn)
+
+
+def squares_by_example(model: nn.Module, x: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """The Fisher's diagonal by definition: every example alone, every label."""
+    found = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i, length in enumerate(lengths):
+        log_p = model((x[i : i + 1, :length], lengths[i : i + 1])).log_softmax(1)[0]
+        for value in log_p:
+            slopes = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+            for name, slope in zip(found, slopes, strict=True):
+                found[name] += value.detach().exp() * slope.square() / len(x)
+    return found
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_of_different_lengths_count_by_example(name: str):
+    # six rows for three examples: by number alone, they could be two steps of each
+    model, x, lengths = seeded(PACKED[name]), draw(3, 3, 3), torch.tensor([2, 3, 1])
+    structure, params = ng.Diagonal(), ng.trainable(model)
+    opt = ng.diagonal(model, CE, estimate=AllDraws())
+    reading = readings(opt, model, (x, lengths), LABELS[:3])
+    expected = squares_by_example(model, x, lengths)
+    assert {n for one in reading.layers for n in one.layer.layout.names} == set(params)
+    for one in reading.layers:
+        squares = structure.operator(one.layer, structure.statistics(one, None, 0.0), 1.0).diagonal()
+        parts = one.layer.layout.split(squares.view(one.layer.layout.matrix_shape))
+        for key, part in parts.items():
+            assert_close(part.view_as(params[key]), expected[key], 1e-12)
+
+
+def test_packed_sequences_of_one_length_are_read_as_whole_ones():
+    for build in (nn.RNN, nn.LSTM, nn.GRU):
+        models = seeded(lambda build=build: Packed(build)), seeded(lambda build=build: Padded(build))
+        batch = draw(4, 3, 3), torch.full((4,), 3)
+        found, expected = (readings(ng.kfac(m, CE), m, batch, LABELS[:4]).layers for m in models)
+        by_key = {one.key: one for one in found}
+        assert by_key.keys() == {one.key for one in expected}
+        for one in expected:
+            assert not by_key[one.key].pooled
+            assert_close(by_key[one.key].activations, one.activations, 1e-13)
+            assert_close(by_key[one.key].deltas[0], one.deltas[0], 1e-12, scale=one.deltas[0].abs().max())
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.diagonal])
+@pytest.mark.parametrize("name", PACKED)
+def test_every_parameter_of_a_packed_model_is_trained(name: str, recipe: Callable[..., Any]):
+    model, batch = seeded(PACKED[name]), (draw(6, 5, 3), torch.tensor([5, 2, 4, 1, 3, 5]))
+    start, opt = flat(model), recipe(model, CE)
+    losses = [float(iterate(opt, model, batch, LABELS)) for _ in range(6)]
+    assert min(losses) < losses[0]
+    assert bool((flat(model) != start).all())
+    assert {row.structure for row in opt.report()} == {KINDS[recipe]}
+    assert opt.state_report().failures == 0
+
+
+# layers
+
+
+class Resized(nn.Module):
+    """A transposed convolution that is told its output's size: its padding differs from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.ConvTranspose2d(2, 2, 3, stride=2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 2, h, w) -> (b, 3)."""
+        return self.out(torch.tanh(self.inner(x, output_size=[10, 10])).mean((2, 3)))
+
+
+class Masked(nn.Module):
+    """Attention that leaves out padding, without its weights: the fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, 4) -> (b, 3)."""
+        absent = torch.zeros(x.shape[:2], dtype=torch.bool).index_fill(1, torch.tensor([2]), True)
+        return self.out(self.inner(x, x, x, key_padding_mask=absent, need_weights=False)[0].mean(1))
+
+
+class Overwritten(nn.Module):
+    """A layer whose outputs are changed in place, and that is used again on what they became."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 4) -> (b, 3)."""
+        hidden = self.inner(x)
+        hidden += x
+        return self.out(self.inner(hidden.relu_()).tanh_())
+
+
+class Named(Overwritten):
+    """A layer that is called by keyword: nobody hears the call, but its product is found in the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 4) -> (b, 3)."""
+        return self.out(torch.tanh(self.inner(input=x)))
+
+
+def images(*layers: nn.Module, width: int) -> nn.Module:
+    """These layers, and a classifier of `width` features."""
+    return nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(width, 3))
+
+
+IMAGE, TOKENS = draw(6, 2, 4, 4), torch.tensor([[0, 1], [2, 2], [4, 0], [3, 1], [1, 4], [0, 3]])
+# model, inputs, and the parameters that fall back on their diagonal
+ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
+    "groups": (lambda: images(nn.Conv2d(2, 4, 3, groups=2), width=16), IMAGE, set()),
+    "depthwise": (lambda: images(nn.Conv2d(2, 2, 3, groups=2), width=8), IMAGE, set()),
+    "dilation": (lambda: images(nn.Conv2d(2, 3, 2, dilation=2), width=12), IMAGE, set()),
+    "padding='same'": (lambda: images(nn.Conv2d(2, 3, 3, padding="same", dilation=2), width=48), IMAGE, set()),
+    "conv1d": (lambda: images(nn.Conv1d(2, 3, 2), width=9), IMAGE[..., 0], set()),
+    "conv3d": (lambda: images(nn.Conv3d(2, 3, 2), width=27), draw(6, 2, 2, 4, 4), set()),
+    "channels last": (
+        lambda: images(nn.Conv2d(2, 3, 3), width=12), IMAGE.to(memory_format=torch.channels_last), set(),
+    ),
+    "batch norm": (lambda: images(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), width=12), IMAGE, set()),
+    "instance norm": (
+        lambda: images(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, affine=True), width=12), IMAGE, {"1.weight", "1.bias"},
+    ),
+    "output size": (Resized, IMAGE, {"inner.weight", "inner.bias"}),
+    "learned slopes": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 3), nn.PReLU(3), nn.Linear(3, 3)), IMAGE, {"2.weight"},
+    ),
+    "bags of tokens": (lambda: images(nn.EmbeddingBag(5, 4), width=4), TOKENS, {"0.weight"}),
+    "bounded embedding": (lambda: images(nn.Embedding(5, 2, max_norm=1.0), width=4), TOKENS, set()),
+    "embedding by frequency": (
+        lambda: images(nn.Embedding(5, 2, scale_grad_by_freq=True), width=4), TOKENS, {"0.weight"},
+    ),
+    "masked attention": (Masked, draw(6, 3, 4), set()),
+    "changed in place": (Overwritten, draw(6, 4), set()),
+    "called by keyword": (Named, draw(6, 4), {"inner.bias"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.unitwise, ng.online_ng])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_layers_are_trained_and_what_is_not_known_gets_its_diagonal(name: str, recipe: Callable[..., Any]):
+    build, inputs, unknown = ODD[name]
+    model = seeded(build)
+    start, opt = {n: p.detach().clone() for n, p in model.named_parameters()}, recipe(model, CE)
+    losses = [float(iterate(opt, model, inputs, LABELS)) for _ in range(6)]
+    assert min(losses) < losses[0]
+    # the bias before a batch norm has no gradient but rounding
+    still = {n for n, p in model.named_parameters() if torch.equal(p, start[n])}
+    assert still <= ({"0.bias"} if name in ("batch norm", "instance norm") else set())
+    assert opt.state_report().failures == 0
+    if recipe is ng.kfac:
+        assert {row.parameter for row in opt.report() if row.structure == "Diagonal"} == unknown
+
+
+def test_one_example_is_a_batch():
+    model = net()
+    opt = ng.kfac(model, CE)
+    losses = [float(iterate(opt, model, X[:1], Y[:1])) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("labels", [torch.empty(0, dtype=torch.int64), torch.full((8,), -100)], ids=["none", "ignored"])
+def test_a_batch_without_labels_skips_its_step(labels: Tensor):
+    model = net()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model)
+    kept = flat(model)
+    iterate(opt, model, X[: len(labels)], labels)  # its loss is 0 / 0, its gradient zero, and there is momentum
+    assert torch.equal(flat(model), kept)
+    assert opt.state_report().status == "skipped"
+    losses = [float(iterate(opt, model)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+# scale
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_the_step_does_not_depend_on_the_length_of_sequences(recipe: Callable[..., Any]):
+    def step(times: int) -> Tensor:
+        model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)))
+        opt = recipe(model, CE, estimate=ng.ExactLabels())
+        x, y = draw(4, 2, 3).repeat(1, times, 1), torch.tensor([[0, 1], [2, 0], [1, 1], [2, 0]]).repeat(1, times)
+        opt.loss(model(x).transpose(1, 2), y).backward()
+        opt.step()
+        return flat(model)
+
+    assert_close(step(3), step(1), 1e-9)
+
+
+def test_a_likelihood_of_ng_is_as_good_as_a_criterion():
+    steps = []
+    for criterion in (CE, ng.Categorical()):
+        model = net()
+        iterate(ng.kfac(model, criterion), model)
+        steps.append(flat(model))
+    assert_close(steps[1], steps[0], 1e-12)
+
+
+# what must not stay behind
+
+
+def test_an_exception_in_the_middle_of_a_step_leaves_nothing_behind():
+    model, twin = net(), net()
+    opt, other = ng.kfac(model, CE), ng.kfac(twin, CE)
+    iterate(opt, model)
+    iterate(other, twin)
+    kept = flat(model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        model(X)
+        raise KeyError("no more data")
+
+    with pytest.raises(KeyError):
+        opt.step(closure)
+    with pytest.raises(ValueError, match="target"):
+        opt.loss(model(X), Y + 7)
+    assert torch.equal(flat(model), kept)
+    iterate(opt, model)
+    iterate(other, twin)
+    assert torch.equal(flat(model), flat(twin))
+
+
+def test_a_hundred_optimizers_leave_nothing_behind():
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    model = net()
+    iterate(ng.kfac(model, CE), model)
+    before, died = tensors(), []
+    for _ in range(100):
+        opt = ng.kfac(model, CE)
+        opt.loss(model(X), Y)  # never goes backward
+        died.append(weakref.ref(opt))
+    del opt
+    assert tensors() <= before
+    assert all(one() is None for one in died)
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0

@@ -1,0 +1,255 @@
+"""How far a structured optimizer follows its direction: measured against the metric itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, F64, assert_close, draw, seeded
+from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.optim.distributed import Ranks
+from natgrad.optim.pass_statistics import Reading
+from natgrad.optim.pending_step import WARM
+from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sampled
+
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
+EXACT = ng.ExactLabels()
+ONE = torch.ones((), dtype=F64)
+
+
+def linear() -> nn.Module:
+    """Outputs linear in the parameters: the quadratic model's form is exact for steps of any length."""
+    return seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
+
+
+def move(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> Tensor:
+    """One step of the loop."""
+    before = flat(model)
+    opt.zero_grad()
+    opt.loss(model(x), y).backward()
+    opt.step()
+    return flat(model) - before
+
+
+def along(reading: Reading, step: Any, params: Any) -> Tensor:
+    """The form along a step, which must be known."""
+    found, _ = form_along(reading, step, params)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def read(opt: Any, model: nn.Module, inputs: Any, targets: Any) -> Reading:
+    """What the optimizer reads in one pass."""
+    outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    opt._recall.record_loss(opt.criterion, outputs, targets, outputs.sum())
+    reading = opt._reader.read(opt.criterion, outputs, targets, opt._recall)
+    assert reading is not None
+    return reading
+
+
+LAYERS = ["mlp", "linear over positions", "conv1d", "conv2d", "odd convolutions", "group norm", "frozen", "twice used"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_form_along_a_step_is_the_metrics(name: str):
+    case = CASES[name]
+    model, params = case.make()
+    metric = ng.fisher(model, case.family).at(params, case.inputs)
+    opt = ng.kfac(model, case.family, estimate=EXACT)
+    step = ng.Space(params).unflatten(draw(metric.size, seed=3))
+    targets = case.family.sample(model(case.inputs), torch.Generator().manual_seed(0))
+    found, names = form_along(read(opt, model, case.inputs, targets), step, params)
+    assert set(names) == set(params)
+    vector = ng.Space(params).flatten(step)
+    assert isinstance(found, Tensor)
+    assert_close(found, vector @ metric.mv(vector), 1e-9)
+
+
+def test_the_padding_token_does_not_move_the_outputs():
+    table = seeded(lambda: nn.Embedding(5, 3, padding_idx=0))
+    model = nn.Sequential(table, nn.Flatten())
+    tokens, params = torch.tensor([[0, 1], [4, 0], [2, 2]]), ng.trainable(model)
+    metric = ng.fisher(model, CE).at(params, tokens)
+    opt = ng.kfac(model, CE, estimate=EXACT)
+    step = ng.Space(params).unflatten(draw(metric.size))
+    found, _ = form_along(read(opt, model, tokens, torch.zeros(3, dtype=torch.long)), step, params)
+    vector = ng.Space(params).flatten(step)
+    assert isinstance(found, Tensor)
+    assert_close(found, vector @ metric.mv(vector), 1e-9)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("criterion", [CE, nn.CrossEntropyLoss(reduction="sum"), nn.MSELoss()])
+def test_steps_end_at_the_minimum_of_the_true_quadratic_model(recipe: Callable[..., Any], criterion: nn.Module):
+    model = linear()
+    targets = draw(len(X), 3) if isinstance(criterion, nn.MSELoss) else Y
+    metric = ng.fisher(model, criterion).at(ng.trainable(model), X)
+    opt = recipe(model, criterion, estimate=EXACT, damping=1e-3, kl_share=math.inf)
+    step = move(opt, model, X, targets)
+    gradient = flat_gradient(model) / (len(X) if criterion.reduction == "sum" else 1)
+    if opt.state_report().rate < 1:  # at 1, the step is the damped one of the blocks
+        assert_close(-step @ gradient, step @ metric.mv(step), 1e-8)
+    nats = 3 if isinstance(criterion, nn.MSELoss) else 1
+    assert step @ metric.mv(step) <= -step @ gradient * (1 + 1e-8)
+    assert opt.state_report().kl >= nats * 0.5 * float(step @ metric.mv(step)) * (1 - 1e-8)
+
+
+def test_blocks_that_promise_too_little_are_seen_through():
+    layers = [nn.Linear(3, 3, bias=False) for _ in range(4)]  # that all do the same
+    for layer in layers:
+        nn.init.eye_(layer.weight)
+    model = nn.Sequential(*layers).to(F64)
+    x, y = draw(16, 3), draw(16, 3, seed=1)
+    opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, kl_share=math.inf)
+    metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x)
+    step = move(opt, model, x, y)
+    assert opt._stride.known(ONE) > 2
+    assert_close(-step @ flat_gradient(model), step @ metric.mv(step), 1e-8)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bound_on_the_kl_is_met(recipe: Callable[..., Any]):
+    for bound in ({"max_kl": 1e-5}, {"kl_share": 1e-5}):
+        model = net()
+        opt = recipe(model, CE, **bound, estimate=EXACT)
+        metric = ng.fisher(model, CE).at(ng.trainable(model), X)
+        loss = float(CE(model(X), Y).detach())
+        step = move(opt, model)
+        allowed = 1e-5 * (loss if "kl_share" in bound else 1.0) / WARM
+        assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-5)
+        assert 0.5 * step @ metric.mv(step) <= allowed * (1 + 1e-5)
+        if opt._stride.ratio > 1:
+            assert_close(0.5 * step @ metric.mv(step), torch.tensor(allowed, dtype=F64), 1e-5)
+
+
+def test_the_rate_scales_what_was_found_and_never_beyond_the_bound():
+    steps = []
+    for lr in (1.0, 0.1, 10.0):
+        model = linear()
+        steps.append(move(ng.kfac(model, CE, lr, estimate=EXACT, max_kl=1e-5), model))
+    assert_close(steps[1], 0.1 * steps[0], 1e-6)
+    assert_close(steps[2], steps[0], 1e-6)  # the bound was met already
+
+
+class Scaled(nn.Module):
+    """A linear layer, and a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(3, dtype=F64)), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x)
+
+
+@pytest.mark.parametrize("estimate", [ng.ExactLabels(), ng.Empirical()])
+def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: Any):
+    model = seeded(Scaled).to(F64)
+    metric = ng.empirical_fisher if isinstance(estimate, ng.Empirical) else ng.fisher
+    inputs = (X, Y) if isinstance(estimate, ng.Empirical) else X
+    expected = metric(model, CE).at(ng.trainable(model), inputs).diagonal()[: len(model.scale)]
+    opt = ng.kfac(model, CE, estimate=estimate)
+    drawn = torch.stack([read(opt, model, X, Y).squares["scale"] for _ in range(600)])
+    allowed = 5 * float((drawn.std(0) / 600**0.5).max() / expected.max())
+    assert_close(drawn.mean(0), expected, allowed + 1e-12)  # few examples: exact
+
+
+def test_parameters_without_a_layer_are_measured_by_their_summed_scores():
+    model = seeded(Scaled).to(F64)
+    params = ng.trainable(model)
+    step = ng.Space(params).unflatten(draw(sum(p.numel() for p in params.values())))
+    step["linear.weight"].zero_()
+    step["linear.bias"].zero_()
+    vector = ng.Space(params).flatten(step)
+    expected = vector @ ng.fisher(model, CE).at(params, X).mv(vector)
+    opt = ng.kfac(model, CE, estimate=ng.Sampled(4000))
+    found, names = form_along(read(opt, model, X, Y), step, params)
+    assert set(names) == set(params)
+    assert isinstance(found, Tensor)
+    assert_close(found, expected, 0.1)  # 4000 squares of normal draws: 2 % standard deviation
+
+
+def test_measuring_makes_no_pass_of_its_own():
+    model, calls = dropout_net(), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    opt = ng.kfac(model, CE)
+    for _ in range(3):
+        move(opt, model)
+    assert len(calls) == 3
+    assert opt._stride.ratio is not None
+
+
+def test_outputs_may_be_rearranged_before_the_loss():
+    model, x, y = linear(), X.reshape(2, 4, -1), Y.reshape(2, 4)
+    params = ng.trainable(model)
+    metric = ng.fisher(model, CE).at(params, X)  # of the eight positions
+    opt = ng.kfac(model, CE, estimate=EXACT)
+    outputs = model(x).transpose(1, 2)
+    opt._recall.record_loss(opt.criterion, outputs, y, outputs.sum())
+    vector = draw(metric.size)
+    reading = opt._reader.read(opt.criterion, outputs, y, opt._recall)
+    assert reading is not None
+    assert_close(along(reading, space_of(params)(vector), params), vector @ metric.mv(vector), 1e-9)
+
+
+def space_of(params: Any) -> Callable[[Tensor], Any]:
+    """(n,) -> tensors by name."""
+    return ng.Space(params).unflatten
+
+
+def test_a_part_of_the_examples_weighs_as_much_as_all():
+    model = linear()
+    opt = ng.kfac(model, CE, estimate=EXACT)
+    half = draw(2 * FEWEST, 3)
+    reading = read(
+        opt, model, half.repeat(PART // 2 + 1, 1), torch.zeros(len(half) * (PART // 2 + 1), dtype=torch.long)
+    )
+    part, params = sampled(reading), ng.trainable(model)
+    assert len(part.apart[0].activations) == max(FEWEST, len(reading.layers[0].activations) // PART)
+    step = space_of(params)(draw(sum(p.numel() for p in params.values())))
+    assert_close(along(part, step, params), along(reading, step, params), 0.5)
+    whole = sampled(read(opt, model, X, Y))
+    assert_close(along(whole, step, params), along(read(opt, model, X, Y), step, params), 1e-12)
+
+
+def test_losses_that_can_be_negative_get_a_bound_in_nats():
+    model = linear()
+    opt = ng.kfac(model, ng.Gaussian(0.01), kl_share=0.01)  # its loss is negative where it fits
+    for _ in range(3):
+        move(opt, model, X, model(X).detach() + 1e-3)
+        assert opt.state_report().loss < 0
+        assert opt.state_report().kl <= 0.01 * (1 + 1e-6)
+
+
+def learned(stride: Stride, form: float, promised: float = 1.0) -> float:
+    """The ratio after a measurement, made up as one parameter's summed score."""
+    step = {"w": torch.ones((), dtype=F64)}
+    stride.sample = Reading([], {}, 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
+    stride.measure(step, {"w": torch.tensor(promised, dtype=F64)}, step, Ranks())
+    assert stride.sample is None
+    return float(stride.known(ONE))
+
+
+def test_the_ratio_rises_at_once_and_falls_slowly_never_below_one():
+    stride = Stride()
+    assert float(stride.known(ONE)) == 1
+    assert learned(stride, 8.0) == pytest.approx(8.0)
+    assert learned(stride, 20.0) == pytest.approx(20.0)
+    assert learned(stride, 2.0) == pytest.approx(SLOWEST * 20)
+    assert learned(stride, 18.0) == pytest.approx(18.0)
+    assert learned(Stride(), 0.2) == 1
+
+
+def test_a_form_that_is_not_finite_shortens_the_next_steps_and_one_of_zero_says_nothing():
+    stride = Stride()
+    learned(stride, 2.0)
+    assert learned(stride, 0.0) == pytest.approx(2.0)
+    assert learned(stride, 4.0, promised=0.0) == pytest.approx(2.0)
+    assert learned(stride, math.inf) == pytest.approx(20.0)
+    assert learned(stride, 30.0) == pytest.approx(30.0)

@@ -1,0 +1,334 @@
+"""(G + damping I)^-1 g as a function, and one step of the optimizer against the step written out densely."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import Case, assert_close, draw, mlp, reference_metric
+from optim_models import CE, X, Y, assert_step, fisher_step, flat, flat_gradient, iterate, kind, mean_gradient, net
+from torch import Tensor, nn
+
+import natgrad as ng
+
+SOLVERS = [ng.Direct(), ng.CG(rtol=1e-13, max_steps=200), ng.SampleSpace(), ng.Auto()]
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "steps.json").read_text())
+T = draw(8, 2, seed=5)
+MSE = nn.MSELoss()
+
+
+def tensor(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# the function
+
+
+@pytest.mark.parametrize("solver", [*SOLVERS, None], ids=kind)
+@pytest.mark.parametrize("damping", [1e-3, 1.0, ng.Constant(0.1), ng.Relative(0.1)], ids=kind)
+def test_the_function_solves_the_damped_system(solver: ng.Solver | None, damping: float | ng.Damping) -> None:
+    model = net()
+    G = ng.fisher(model, ng.Categorical()).at(ng.trainable(model), X)
+    g, matrix = mean_gradient(model, X, Y), G.dense()
+    lam = damping if isinstance(damping, float) else damping.amount(damping.initial(), ng.operators.Dense(matrix))
+    solution = ng.natural_gradient(G, g, solver=solver, damping=damping)
+    assert_close(solution.value, torch.linalg.solve(matrix + lam * torch.eye(len(g)).to(g), g), 1e-9)
+    assert solution.residual <= 1e-9 * g.norm()
+
+
+@pytest.mark.parametrize("solver", [ng.Direct(), ng.SampleSpace(), ng.CG(rtol=1e-12, max_steps=500), None], ids=kind)
+def test_without_damping_a_singular_metric_gives_the_minimum_norm_step(solver: ng.Solver | None) -> None:
+    root = draw(7, 3)
+    g = root @ draw(3, seed=1)  # in the range
+    found = ng.natural_gradient(ng.operators.LowRank(root), g, solver=solver).value
+    assert_close(found, torch.linalg.pinv(root @ root.T, hermitian=True) @ g, 1e-9)
+
+
+@pytest.mark.parametrize("output", ["gaussian", "bernoulli", "categorical"])
+@pytest.mark.parametrize("solver", SOLVERS, ids=kind)
+def test_the_step_and_its_ratios_are_those_of_an_independent_prototype(output: str, solver: ng.Solver) -> None:
+    inputs, case = VECTORS["inputs"], VECTORS[output]
+    family = {"gaussian": ng.Gaussian(0.7), "bernoulli": ng.Bernoulli(), "categorical": ng.Categorical()}[output]
+    targets = tensor(case["targets"])
+    for linear_model, name in ((True, "rho_linear"), (False, "rho_quadratic_damped")):
+        model = mlp(2, 3, 3)
+        with torch.no_grad():
+            for p, key in zip(model.parameters(), ("W1", "b1", "W2", "b2"), strict=True):
+                p.copy_(tensor(inputs[key]))
+        opt = ng.NaturalGradient(
+            model,
+            ng.fisher(model, family),
+            lr=inputs["lm_eta"],
+            solver=solver,
+            damping=ng.LevenbergMarquardt(start=inputs["damping"], floor=0.0, linear_model=linear_model),
+        )
+        before = flat(model)
+        loss = opt.loss(model(tensor(inputs["X"])), targets)
+        loss.backward()
+        assert_close(flat_gradient(model), tensor(case["gradient"]), 1e-10)
+        opt.step()
+        told = opt.state_report()
+        assert float(loss.detach()) == pytest.approx(case["loss"], rel=1e-12)
+        assert told.loss == pytest.approx(case["loss"], rel=1e-12)
+        assert_step(model, before, -inputs["lm_eta"] * tensor(case["natural_gradient"]), 1e-8)
+        assert told.kl == pytest.approx(case["kl_quadratic_half_dFd"], rel=1e-8)
+        assert told.ratio == pytest.approx(case[name], rel=1e-8)
+        after = opt.criterion.value(model(tensor(inputs["X"])), targets)
+        assert float(after.detach()) - told.loss == pytest.approx(case["delta_loss"], rel=1e-8)
+
+
+# one step against the dense formula
+
+
+@pytest.mark.parametrize("structure", [ng.Exact(), ng.Dense()], ids=kind)
+@pytest.mark.parametrize("solver", SOLVERS, ids=kind)
+@pytest.mark.parametrize("damping", [1e-3, 0.5])
+def test_one_step_is_the_dense_formula(solver: ng.Solver, structure: ng.Structure, damping: float) -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.3, solver=solver, structure=structure, damping=damping)
+    before, g, loss = flat(model), mean_gradient(model, X, Y), float(CE(model(X), Y).detach())
+    expected = fisher_step(model, X, ng.Categorical(), g, damping)
+    iterate(opt, model, X, Y)
+    assert_step(model, before, -0.3 * expected, 1e-9)
+    told = opt.state_report()
+    assert (told.step, told.damping, told.failures) == (1, damping, 0)
+    assert told.loss == pytest.approx(loss, rel=1e-14)
+    assert told.gradient == pytest.approx(float(g.norm()), rel=1e-12)
+
+
+def metric_cases(model: nn.Module) -> dict[str, ng.Metric]:
+    return {
+        "fisher": ng.fisher(model, CE),
+        "gauss_newton": ng.gauss_newton(model, CE),
+        "empirical": ng.empirical_fisher(model, CE),
+        "divergence": ng.divergence(ng.kl(model, ng.Categorical())),
+        "sampled": ng.sampled_fisher(model, CE, samples=3, generator=torch.Generator().manual_seed(4)),
+    }
+
+
+@pytest.mark.parametrize("name", ["fisher", "gauss_newton", "empirical", "divergence", "sampled"])
+def test_every_metric_drives_the_step(name: str) -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    reference = metric_cases(twin)[name]
+    data = (X, Y) if reference.needs_targets else X
+    matrix = reference.at(ng.trainable(twin), data).dense()
+    g = mean_gradient(model, X, Y)
+    expected = torch.linalg.solve(matrix + 0.1 * torch.eye(len(g)).to(g), g)
+    opt = ng.NaturalGradient(model, metric_cases(model)[name], lr=1.0, damping=0.1, solver=ng.Direct())
+    before = flat(model)
+    opt.zero_grad()
+    (CE(model(X), Y) if name == "divergence" else opt.loss(model(X), Y)).backward()
+    opt.step()
+    assert_step(model, before, -expected, 1e-9)
+
+
+def test_observe_takes_the_metric_from_other_data() -> None:
+    model, other = net(), draw(20, 3, seed=7)
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=1.0, damping=0.05)
+    for observed in (other, None):  # once: the next step is back to the gradient's data
+        before, g = flat(model), mean_gradient(model, X, Y)
+        expected = fisher_step(model, X if observed is None else observed, ng.Categorical(), g, 0.05)
+        if observed is not None:
+            opt.observe(observed)
+        iterate(opt, model, X, Y)
+        assert_step(model, before, -expected, 1e-9)
+
+
+def test_observe_needs_targets_only_for_metrics_that_do() -> None:
+    model, other = net(), draw(20, 3, seed=7)
+    labels = torch.arange(20) % 3
+    opt = ng.NaturalGradient(model, ng.empirical_fisher(model, CE), lr=1.0, damping=0.05)
+    matrix = ng.empirical_fisher(model, CE).at(ng.trainable(model), (other, labels)).dense()
+    before, g = flat(model), mean_gradient(model, X, Y)
+    opt.observe(other, labels)
+    iterate(opt, model, X, Y)
+    assert_step(model, before, -torch.linalg.solve(matrix + 0.05 * torch.eye(len(g)).to(g), g), 1e-9)
+
+
+def test_parameter_groups_have_their_own_rates() -> None:
+    model = net()
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    opt = ng.NaturalGradient(
+        model,
+        ng.fisher(model, CE),
+        lr=0.5,
+        damping=0.1,
+        params=[{"params": last, "lr": 0.01}, {"params": first}],
+        rule=ng.Rate(),
+    )
+    before, g = flat(model), mean_gradient(model, X, Y)
+    step = fisher_step(model, X, ng.Categorical(), g, 0.1)
+    rates = torch.cat([torch.full((16,), 0.5), torch.full((15,), 0.01)]).double()
+    matrix = reference_metric(Case(net, X), model, ng.trainable(model))
+    iterate(opt, model, X, Y)
+    assert_step(model, before, -rates * step, 1e-8)
+    d = -rates * step
+    assert opt.state_report().kl == pytest.approx(float(d @ matrix @ d) / 2, rel=1e-8)
+
+
+def test_some_parameters_only_means_the_metric_of_those() -> None:
+    model = net()
+    last = list(model[2].parameters())
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=1.0, damping=0.1, params=last)
+    before, g = flat(model), mean_gradient(model, X, Y)[16:]
+    block = reference_metric(Case(net, X), model, ng.trainable(model))[16:, 16:]
+    expected = torch.linalg.solve(block + 0.1 * torch.eye(15).to(g), g)
+    iterate(opt, model, X, Y)
+    assert_step(model, before, torch.cat([torch.zeros(16).to(g), -expected]), 1e-9)
+
+
+def test_a_scheduler_sets_the_rate() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=1.0, damping=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    for k in range(3):
+        before, g = flat(model), mean_gradient(model, X, Y)
+        expected = -(0.5**k) * fisher_step(model, X, ng.Categorical(), g, 0.1)
+        iterate(opt, model, X, Y)
+        scheduler.step()
+        assert_step(model, before, expected, 1e-9)
+
+
+def test_weight_decay_is_decoupled() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.5, damping=0.1, weight_decay=0.02)
+    before, g = flat(model), mean_gradient(model, X, Y)
+    expected = (1 - 0.5 * 0.02) * before - 0.5 * fisher_step(model, X, ng.Categorical(), g, 0.1)
+    iterate(opt, model, X, Y)
+    assert_close(flat(model), expected, 1e-10)
+
+
+def test_momentum_adds_up_natural_steps() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.1, damping=0.1, rule=ng.Momentum(0.9))
+    velocity = torch.zeros(31).double()
+    for _ in range(4):
+        before, g = flat(model), mean_gradient(model, X, Y)
+        velocity = 0.9 * velocity - 0.1 * fisher_step(model, X, ng.Categorical(), g, 0.1)
+        iterate(opt, model, X, Y)
+        assert_step(model, before, velocity, 1e-9)
+
+
+def test_relative_damping_is_a_share_of_the_mean_eigenvalue() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=1.0, damping=ng.Relative(0.1))
+    matrix = reference_metric(Case(net, X), model, ng.trainable(model))
+    iterate(opt, model, X, Y)
+    assert opt.state_report().damping == pytest.approx(0.1 * float(matrix.trace()) / 31, rel=1e-12)
+
+
+def test_an_undamped_step_does_not_change_under_a_linear_reparametrisation() -> None:
+    # theta = A xi: the step in xi, mapped by A, is the step in theta
+    A = draw(6, 6) + 3 * torch.eye(6).double()
+    x, theta = draw(40, 3, seed=1), draw(6, seed=2)
+    y = torch.arange(40) % 3
+
+    def logits(theta: Tensor, x: Tensor) -> Tensor:  # two free classes: the metric is regular
+        w = theta.view(2, 3)
+        return torch.cat([torch.tanh(x) @ w.T, torch.zeros(len(x), 1).to(x)], dim=1)
+
+    def moved(params: dict[str, Tensor], function) -> Tensor:
+        opt = ng.NaturalGradient(params, ng.fisher(function, ng.Categorical()), lr=1.0, damping=0.0, solver=ng.Direct())
+        opt.observe(x)
+        CE(function(params, x), y).backward()
+        opt.step()
+        return params["p"].detach()
+
+    direct = moved({"p": theta.clone().requires_grad_()}, lambda p, x: logits(p["p"], x))
+    xi = torch.linalg.solve(A, theta).requires_grad_()
+    mapped = A @ moved({"p": xi}, lambda p, x: logits(A @ p["p"], x))
+    assert_close(mapped, direct, 1e-11)
+
+
+def test_one_undamped_step_solves_least_squares() -> None:
+    model = mlp(3, 2)
+    opt = ng.NaturalGradient(model, ng.fisher(model, MSE), lr=1.0, damping=0.0)
+    iterate(opt, model, X, T)
+    design = torch.cat([X, torch.ones(8, 1).double()], dim=1)
+    assert_close(model(X).detach(), design @ torch.linalg.lstsq(design, T).solution, 1e-11)
+
+
+def test_a_warm_start_saves_products_and_changes_nothing_else() -> None:
+    steps, found = {}, {}
+    for warm in (0.0, 1.0):
+        model = net()
+        opt = ng.NaturalGradient(
+            model, ng.fisher(model, CE), lr=1e-6, damping=1e-3, solver=ng.CG(rtol=1e-10, max_steps=500), warm_start=warm
+        )
+        iterate(opt, model, X, Y)
+        iterate(opt, model, X, Y)
+        steps[warm], found[warm] = opt.state_report().solver_steps, flat(model)
+    assert steps[1.0] < steps[0.0]
+    assert_close(found[1.0], found[0.0], 1e-9)
+
+
+class Listening(ng.Solver):
+    """A direct solver that notes where it is asked to start."""
+
+    def __init__(self) -> None:
+        self.guesses, self.found = [], []
+
+    def solve(self, operator, rhs, *, damping=0.0, guess=None):
+        self.guesses.append(guess)
+        solution = ng.Direct().solve(operator, rhs, damping=damping)
+        self.found.append(solution.value)
+        return solution
+
+
+@pytest.mark.parametrize("warm", [0.0, 0.3, 1.0])
+def test_a_warm_start_is_a_fraction_of_the_last_solution(warm: float) -> None:
+    model, solver = net(), Listening()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=0.1, damping=0.1, solver=solver, warm_start=warm)
+    iterate(opt, model, X, Y)
+    iterate(opt, model, X, Y)
+    assert solver.guesses[0] is None
+    if warm == 0:
+        assert solver.guesses[1] is None
+    else:
+        assert torch.equal(solver.guesses[1], warm * solver.found[0])
+
+
+def test_the_report_says_what_the_solver_did() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), damping=1e-3, solver=ng.CG(rtol=1e-14, max_steps=2))
+    assert opt.state_report().status == "no step yet"
+    iterate(opt, model, X, Y)
+    told = opt.state_report()
+    assert told.status == "max_steps"
+    assert told.solver_steps >= 2
+    assert 0 < told.residual < 1
+    assert "status max_steps" in str(told)
+
+
+def test_a_floor_holds_for_observed_data_and_for_that_step_alone() -> None:
+    model, reference = net(), net()
+    other = draw(20, 3, seed=9)
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), damping=1e-4, solver=ng.Direct())
+    opt.observe(other, floor=0.2)
+    iterate(opt, model, X, Y)
+    assert opt.state_report().damping == 0.2
+    second = ng.NaturalGradient(reference, ng.fisher(reference, CE), damping=0.2, solver=ng.Direct())
+    second.observe(other)
+    iterate(second, reference, X, Y)
+    assert torch.equal(flat(model), flat(reference))
+    iterate(opt, model, X, Y)
+    assert opt.state_report().damping == 1e-4
+    with pytest.raises(ValueError, match="floor is -1"):
+        opt.observe(other, floor=-1.0)
+
+
+def test_the_report_tells_how_much_of_the_gradient_the_metric_explains() -> None:
+    model = net()
+    params, gradient = ng.trainable(model), mean_gradient(model, X, Y)
+    G = ng.fisher(model, CE).at(params, draw(2, 3, seed=4)).dense()
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), damping=1e-3, solver=ng.CG(rtol=1e-12, max_steps=200))
+    opt.observe(draw(2, 3, seed=4))
+    iterate(opt, model, X, Y)
+    x = torch.linalg.solve(G + 1e-3 * torch.eye(len(G)).to(G), gradient)
+    expected = float((gradient - G @ x).norm() / gradient.norm())
+    assert 0.05 < expected < 1
+    assert opt.state_report().outside == pytest.approx(expected, rel=1e-6)

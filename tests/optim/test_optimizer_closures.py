@@ -1,0 +1,128 @@
+"""Closures, evaluated again where a choice needs the loss and nothing else gives it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from optim_models import (
+    CE,
+    Closure,
+    X,
+    Y,
+    build,
+    flat,
+    flat_gradient,
+    iterate,
+    moved,
+    net,
+)
+from torch import Tensor, nn
+
+import natgrad as ng
+
+
+def test_a_closure_is_evaluated_once_where_nothing_needs_the_loss() -> None:
+    expected, model = moved(net(), CE, X, Y), net()
+    opt = build(model)
+    closure = Closure(opt, lambda: CE(model(X), Y))
+    value = opt.step(closure)
+    assert [float(value.detach())] == closure.values
+    assert_close(flat(model), expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "own_loss"), [("mean", True), ("mean", False), ("sum", True)]
+)  # sums need opt.loss
+def test_closure_and_loop_take_the_same_steps(reduction: str, own_loss: bool) -> None:
+    criterion = nn.CrossEntropyLoss(reduction=reduction)
+    choices = {"rule": ng.LineSearch(), "damping": ng.LevenbergMarquardt(start=0.1), "lr": 1.9}
+    looped, closed = net(), net()
+    first, second = build(looped, criterion, **choices), build(closed, criterion, **choices)
+    loss = second.loss if own_loss else criterion
+    closure = Closure(second, lambda: loss(closed(X), Y))
+    for _ in range(4):
+        iterate(first, looped, X, Y)
+        second.step(closure)
+    assert_close(flat(closed), flat(looped), 1e-11)
+    assert second.state_report().ratio == pytest.approx(first.state_report().ratio, rel=1e-8)
+    assert (len(closure.values) == 4) is own_loss  # a replay makes re-evaluation unnecessary
+
+
+def test_reevaluated_closures_put_everything_back() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)))
+    twin = copy.deepcopy(model)
+    before = flat(model)
+    state = torch.get_rng_state()
+    CE(twin(X), Y).backward()
+    after_one_call = torch.get_rng_state()
+    torch.set_rng_state(state)
+
+    class Nowhere(ng.Rule):
+        """Looks at three points and stays."""
+
+        needs_loss = True
+
+        def step(self, model, loss_at, memory):
+            values = [loss_at(model.proposal.scaled(s).vector) for s in (0.0, 1.0, 0.5)]
+            assert values[0] == model.loss
+            assert values[1] != model.loss
+            return model.nothing(), memory
+
+    opt = build(model, rule=Nowhere())
+    closure = Closure(opt, lambda: CE(model(X), Y))
+    opt.step(closure)
+    assert len(closure.values) == 4
+    assert torch.equal(torch.get_rng_state(), after_one_call)
+    assert torch.equal(flat(model), before)
+    assert torch.equal(flat_gradient(model), flat_gradient(twin))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+
+
+def test_reevaluated_closures_repeat_their_draws() -> None:
+    params, seen = {"w": draw(3, 3).requires_grad_()}, []
+
+    def noisy(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return nn.functional.dropout(x @ params["w"], 0.5)
+
+    def compute() -> Tensor:
+        x = X + torch.randn_like(X)
+        value = CE(noisy(params, x), Y)
+        seen.append((float(x.sum()), torch.get_rng_state()))
+        return value
+
+    opt = ng.NaturalGradient(params, ng.fisher(noisy, CE), lr=1e3, damping=0.1, rule=ng.LineSearch())
+    opt.observe(X)
+    opt.step(Closure(opt, compute))
+    assert len(seen) > 2
+    assert len({total for total, _ in seen}) == 1
+    assert torch.equal(torch.get_rng_state(), seen[0][1])
+
+
+def test_a_closure_may_return_a_number() -> None:
+    found = []
+    for convert in (float, torch.Tensor.detach, lambda value: value):
+        model = net()
+        opt = build(model, rule=ng.LineSearch(), lr=20.0)
+
+        def closure(opt=opt, model=model, convert=convert) -> Tensor | float:
+            opt.zero_grad()
+            value = CE(model(X), Y)
+            value.backward()
+            return convert(value.detach()) if convert is float else convert(value)
+
+        opt.step(closure)
+        found.append(flat(model))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+
+
+def test_a_closure_that_returns_nothing_is_told_so() -> None:
+    model = net()
+    opt = build(model, rule=ng.LineSearch())
+    before = flat(model)
+    with pytest.raises(ValueError, match=r"closure returned None, expected the loss"):
+        opt.step(lambda: CE(model(X), Y).backward())
+    assert torch.equal(flat(model), before)

@@ -1,0 +1,151 @@
+"""Ctrl-C leaves parameters and state at the last accepted step, and a usable optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.optim.objective import Replay
+
+
+def fisher(model: nn.Module) -> ng.Metric:
+    return ng.fisher(model, CE)
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+class Interrupted(ng.Rule):
+    """A rule interrupted at its second look at the loss."""
+
+    needs_loss = True
+
+    def step(self, model, loss_at, memory):
+        loss_at(model.proposal.vector)
+        loss_at(model.proposal.scaled(0.5).vector)
+        return interrupted()
+
+
+def by_solver(model: nn.Module) -> ng.NaturalGradient:
+    return ng.NaturalGradient(model, fisher(model), solver=ng.CG(callback=interrupted), rule=ng.Momentum())
+
+
+def by_sampling(model: nn.Module) -> ng.NaturalGradient:
+    return ng.NaturalGradient(model, ng.sampled_fisher(model, CE), solver=ng.CG(callback=interrupted))
+
+
+def by_rule(model: nn.Module) -> ng.NaturalGradient:
+    return ng.NaturalGradient(model, fisher(model), rule=Interrupted(), damping=ng.LevenbergMarquardt())
+
+
+@pytest.mark.parametrize("way", ["loop", "closure", "closure with opt.loss"])
+@pytest.mark.parametrize("build", [by_solver, by_sampling, by_rule])
+def test_ctrl_c_leaves_the_last_accepted_step_and_a_usable_optimizer(build: Callable, way: str) -> None:
+    model = net()
+    opt = build(model)
+    solver, rule = opt.solver, opt.rule
+    opt.solver, opt.rule = ng.Auto(), ng.Momentum()
+    iterate(opt, model, X, Y)
+    accepted, report = snapshot(opt), opt.state_report()
+    opt.solver, opt.rule = solver, rule
+    loss = CE if way == "closure" else opt.loss
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss(model(X), Y)
+        value.backward()
+        return value
+
+    random = torch.get_rng_state()
+    act = partial(iterate, opt, model, X, Y) if way == "loop" else partial(opt.step, closure)
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert same(snapshot(opt), accepted)
+    assert opt.state_report() == report
+    assert torch.equal(torch.get_rng_state(), random)
+    opt.solver, opt.rule = ng.Auto(), ng.Momentum()
+    iterate(opt, model, X, Y)
+    assert opt.state_report().step == 2
+
+
+def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
+    model, calls = net(), []
+    opt = ng.NaturalGradient(model, fisher(model), rule=ng.LineSearch(), lr=100.0)
+    before = flat(model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = CE(model(X), Y)
+        value.backward()
+        calls.append(flat(model))
+        return interrupted() if len(calls) == 3 else value
+
+    with pytest.raises(KeyboardInterrupt):
+        opt.step(closure)
+    assert not torch.equal(calls[2], before)
+    assert torch.equal(flat(model), before)
+    iterate(opt, model, X, Y)
+    assert opt.state_report().step == 1
+
+
+class Stubborn(ng.Damping):
+    """A damping interrupted when it adapts."""
+
+    needs_ratio = True
+
+    def initial(self) -> float:
+        return 0.1
+
+    def update(self, damping: float, ratio: float) -> float:
+        return interrupted()
+
+
+def test_ctrl_c_while_the_damping_adapts_leaves_the_last_accepted_step() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, fisher(model), damping=Stubborn(), structure=ng.Dense(decay=0.5))
+    accepted, report = snapshot(opt), opt.state_report()
+    with pytest.raises(KeyboardInterrupt):
+        iterate(opt, model, X, Y)
+    assert same(snapshot(opt), accepted)
+    assert opt.state_report() == report
+
+
+@pytest.mark.parametrize("preconditioner", [ng.DiagonalPreconditioner(decay=0.5), ng.Kronecker(decay=0.5)])
+@pytest.mark.parametrize("place", ["preconditioner", "gradient"])
+def test_ctrl_c_in_a_preconditioner_or_a_search_leaves_the_last_accepted_step(place, preconditioner, monkeypatch):
+    model = net()
+    opt = ng.NaturalGradient(
+        model,
+        ng.sampled_fisher(model, CE),
+        solver=ng.KrylovSubspace(4),
+        rule=ng.SubspaceSearch(steps=3),
+        damping=ng.LevenbergMarquardt(),
+        preconditioner=preconditioner,
+        warm_start=1.0,
+        search_batch=4,
+    )
+    iterate(opt, model, X, Y)
+    accepted, report = snapshot(opt), opt.state_report()
+    owner, name = (type(opt.preconditioner), "update") if place == "preconditioner" else (Replay, "_differentiate")
+    asked = getattr(owner, name)
+
+    def last(*args: Any, **kwargs: Any) -> Any:
+        asked(*args, **kwargs)
+        return interrupted()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, last)
+        with pytest.raises(KeyboardInterrupt):
+            iterate(opt, model, X, Y)
+    assert same(snapshot(opt), accepted)
+    assert opt.state_report() == report
+    iterate(opt, model, X, Y)
+    assert opt.state_report().step == 2

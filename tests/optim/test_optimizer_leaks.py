@@ -1,0 +1,191 @@
+"""Hooks come off, nothing of a batch outlives its step, and models travel."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw
+from optim_models import (
+    CE,
+    Closure,
+    X,
+    Y,
+    build,
+    flat,
+    iterate,
+    moved,
+    net,
+)
+from torch import Tensor, nn
+
+import natgrad as ng
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+def test_detach_takes_the_hook_off() -> None:
+    model = net()
+    opt = build(model)
+    assert hooks(model) == 1
+    opt.detach()
+    opt.detach()
+    assert hooks(model) == 0
+    opt.loss(model(X), Y).backward()
+    with pytest.raises(ValueError, match=r"no inputs for the metric.*optimizer.observe\(inputs\)"):
+        opt.step()
+    opt.observe(X)
+    opt.step()
+
+
+def test_hooks_come_off_when_optimizers_die() -> None:
+    model = net()
+    for _ in range(100):
+        opt = build(model, rule=ng.LineSearch())
+        iterate(opt, model, X, Y)
+    assert hooks(model) == 1  # dropped ones are gone without the collector's help: no reference cycle
+    del opt
+    gc.collect()
+    assert hooks(model) == 0
+
+
+def test_building_twice_does_not_stack() -> None:
+    model, expected = net(), moved(net(), CE, X, Y)
+    opt = build(model)
+    opt = build(model)
+    gc.collect()
+    assert hooks(model) == 1
+    iterate(opt, model, X, Y)
+    assert_close(flat(model), expected, 1e-12)
+
+
+def test_two_optimizers_on_one_model_do_not_disturb_each_other() -> None:
+    model, twin = net(), net()
+    first, second = (ng.trainable(model[i]).values() for i in (0, 2))
+    one, two = build(model, params=list(first)), build(model, params=list(second))
+    one.loss(model(X), Y).backward()
+    two.loss(model(X), Y)
+    one.step()
+    two.step()
+    alone = build(twin, params=list(twin[0].parameters()))
+    iterate(alone, twin, X, Y)
+    assert_close(flat(model[0]), flat(twin[0]), 1e-12)
+
+
+class Mark:
+    """Something that a graph holds."""
+
+
+class Marked(torch.autograd.Function):
+    """The identity, whose graph node holds a mark."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Mark) -> Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class Watched(nn.Module):
+    """A network that keeps weak references to what its graphs hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.alive = net(), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mark = Mark()
+        self.alive.append(weakref.ref(mark))
+        return Marked.apply(self.layers(x), mark)
+
+
+FORGETFUL = {
+    "plain": {},
+    "momentum": {"rule": ng.Momentum()},
+    "averaged": {"structure": ng.Dense(0.9), "rule": ng.LineSearch()},
+    "truncated Newton": {"damping": ng.LevenbergMarquardt(), "warm_start": 0.95, "solver": ng.CG()},
+}
+
+
+@pytest.mark.parametrize("way", ["loop", "closure", "closure with opt.loss", "observed"])
+@pytest.mark.parametrize("choices", FORGETFUL)
+def test_nothing_of_a_batch_outlives_its_step(choices: str, way: str) -> None:
+    model = Watched()
+    opt = build(model, **FORGETFUL[choices])
+
+    def one_step() -> list[Any]:
+        x, y = X.clone(), Y.clone()
+        compute = {"closure": CE}.get(way, opt.loss)
+        closure = Closure(opt, lambda: compute(model(x), y))
+        if way == "observed":
+            opt.observe(x, y)
+        if way.startswith("closure"):
+            opt.step(closure)
+        else:
+            closure()
+            opt.step()
+        return [weakref.ref(x.untyped_storage()), weakref.ref(y.untyped_storage()), *map(weakref.ref, (x, y))]
+
+    batch = one_step()
+    assert len(model.alive) >= 2  # the user's pass, and the metric's
+    assert [r() for r in (*batch, *model.alive)] == [None] * (4 + len(model.alive))  # at once, without a collector
+
+
+def test_two_optimizers_hold_nothing_between_steps() -> None:
+    model = net()
+    one, two = (build(model, params=list(model[i].parameters())) for i in (0, 2))
+    x = X.clone()
+    one.loss(model(x), Y).backward()
+    two.loss(model(x), Y)
+    one.step()
+    two.step()
+    storage = weakref.ref(x.untyped_storage())
+    del x
+    assert storage() is None
+
+
+def test_no_gradient_means_no_step() -> None:
+    model = net()
+    opt, before = build(model, weight_decay=0.1), flat(net())
+    model(X)
+    assert opt.step() is None
+    assert torch.equal(flat(model), before)
+    assert opt.state_report().step == 0
+
+
+@pytest.mark.parametrize("travel", ["deepcopy", "pickle", "torch.save"])
+def test_a_model_travels_while_an_optimizer_is_attached(travel: str) -> None:
+    model = net()
+    keys = list(net().state_dict())
+    opt = build(model)
+    iterate(opt, model, X, Y)
+    if travel == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif travel == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert list(model.state_dict()) == keys
+    assert list(twin.state_dict()) == keys
+    assert torch.equal(flat(twin), flat(model))
+    # the copy trains on its own, and tells nothing to the first one's optimizer
+    opt.loss(model(X), Y).backward()
+    twin(draw(5, 3, seed=8))
+    opt.step()
+    own = build(twin)
+    iterate(own, twin, X, Y)
+    assert own.state_report().step == 1

@@ -1,0 +1,209 @@
+"""Losses that did not go through `opt.loss`: they are found, and steps along them stay bounded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import F64, draw
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import natgrad as ng
+from natgrad.optim.outside_losses import Outside
+
+K = 4
+CE = nn.CrossEntropyLoss()
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 2 * K))
+        self.decoder = nn.Sequential(nn.Linear(K, 24), nn.Tanh(), nn.Linear(24, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        return self.decoder(mean + (log_variance / 2).exp() * torch.randn_like(mean)), (mean, log_variance)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
+def divergence(beta: float) -> Callable[..., Tensor]:
+    def whole(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+        logits, posterior = model(x)
+        return opt.loss(logits, x) + beta * ng.GaussianPosterior().nll(posterior).mean() / 16
+
+    return whole
+
+
+def squares(strength: float) -> Callable[..., Tensor]:
+    def whole(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return opt.loss(model(x), y) + strength / 2 * sum(p.square().sum() for p in model.parameters())
+
+    return whole
+
+
+def contraction(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    slope = 1 - model[1](model[0](x)).square()
+    return opt.loss(model(x), y) + 0.1 * (slope.square() @ model[0].weight.square()).sum(1).mean()
+
+
+def train(opt: Any, model: nn.Module, whole: Callable[..., Tensor], steps: int) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.randn(512, 3, generator=generator) @ torch.randn(3, 16, generator=generator) > 0).float()
+    losses = []
+    for _ in range(steps):
+        x = data[torch.randint(0, 512, (128,), generator=generator)]
+        opt.zero_grad()
+        loss = whole(opt, model, x, (x[:, 0] + x[:, 5]).long())
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+CASES = {
+    "KL": (VAE, nn.BCEWithLogitsLoss(), divergence(1.0), 100, 3),
+    "ten times the KL": (VAE, nn.BCEWithLogitsLoss(), divergence(10.0), 60, 2),
+    "squares": (net, CE, squares(0.2), 60, 2),
+    "large squares": (net, CE, squares(20.0), 60, 2),
+    "contraction": (net, CE, contraction, 60, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_besides_stays_below_its_start(name):
+    build, loss, whole, steps, seeds = CASES[name]
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        model = build()
+        losses = torch.tensor(train(ng.kfac(model, loss), model, whole, steps))
+        assert losses.isfinite().all()
+        assert losses.max() < 1.2 * losses[0]
+        assert losses[-10:].mean() < losses[0]
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+@pytest.mark.parametrize("recipe", [ng.ekfac, ng.diagonal, ng.online_ng])
+def test_other_structures_are_bounded_too(recipe):
+    torch.manual_seed(0)
+    model = VAE()
+    losses = torch.tensor(train(recipe(model, nn.BCEWithLogitsLoss(), lr=1.0), model, divergence(1.0), 60))
+    assert losses.max() < 1.2 * losses[0]
+    assert losses[-10:].mean() < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_curvature_of_a_penalty_on_squares_is_found(reduction):
+    torch.manual_seed(0)
+    model = net()
+    opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), lr=0.1)
+    train(opt, model, squares(0.2 if reduction == "mean" else 128 * 0.2), 40)
+    assert set(opt._outside.levels) == {name for name, _ in model.named_parameters()}
+    assert list(opt._outside.levels.values()) == pytest.approx([0.2] * 4, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+def test_only_the_blocks_that_are_reached_are_damped_until_the_loss_ends():
+    torch.manual_seed(0)
+    model, strength = net(), [1.0]
+
+    def whole(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return opt.loss(model(x), y) + strength[0] * model[0].weight.square().sum()
+
+    opt = ng.kfac(model, CE, update_every=1, lr=0.1)
+    train(opt, model, whole, 5)
+    assert set(opt._outside.levels) == {"0.weight", "0.bias"}
+    strength[0] = 0.0
+    train(opt, model, whole, 2)
+    assert opt._outside.levels == {}
+
+
+def test_it_is_said_once_and_names_what_to_do():
+    torch.manual_seed(0)
+    model = net()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        train(ng.kfac(model, CE, update_every=1), model, squares(1.0), 5)
+    said = [str(one.message) for one in heard if "large part of the gradient" in str(one.message)]
+    assert len(said) == 1
+    assert all(word in said[0] for word in ("ng.Heads", "0.weight", "l2="))
+
+
+def micro(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    opt.loss(model(x[:32]), y[:32]).mul(0.25).backward()
+    return 0.75 * opt.loss(model(x[32:]), y[32:])
+
+
+def looked_at(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    opt.loss(model(x.flip(1)), y)
+    return opt.loss(model(x), y)
+
+
+def evaluated(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    model.eval()
+    part = opt.loss(model(x.flip(1)), y)
+    model.train()
+    return part + opt.loss(model(x), y)
+
+
+ALONE: dict[str, Callable[..., Tensor]] = {
+    "one loss": lambda opt, model, x, y: opt.loss(model(x), y),
+    "two": lambda opt, model, x, y: opt.loss(model(x), y) + 0.3 * opt.loss(model(x.flip(1)), y),
+    "a function of the outputs": lambda opt, model, x, y: opt.loss(model(x) / 0.3 - model(x.flip(1)), y),
+    "another model's": lambda opt, model, x, y: opt.loss(model(x), y) + cross_entropy(x[:, :3], y),
+    "micro-batches": micro,
+    "looked at": looked_at,
+    "in evaluation mode": evaluated,
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ALONE)
+def test_where_all_goes_through_the_loss_no_step_changes(name, reduction, monkeypatch):
+    ends = []
+    for deaf in (False, True):
+        if deaf:
+            monkeypatch.setattr(Outside, "listen", lambda *args: None)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Dropout(0.3), nn.ReLU(), nn.Linear(24, 3))
+        opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), update_every=1)
+        train(opt, model, ALONE[name], 5)
+        assert opt._outside.levels == {}
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)
+
+
+def test_clipping_by_the_norm_is_no_other_loss():
+    torch.manual_seed(0)
+    model = net().double()
+    opt = ng.kfac(model, CE, update_every=1)
+    for seed in range(3):
+        opt.zero_grad()
+        (1024 * opt.loss(model(draw(40, 16, seed=seed)), torch.arange(40) % 3)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        opt.step()
+        assert opt._outside.levels == {}
+
+
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+def test_training_goes_on_in_another_dtype():
+    torch.manual_seed(0)
+    model = net()
+    opt = ng.kfac(model, CE, update_every=1)
+    train(opt, model, squares(1.0), 3)
+    model.double()
+    for _ in range(3):
+        opt.zero_grad()
+        squares(1.0)(opt, model, draw(40, 16), torch.arange(40) % 3).backward()
+        opt.step()
+    assert all(p.isfinite().all() and p.dtype == F64 for p in model.parameters())

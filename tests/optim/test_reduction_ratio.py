@@ -1,0 +1,264 @@
+"""Levenberg-Marquardt in the structured optimizers: the loss after a step beside what the quadratic model promised."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import F64, assert_close, draw, seeded
+from optim_models import CE, X, Y, deep, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net, same
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.optim.objective import Replay
+from natgrad.optim.reduction_ratio import EVERY
+
+LM = ng.LevenbergMarquardt
+EXACT = ng.ExactLabels()
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+WILD: dict[str, Any] = {"lr": 300.0, "measure": False, "kl_share": math.inf, "momentum": 0.0}
+
+
+def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:
+    """The ordinary loop's body."""
+    opt.zero_grad()
+    opt.loss(model(x), y).backward()
+    opt.step()
+
+
+def value(model: nn.Module, x: Any = X) -> float:
+    """The loss as it is."""
+    return float(CE(model(x), Y).detach())
+
+
+def judged_next(opt: Any) -> Any:
+    """The same optimizer, whose next step is judged."""
+    opt._clock["judged"] = -EVERY
+    return opt
+
+
+def linear() -> nn.Module:
+    return seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[..., Any]):
+    model = net()
+    opt = judged_next(recipe(model, CE, damping=LM(start=0.05), estimate=EXACT, momentum=0.5))
+    metric = ng.fisher(model, CE).at(ng.trainable(model), X)
+    before, loss = flat(model), value(model)
+    iterate(opt, model)
+    step, report = flat(model) - before, opt.state_report()
+    promised = float(step @ flat_gradient(model)) + report.kl
+    assert report.ratio == pytest.approx((value(model) - loss) / promised, rel=1e-9)
+    assert opt.param_groups[0]["damping"] == LM().update(0.05, report.ratio)
+    if opt._stride.ratio > 1:
+        assert_close(torch.tensor(report.kl, dtype=F64), 0.5 * step @ metric.mv(step), 1e-8)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("l2", [0.0, 0.3])
+def test_the_ratio_of_a_quadratic_loss_is_one(l2: float, reduction: str):
+    model, targets = linear(), draw(len(X), 3, seed=1)
+    opt = ng.diagonal(
+        model, nn.MSELoss(reduction=reduction), damping=LM(0.01), estimate=EXACT, l2=l2, kl_share=math.inf
+    )
+    iterate(judged_next(opt), model, X, targets)
+    assert opt._stride.ratio > 1  # the measured form is the step's, not the blocks'
+    assert opt.state_report().ratio == pytest.approx(1.0, rel=1e-9)
+    assert opt.param_groups[0]["damping"] == pytest.approx(0.01 * 2 / 3)
+
+
+def test_every_fifth_step_is_judged_by_one_evaluation(monkeypatch: pytest.MonkeyPatch):
+    model, evaluations = net(), []
+    evaluate = Replay._evaluate
+    monkeypatch.setattr(Replay, "_evaluate", lambda self, step: evaluations.append(1) or evaluate(self, step))
+    opt = ng.kfac(model, CE, damping=LM(0.1))
+    counts = []
+    for _ in range(3 * EVERY):
+        iterate(opt, model)
+        counts.append(len(evaluations))
+    assert counts == [n // EVERY for n in range(1, 3 * EVERY + 1)]
+    assert opt.param_groups[0]["damping"] != 0.1
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal])
+def test_a_step_that_raises_the_loss_is_not_taken(recipe: Callable[..., Any]):
+    model = net()
+    opt = judged_next(recipe(model, CE, damping=LM(0.1, floor=1e-3), weight_decay=0.1, **WILD))
+    before = flat(model)
+    iterate(opt, model)
+    report = opt.state_report()
+    assert torch.equal(flat(model), before)
+    assert (report.status, report.refused, report.failures, report.rate) == ("refused", 1, 0, 0.0)
+    raised = opt.param_groups[0]["damping"]
+    assert raised == pytest.approx(0.15)
+    inverses = [block.inverse.dense() for block in opt._blocks]
+    opt._clock["updated"] = opt._clock["step"]  # nothing new is read
+    opt._reader.arm(False)
+    iterate(opt, model)  # judged again, with new inverses
+    assert not any(torch.equal(block.inverse.dense(), old) for block, old in zip(opt._blocks, inverses, strict=True))
+    assert opt.param_groups[0]["damping"] != raised
+
+
+class Steep(nn.Module):
+    """Logits that overflow a little away from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("start", self.linear.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.exp(1e6 * (self.linear.weight - self.start).square().sum())
+
+
+def test_a_step_whose_loss_is_not_finite_is_not_taken():
+    model = Steep()
+    opt = judged_next(ng.kfac(model, CE, damping=LM(0.1)))
+    before = flat(model)
+    iterate(opt, model)
+    assert torch.equal(flat(model), before)
+    assert math.isnan(opt.state_report().ratio)
+    assert opt.param_groups[0]["damping"] == pytest.approx(0.15)
+
+
+def closure_of(opt: Any, model: nn.Module, parts: list[slice]) -> Callable[[], Tensor]:
+    """The mean loss, in micro-batches."""
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        total = torch.zeros((), dtype=F64)
+        for rows in parts:
+            loss = opt.loss(model(X[rows]), Y[rows]) * len(X[rows]) / len(X)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return closure
+
+
+def test_micro_batches_are_judged_together_by_the_closure():
+    whole, parts = net(), net()
+    one, many = (ng.kfac(m, CE, damping=LM(0.05), estimate=EXACT, measure=False) for m in (whole, parts))
+    readings = []
+    read = many._read
+    many._read = lambda *a: readings.append(1) or read(*a)
+    for _ in range(EVERY):
+        iterate(one, whole)
+        many.step(closure_of(many, parts, [slice(0, 6), slice(6, 8)]))
+    assert len(readings) == 2 * EVERY  # none by the second call
+    assert many.state_report().ratio == pytest.approx(one.state_report().ratio, rel=1e-9)
+    assert_close(flat(parts), flat(whole), 1e-10)
+
+
+def test_a_closure_with_dropout_is_called_again_with_the_same_masks():
+    models = [dropout_net(), dropout_net()]
+    opts = [judged_next(ng.kfac(m, CE, damping=LM(0.05), measure=False, estimate=EXACT)) for m in models]
+    torch.manual_seed(1)
+    iterate(opts[0], models[0])
+    torch.manual_seed(1)
+
+    def closure() -> Tensor:
+        opts[1].zero_grad()
+        with torch.no_grad():
+            models[1].train()
+        outputs = models[1](X)
+        loss = (opts[1].loss(outputs, Y) + opts[1].loss(outputs, Y)) / 2  # two losses: called again, not replayed
+        loss.backward()
+        return loss.detach()
+
+    opts[1].step(closure)
+    assert opts[1].state_report().ratio == pytest.approx(opts[0].state_report().ratio, rel=1e-9)
+
+
+def test_several_losses_without_a_closure_are_refused():
+    model = net()
+    opt = judged_next(ng.kfac(model, CE, damping=LM(0.05)))
+    for rows in (slice(0, 6), slice(6, 8)):
+        opt.loss(model(X[rows]), Y[rows]).backward()
+    with pytest.raises(ValueError, match=r"2 losses .*optimizer\.step\(closure\)"):
+        opt.step()
+
+
+def test_judging_leaves_the_users_model_alone():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))).to(F64)
+    opt = judged_next(ng.kfac(model, CE, damping=LM(0.05)))
+    opt.loss(model(X), Y).backward()
+    gradient, buffers = flat_gradient(model), deep(dict(model.named_buffers()))
+    assert global_random_state_is_untouched(opt.step)
+    assert opt.state_report().ratio is not None
+    assert torch.equal(flat_gradient(model), gradient)
+    assert same(buffers, dict(model.named_buffers()))
+
+
+def test_a_checkpoint_continues_bit_for_bit():
+    model, twin = dropout_net(), dropout_net()
+    opt, other = (ng.kfac(m, CE, damping=LM(0.05)) for m in (model, twin))
+    torch.manual_seed(3)
+    for _ in range(7):
+        iterate(opt, model)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "random": torch.get_rng_state()}, file)
+    for _ in range(9):
+        iterate(opt, model)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin.load_state_dict(saved["model"])
+    other.load_state_dict(saved["opt"])
+    torch.set_rng_state(saved["random"])
+    for _ in range(9):
+        iterate(other, twin)
+    assert torch.equal(flat(model), flat(twin))
+    assert same(deep(opt.state_dict()), deep(other.state_dict()))
+    assert opt.param_groups[0]["damping"] != 0.05
+
+
+def test_the_groups_numbers_are_what_is_adapted():
+    model = net()
+    first, *rest = model.parameters()
+    opt = judged_next(
+        ng.kfac(model, CE, damping=LM(0.05), params=[{"params": [first], "damping": 0.4}, {"params": rest}])
+    )
+    opt.param_groups[1]["damping"] = 0.2  # a schedule did that
+    iterate(opt, model)
+    ratio = opt.state_report().ratio
+    assert [g["damping"] for g in opt.param_groups] == [LM().update(d, ratio) for d in (0.4, 0.2)]
+    plain = ng.kfac(net(), CE, damping=ng.Relative(0.2))
+    assert plain.param_groups[0]["damping"] == 0.2
+    assert plain._judge.strategy is None
+
+
+def test_a_loss_that_was_rounded_is_computed_again():
+    model = seeded(lambda: nn.Linear(3, 3)).float()
+    opt = judged_next(ng.kfac(model, CE, damping=LM(0.05), max_kl=1e-4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = opt.loss(model(X.float()), Y)
+    before = value(model, X.float())
+    assert float(loss.detach()) != before
+    loss.backward()
+    start, gradient = flat(model), flat_gradient(model)
+    opt.step()
+    promised = float((flat(model) - start) @ gradient) + opt.state_report().kl
+    assert opt.state_report().ratio == pytest.approx((value(model, X.float()) - before) / promised, rel=0.05)
+
+
+@pytest.mark.parametrize("absolute", [ng.Constant(0.1), LM(per_example=True)])
+def test_absolute_damping_is_refused_at_the_door(absolute: ng.Damping):
+    with pytest.raises(TypeError, match="units of a block's mean eigenvalue"):
+        ng.kfac(net(), CE, damping=absolute)
+
+
+def test_a_loss_that_was_only_looked_at_does_not_ask_for_a_closure():
+    model = net()
+    opt = ng.kfac(model, CE, damping=LM(start=0.03))
+    for _ in range(2 * EVERY):
+        opt.zero_grad()
+        opt.loss(model(2 * X), Y)  # too large for the user, say: never sent backward
+        opt.loss(model(X), Y).backward()
+        opt.step()
+    assert opt.state_report().failures == 0

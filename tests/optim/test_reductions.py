@@ -1,0 +1,220 @@
+"""Reduction='sum' takes the steps of 'mean', however the loop is written, and clears gradients as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw
+from optim_models import X, Y, flat, net
+from torch import Tensor, nn
+
+import natgrad as ng
+
+STRUCTURED = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg]
+OTHER, LABELS = draw(24, 3, seed=5), torch.arange(24) % 3
+
+
+class Loop:
+    """An optimizer in a loop, and its loss in units of the mean or of the sum."""
+
+    def __init__(self, recipe: Any, reduction: str) -> None:
+        self.model, self.mean = net(), reduction == "mean"
+        self.opt = recipe(self.model, nn.CrossEntropyLoss(reduction=reduction))
+
+    def loss(self, x: Tensor = X, y: Tensor = Y) -> Tensor:
+        return self.opt.loss(self.model(x), y)
+
+    def step(self, x: Tensor = X, y: Tensor = Y) -> None:
+        self.opt.zero_grad()
+        self.loss(x, y).backward()
+        self.opt.step()
+
+
+def train(loop: Loop) -> None:
+    loop.step(OTHER, LABELS)
+
+
+def evaluate_between(loop: Loop) -> None:
+    loop.model.eval()
+    loop.loss(OTHER, LABELS)
+    loop.model.train()
+
+
+def stay_in_evaluation(loop: Loop) -> None:
+    loop.model.eval()
+    loop.step()
+    loop.model.train()
+
+
+def skip(clear: Callable[[Loop], Any]) -> Callable[[Loop], None]:
+    """A batch goes backward and is thrown away."""
+
+    def act(loop: Loop) -> None:
+        loop.loss(OTHER, LABELS).backward()
+        clear(loop)
+        loop.loss().backward()
+        loop.opt.step()
+
+    return act
+
+
+def clear_by_hand(loop: Loop) -> None:
+    for p in loop.model.parameters():
+        p.grad = None
+
+
+def clear_between_loss_and_backward(loop: Loop) -> None:
+    loop.loss(OTHER, LABELS).backward()
+    loss = loop.loss()
+    loop.model.zero_grad()
+    loss.backward()
+    loop.opt.step()
+
+
+def differentiate_first(loop: Loop) -> None:
+    loss = loop.loss()
+    torch.autograd.grad(loss, list(loop.model.parameters()), retain_graph=True)
+    loss.backward()
+    loop.opt.step()
+
+
+def penalise(loop: Loop) -> None:
+    loop.loss(OTHER, LABELS).backward()
+    loop.model.zero_grad()
+    loss = loop.loss()
+    (loss + 0.1 * (1 if loop.mean else len(X)) * loop.model[0].weight.square().sum()).backward()
+    loop.opt.step()
+
+
+def accumulate(loop: Loop) -> None:
+    for x, y in zip(X.split(2), Y.split(2), strict=True):
+        (loop.loss(x, y) / (4 if loop.mean else 1)).backward()
+    loop.opt.step()
+
+
+def accumulate_after_a_skip(loop: Loop) -> None:
+    loop.loss(OTHER, LABELS).backward()
+    loop.model.zero_grad(set_to_none=False)
+    accumulate(loop)
+
+
+def add_losses_of_one_pass(loop: Loop) -> None:
+    outputs = loop.model(X)
+    first, second = loop.opt.loss(outputs, Y), loop.opt.loss(outputs, Y.flip(0))
+    ((first + second) / (2 if loop.mean else 1)).backward()
+    loop.opt.step()
+
+
+def scale(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(loop.loss()).backward()
+    scaler.step(loop.opt)
+    scaler.update()
+
+
+def step_by_closure(loop: Loop) -> None:
+    def closure() -> Tensor:
+        loop.model.zero_grad()
+        loss = loop.loss()
+        loss.backward()
+        return loss
+
+    loop.opt.step(closure)
+
+
+ANYWHERE = {
+    "training": train,
+    "an evaluation between": evaluate_between,
+    "a skipped batch, cleared by the model": skip(lambda loop: loop.model.zero_grad()),
+    "a skipped batch, zeroed by the model": skip(lambda loop: loop.model.zero_grad(set_to_none=False)),
+    "a skipped batch, cleared by the optimizer": skip(lambda loop: loop.opt.zero_grad()),
+    "a skipped batch, cleared by hand": skip(clear_by_hand),
+    "cleared between loss and backward": clear_between_loss_and_backward,
+    "differentiated first": differentiate_first,
+    "a penalty after a skipped batch": penalise,
+    "a gradient scaler": scale,
+    "a closure": step_by_closure,
+}
+BY_LAYERS = ANYWHERE | {
+    "evaluation mode": stay_in_evaluation,
+    "micro-batches": accumulate,
+    "micro-batches after a skipped batch": accumulate_after_a_skip,
+    "two losses of one pass": add_losses_of_one_pass,
+}
+CASES = [(recipe, name) for recipe in STRUCTURED for name in BY_LAYERS]
+CASES += [(recipe, name) for recipe in MATRIX_FREE for name in ANYWHERE]
+
+
+@pytest.mark.parametrize(("recipe", "name"), CASES)
+def test_a_sum_takes_the_steps_of_a_mean(recipe: Any, name: str):
+    ends = []
+    for reduction in ("mean", "sum"):
+        loop = Loop(recipe, reduction)
+        loop.step()
+        loop.opt.zero_grad()
+        BY_LAYERS[name](loop)
+        loop.step()
+        ends.append((flat(loop.model), loop.opt.state_report()))
+    (means, told), (sums, also_told) = ends
+    assert_close(sums, means, 1e-7)
+    assert also_told.gradient == pytest.approx(told.gradient, rel=1e-7)
+    assert also_told.step == told.step
+    assert also_told.failures == told.failures == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("recipe", STRUCTURED)
+def test_a_batch_whose_targets_are_all_ignored_is_skipped_and_counted_once(recipe: Any, reduction: str):
+    loop, none = Loop(recipe, reduction), torch.full_like(Y, -100)
+    loop.step()
+    kept = flat(loop.model)
+    loop.step(X, none)
+    assert torch.equal(flat(loop.model), kept)
+    assert (loop.opt.state_report().status, loop.opt.state_report().failures) == ("skipped", 1)
+    loop.step()
+    assert not torch.equal(flat(loop.model), kept)
+    assert loop.opt.state_report().failures == 1
+
+
+@pytest.mark.parametrize("recipe", STRUCTURED)
+def test_a_micro_batch_without_targets_adds_nothing_to_a_sum(recipe: Any):
+    ends = []
+    for parts in ([(X, Y)], [(OTHER, torch.full_like(LABELS, -100)), (X, Y)]):
+        loop = Loop(recipe, "sum")
+        loop.step()
+        loop.opt._reader.arm(False)  # the same statistics: labels are drawn per reading
+        loop.opt.zero_grad()
+        for x, y in parts:
+            loop.loss(x, y).backward()
+        loop.opt.step()
+        ends.append(flat(loop.model))
+    assert_close(ends[1], ends[0], 1e-12)
+
+
+def test_gradients_that_are_zero_by_themselves_were_not_cleared():
+    model = nn.Linear(3, 1).double()
+    opt = ng.kfac(model, nn.MSELoss(reduction="sum"))
+    opt.loss(model(OTHER), model(OTHER).detach()).backward()  # fitted exactly
+    opt.loss(model(X), X[:, :1]).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in model.parameters()]) / (len(OTHER) + len(X))
+    opt.step()
+    assert opt.state_report().gradient == pytest.approx(float(expected.norm()), rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe", STRUCTURED)
+def test_a_bad_batch_counts_once(recipe: Any):
+    loop = Loop(recipe, "mean")
+    loop.step()
+    for count in range(1, 3):
+        loop.step(X * float("inf"))
+        assert loop.opt.state_report().failures == count
+        loop.opt.zero_grad()
+        for x in (X, X * float("nan"), X * float("nan")):  # micro-batches
+            loop.loss(x).backward()
+        loop.opt.step()
+        loop.opt._clock["failures"] -= 1
+        assert loop.opt.state_report().failures == count

@@ -1,0 +1,187 @@
+"""From a proposal to a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from models import assert_close, draw
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.rules import Quadratic, Step
+
+G = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
+GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+DAMPING = 0.5
+
+
+def model(rate: float = 1.0, nats: float = 1.0, loss: float = 3.0) -> Quadratic:
+    """The quadratic model of a loss with its damped natural step as the proposal."""
+    d = -rate * torch.linalg.solve(G + DAMPING * torch.eye(3).to(G), GRADIENT)
+    return Quadratic(GRADIENT, ng.operators.Dense(G), DAMPING, Step(d, G @ d), nats, loss)
+
+
+def true_loss(d: Tensor) -> float:
+    """A loss whose quadratic model (without damping) is exact."""
+    return 3.0 + float(GRADIENT @ d + 0.5 * d @ G @ d)
+
+
+class Recorder:
+    """loss_at that notes where it was asked."""
+
+    def __init__(self, loss) -> None:
+        self.loss, self.asked = loss, []
+
+    def __call__(self, vector: Tensor) -> float:
+        self.asked.append(vector.clone())
+        return self.loss(vector)
+
+
+def test_the_quadratic_model_is_what_it_says() -> None:
+    m, d = model(), draw(3, seed=1)
+    step = Step(d, G @ d)
+    assert m.change(step) == pytest.approx(float(GRADIENT @ d + 0.5 * d @ (G + DAMPING * torch.eye(3)) @ d), rel=1e-14)
+    assert m.slope(step) == pytest.approx(float(GRADIENT @ d), rel=1e-14)
+    assert replace(m, nats=3.0).kl(step) == pytest.approx(float(1.5 * d @ G @ d), rel=1e-14)
+    assert not m.nothing().vector.any()
+
+
+def test_a_rate_takes_the_proposal() -> None:
+    m = model(0.3)
+    step, memory = ng.Rate().step(m, None, {})
+    assert torch.equal(step.vector, m.proposal.vector)
+    assert memory == {}
+
+
+def test_momentum_is_the_decayed_sum_of_proposals_with_its_image() -> None:
+    rule, memory, expected = ng.Momentum(0.8), {}, torch.zeros(3).to(G)
+    for rate in (0.1, 0.5, -0.2):
+        m = model(rate)
+        expected = 0.8 * expected + m.proposal.vector
+        kept = {name: v.clone() for name, v in memory.items()}
+        step, new = rule.step(m, None, memory)
+        assert_close(step.vector, expected, 1e-15)
+        assert_close(step.image, G @ expected, 1e-14)
+        assert all(torch.equal(memory[name], kept[name]) for name in kept)  # the memory passed in is not changed
+        memory = new
+
+
+def test_momentum_without_decay_is_the_rate() -> None:
+    m, rule = model(), ng.Momentum(0.0)
+    _, memory = rule.step(m, None, {})
+    step, _ = rule.step(m, None, memory)
+    assert_close(step.vector, m.proposal.vector, 1e-15)
+
+
+@pytest.mark.parametrize("nats", [1.0, 7.0])
+@pytest.mark.parametrize("radius", [1e-6, 1e-3, 0.1])
+def test_a_trust_region_moves_its_radius(radius: float, nats: float) -> None:
+    m = model(nats=nats)
+    step, _ = ng.TrustRegion(radius).step(m, None, {})
+    assert m.kl(step) == pytest.approx(radius, rel=1e-13)
+    cosine = step.vector @ m.proposal.vector / (step.vector.norm() * m.proposal.vector.norm())
+    assert cosine == pytest.approx(1.0, abs=1e-14)
+    assert_close(step.image, G @ step.vector, 1e-14)
+
+
+def test_a_trust_region_does_not_lengthen_a_proposal_inside_it() -> None:
+    m = model(0.1)
+    assert m.kl(m.proposal) < 10.0
+    step, _ = ng.TrustRegion(10.0).step(m, None, {})
+    assert torch.equal(step.vector, m.proposal.vector)
+
+
+def test_a_trust_region_leaves_a_proposal_without_kl_alone() -> None:
+    zero = Step(torch.zeros(3).to(G), torch.zeros(3).to(G))
+    step, _ = ng.TrustRegion(0.1).step(replace(model(), proposal=zero), None, {})
+    assert not step.vector.any()
+
+
+def test_backtracking_trust_region_takes_the_first_trial_that_does_not_raise_the_loss() -> None:
+    m = model()
+    full = ng.TrustRegion(0.5).step(m, None, {})[0].vector
+
+    def loss(d: Tensor) -> float:  # good only below a third of the full step
+        return 2.9 if d.norm() < full.norm() / 3 else 3.1
+
+    loss_at = Recorder(loss)
+    step, _ = ng.TrustRegion(0.5, backtracks=5).step(m, loss_at, {})
+    assert_close(step.vector, full / 4, 1e-14)
+    assert len(loss_at.asked) == 3
+
+
+@pytest.mark.parametrize("rule", [ng.LineSearch(backtracks=4), ng.TrustRegion(0.5, backtracks=4)], ids=repr)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3.0 + 1e-9])
+def test_no_trial_accepted_means_no_step(rule: ng.Rule, bad: float) -> None:
+    loss_at = Recorder(lambda d: bad)
+    step, _ = rule.step(model(), loss_at, {})
+    assert not step.vector.any()
+    assert not step.image.any()
+    assert len(loss_at.asked) == 4
+
+
+def test_a_loss_that_is_not_a_number_is_a_rejection() -> None:
+    loss_at = Recorder(lambda d: math.nan if d.norm() > 0.2 else true_loss(d))
+    step, _ = ng.LineSearch().step(model(), loss_at, {})
+    assert 0 < step.vector.norm() <= 0.2
+    assert true_loss(step.vector) < 3.0
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0, 3.0, 50.0])
+@pytest.mark.parametrize("sufficient", [0.0, 1e-4, 0.3])
+def test_a_line_search_keeps_armijos_promise(rate: float, sufficient: float) -> None:
+    m = model(rate)
+    step, _ = ng.LineSearch(sufficient=sufficient).step(m, true_loss, {})
+    assert step.vector.any()
+    assert true_loss(step.vector) <= 3.0 + sufficient * m.slope(step)
+    halvings = math.log2(m.proposal.vector.norm() / step.vector.norm())
+    assert halvings == pytest.approx(round(halvings), abs=1e-12)
+    if round(halvings) > 0:  # the trial before it was refused
+        assert true_loss(2 * step.vector) > 3.0 + 2 * sufficient * m.slope(step)
+
+
+def test_an_unknown_loss_before_the_step_accepts_nothing() -> None:
+    step, _ = ng.LineSearch().step(model(loss=math.nan), true_loss, {})
+    assert not step.vector.any()
+
+
+@pytest.mark.parametrize(
+    ("rule", "needs"),
+    [
+        (ng.Rate(), False),
+        (ng.Momentum(), False),
+        (ng.TrustRegion(1.0), False),
+        (ng.TrustRegion(1.0, backtracks=5), True),
+        (ng.LineSearch(), True),
+    ],
+    ids=repr,
+)
+def test_rules_say_whether_they_need_the_loss(rule: ng.Rule, needs: bool) -> None:
+    assert rule.needs_loss is needs
+    if needs:
+        name = type(rule).__name__
+        with pytest.raises(ValueError, match=rf"{name}\(.*re-evaluates the loss: call optimizer.step\(closure\)"):
+            rule.step(model(), None, {})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ng.Momentum(1.0), "decay is 1.0"),
+        (lambda: ng.Momentum(-0.1), "decay is -0.1"),
+        (lambda: ng.Momentum(math.nan), "decay is nan"),
+        (lambda: ng.TrustRegion(0.0), "radius is 0.0"),
+        (lambda: ng.TrustRegion(-1.0), "radius is -1.0"),
+        (lambda: ng.TrustRegion(math.inf), "radius is inf"),
+        (lambda: ng.TrustRegion(1.0, backtracks=-1), "backtracks is -1"),
+        (lambda: ng.TrustRegion(1.0, backtracks=2, shrink=1.0), "shrink is 1.0"),
+        (lambda: ng.LineSearch(backtracks=0), "backtracks is 0"),
+        (lambda: ng.LineSearch(shrink=0.0), "shrink is 0.0"),
+    ],
+)
+def test_rules_are_checked_at_the_door(build, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message}, expected"):
+        build()

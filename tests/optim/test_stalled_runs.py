@@ -1,0 +1,210 @@
+"""No run goes on for long without learning and without a word."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import seeded
+from optim_models import CE, X, Y, flat, iterate, net
+from torch import nn
+
+import natgrad as ng
+from natgrad.optim.stalled_runs import STOP, WARN
+
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
+
+
+def in_evaluation(opt: Any, model: nn.Module) -> None:
+    model.eval()
+    iterate(opt, model, X, Y)
+
+
+def plain_criterion(opt: Any, model: nn.Module) -> None:
+    opt.zero_grad()
+    CE(model(X), Y).backward()
+    opt.step()
+
+
+def looked_at_without_gradients(opt: Any, model: nn.Module) -> None:
+    opt.zero_grad()
+    with torch.no_grad():
+        opt.loss(model(X), Y)
+    CE(model(X), Y).backward()
+    opt.step()
+
+
+def told(opt: Any, model: nn.Module, act: Any, steps: int) -> list[str]:
+    """The warnings of so many steps."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            act(opt, model)
+    return [str(one.message) for one in found]
+
+
+@pytest.mark.parametrize("act", [in_evaluation, plain_criterion, looked_at_without_gradients])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_on_old_statistics_warn_once_and_then_raise(recipe: Any, act: Any):
+    model = net()
+    opt = recipe(model, CE, lr=0.1)
+    iterate(opt, model, X, Y)
+    assert told(opt, model, act, WARN - 1) == []
+    (text,) = told(opt, model, act, STOP - WARN)
+    for remedy in ("model.train()", "optimizer.loss", "train_in_eval=True"):
+        assert remedy in text
+    kept = flat(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"statistics of the last 25 steps were due and not read"):
+            act(opt, model)
+    assert torch.equal(flat(model), kept)
+    model.train()
+    iterate(opt, model, X, Y)  # read again: all is well
+    assert not torch.equal(flat(model), kept)
+    assert told(opt, model, act, WARN - 1) == []
+
+
+def test_statistics_that_are_not_due_are_not_late():
+    model = net()
+    opt = ng.kfac(model, CE, lr=0.01)
+    for step in range(60):  # the interval grows to several steps: as many may be taken with another loss
+        act = (lambda o, m: iterate(o, m, X, Y)) if opt._reader.taps.armed else plain_criterion
+        assert told(opt, model, act, 1) == [], step
+    assert opt._clock["late"] == 0
+
+
+@pytest.mark.parametrize("other", [in_evaluation, plain_criterion])
+def test_steps_on_another_loss_in_turn_with_ours_say_nothing(other: Any):
+    model = net()
+    opt = ng.kfac(model, CE, lr=0.1)
+    for _ in range(STOP // (WARN - 1) + 2):
+        model.train()
+        iterate(opt, model, X, Y)
+        assert told(opt, model, other, WARN - 1) == []
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *MATRIX_FREE])
+def test_training_in_evaluation_mode_on_purpose_is_training_without_dropout(recipe: Any):
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop, self.net = nn.BatchNorm1d(3), nn.Dropout(0.5), net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(self.drop(self.norm(x)))
+
+    def run(model: nn.Module, mode: bool, **choices: Any) -> Any:
+        opt = recipe(model, CE, **choices)
+        model.train(mode)
+        for parts in (model.norm, model.drop):
+            parts.eval()
+        losses = []
+        for _ in range(8):
+            opt.zero_grad()
+            loss = opt.loss(model(X), Y)
+            losses.append(float(loss.detach()))
+            loss.backward()
+            opt.step()
+        return flat(model), losses, opt.state_report().failures
+
+    models = [seeded(Mixed).double() for _ in range(2)]
+    buffers = models[1].norm.running_mean.clone()
+    expected, _, _ = run(models[0], True)  # the two layers alone in evaluation mode
+    found, losses, failures = run(models[1], False, train_in_eval=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(models[1].norm.running_mean, buffers)
+    assert losses[-1] < losses[0]
+    assert failures == 0
+
+
+def test_evaluation_under_no_grad_stays_out_of_training_in_evaluation_mode():
+    ends = []
+    for evaluate in (False, True):
+        model = net().eval()
+        opt = ng.kfac(model, CE, train_in_eval=True)
+        for _ in range(4):
+            opt.zero_grad()
+            opt.loss(model(X), Y).backward()
+            if evaluate:
+                with torch.no_grad():
+                    opt.loss(model(3 * X), Y)
+            opt.step()
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+def test_without_any_statistics_the_way_to_train_in_evaluation_mode_is_named():
+    for recipe in (ng.kfac, ng.hessian_free):
+        model = net().eval()
+        opt = recipe(model, CE)
+        with pytest.raises(ValueError, match="train_in_eval=True"):
+            iterate(opt, model, X, Y)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_dead_run_warns_and_then_raises(recipe: Any, bad: float):
+    def act(opt: Any, model: nn.Module) -> None:
+        iterate(opt, model, X * bad, Y)
+
+    model = net()
+    opt = recipe(model, CE, lr=0.1)
+    iterate(opt, model, X, Y)
+    kept = flat(model)
+    assert told(opt, model, act, WARN - 1) == []
+    iterate(opt, model, X, Y)  # one good step: the count begins anew
+    kept = flat(model)
+    assert told(opt, model, act, WARN - 1) == []
+    (text,) = told(opt, model, act, STOP - WARN)
+    assert "not finite" in text
+    with pytest.raises(RuntimeError, match="the last 25 steps were skipped"):
+        act(opt, model)
+    assert torch.equal(flat(model), kept)
+    assert opt.state_report().failures == WARN - 1 + STOP
+
+
+def test_a_dead_run_without_blocks_warns_and_then_raises(monkeypatch: pytest.MonkeyPatch):
+    model = net()
+    opt = ng.natgrad_cg(model, CE)
+    monkeypatch.setattr("natgrad.optim.optimizer.moves_finitely", lambda point, step: False)
+    kept = flat(model)
+    (text,) = told(opt, model, lambda o, m: iterate(o, m, X, Y), STOP - 1)
+    assert "not finite" in text
+    with pytest.raises(RuntimeError, match="the last 25 steps were skipped"):
+        iterate(opt, model, X, Y)
+    assert torch.equal(flat(model), kept)
+    monkeypatch.undo()
+    iterate(opt, model, X, Y)
+    assert not torch.equal(flat(model), kept)
+
+
+@pytest.mark.parametrize("rate", [1e38, 1e30])
+def test_a_finite_step_that_overflows_the_parameters_is_not_taken(rate: float):
+    model = net().float()
+    with torch.no_grad():
+        model[2].bias.fill_(3e38)
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=rate, damping=1e-6)
+    kept = flat(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model(X.float())
+    model[2].bias.grad = torch.full((3,), -1.0)
+    model[2].bias.grad[0] = -2.0
+    opt.step()
+    assert bool(flat(model).isfinite().all())
+    assert torch.equal(flat(model), kept) == (opt.state_report().failures == 1)
+
+
+def test_the_counts_survive_a_checkpoint():
+    model = net()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, X, Y)
+    told(opt, model, plain_criterion, STOP - 1)
+    other = ng.kfac(model, CE)
+    other.load_state_dict(opt.state_dict())
+    with pytest.raises(RuntimeError, match="due and not read"):
+        plain_criterion(other, model)

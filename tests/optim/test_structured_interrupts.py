@@ -1,0 +1,182 @@
+"""A structured step happens whole or not at all, and never writes a number that is not finite."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from models import seeded
+from optim_models import CE, X, Y, flat, net, same, snapshot
+from torch import Tensor, nn
+
+import natgrad as ng
+
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+LM = ng.LevenbergMarquardt(start=0.03)
+CASES: dict[str, Callable[[nn.Module], Any]] = {
+    "kfac, adapted": lambda model: ng.kfac(model, CE, damping=LM, l2=1e-3, weight_decay=1e-2),
+    "kfac, step refused": lambda model: ng.kfac(model, CE, 1e3, damping=LM, kl_share=math.inf, measure=False),
+    "ekfac": lambda model: ng.ekfac(model, CE),
+    "diagonal": lambda model: ng.diagonal(model, CE, momentum=0.0),
+    "online": lambda model: ng.online_ng(model, CE),
+}
+STEPS = 4  # the fifth is judged
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that runs in natgrad; counts them for n = 0."""
+
+    def __init__(self, n: int = 0) -> None:
+        self.n, self.seen = n, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if "natgrad" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.seen += 1
+            if self.seen == self.n:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self) -> Interrupt:
+        self.before = sys.gettrace()
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error: Any) -> bool:
+        sys.settrace(self.before)
+        return isinstance(error[1], KeyboardInterrupt)
+
+
+def prepare(name: str, saved: Any) -> tuple[Any, nn.Module]:
+    """The optimizer before its fifth step, which measures, inverts and judges."""
+    model = net()
+    opt = CASES[name](model)
+    if saved is None:
+        for _ in range(STEPS):
+            iterate(opt, model)
+    else:
+        model.load_state_dict(saved[0])
+        opt.load_state_dict(saved[1])
+    return opt, model
+
+
+def iterate(opt: Any, model: nn.Module, x: Tensor = X, y: Tensor = Y) -> Tensor:
+    opt.zero_grad()
+    loss = opt.loss(model(x), y)
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str):
+    saved = snapshot(prepare(name, None)[0])
+
+    def interrupted(n: int) -> tuple[Any, Any, Interrupt]:
+        opt, model = prepare(name, saved)
+        opt.zero_grad()
+        opt.loss(model(X), Y).backward()
+        before = snapshot(opt)
+        with Interrupt(n) as interrupt:
+            opt.step()
+        return opt, before, interrupt
+
+    opt, _, count = interrupted(0)
+    whole, lines = snapshot(opt), count.seen
+    assert opt.state_report().refused == ("refused" in name)
+    start = list(CASES).index(name)
+    outcomes = set()
+    for n in [*range(1 + 17 * start, lines - 60, 83), *range(lines - 60 + start, lines + 1, 5)]:  # written at the end
+        opt, before, _ = interrupted(n)
+        now = snapshot(opt)
+        outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n}")
+        assert torch.isfinite(iterate(opt, opt.model))
+        assert bool(flat(opt.model).isfinite().all())
+    assert outcomes == {"nothing", "all"}
+
+
+# nothing that is not finite
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("bound", [{}, {"kl_share": math.inf}, {"max_kl": 1e-3}])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_batch_that_is_fitted_exactly_moves_nothing_by_itself(recipe: Any, bound: Any, momentum: float):
+    for first in (0, 2):  # from the first step on, and after others
+        model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+        opt = recipe(model, nn.MSELoss(), momentum=momentum, **bound)
+        for step in range(first + 2):
+            before = flat(model)
+            iterate(opt, model, X, model(X).detach() if step >= first else X[:, :2])
+            assert bool(flat(model).isfinite().all())
+            if step >= first and (momentum == 0 or first == 0):
+                assert torch.equal(flat(model), before)
+        assert opt.state_report().failures == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_value_head_that_starts_at_zero_learns_once_there_are_rewards(recipe: Any):
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+    opt, rewards = recipe(model, nn.MSELoss()), torch.zeros(len(X), 1).to(X)
+    for _ in range(7):
+        iterate(opt, model, X, rewards)
+    start = flat(model)
+    assert bool(start.isfinite().all())
+    rewards[::4] = 1.0
+    losses = [float(iterate(opt, model, X, rewards)) for _ in range(30)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert not torch.equal(flat(model), start)
+
+
+def spoil(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one part of a step give what is not finite, or too large for the dtype."""
+    factor = {"inf": math.inf, "nan": math.nan, "overflow": 1e300}[what]
+    direction = ng.optim.blocks.Blocks.direction
+
+    def spoiled(*arguments: Any) -> Any:
+        steps, slopes = direction(*arguments)
+        return {name: step * factor for name, step in steps.items()}, slopes
+
+    monkeypatch.setattr("natgrad.optim.block_averages.Blocks.direction", spoiled)
+
+
+@pytest.mark.parametrize("what", ["inf", "nan", "overflow"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_that_is_not_finite_leaves_the_last_good_state(recipe: Any, what: str, monkeypatch: Any):
+    model = net().double() if what != "overflow" else net().float()
+    x = X.to(next(model.parameters()).dtype)
+    opt = recipe(model, CE, measure=False)
+    for _ in range(3):
+        iterate(opt, model, x)
+    kept, means = flat(model), [opt.state[p].get("mean") for p in model.parameters()]
+    with monkeypatch.context() as patch:
+        spoil(what, patch)
+        iterate(opt, model, x)
+    assert torch.equal(flat(model), kept)
+    assert all(opt.state[p].get("mean") is m for p, m in zip(model.parameters(), means, strict=True))
+    report = opt.state_report()
+    assert (report.status, report.failures, report.step) == ("skipped", 1, 4)
+    iterate(opt, model, x)
+    assert opt.state_report().failures == 1
+    assert not torch.equal(flat(model), kept)
+
+
+def test_entries_that_are_infinite_on_purpose_do_not_stop_the_others():
+    model = net()
+    opt = ng.kfac(model, CE, weight_decay=0.01)
+    with torch.no_grad():
+        model[2].bias[2] = -math.inf  # a class that is switched off
+    before = flat(model)
+    iterate(opt, model, X, Y.clamp(max=1))
+    assert opt.state_report().failures == 0
+    assert torch.equal(before.isfinite(), flat(model).isfinite())
+    assert not torch.equal(before, flat(model))

@@ -1,0 +1,222 @@
+"""Every trainable parameter of every kind of model is trained, and the report says what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from optim_models import CE, X, Y, deep, flat, same
+from pass_readings import iterate, readings
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import natgrad as ng
+
+K, D = "Kronecker", "Diagonal"
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained correction of low rank: two layers, two bare matrices, or merged."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.base, self.out, self.kind = nn.Linear(3, 8).requires_grad_(False), nn.Linear(8, 3), kind
+        self.down: Any
+        self.up: Any
+        if kind == "layers":
+            self.down, self.up = nn.Linear(3, 2, bias=False), nn.Linear(2, 8, bias=False)
+            nn.init.zeros_(self.up.weight)
+        else:
+            self.down, self.up = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 3)."""
+        if self.kind == "merged":
+            return self.out(torch.tanh(functional.linear(x, self.base.weight + self.up @ self.down, self.base.bias)))
+        more = self.up(self.down(x)) if self.kind == "layers" else x @ self.down.mT @ self.up.mT
+        return self.out(torch.tanh(self.base(x) + more))
+
+
+class Listed(nn.Module):
+    """Weights in a list and a dictionary of parameters, one of them in an equation of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(4, 3), torch.randn(2, 2, 3)])
+        self.shifts = nn.ParameterDict({"inner": torch.zeros(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 3)."""
+        inner = torch.tanh(functional.linear(x, self.weights[0], self.shifts["inner"]))
+        return torch.einsum("bhk,hkc->bc", inner.unflatten(1, (2, 2)), self.weights[1])
+
+
+class Own(nn.Linear):
+    """A subclass with a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 3)."""
+        return super().forward(self.scale * x)
+
+
+class Remembered(nn.Module):
+    """An encoder layer whose activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.inner = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 3)."""
+        inner: Any = checkpoint(self.inner, self.first(x).unflatten(1, (2, 2)).repeat(1, 1, 2), use_reentrant=False)
+        return self.last(inner.mean(1))
+
+
+def net(*first: nn.Module) -> nn.Module:
+    """A small classifier with this first layer."""
+    return nn.Sequential(*first, nn.Tanh(), nn.Linear(3, 3))
+
+
+WEIGHT_NORM = ("0.parametrizations.weight.original0", "0.parametrizations.weight.original1")
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+    "low rank, layers": (lambda: LowRank("layers"), {"down.weight": K, "up.weight": K}),
+    "low rank, matrices": (lambda: LowRank("matrices"), {"down": K, "up": K}),
+    "low rank, merged": (lambda: LowRank("merged"), {"down": K, "up": K}),
+    "weight norm": (lambda: net(parametrizations.weight_norm(nn.Linear(3, 3))), dict.fromkeys(WEIGHT_NORM, D)),
+    "orthogonal": (
+        lambda: net(parametrizations.orthogonal(nn.Linear(3, 3))),
+        {"0.parametrizations.weight.original": D, "0.bias": D},
+    ),
+    "spectral norm": (
+        lambda: net(parametrizations.spectral_norm(nn.Linear(3, 3))),
+        {"0.parametrizations.weight.original": D, "2.weight": K},
+    ),
+    "lists of parameters": (Listed, {"weights.0": K, "weights.1": D, "shifts.inner": D}),
+    "a subclass": (lambda: net(Own()), {"0.weight": K, "0.bias": K, "0.scale": D}),
+    "checkpointed": (Remembered, {"inner.self_attn.in_proj_weight": K, "inner.self_attn.out_proj.bias": K}),
+    "no bias, no affine": (lambda: net(nn.Linear(3, 3, bias=False), nn.LayerNorm(3, elementwise_affine=False)), {}),
+}
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.diagonal])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_moves_and_the_report_says_what_it_gets(recipe: Callable[..., Any], name: str):
+    build, expected = MODELS[name]
+    model = seeded(build)
+    start, frozen = deep(ng.trainable(model)), {n for n, p in model.named_parameters() if not p.requires_grad}
+    opt = recipe(model, CE)
+    losses = [float(iterate(opt, model)) for _ in range(4)]
+    assert min(losses) < losses[0]
+    assert [n for n, p in ng.trainable(model).items() if torch.equal(p, start[n])] == []
+    kinds = {row.parameter: row.structure for row in opt.report()}
+    assert kinds.keys() == start.keys()
+    assert not frozen & kinds.keys()
+    if recipe is ng.kfac:
+        assert {n: kinds[n] for n in expected} == expected
+    assert opt.state_report().failures == 0
+
+
+def test_a_product_of_two_parameters_has_no_examples():
+    # its rows are the matrix's, whose number happens to be the batch's
+    model = seeded(lambda: LowRank("merged"))
+    seen = {one.key: one for one in readings(ng.kfac(model, CE), model, X, Y).layers}
+    assert seen["down"].pooled
+    assert seen["up"].pooled
+    assert not seen["out.weight out.bias"].pooled
+
+
+def test_lazy_layers_want_a_pass_first():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3)).double()
+    with pytest.raises(ValueError, match=r"0\.weight.* are lazy: run one forward pass"):
+        ng.kfac(model, CE)
+    model(X)
+    opt = ng.kfac(model, CE)
+    losses = [float(iterate(opt, model)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert {row.structure for row in opt.report()} == {K}
+
+
+class Late(nn.Module):
+    """A branch that is switched on later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.later = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.bare, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.ones(3))
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 3) -> (b, 3)."""
+        return self.always(x) + (self.scale * self.later(x) @ self.bare if self.on else 0)
+
+
+def test_a_branch_that_is_used_later_gets_its_blocks_then():
+    model: Any = seeded(Late)
+    twin: Any = seeded(Late)
+    opt = ng.kfac(model, CE)
+    iterate(opt, model)
+    waiting = {row.parameter for row in opt.report() if row.structure == "not read yet"}
+    assert waiting == {"later.weight", "later.bias", "bare", "scale"}
+    twin.load_state_dict(model.state_dict())
+    other = ng.kfac(twin, CE)
+    other.load_state_dict(deep(opt.state_dict()))
+    model.on = twin.on = True
+    for _ in range(3):
+        iterate(opt, model)
+        iterate(other, twin)
+    kinds = {row.parameter: row.structure for row in opt.report()}
+    assert [name for name, kind in kinds.items() if kind != K] == ["scale"]
+    assert torch.equal(flat(model), flat(twin))
+    assert same(deep(opt.state_dict()), deep(other.state_dict()))
+
+
+def test_parameters_that_are_frozen_later_stay_where_they_are():
+    model: Any = seeded(Late)
+    model.on = True
+    opt = ng.kfac(model, CE)
+    iterate(opt, model)
+    for p in (model.later.weight, model.bare, model.scale):
+        p.requires_grad_(False)
+    kept, bias = deep([model.later.weight, model.bare, model.scale]), model.later.bias.detach().clone()
+    for _ in range(2):
+        iterate(opt, model)
+    assert same(kept, [model.later.weight, model.bare, model.scale])
+    assert not torch.equal(model.later.bias, bias)
+
+
+def test_layers_added_later_are_trained():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model)
+    model.append(nn.Tanh())
+    model.append(nn.Linear(3, 3).double())
+    opt.add_param_group({"params": model[4].parameters()})
+    start = flat(model[4])
+    iterate(opt, model)
+    assert not torch.equal(flat(model[4]), start)
+    assert {row.structure for row in opt.report()} == {K}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_sequence_s_step_does_not_depend_on_reduction_batch_or_scale(reduction: str):
+    # twice the same batch, and a loss in other units: the same step
+    def step(times: int, scale: float, reduction: str) -> Tensor:
+        model = seeded(lambda: nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True))
+        opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), estimate=ng.ExactLabels())
+        x, y = draw(3, 2, 4).repeat(times, 1, 1), torch.tensor([[0, 1], [2, 3], [1, 1]]).repeat(times, 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(opt.loss(model(x).transpose(1, 2), y)).backward()
+        scaler.step(opt)
+        return flat(model)
+
+    assert_close(step(2, 512.0, reduction), step(1, 1.0, "mean"), 1e-9)

@@ -1,0 +1,341 @@
+"""G^-1 kept online: eq. 4, Woodbury, the average; each against the matrix inverse, alone and in an optimiser."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+from optim_models import CE, X, Y, deep, flat, iterate, net, same
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import natgrad as ng
+from natgrad.structures.adaptive_inverse import adaptation_rate
+from natgrad.structures.inverse_updates import (
+    adapt_inverse,
+    average_metric,
+    compressed,
+    stays_positive,
+    woodbury_inverse,
+)
+from natgrad.testing import check_operator, check_structure
+
+METHODS = [ng.Averaged(), ng.Averaged(every=3), ng.Woodbury(), ng.FirstOrder(), ng.FirstOrder(offset=0.5)]
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "scores.json").read_text(encoding="utf-8"))
+BATCHES = [draw(5, 3, seed=seed) for seed in range(4)]
+
+
+def inverse_of(operator: ng.Operator) -> ng.Operator:
+    inverse = operator.inverse()
+    assert inverse is not None
+    return inverse
+
+
+def positive(n: int, seed: int = 0, *batch: int) -> Tensor:
+    root = draw(*batch, n, n, seed=seed)
+    return root @ root.mT + 0.1 * torch.eye(n, dtype=F64)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("rank", [1, 2, 9])
+def test_woodbury_is_the_inverse_of_the_average(rank: int, batch: tuple[int, ...]) -> None:
+    metric, root = positive(6, 0, *batch), draw(*batch, 6, rank, seed=1)
+    average = average_metric(metric, root, 0.2)
+    assert_close(average, 0.8 * metric + 0.2 * root @ root.mT, 1e-14)
+    inverse = torch.linalg.inv(metric)
+    assert_close(woodbury_inverse(inverse, root, 0.2), torch.linalg.inv(average), 1e-10)
+    assert_close(compressed(root) @ compressed(root).mT, root @ root.mT, 1e-13)
+    assert compressed(root).shape[-1] <= 6
+
+
+def test_eq_4_is_the_exact_update_to_first_order() -> None:
+    """The difference falls with the square of eps."""
+    inverse, root = torch.linalg.inv(positive(6)), draw(6, 2, seed=1)
+    rates = torch.tensor([1e-3, 1e-4, 1e-5], dtype=F64)
+    gaps = [(adapt_inverse(inverse, root, r) - woodbury_inverse(inverse, root, r)).norm() for r in rates.tolist()]
+    slopes = torch.stack(gaps).log().diff() / rates.log().diff()
+    assert_close(slopes, torch.full_like(slopes, 2.0), 2e-2)
+
+
+@pytest.mark.parametrize("side", [1 - 1e-9, 1 + 1e-9])
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_the_positivity_test_is_exact(rank: int, side: float) -> None:
+    """At rate (1 - 1e-9) times the critical one eq. 4 stays positive definite; at (1 + 1e-9) times, not."""
+    inverse, root = torch.linalg.inv(positive(6)), draw(6, rank, seed=2)
+    largest = torch.linalg.eigvalsh(root.mT @ inverse @ root)[-1]
+    rate = float(side / (largest - 1))
+    assert largest > 1
+    lowest = torch.linalg.eigvalsh(adapt_inverse(inverse, root, rate))[0]
+    assert bool(stays_positive(inverse, root, rate)) == bool(lowest > 0) == (side < 1)
+
+
+def test_the_positivity_test_judges_every_matrix_for_itself() -> None:
+    inverse = torch.linalg.inv(positive(4)).repeat(3, 1, 1)
+    root = draw(4, 2).repeat(3, 1, 1) * torch.tensor([0.1, 100.0, torch.nan], dtype=F64).view(3, 1, 1)
+    assert stays_positive(inverse, root, 0.1).tolist() == [True, False, False]
+
+
+def test_updates_in_place_write_into_the_matrix_given() -> None:
+    for update in (average_metric, adapt_inverse, woodbury_inverse):
+        for batch in ((), (2,)):
+            matrix, root = positive(5, 0, *batch), draw(*batch, 5, 2, seed=1)
+            expected, place = update(matrix, root, 0.1), matrix.data_ptr()
+            found = update(matrix, root, 0.1, out=matrix)
+            assert found.data_ptr() == place
+            assert_close(matrix, expected, 1e-14)
+
+
+def test_reference_vectors() -> None:
+    model, step = VECTORS["score_matching_n3"]["expected"], VECTORS["ang_step"]
+    root = torch.tensor(model["score_jacobian_first_sample"], dtype=F64).mT
+    inverse, rate = 0.5 * torch.eye(18, dtype=F64), step["inputs"]["eps"]
+    expected = {key: torch.tensor(value, dtype=F64) for key, value in step["expected"].items()}
+    assert_close(adapt_inverse(inverse, root, rate), expected["Ginv_eq4"], 1e-12)
+    assert_close(woodbury_inverse(inverse, root, rate), expected["Ginv_woodbury"], 1e-12)
+    assert bool(stays_positive(inverse, root, rate))
+    broken, told = VECTORS["ang_eq4_indefinite"]["inputs"], VECTORS["ang_eq4_indefinite"]["expected"]
+    lowest = {
+        "eq4_min_eig": torch.linalg.eigvalsh(adapt_inverse(inverse, 10 * root, broken["eps"]))[0],
+        "woodbury_min_eig": torch.linalg.eigvalsh(woodbury_inverse(inverse, 10 * root, broken["eps"]))[0],
+        "lambda_max_JtGinvJ": torch.linalg.eigvalsh(100 * root.mT @ inverse @ root)[-1],
+    }
+    assert lowest == {key: pytest.approx(told[key], rel=1e-9) for key in lowest}
+    assert not bool(stays_positive(inverse, 10 * root, broken["eps"]))
+
+
+def fixed() -> tuple[nn.Module, ng.Metric]:
+    model = net()
+    return model, ng.fisher(model, ng.Categorical())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_passes_the_public_check(method: ng.Update) -> None:
+    model, metric = fixed()
+    check_structure(ng.AdaptiveInverse(method), metric, ng.trainable(model), BATCHES[0])
+
+
+@pytest.mark.parametrize("method", [ng.Woodbury(offset=2.0), ng.Woodbury(offset=2.0, floor=0.3)], ids=repr)
+def test_woodbury_follows_the_average_over_many_steps(method: ng.Woodbury) -> None:
+    model, metric = fixed()
+    params, memory, average = ng.trainable(model), None, torch.eye(31, dtype=F64)
+    for t in range(1, 40):
+        x = draw(5, 3, seed=t)
+        eps = max(1 / (t + 2.0), method.floor)
+        average = (1 - eps) * average + eps * metric.at(params, x).dense()
+        operator, memory = ng.AdaptiveInverse(method).update(memory, metric, params, x)
+        inverse = inverse_of(operator)
+        assert_close(inverse.dense(), torch.linalg.inv(average), 1e-8)
+        assert torch.linalg.eigvalsh(inverse.dense())[0] > 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_averaged_is_the_damped_mean_over_its_horizon(every: int) -> None:
+    model, metric = fixed()
+    method = ng.Averaged(horizon=1.0, batches=1, damping=8e-4, decay=0.12, hold=20.0, late=40.0, every=every)
+    params, memory, average, columns, seen = ng.trainable(model), None, 0.0, 0.0, 0
+    expected = torch.zeros(31, 31, dtype=F64)
+    for t in range(1, 8):
+        x = draw(5, 3, seed=t)
+        seen += 5
+        columns = min(columns + 15, 31.0 * max(1.0, seen / 20))  # three logits of five examples
+        average = (1 - 15 / columns) * average + 15 / columns * metric.at(params, x).dense()
+        operator, memory = ng.AdaptiveInverse(method).update(memory, metric, params, x)
+        if t == 1 or t % every == 0:
+            amount = max(0.02, 3 / (1 + seen)) + max(0.0, (seen - 20) / 40) * average.trace() / 31
+            expected = average + amount * torch.eye(31, dtype=F64)
+        assert_close(operator.dense(), expected, 1e-12)
+
+
+def test_eq_4_is_refused_where_it_would_lose_positivity_and_counted() -> None:
+    model, metric = fixed()
+    memory, params, refused = None, ng.trainable(model), 0
+    for t in range(1, 12):
+        scale = 30.0 if t % 3 == 0 else 0.3
+        operator, memory = ng.AdaptiveInverse(ng.FirstOrder(offset=3.0)).update(
+            memory, metric, params, scale * BATCHES[0]
+        )
+        refused += t % 3 == 0
+        assert torch.linalg.eigvalsh(inverse_of(operator).dense())[0] > 0
+    assert 0 < operator.counts["refused"] <= refused
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_every_solver_takes_the_damped_step_of_the_dense_matrix(method: ng.Update) -> None:
+    """Without damping the kept inverse; with more damping than it holds, the same as for any other operator."""
+    model, metric = fixed()
+    operator, _ = ng.AdaptiveInverse(method).update(None, metric, ng.trainable(model), X)
+    check_operator(operator)
+    rhs, eye = draw(31, seed=5), torch.eye(31, dtype=F64)
+    for solver in (ng.Auto(), ng.Direct(), ng.CG(rtol=1e-12)):
+        for damping in (0.0, 0.3):
+            solution = solver.solve(operator, rhs, damping=damping)
+            assert_close(solution.value, torch.linalg.solve(operator.dense() + damping * eye, rhs), 1e-8)
+            assert_close(solution.image, rhs, 1e-8)
+
+
+def run(opt: ng.NaturalGradient, model: nn.Module, steps: range) -> None:
+    for t in steps:
+        iterate(opt, model, draw(8, 3, seed=t), Y)
+
+
+def build(method: ng.Update) -> tuple[nn.Module, ng.NaturalGradient]:
+    model = net()
+    metric = ng.fisher(model, CE)
+    structure = ng.AdaptiveInverse(method)
+    return model, ng.NaturalGradient(model, metric, lr=0.1, structure=structure, damping=0.0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_checkpoint_is_complete(method: ng.Update) -> None:
+    model, opt = build(method)
+    run(opt, model, range(7))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), opt.state_dict()), file)
+    run(opt, model, range(7, 20))
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other, again = build(method)
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    run(again, other, range(7, 20))
+    assert torch.equal(flat(model), flat(other))
+    assert opt.state_report().counts == again.state_report().counts
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_numbers_that_are_not_finite_leave_the_last_inverse_in_place(method: ng.Update) -> None:
+    model, metric = fixed()
+    structure, params = ng.AdaptiveInverse(method), ng.trainable(model)
+    before, memory = structure.update(None, metric, params, X)
+    huge = dict(params) | {"2.weight": params["2.weight"] * 1e200}
+
+    class Overflowing(ng.Metric):
+        def at(self, params: Any, inputs: Any, *, random: Any = None) -> ng.Operator:
+            return ng.operators.LowRank(torch.full((31, 2), torch.inf, dtype=F64))
+
+    kept, following = structure.update(memory, Overflowing(), huge, X)
+    assert torch.equal(kept.dense(), before.dense())
+    assert kept.counts["kept"] == 1
+    assert (following["step"], following["seen"]) == (memory["step"], memory["seen"]) == (1, 8)
+    with pytest.raises(ValueError, match="the metric is not finite"):
+        structure.update(None, Overflowing(), params, X)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_starts_anew_when_the_parameters_change(method: ng.Update) -> None:
+    model, metric = fixed()
+    params, structure = ng.trainable(model), ng.AdaptiveInverse(method)
+    fewer = {name: p for name, p in params.items() if name.startswith("0")}
+    _, memory = structure.update(None, metric, fewer, BATCHES[0])
+    kept = deep(memory)
+    operator, _ = structure.update(memory, metric, params, BATCHES[1])
+    fresh, _ = structure.update(None, metric, params, BATCHES[1])
+    assert torch.equal(operator.dense(), fresh.dense())
+    assert same(memory, kept)
+
+
+def test_a_metric_without_a_root_is_written_out() -> None:
+    model, metric = fixed()
+    params = ng.trainable(model)
+
+    class Rootless(ng.operators.Dense):
+        def root(self) -> None:
+            return None
+
+    class Written(ng.Metric):
+        def at(self, params: Any, inputs: Any, *, random: Any = None) -> ng.Operator:
+            return Rootless(metric.at(params, inputs).dense())
+
+    for method in METHODS:
+        expected, _ = ng.AdaptiveInverse(method).update(None, metric, params, X)
+        found, _ = ng.AdaptiveInverse(method).update(None, Written(), params, X)
+        if not isinstance(method, ng.Averaged):  # its horizon counts columns; the first step is the same
+            assert_close(inverse_of(found).dense(), inverse_of(expected).dense(), 1e-8)
+        else:
+            assert_close(found.dense(), expected.dense(), 1e-10)
+
+
+class Matrices(TorchDispatchMode):
+    """Counts the new storages of n^2 numbers or more that operations return."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n, self.seen, self.made = n, set(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, Tensor) and one.untyped_storage().nbytes() >= 8 * self.n**2:
+                self.made += one.untyped_storage().data_ptr() not in given
+        return result
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_an_update_writes_at_most_two_matrices(method: ng.Update) -> None:
+    n, root = 40, draw(40, 3)
+    operator = ng.operators.LowRank(root)
+    memory = {"step": 1, "seen": 3, "unit": 1.0, **method.start(operator)}
+    memory = {**memory, **(method.step(memory, root) or {})}
+    for step in (2, 3, 16):
+        with Matrices(n) as counted:
+            found = method.step({**memory, "step": step}, draw(n, 3, seed=step))
+        assert found is not None
+        assert counted.made <= 2
+        with Matrices(n) as counted:  # nor does solving
+            inverse_of(method.operator({**memory, **found})).mv(draw(n))
+        assert counted.made == 0
+
+
+def test_the_report_counts_the_matrices() -> None:
+    for method, matrices in ((ng.Averaged(), 2), (ng.Woodbury(), 1), (ng.FirstOrder(), 1)):
+        model, opt = build(method)
+        run(opt, model, range(2))
+        assert sum(row.memory for row in opt.report()) == matrices * 31**2
+        held = sum(t.numel() for t in opt.state_dict()["natgrad"]["memory"].values() if isinstance(t, Tensor))
+        assert held == matrices * 31**2
+
+
+def test_the_rate_never_reaches_one() -> None:
+    assert adaptation_rate(1, 30.0, 0.0) == 1 / 31
+    assert adaptation_rate(10**6, 30.0, 0.01) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: ng.AdaptiveInverse("woodbury"),  # type: ignore[arg-type]
+            "method is 'woodbury', expected ng.Averaged",
+        ),
+        (
+            lambda: ng.AdaptiveInverse(ng.Woodbury),  # type: ignore[arg-type]
+            "did you forget the parentheses",
+        ),
+        (lambda: ng.Woodbury(offset=0.0), "offset is 0.0, expected a finite number > 0"),
+        (lambda: ng.FirstOrder(floor=1.0), "floor is 1.0, expected a number in"),
+        (lambda: ng.FirstOrder(start_at=-1.0), "start_at is -1.0"),
+        (lambda: ng.Averaged(every=0), "every is 0, expected an integer >= 1"),
+        (lambda: ng.Averaged(damping=0.0), "damping is 0.0"),
+        (lambda: ng.Averaged(batches=0), "batches is 0, expected an integer >= 1"),
+        (lambda: ng.Averaged(batches=2.5), "batches is 2.5, expected an integer >= 1"),
+        (lambda: ng.Averaged(hold=0.0), "hold is 0.0"),
+        (lambda: ng.Averaged(late=float("inf")), "late is inf"),
+        (lambda: ng.Averaged(horizon=float("nan")), "horizon is nan"),
+    ],
+)
+def test_wrong_choices_are_told_at_the_door(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_an_indefinite_metric_is_refused() -> None:
+    model = net()
+    opt = ng.NaturalGradient(model, ng.hessian(model, CE), structure=ng.AdaptiveInverse(), damping=0.0)
+    with pytest.raises(ValueError, match="may be indefinite"):
+        iterate(opt, model, X, Y)

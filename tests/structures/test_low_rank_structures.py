@@ -1,0 +1,349 @@
+"""Low-rank structures by layer: Kaldi's online factors and TONGA's covariance, against their dense definitions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_blocks import operator_of, place
+from models import CASES, F64, X3, assert_close, draw, mlp, reference_metric, seeded
+from optim_models import CE, X, Y, flat, flat_gradient, net
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.layers.moments import gradients
+from natgrad.operators import Arranged, Kronecker, Spiked, SpikedKronecker, Spikes
+from natgrad.structures.low_rank_covariance import grouped, leading, spiked
+from natgrad.structures.metric_pass import collect
+from natgrad.testing import check_operator, check_structure
+
+EXACT = ng.ExactLabels()
+STRUCTURES = [
+    ng.OnlineLowRank(),
+    ng.OnlineLowRank(decay=0.9, rank_in=2, rank_out=1),
+    ng.OnlineLowRank(decay=0.5, gradient=True),
+    ng.LowRankCovariance(),
+    ng.LowRankCovariance(decay=0.9, rank=3),
+]
+
+
+# operators
+
+
+def spikes(size: int, rank: int, groups: tuple[int, ...] = (), seed: int = 0) -> Spikes:
+    vectors = torch.linalg.qr(draw(*groups, size, rank, seed=seed))[0]
+    return Spikes(vectors, 0.1 + draw(*groups, rank + 1, seed=seed + 1).square())
+
+
+def one_sided() -> Spiked:
+    return Spiked(spikes(7, 3).vectors, torch.zeros(1, 0, dtype=F64), draw(4, 1).square())
+
+
+OPERATORS: dict[str, Callable[[], ng.Operator]] = {
+    "both sides": lambda: SpikedKronecker(spikes(5, 2), spikes(6, 3)),
+    "groups": lambda: SpikedKronecker(spikes(5, 2, (3,)), spikes(4, 1, (3,))),
+    "a side of one entry": lambda: SpikedKronecker(spikes(1, 0), spikes(6, 3)),
+    "two sides of one entry": lambda: SpikedKronecker(spikes(1, 0), spikes(1, 0)),
+    "one side": one_sided,
+    "nothing": lambda: Spiked(draw(4, 0), draw(1, 0), torch.zeros(1, 1, dtype=F64)),
+    "inverse": lambda: SpikedKronecker(spikes(5, 2), spikes(6, 3)).inverse(0.1),
+    "factored inverse": lambda: SpikedKronecker(spikes(5, 2), spikes(6, 3), factored=True).inverse(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_is_sound(name: str):
+    check_operator(OPERATORS[name]())
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "factored" not in name])
+@pytest.mark.parametrize("damping", [1e-3, 10.0])
+def test_the_damped_inverse_inverts(name: str, damping: float):
+    operator = OPERATORS[name]()
+    inverse = operator.inverse(damping)
+    assert inverse is not None
+    assert_close(operator.shift(damping).dense() @ inverse.dense(), torch.eye(operator.size, dtype=F64), 1e-10)
+
+
+def test_two_sides_are_a_kronecker_product():
+    left, right = spikes(5, 2), spikes(6, 3, seed=4)
+    assert_close(SpikedKronecker(left, right).dense(), torch.kron(left.dense(), right.dense()), 1e-13)
+
+
+def test_factored_damping_is_kfac_s_and_the_smoothing_of_the_online_natural_gradient():
+    left, right, alpha = spikes(5, 2), spikes(6, 3, seed=4), 4.0
+    operator = SpikedKronecker(left, right, factored=True)
+    level = alpha**2 * float(operator.mean_eigenvalue())
+    found = operator.inverse(level).dense()
+    kfac = Kronecker(left.dense(), right.dense(), factored=True)
+    assert_close(found, kfac.inverse(level).dense(), 1e-12)
+    sides = [f.dense() + alpha * f.mean() * torch.eye(len(f.vectors), dtype=F64) for f in (left, right)]
+    assert_close(found, torch.linalg.inv(torch.kron(*sides)), 1e-12)
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"spectrum has shape \(2, 2\), expected \(3, 2\)"):
+        Spiked(draw(5, 2), draw(4, 1), torch.ones(2, 2, dtype=F64))
+
+
+# both structures
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_structures_pass_the_public_check(structure: ng.Structure):
+    model = net()
+    check_structure(structure, ng.fisher(model, ng.Categorical()), ng.trainable(model), draw(5, 3))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["sequence", "tied", "batch norm, training", "frozen"])
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_every_case_gets_a_sound_operator(structure: ng.Structure, name: str):
+    operator = operator_of(structure, name)[0]
+    check_operator(operator.shift(0.1 * float(operator.mean_eigenvalue())), rtol=1e-8)
+
+
+@pytest.mark.parametrize("structure", [s for s in STRUCTURES if not s.decay], ids=repr)
+def test_the_optimizer_s_step_is_the_dense_formula(structure: Any):
+    model, before = net(), flat(net())
+    structure = dataclasses.replace(structure, estimate=EXACT)
+    operator, _ = structure.update(None, ng.fisher(model, CE), ng.trainable(model), X)
+    opt = ng.StructuredNaturalGradient(model, CE, structure, 0.3, damping=0.2, kl_share=math.inf, measure=False)
+    opt.loss(model(X), Y).backward()
+    gradient = flat_gradient(model)
+    opt.step()
+    expected = torch.zeros_like(before)
+    for layout, part in operator.parts:
+        where, matrix = place(operator, layout), part.dense()
+        level = 0.2 * part.mean_eigenvalue()
+        expected[where] = -0.3 * torch.linalg.solve(matrix + level * torch.eye(len(matrix), dtype=F64), gradient[where])
+    assert_close(flat(model) - before, expected, 1e-9)
+
+
+# online factors
+
+
+def wide(outputs: int = 9) -> tuple[nn.Module, dict[str, Tensor]]:
+    """(b, 12) -> outputs logits; three examples leave half of every side unseen."""
+    model = mlp(12, outputs)
+    return model, dict(ng.trainable(model))
+
+
+def test_factors_of_few_examples_are_kfac_s():
+    # three examples and one draw of the labels: rank 3 on both sides, which the ranks 7 and 5 hold
+    model, params = wide()
+    metric, x = ng.fisher(model, ng.Categorical()), draw(3, 12)
+    found, _ = ng.OnlineLowRank().update(None, metric, params, x)
+    expected, _ = ng.Kronecker().update(None, metric, params, x)
+    # directions that no example has are floored
+    assert_close(found.dense(), expected.dense(), 2e-3)
+    exact = ng.OnlineLowRank(rank_in=3, rank_out=3).update(None, metric, params, x)[0]
+    assert_close(exact.dense(), expected.dense(), 1e-12)
+
+
+def test_running_averages_are_bias_corrected_where_the_span_stays():
+    model, params = wide()
+    metric, basis, memory = ng.fisher(model, ng.Categorical()), draw(3, 12), None
+    online = ng.OnlineLowRank(0.9, EXACT, rank_in=3)
+    kfac, before = ng.Kronecker(0.9, EXACT), None
+    for seed in range(4):
+        x = torch.cat([draw(5, 2, seed=seed), torch.ones(5, 1, dtype=F64)], dim=1)
+        x = x[:, :2] @ basis[:2] + basis[2]  # inputs with a one appended within three dimensions
+        found, memory = online.update(memory, metric, params, x)
+        expected, before = kfac.update(before, metric, params, x)
+        assert_close(found.parts[0][1].right.dense(), expected.parts[0][1].right, 1e-12)  # type: ignore[attr-defined]
+        assert_close(found.parts[0][1].left.trace(), expected.parts[0][1].left.trace(), 1e-2)  # type: ignore[attr-defined]
+
+
+def test_one_gradient_s_rows_and_columns_give_its_outer_product():
+    # one example, one output: the layer's Fisher is vec(g) vec(g)^T with g of rank one
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)))
+    case = dataclasses.replace(CASES["gaussian"], inputs=draw(1, 5))
+    params = ng.trainable(model)
+    structure = ng.OnlineLowRank(estimate=EXACT, gradient=True, rank_in=1, rank_out=1)
+    operator, _ = structure.update(None, ng.fisher(model, case.family), params, case.inputs)
+    dense = reference_metric(case, model, params)
+    assert isinstance(operator, Arranged)
+    for layout, part in operator.parts:
+        where = place(operator, layout)
+        assert_close(part.dense(), dense[where][:, where], 1e-12)
+
+
+def test_the_trace_of_the_gradient_s_metric_is_its_square():
+    model, params = CASES["mlp"].make()
+    metric = ng.fisher(model, ng.Categorical())
+    structure = ng.OnlineLowRank(gradient=True, rank_in=1, rank_out=1)
+    found = collect(metric, params, X3, ng.Sampled(), torch.Generator().manual_seed(0))
+    operator, _ = structure.update(None, metric, params, X3)
+    for seen, (_, part) in zip(found.layers, operator.parts, strict=True):
+        assert_close(part.trace(), seen.gradient().square().sum(), 1e-10)
+
+
+def test_norms_get_exact_blocks_and_embeddings_the_diagonal():
+    model = CASES["sequence"].make()[0]
+    opt = ng.online_ng(model, CE)
+    assert {row.structure for row in opt.report()} == {"not read yet"}
+    tokens = CASES["sequence"].inputs
+    opt.loss(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    kinds = {row.parameter: row.structure for row in opt.report()}
+    assert kinds["embedding.weight"] == "Diagonal"
+    assert kinds["norm.weight"] == kinds["norm.bias"] == "UnitWise"
+    assert kinds["out.weight"] == kinds["hidden.bias"] == "OnlineLowRank"
+    unit, _, _ = operator_of(ng.UnitWise(estimate=EXACT), "sequence")
+    found, _, _ = operator_of(ng.OnlineLowRank(estimate=EXACT), "sequence")
+    by_name = {layout.names: part for layout, part in unit.parts}
+    for layout, part in found.parts:
+        if layout.names == ("norm.weight", "norm.bias"):
+            assert_close(part.dense(), by_name[layout.names].dense(), 1e-13)
+
+
+def test_memory_is_thin():
+    model = seeded(lambda: nn.Linear(300, 200))
+    opt = ng.online_ng(model, CE, momentum=0.0)
+    opt.loss(model(draw(8, 300)), torch.arange(8)).backward()
+    opt.step()
+    # per side: directions, their eigenvalues and one more, of the inputs with a one appended and of the derivatives
+    sides = 20 * 302 + 1 + 80 * 201 + 1
+    # the inverse has eigenvalues of its own, and shares the directions
+    assert sum(row.memory for row in opt.report()) == sides + 81 * 21
+
+
+# covariance
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["mlp", "conv2d", "odd convolutions", "group norm", "sequence", "attention"])
+def test_the_covariance_is_exact_where_the_rank_suffices(name: str):
+    operator, dense, _ = operator_of(ng.LowRankCovariance(estimate=EXACT, rank=200), name)
+    for layout, part in operator.parts:
+        if isinstance(part, Spiked):
+            where = place(operator, layout)
+            assert_close(part.dense(), dense[where][:, where], 1e-11, scale=dense.abs().max())
+
+
+def test_in_the_optimizer_it_is_the_second_moment_of_the_data_s_gradients():
+    model = net()
+    opt = ng.tonga(model, CE, rank=100, decay=0.9)
+    params = ng.trainable(model)
+    expected = torch.zeros(31, 31, dtype=F64)
+    for shift in range(3):
+        y = (Y + shift) % 3
+        opt._reader.taps.armed, opt._pending = True, 0
+        opt.loss(model(X), y)
+        expected = 0.9 * expected + ng.covariance(model, CE).at(params, (X, y)).dense()
+    expected /= 1 + 0.9 + 0.81
+    place = {"0.weight": range(12), "0.bias": range(12, 16), "2.weight": range(16, 28), "2.bias": range(28, 31)}
+    for block in opt._blocks:
+        whole = torch.cat([torch.tensor(place[name]) for name in block.layout.names])
+        order = block.layout.join(
+            {name: torch.tensor(place[name]).view(params[name].shape) for name in block.layout.names}
+        ).reshape(-1)
+        assert sorted(order.tolist()) == sorted(whole.tolist())
+        assert_close(opt._blocks.operator(block).dense(), expected[order][:, order], 1e-12)
+
+
+def test_the_leading_directions_are_the_best_of_their_rank():
+    rows = draw(12, 30) * torch.logspace(0, -2, 30, dtype=F64)
+    values, vectors = leading(rows, 5)
+    every, basis = torch.linalg.eigh(rows.mT @ rows)
+    expected = (basis[:, -5:] * every[-5:]) @ basis[:, -5:].mT
+    assert_close(values, every[-5:].flip(0), 1e-12)
+    assert_close(vectors @ vectors.mT, torch.eye(5, dtype=F64), 1e-12)
+    assert_close((vectors.mT * values) @ vectors, expected, 1e-12)
+    # the rest counts as much as the last
+    beside = torch.eye(30, dtype=F64) - basis[:, -5:] @ basis[:, -5:].mT
+    assert_close(spiked(values, vectors, 5).dense(), expected + every[-5] * beside, 1e-12)
+    # and not at all while there are fewer directions than there may be
+    assert_close(spiked(*leading(rows[:4], 5), 5).dense(), rows[:4].mT @ rows[:4], 1e-12)
+
+
+def test_repeated_directions_are_left_out():
+    rows = torch.cat([draw(2, 6)] * 3)
+    found = spiked(*leading(rows, 5), 5)
+    assert_close(found.dense(), rows.mT @ rows, 1e-12)
+    assert bool(found.inverse(1e-3).dense().isfinite().all())
+
+
+def test_damping_refers_to_the_kept_eigenvalues():
+    values, vectors = leading(draw(8, 30), 4)
+    assert_close(spiked(values, vectors, 4).mean_eigenvalue(), values.mean(), 1e-15)
+
+
+def test_groups_of_examples_have_the_second_moment_of_all():
+    a, deltas = draw(60, 1, 1, 3), draw(60, 1, 1, 2, seed=1) + 1  # with a mean, which must not count double
+    each = torch.cat([g.flatten(1) for g in gradients(a, deltas)])
+    moment, found, generator = each.mT @ each, [], torch.Generator().manual_seed(0)
+    for _ in range(600):
+        order = torch.randperm(60, generator=generator)
+        groups = torch.stack(grouped(a[order], deltas[order], 8)).flatten(1)
+        assert len(groups) == 8
+        found.append(groups.mT @ groups)
+    # over all orders of the examples, pairs within a group keep the mean of their signs' products, which is small
+    signs = torch.stack(grouped(torch.ones(60, 1, 1, 1), torch.ones(60, 1, 1, 1), 8))
+    share = float(signs.square().sum() - 60) / (60 * 59)
+    assert abs(share) < 0.01
+    expected = (1 - share) * moment + share * each.sum(0).outer(each.sum(0))
+    error = torch.stack(found).std(0) / 600**0.5
+    assert bool(((torch.stack(found).mean(0) - expected).abs() <= 6 * error).all())
+    one_each = torch.stack(grouped(a, deltas, 60)).flatten(1)
+    assert_close(one_each.mT @ one_each, moment, 1e-13)
+
+
+@pytest.mark.parametrize("case", ["rank_in", "rank_out", "rank"])
+def test_ranks_are_checked(case: str):
+    build = ng.LowRankCovariance if case == "rank" else ng.OnlineLowRank
+    with pytest.raises(ValueError, match=f"{case} is 0, expected an integer >= 1"):
+        build(**{case: 0})  # type: ignore[arg-type]
+
+
+# failures, and every module
+
+MODULES = ["sequence, tied", "odd convolutions", "attention", "batch norm, training", "bare parameter", "not reached"]
+MODULES += ["sparse embedding", "twice used", "frozen", "mean and log variance"]
+
+
+@pytest.mark.parametrize("recipe", [ng.online_ng, ng.tonga])
+def test_a_dead_layer_does_no_harm(recipe: Callable[..., Any]):
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    model[0].bias.data.fill_(-100.0)
+    opt = recipe(model, CE)
+    for _ in range(5):
+        opt.zero_grad()
+        opt.loss(model(X), Y).backward()
+        opt.step()
+    assert bool(flat(model).isfinite().all())
+    assert opt.state_report().failures == 0
+    model[0].bias.data.fill_(1.0)  # and it comes back
+    kept = flat(model[0])
+    opt._clock["updated"] = -9
+    opt._reader.taps.armed = True
+    opt.zero_grad()
+    opt.loss(model(X), Y).backward()
+    opt.step()
+    assert bool(flat(model).isfinite().all())
+    assert not torch.equal(flat(model[0]), kept)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("recipe", [ng.online_ng, ng.tonga])
+def test_every_module_trains_and_every_parameter_is_reported(recipe: Callable[..., Any], name: str):
+    case = CASES[name]
+    model, params = case.make()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        targets = case.family.sample(model(case.inputs), torch.Generator().manual_seed(1))
+    opt, losses = recipe(model, case.family), []
+    torch.manual_seed(0)
+    for _ in range(15):
+        opt.zero_grad()
+        loss = opt.loss(model(case.inputs), targets)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert {row.parameter for row in opt.report()} == set(params)
+    assert opt.state_report().failures == 0
+    assert sum(losses[-3:]) < sum(losses[:3])

@@ -1,0 +1,189 @@
+"""The online natural gradient's algebra against dense matrices, and against the published formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+from torch import Tensor
+
+from natgrad.structures.low_rank_tracking import (
+    FLOOR,
+    OnlineSide,
+    Tracked,
+    first,
+    orthonormal,
+    smoothed,
+    start,
+    tracked,
+)
+
+
+def state(size: int = 9, rank: int = 3, seed: int = 5) -> Tracked:
+    """F with eigenvalues of different sizes, in directions of no special place."""
+    basis = orthonormal(draw(rank, size, seed=seed))
+    return Tracked(basis, torch.linspace(3.0, 0.5, rank, dtype=F64), torch.tensor(0.2, dtype=F64))
+
+
+def smoothed_dense(found: Tracked, alpha: float) -> Tensor:
+    """G = F + alpha tr(F) / D I."""
+    matrix = found.dense()
+    return matrix + alpha * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype)
+
+
+def eigenvalues(found: Tracked) -> Tensor:
+    return torch.linalg.eigvalsh(found.dense())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 4.0])
+@pytest.mark.parametrize("seen", [1, 7, 40])
+def test_the_output_is_the_rows_times_the_inverse_at_their_own_length(alpha: float, seen: int):
+    rows, known = draw(seen, 9), state()
+    expected = rows @ torch.linalg.inv(smoothed_dense(known, alpha))
+    found = smoothed(rows, known, alpha)
+    assert_close(found, expected * rows.norm() / expected.norm(), 1e-12)
+
+
+def test_preconditioned_examples_add_up_to_a_preconditioned_gradient():
+    # sum_i (g_o P_o delta_i) (g_i P_i a_i)^T = g_o g_i P_o (sum_i delta_i a_i^T) P_i: matrices on the gradient will do
+    a, deltas, inputs, outputs = draw(20, 9), draw(20, 5, seed=1), state(), state(5, 2)
+    left, right = smoothed(deltas, outputs, 4.0), smoothed(a, inputs, 4.0)
+    matrices = [torch.linalg.inv(smoothed_dense(known, 4.0)) for known in (outputs, inputs)]
+    lengths = [rows.norm() / (rows @ m).norm() for rows, m in ((deltas, matrices[0]), (a, matrices[1]))]
+    assert_close(left.mT @ right, lengths[0] * lengths[1] * matrices[0] @ (deltas.mT @ a) @ matrices[1], 1e-12)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
+def test_an_update_within_the_span_is_exact(decay: float):
+    known = state()
+    rows = draw(6, 3) @ known.basis
+    found = tracked(known, rows, decay)
+    assert_close(found.dense(), decay * known.dense() + rows.mT @ rows, 1e-12)
+
+
+def published(known: Tracked, rows: Tensor, eta: float, alpha: float) -> Tensor:
+    """F' by the formulas as published, in W = E^1/2 R, with H, J, K, L and Z."""
+    d, rho, n, size = known.values, known.rest, len(rows), rows.shape[1]
+    rank = len(d)
+    beta = rho * (1 + alpha) + alpha * d.sum() / size
+    e = 1 / (beta / d + 1)
+    w = e.sqrt().unsqueeze(1) * known.basis
+    h = rows @ w.mT
+    j, scale, level = h.mT @ rows, (1 / e.sqrt()).unsqueeze(1), torch.diag(d + rho)
+    cross = (scale * (h.mT @ h) * scale.mT) @ level
+    z = (eta / n) ** 2 * scale * (j @ j.mT) * scale.mT + eta / n * (1 - eta) * (cross + cross.mT)
+    c, u = torch.linalg.eigh(z + (1 - eta) ** 2 * level @ level)
+    c = c.clamp(min=float((rho * (1 - eta)) ** 2))
+    rest = (eta / n * rows.square().sum() + (1 - eta) * (size * rho + d.sum()) - c.sqrt().sum()) / (size - rank)
+    values = (c.sqrt() - rest).clamp(min=max(1e-10, FLOOR * float(c.sqrt().max())))
+    beta = rest * (1 + alpha) + alpha * values.sum() / size
+    grown = j + (1 - eta) * n / eta * (d + rho).unsqueeze(1) * w
+    e_new = 1 / (beta / values + 1)
+    w = eta / n * (e_new.sqrt() / c.sqrt()).unsqueeze(1) * (u.mT @ (scale * grown))
+    basis = w / e_new.sqrt().unsqueeze(1)
+    return basis.mT @ torch.diag(values) @ basis + rest * torch.eye(size, dtype=F64)
+
+
+@pytest.mark.parametrize("eta", [0.05, 0.5, 0.9])
+def test_the_update_is_the_published_one(eta: float):
+    known, rows = state(), draw(30, 9) * torch.linspace(2, 0.3, 9, dtype=F64)
+    found = tracked(known, (eta / 30) ** 0.5 * rows, 1 - eta)
+    assert_close(found.dense(), published(known, rows, eta, 4.0), 1e-12)
+
+
+def test_at_rest_it_is_the_leading_eigenvectors_and_the_mean_of_the_rest():
+    rows = draw(50, 9) * torch.tensor([9.0, 7.0, 5.0, *[1.0] * 6], dtype=F64)  # a gap, for speed
+    moment, found = rows.mT @ rows / 50, state()
+    for _ in range(200):
+        found = tracked(found, (0.5 / 50) ** 0.5 * rows, 0.5)
+    values, vectors = torch.linalg.eigh(moment)
+    rest = values[:-3].mean()
+    top = vectors[:, -3:]
+    expected = top @ torch.diag(values[-3:] - rest) @ top.mT + rest * torch.eye(9, dtype=F64)
+    assert_close(found.dense(), expected, 1e-10)
+
+
+def test_the_trace_is_kept_and_nothing_turns_negative():
+    scale = torch.linspace(5, 1, 9, dtype=F64)
+    known = first(draw(8, 9, seed=99) * scale, 3)
+    for seed in range(20):
+        rows = draw(8, 9, seed=seed) * scale
+        trace = rows.square().sum() + 0.9 * known.trace()
+        known = tracked(known, rows, 0.9)
+        assert_close(known.trace(), trace, 1e-12)
+        assert bool((eigenvalues(known) >= 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_directions_stay_orthonormal_through_hard_spectra(dtype: torch.dtype):
+    known = start(40, 10, draw(1, 40).to(dtype))
+    for seed in range(30):
+        rows = draw(100, 40, seed=seed) * torch.logspace(0, -6, 40, dtype=F64)
+        known = tracked(known, rows.to(dtype), 0.9)
+        assert_close(known.basis @ known.basis.mT, torch.eye(10, dtype=dtype), 50 * torch.finfo(dtype).eps)
+
+
+def test_few_directions_leave_floored_ones():
+    rows = draw(20, 2) @ draw(2, 9, seed=1)  # of rank 2, tracked with rank 4
+    found = first(rows, 4)
+    assert_close(found.basis @ found.basis.mT, torch.eye(4, dtype=F64), 1e-14)
+    floor = FLOOR * torch.linalg.eigvalsh(rows.mT @ rows)[-1]
+    assert_close(found.values[2:], floor.expand(2), 1e-9)
+    # floored directions apart, F is the moment
+    assert_close(found.dense(), rows.mT @ rows, 2 * FLOOR)
+
+
+def test_rows_without_length_and_sides_of_one_entry():
+    nothing = first(torch.zeros(5, 9, dtype=F64), 3)
+    assert not eigenvalues(nothing).any()
+    again = tracked(nothing, draw(5, 9), 0.9)
+    assert bool(again.dense().isfinite().all())
+    rows = draw(5, 1)
+    single = first(rows, 20)
+    assert single.basis.shape == (0, 1)
+    assert_close(single.dense(), rows.mT @ rows, 1e-15)
+    assert_close(smoothed(rows, single, 4.0), rows, 1e-15)
+
+
+def test_groups_are_tracked_side_by_side():
+    rows = draw(4, 12, 7)
+    together = tracked(first(rows, 3), rows.flip(1)[:, :5], 0.5)
+    for i in range(4):
+        alone = tracked(first(rows[i], 3), rows[i].flip(0)[:5], 0.5)
+        assert_close(together.dense()[i], alone.dense(), 1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bad_batch_is_not_finite_in_the_algebra_and_not_taken_by_a_side(bad: float):
+    known, rows = state(), draw(5, 9)
+    rows[2, 3] = bad
+    assert not bool(tracked(known, rows, 0.9).dense().isfinite().any())
+    found, kept = OnlineSide(3).precondition(rows, known, 5)
+    assert torch.equal(found, rows) or bad != bad
+    assert kept is known
+    assert OnlineSide(3).precondition(rows, None, 0)[1] is None
+
+
+def test_the_loop_starts_with_three_updates_and_then_keeps_its_period():
+    side, known, times = OnlineSide(), None, []
+    expected = start(9, 5, draw(1, 9), 1e-10)  # rank min(20, (D + 1) / 2)
+    for batch in range(30):
+        rows = draw(32, 9, seed=batch)
+        before = known
+        found, known = side.precondition(rows, before, batch)
+        assert known is not None
+        if before is None:
+            for _ in range(3):
+                expected = side.update(rows, expected)
+            assert_close(known.dense(), expected.dense(), 1e-15)
+        assert_close(found, smoothed(rows, known if before is None else before, 4.0), 1e-15)
+        assert_close(found.norm(), rows.norm(), 1e-14)
+        times += [batch] if known is not before else []
+    assert times == [*range(10), 12, 16, 20, 24, 28]
+    eta = 1 - math.exp(-32 / 2000)
+    rows = draw(32, 9, seed=99)
+    assert known is not None
+    updated = tracked(known, (eta / 32) ** 0.5 * rows, 1 - eta)
+    assert_close(side.update(rows, known).dense(), updated.dense(), 1e-15)

@@ -1,0 +1,324 @@
+"""Structures of the score metric: taken from the products with every matrix in the score's own forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from boltzmann_states import boltzmann, weighted_states
+from energies import VECTORS, energy_net, tensor, two_layers, vector_case
+from models import assert_close, draw, seeded
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.densities import Density, Energy
+from natgrad.operators import Arranged
+from natgrad.testing import check_structure
+
+EXACT: Any = {"estimate": ng.ExactLabels()}
+
+
+def layer_block(matrix: Tensor, params: Any, *names: str) -> Tensor:
+    """G's block of a layer, its entries ordered as in the layer's matrix (outputs, inputs + 1)."""
+    space = ng.Space(params)
+    entries = torch.arange(space.size)
+    views = [entries[space.blocks[n].start : space.blocks[n].stop].view(space.blocks[n].shape) for n in names]
+    place = torch.cat([views[0], views[1].unsqueeze(1)], dim=1).reshape(-1) if len(views) > 1 else views[0].reshape(-1)
+    return matrix[place][:, place]
+
+
+LAYERS = (("0.weight", "0.bias"), ("2.weight", "2.bias"), ("4.weight", "4.bias"))
+
+
+def part(operator: Any, names: tuple[str, ...]) -> Tensor:
+    assert isinstance(operator, Arranged)
+    return next(found.dense() for layout, found in operator.parts if layout.names == names)
+
+
+def test_diagonal_and_units_are_the_metrics_own_entries():
+    net, x = energy_net(), draw(6, 3)
+    params, metric = ng.trainable(net), ng.score_metric(net)
+    dense = metric.at(params, x).dense()
+    diagonal, _ = ng.Diagonal(**EXACT).update(None, metric, params, x)
+    assert_close(diagonal.dense(), torch.diag(dense.diagonal()))
+    units, _ = ng.UnitWise(**EXACT).update(None, metric, params, x)
+    for names in LAYERS:
+        block, side = layer_block(dense, params, *names), params[names[0]].shape[1] + 1
+        same = torch.block_diag(*torch.ones(len(block) // side, side, side, dtype=block.dtype))
+        assert_close(part(units, names), block * same)
+
+
+def factors(net: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """S and A of every layer by their definition: the Kronecker product with the partial traces of the sum of two.
+
+    g_bi, the gradient of score i of example b in a layer's matrix, is delta a^T from the forward pass plus d e^T from
+    the backward pass, and both parts have a product of second moments of their own.
+    """
+    activations: list[Any] = [m for m in net if not isinstance(m, nn.Linear)]  # type: ignore[union-attr]
+    linear: list[Any] = [m for m in net if isinstance(m, nn.Linear)]  # type: ignore[union-attr]
+    shifts = [torch.zeros(len(x), m.out_features, dtype=x.dtype, requires_grad=True) for m in linear]
+    grad: Any = torch.autograd.grad
+    value, inputs, point = x.clone().requires_grad_(), [], []
+    point = value
+    for i, (layer, shift) in enumerate(zip(linear, shifts, strict=True)):
+        inputs.append(torch.cat([value, torch.ones(len(x), 1, dtype=x.dtype)], 1))
+        value = layer(value) + shift
+        value = activations[i](value) if i < len(activations) else value
+    arrived = grad(-value.sum(), [*shifts, point], create_graph=True)
+    scores, slopes = arrived[-1], arrived[:-1]
+    found = {}
+    for n, (layer, a, shift, d) in enumerate(zip(linear, inputs, shifts, slopes, strict=True)):
+        straight, turned = [], []
+        for i in range(scores.shape[1]):
+            (delta,) = grad(scores[:, i].sum(), shift, retain_graph=True, allow_unused=True, materialize_grads=True)
+            straight.append(delta)
+            turned.append(back(net, x, n, i))
+        s1, a1 = torch.stack([t.mT @ t for t in straight]).sum(0), a.mT @ a / len(x)
+        padded = [torch.nn.functional.pad(e, (0, 1)) for e in turned]
+        s2, a2 = d.mT @ d, torch.stack([e.mT @ e for e in padded]).sum(0) / len(x)
+        left, right = s1 * a1.trace() + s2 * a2.trace(), a1 * s1.trace() + a2 * s2.trace()
+        found[f"{2 * n}.weight"] = ((left / left.trace()).detach(), (right / len(x)).detach())
+        assert layer.weight.shape == (len(left), len(right) - 1)
+    return found
+
+
+def back(net: Any, x: Tensor, n: int, i: int) -> Tensor:
+    """d score_i / d (what the n-th linear layer sends back), (b, inputs): the Jacobian of its input in x_i."""
+    linear = [m for m in net if isinstance(m, nn.Linear)]
+
+    def up_to(y: Tensor) -> Tensor:
+        for module in net:
+            if module is linear[n]:
+                return y
+            y = module(y)
+        return y
+
+    unit = torch.zeros_like(x)
+    unit[:, i] = 1
+    return torch.func.jvp(up_to, (x,), (unit,))[1]
+
+
+def test_kronecker_factors_by_enumeration():
+    net, x = energy_net(), draw(6, 3)
+    params, metric = ng.trainable(net), ng.score_metric(net)
+    found, _ = ng.Kronecker(**EXACT).update(None, metric, params, x)
+    expected = factors(net, x)
+    for names in LAYERS:
+        assert_close(part(found, names), torch.kron(*expected[names[0]]), rtol=1e-10)
+
+
+def test_kronecker_is_exact_where_one_side_is_constant():
+    """The last layer meets its weights in the backward pass alone, with a constant: any number of examples."""
+    net, x = energy_net(), draw(6, 3)
+    params, metric = ng.trainable(net), ng.score_metric(net)
+    dense = metric.at(params, x).dense()
+    for structure in (ng.Kronecker(**EXACT), ng.EigenKronecker(**EXACT)):
+        found, _ = structure.update(None, metric, params, x)
+        assert_close(part(found, LAYERS[-1]), layer_block(dense, params, *LAYERS[-1]), rtol=1e-10)
+
+
+def test_eigenkronecker_is_nearer_than_kronecker():
+    net, x = energy_net(), draw(20, 3)
+    params, metric = ng.trainable(net), ng.score_metric(net)
+    dense = metric.at(params, x).dense()
+    near, far = (s.update(None, metric, params, x)[0] for s in (ng.EigenKronecker(**EXACT), ng.Kronecker(**EXACT)))
+    for names in LAYERS[:2]:
+        block = layer_block(dense, params, *names)
+        assert (part(near, names) - block).norm() < (part(far, names) - block).norm() < 0.9 * block.norm()
+
+
+@pytest.mark.parametrize("structure", [ng.Diagonal, ng.UnitWise, ng.Kronecker], ids=lambda s: s.__name__)
+def test_random_slices_are_unbiased(structure):
+    net, x = energy_net(), draw(6, 3)
+    params, metric = ng.trainable(net), ng.score_metric(net)
+    expected = structure(**EXACT).update(None, metric, params, x)[0].trace()
+    draws = [structure(estimate=ng.Sampled(1), seed=i).update(None, metric, params, x)[0].trace() for i in range(200)]
+    found = torch.stack(draws)
+    assert abs(found.mean() - expected) < 4 * found.std() / len(found) ** 0.5
+
+
+def test_matrices_of_a_function_are_found_too():
+    """W enters in products; V, which is used squared, is not known to be a matrix: it keeps the metric's diagonal."""
+    params, x = vector_case("score_matching_n3")
+
+    def squared(given: Any, one: Tensor) -> Tensor:
+        return two_layers({"W": given["W"], "V": given["V"].square()}, one)
+
+    metric = ng.score_metric(squared)
+    found, memory = ng.UnitWise(**EXACT).update(None, metric, params, x)
+    dense = metric.at(params, x).dense()
+    block = dense[:9, :9] * torch.block_diag(*torch.ones(3, 3, 3, dtype=dense.dtype))
+    assert_close(part(found, ("W",)), block)
+    assert_close(part(found, ("V",)), torch.diag(dense.diagonal()[9:]))
+    assert memory["held"] == ["W"]
+
+
+def test_products_whose_rows_are_not_examples_are_left_to_the_diagonal():
+    """Two rows per example: which belongs to whom cannot be told."""
+
+    def pairs(given: Any, one: Tensor) -> Tensor:
+        return -torch.tanh(one.view(2, 2) @ given["W"].mT).square().sum()
+
+    params, x = {"W": draw(3, 2).requires_grad_()}, draw(5, 4, seed=1)
+    metric = ng.score_metric(pairs)
+    found, memory = ng.UnitWise(**EXACT).update(None, metric, params, x)
+    assert memory["held"] == []
+    assert_close(found.dense(), torch.diag(metric.at(params, x).dense().diagonal()))
+
+
+class Closed(Energy):
+    """A density that knows its Jacobian: the structures still read the graph."""
+
+    def score_jacobian(self, params: Any, inputs: Tensor) -> Tensor:
+        found = torch.func.jacrev(lambda p: self.scores(p, inputs))({n: p.detach() for n, p in params.items()})
+        return torch.cat([part.flatten(2) for part in found.values()], dim=2)
+
+
+def test_densities_with_closed_forms_and_chunks():
+    net, x = energy_net(), draw(6, 3)
+    params = ng.trainable(net)
+    expected = ng.Kronecker(**EXACT).update(None, ng.score_metric(net), params, x)[0].dense()
+    for metric in (ng.score_metric(Closed(net)), ng.score_metric(net, chunk_size=2)):
+        assert_close(ng.Kronecker(**EXACT).update(None, metric, params, x)[0].dense(), expected)
+
+
+def ratio_params() -> dict[str, Tensor]:
+    return {"xi": tensor(VECTORS["ratio_matching"]["inputs"]["xi"])}
+
+
+CASES = {
+    "score, function": lambda: (ng.score_metric(two_layers), *vector_case("score_matching_n3")),
+    "score, module": lambda: (lambda n: (ng.score_metric(n), ng.trainable(n), draw(5, 3)))(energy_net()),
+    "score, chunks": lambda: (ng.score_metric(two_layers, chunk_size=2), *vector_case("score_matching_n3")),
+    "ratio": lambda: (
+        ng.ratio_metric(boltzmann),
+        {"xi": tensor(VECTORS["ratio_matching"]["inputs"]["xi"])},
+        weighted_states(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [False, True])
+def test_blocks_are_the_metrics_own(name, rows):
+    metric, params, x = CASES[name]()
+    found, _ = ng.Blocks(rows=rows).update(None, metric, params, x)
+    dense, space = metric.at(params, x).dense(), ng.Space(params)
+    mask = torch.block_diag(
+        *(torch.ones(b.size // n, b.size // n) for b in space.blocks.values() for n in [b.shape[0] if rows else 1]
+          for _ in range(n))
+    )  # fmt: skip
+    assert_close(found.dense(), dense * mask, rtol=1e-11)
+
+
+def test_blocks_without_a_root_and_with_a_memory():
+    def divergence(given: Any, other: Any, inputs: Tensor) -> Tensor:
+        return 0.5 * ((given["W"] - other["W"]) @ inputs.mT).square().sum() + (given["W"] - other["W"]).sum() ** 2
+
+    params, metric = {"W": draw(2, 3).requires_grad_()}, ng.divergence(divergence)
+    found, memory = ng.Blocks(decay=0.5, rows=True).update(None, metric, params, draw(4, 3))
+    again, _ = ng.Blocks(decay=0.5, rows=True).update(memory, metric, params, 2 * draw(4, 3))
+    first, second = (metric.at(params, s * draw(4, 3)).dense() for s in (1, 2))
+    mask = torch.block_diag(*torch.ones(2, 3, 3, dtype=first.dtype))
+    assert_close(found.dense(), first * mask, rtol=1e-11)
+    assert_close(again.dense(), (0.5 * first + second) / 1.5 * mask, rtol=1e-11)
+
+
+def test_blocks_are_a_sound_structure():
+    params, x = vector_case("score_matching_n3")
+    check_structure(ng.Blocks(decay=0.5), ng.score_metric(two_layers), params, x)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"decay": 1.0}, ("decay", "[0, 1)")), ({"largest": 8}, ("'W'", "9 rows", "largest=8"))]
+)
+def test_blocks_say_what_is_wrong(options, words):
+    params, x = vector_case("score_matching_n3")
+    with pytest.raises(ValueError) as caught:
+        ng.Blocks(**options).update(None, ng.score_metric(two_layers), params, x)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+STRUCTURES = [ng.Diagonal(0.9), ng.UnitWise(0.9), ng.Kronecker(0.9), ng.EigenKronecker(0.9), ng.Blocks(0.9)]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: type(s).__name__)
+def test_an_optimizer_matches_scores_with_every_structure(structure):
+    net, x = energy_net(), 0.5 * draw(60, 3) + 1
+    params, choices = ng.trainable(net), {"structure": structure, "damping": 0.1, "rule": ng.TrustRegion(0.1)}
+    opt = ng.NaturalGradient(net, ng.score_metric(net), **choices)
+
+    def step(optimizer: Any, model: nn.Module) -> float:
+        optimizer.zero_grad()
+        loss = ng.score_matching_loss(model, ng.trainable(model), x)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    losses = [step(opt, net) for _ in range(15)]
+    assert losses[-1] < losses[0] - 0.1
+    assert {row.structure for row in opt.report()[:-1]} == {type(structure).__name__}  # the last bias has no gradient
+    other = copy.deepcopy(net)
+    later = ng.NaturalGradient(other, ng.score_metric(other), **choices)
+    later.load_state_dict(opt.state_dict())
+    step(opt, net)
+    step(later, other)
+    for name, p in params.items():
+        assert torch.equal(p, ng.trainable(other)[name])
+
+
+def test_reports_name_the_parameters_that_fell_back():
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)))
+    opt = ng.NaturalGradient(net, ng.score_metric(net), structure=ng.Kronecker(), damping=0.1)
+    ng.score_matching_loss(net, ng.trainable(net), draw(6, 3)).backward()
+    opt.step()
+    kinds = {row.parameter: row.structure for row in opt.report()}
+    assert kinds["0.weight"] == kinds["3.weight"] == "Kronecker"
+    assert kinds["3.bias"] == "not read yet"  # it moves no score, and has no gradient
+    assert kinds["1.weight"] == kinds["1.bias"] == "Diagonal"
+
+
+def test_score_is_the_score():
+    net, x = energy_net(), draw(5, 3)
+    score, params = ng.Score(net), ng.trainable(net)
+    expected = Density.scores(Energy(net), params, x)
+    assert_close(score(x).detach(), expected.detach())
+    with torch.no_grad():
+        assert not score(x).requires_grad
+    with pytest.raises(ValueError, match="one energy each"):
+        ng.Score(nn.Linear(3, 2).double())(x)
+    with pytest.raises(TypeError, match="energies"):
+        ng.Score(lambda y: y)  # type: ignore[arg-type]
+
+
+def test_the_fisher_of_a_score_with_a_gaussian_is_the_score_metric():
+    net, x = energy_net(), draw(5, 3)
+    score = ng.Score(net)
+    expected = ng.score_metric(net).at(ng.trainable(net), x).dense()
+    found = ng.fisher(score, ng.Gaussian()).at(ng.trainable(score), x)
+    assert_close(found.dense(), expected)
+    for structure in (ng.Diagonal(**EXACT), ng.Kronecker(**EXACT)):
+        one, _ = structure.update(None, ng.fisher(score, ng.Gaussian()), ng.trainable(score), x)
+        two, _ = structure.update(None, ng.score_metric(net), ng.trainable(net), x)
+        assert_close(one.dense(), two.dense())
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng])
+def test_drop_in_optimizers_denoise(recipe):
+    net, x = energy_net(), 0.5 * draw(200, 3) + 1
+    score = ng.Score(net)
+    opt, noise, z = recipe(score, nn.MSELoss()), 0.5, draw(200, 3, seed=1)
+    losses = []
+    for _ in range(20):
+        opt.zero_grad()
+        loss = opt.loss(score(x + noise * z), -z / noise)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.99 * losses[0]  # what noise leaves is most of it
+    kinds = {row.structure for row in opt.report()}
+    assert len(kinds) == 1
+    assert kinds == {type(opt.structure).__name__}
+    assert opt.state_report().failures == 0
