@@ -79,14 +79,20 @@ def together(like: Tensor) -> Examples:
 
 
 def partitions(
-    tree: Any, rows: Tensor, lay: Callable[[Any], Tensor] | None, batch: int, inputs: Iterable[Tensor] = ()
+    tree: Any,
+    rows: Tensor,
+    lay: Callable[[Any], Tensor] | None,
+    form_mv: Callable[[Tensor, Tensor], Tensor],
+    batch: int,
+    inputs: Iterable[Tensor] = (),
 ) -> list[Examples]:
-    """What examples may be, likeliest first.
+    """What examples may be, likeliest first: those alone between which the form is zero.
 
     Args:
         tree: The model's outputs as it returned them.
         rows: The same as rows, (R, m).
         lay: What makes the one of the other, if it is known.
+        form_mv: Outputs and tangents v (R, m) to M v, row by row.
         batch: How many there are if rows of one lie together.
         inputs: The model's own, where they are known.
     """
@@ -98,7 +104,7 @@ def partitions(
             found.append(consecutive(shape[0], rows))
         if shape[1] > 1 and len(rows) % shape[1] == 0:
             found.append(alternating(shape[1], rows))
-    return [one for one in found if one.count > 1]
+    return [one for one in found if one.count > 1 and keeps_apart(form_mv, rows, one)]
 
 
 def along_second(tree: Any, rows: Tensor, lay: Callable[[Any], Tensor]) -> Examples | None:
@@ -120,22 +126,40 @@ def along_second(tree: Any, rows: Tensor, lay: Callable[[Any], Tensor]) -> Examp
     return Examples(count, labels.long()) if fits else None
 
 
+def keeps_apart(form_mv: Callable[[Tensor, Tensor], Tensor], rows: Tensor, examples: Examples) -> bool:
+    """True if M is zero between entries of different examples.
+
+    A softmax over an axis that holds the examples couples them, for example. Then M (n v) differs from n (M v), where n
+    holds one random number per example.
+    """
+    if examples.by_row is not None:  # M acts within a row
+        return True
+    generator = torch.Generator(rows.device).manual_seed(0)
+    kind = {"generator": generator, "device": rows.device, "dtype": rows.dtype}
+    probe, numbers = torch.randn(rows.shape, **kind), 1 + torch.rand(examples.count, **kind)
+    plain = form_mv(rows, probe)
+    gap = form_mv(rows, examples.scale(probe, numbers)) - examples.scale(plain, numbers)
+    return float(gap.norm()) <= torch.finfo(rows.dtype).eps ** 0.5 * float(plain.norm())
+
+
 def find_examples(
-    outputs: Tensor, taps: Sequence[Tap], known: Sequence[Examples], strict: bool = True
+    outputs: Tensor, taps: Sequence[Tap], known: Sequence[Examples], strict: bool = True, ask: bool = False
 ) -> tuple[Examples, list[Tap]]:
     """The first partition that every tap respects, and the taps with the examples' places in them.
 
-    Two backward passes, to the taps alone; one more per partition that fails. None of them where no tap leaves a doubt:
-    two dimensions, examples first.
+    Two backward passes, to the taps alone; one more per partition that fails. None of them where no tap leaves a doubt
+    (two dimensions, examples first) and nobody asks.
 
     Args:
         outputs: (R, m), with a graph.
         taps: Calls of layers and products with matrices in it.
         known: What may be examples, likeliest first.
         strict: Where none fits, take all rows as one example; otherwise the partition that comes nearest.
+        ask: Also where shapes leave no doubt: the examples may meet all the same, as the nodes of a graph do.
     """
     first = known[0] if known else together(outputs)
-    if not any(doubtful(tap, first.count) for tap in taps) or not first.count:
+    sure = not any(doubtful(tap, first.count) for tap in taps)
+    if not first.count or (sure and not (known and ask)):
         return first, list(taps)
     generator = torch.Generator(outputs.device).manual_seed(0)
     kind = {"generator": generator, "device": outputs.device, "dtype": outputs.dtype}
@@ -160,6 +184,11 @@ def find_examples(
 def lowest(taps: Iterable[Tap], dtype: torch.dtype) -> torch.dtype:
     """The coarsest dtype on the way."""
     return max([dtype, *(tap.dtype for tap in taps)], key=lambda kind: torch.finfo(kind).eps)
+
+
+def unplaced(tap: Tap) -> bool:
+    """True if nothing that could tell arrived at a call yet: behind a head that starts at zero, for example."""
+    return tap.place is None and not (isinstance(tap, Product) and tap.loose)
 
 
 def doubtful(tap: Tap, count: int) -> bool:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.layers.examples import GROUPS, Examples, doubtful, example_squares, find_examples, partitions, together
+from natgrad.layers.examples import (
+    GROUPS,
+    Examples,
+    doubtful,
+    example_squares,
+    find_examples,
+    partitions,
+    together,
+    unplaced,
+)
 from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.moments import Seen, separate
 from natgrad.layers.passes import passes
@@ -199,16 +208,16 @@ class Reader:
         tree, family = map_tensors(outputs, torch.detach), criterion.family
         count = max(len(next(leaves(outputs))), 1)
         inputs = [] if recall.last is None else recall.last.call.tensors()
-        known = partitions(tree, rows.detach(), family.rows, count if len(rows) % count == 0 else 1, inputs)
+        known = partitions(tree, rows.detach(), family.rows, family.mv, count if len(rows) % count == 0 else 1, inputs)
         key = (tuple(rows.shape), len(known), *((call.layer.key, tuple(call.inputs.shape)) for call in calls))
         if key in self.placed and self.readings % 16:
             chosen, places = self.placed[key]
             kept = [replace(call, place=place) for call, place in zip(calls, places, strict=True)]
             return known[chosen] if chosen < len(known) else together(rows), kept
         strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
-        examples, placed = find_examples(rows, calls, known, strict)
+        examples, placed = find_examples(rows, calls, known, strict, ask=strict)
         chosen = next((i for i, one in enumerate(known) if one is examples), len(known))
-        if not any(call.place is None and doubtful(call, examples.count) for call in placed):
+        if not any(unplaced(call) and (strict or doubtful(call, examples.count)) for call in placed):
             self.placed = self.placed if len(self.placed) < SHAPES else {}
             self.placed[key] = chosen, [call.place for call in placed]
         return examples, placed

@@ -70,7 +70,8 @@ class Layerwise(Structure):
         generator = torch.Generator(next(iter(params.values())).device).manual_seed(self.seed + 104729 * draws)
         asking = memory is None or is_asking(draws) or not memory.get("sure", True)
         trusted = None if memory is None or asking else set(memory["held"])
-        found = collect(metric, params, inputs, self.estimate, generator, random=random, trusted=trusted)
+        ask = asking or (memory is not None and memory.get("meet", False))
+        found = collect(metric, params, inputs, self.estimate, generator, random=random, trusted=trusted, ask=ask)
         held = [claim for one in found.layers for claim in one.layer.claims]
         if memory is not None and set(held) != set(memory["held"]):
             memory = None  # a layer turned out not to be all there is to its parameters
@@ -82,7 +83,7 @@ class Layerwise(Structure):
         arranged.nats = found.metric.nats
         kept = totals if self.decay else {}
         memory = {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
-        return arranged, memory | {"sure": found.sure or not asking}
+        return arranged, memory | {"sure": found.sure or not asking, "meet": found.meet}
 
     def kind_of(self, name: str, memory: Memory | None) -> str:
         if memory is None or name not in memory["names"]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.densities import Density, Energy
-from natgrad.layers.examples import Examples, find_examples, partitions
+from natgrad.layers.examples import Examples, find_examples, partitions, unplaced
 from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen
 from natgrad.layers.passes import passes
@@ -34,13 +34,14 @@ LARGEST = 2**25  # entries of row gradients that are written out for parameters 
 class Collected:
     """A pass's layers, the squares of the scores of the parameters that no layer holds, and the metric it came from.
 
-    sure: whether every layer was judged by a gradient that is not zero.
+    sure: whether every layer was judged by a gradient that is not zero.   meet: whether all rows are one example's.
     """
 
     metric: Pullback
     layers: list[Seen]
     squares: dict[str, Tensor]
     sure: bool = True
+    meet: bool = False
 
 
 def collect(
@@ -52,16 +53,19 @@ def collect(
     *,
     random: RandomState | None = None,
     trusted: set[str] | None = None,
+    ask: bool = True,
 ) -> Collected:
     """The layers' activations and deltas in one pass of the metric's model at params on inputs.
 
     trusted: claims of the layers that are known to be all there is to their parameters; None: find out, by comparing
     the gradients that the layers explain with those of a plain backward pass (a parameter may be used behind its
-    layer's back). TypeError for a metric that is not a pullback in one graph.
+    layer's back). ask: whether examples meet somewhere, also where the shapes of all layers' inputs leave no doubt.
+    TypeError for a metric that is not a pullback in one graph.
     """
     pullback, taps, spare = tapped(metric, params, inputs, random, trusted)
-    graph, sure = pullback.linearization.graph, True
-    examples, taps = find_examples(graph, taps, examples_of(pullback), strict=not mixes_examples(model_of(metric)))
+    graph, strict = pullback.linearization.graph, not mixes_examples(model_of(metric))
+    examples, taps = find_examples(graph, taps, examples_of(pullback), strict, ask and strict)
+    sure = not (ask and strict and any(unplaced(tap) for tap in taps))
     cotangents = [c.detach() for c in estimate.cotangents(Outputs.of(pullback, examples), generator)]
     leaves = pullback.linearization.leaves if trusted is None else {}
     deltas, slopes = derivatives(graph, taps, cotangents[:1], list(leaves.values()))
@@ -72,7 +76,7 @@ def collect(
         answers = [explains(one, gradients) for one in seen]
         seen, sure = (
             [one for one, answer in zip(seen, answers, strict=True) if answer is not False],
-            None not in answers,
+            sure and None not in answers,
         )
         held = {name for one in seen for name in one.layer.layout.names}
         lost = [layer for layer in spare if not held.issuperset(layer.layout.names)]
@@ -83,7 +87,9 @@ def collect(
     held = {name for one in seen for name in one.layer.layout.names}
     rest = {name: p for name, p in params.items() if name not in held}
     factor = torch.stack(apart(cotangents, examples), dim=2) if rest else None
-    return Collected(pullback, seen, {} if factor is None else squares_of(pullback, rest, factor), sure)
+    return Collected(
+        pullback, seen, {} if factor is None else squares_of(pullback, rest, factor), sure, examples.count == 1
+    )
 
 
 def model_of(metric: Metric) -> Any:
@@ -96,8 +102,8 @@ def examples_of(pullback: Pullback) -> list[Examples]:
     function, rows = pullback.linearization.function, pullback.outputs
     known, batch = output_map(function), batch_of(function, len(rows))
     if known is None:
-        return partitions(rows, rows, None, batch)
-    return partitions(known.first, rows, known.rows, batch, known.pure.call.tensors())
+        return partitions(rows, rows, None, pullback.form.mv, batch)
+    return partitions(known.first, rows, known.rows, pullback.form.mv, batch, known.pure.call.tensors())
 
 
 def apart(cotangents: Sequence[Tensor], examples: Examples) -> list[Tensor]:

@@ -143,11 +143,12 @@ def optimizer_on(
     return StructuredNaturalGradient(model, criterion or nn.CrossEntropyLoss(), structure)
 
 
-def read_diagonal(model: nn.Module, structure: Layerwise, x: Tensor) -> Tensor:
+def read_diagonal(model: nn.Module, structure: Layerwise, x: Tensor, criterion: nn.Module | None = None) -> Tensor:
     """The diagonal that an optimizer has after one reading, in the order of the parameters."""
-    optimizer = optimizer_on(model, structure, nn.MSELoss())
+    optimizer = optimizer_on(model, structure, criterion or nn.MSELoss())
     outputs = model(x)
-    optimizer.loss(outputs, torch.zeros_like(outputs)).backward()
+    classes = isinstance(criterion, nn.CrossEntropyLoss)
+    optimizer.loss(outputs, torch.zeros_like(outputs.movedim(1, -1)[..., 0].long() if classes else outputs)).backward()
     found = {}
     for block in optimizer._blocks:
         matrix = optimizer._blocks.operator(block).diagonal().view(block.layout.matrix_shape)
@@ -198,6 +199,97 @@ def test_cotangents_of_a_partition_are_all_columns_one_example_at_a_time(partiti
     assert len(found) == 12 // count
     assert_close(torch.stack(found).sum(0), factor.sum(2), 1e-14)
     assert_close(sum(c.square().sum() for c in found), factor.square().sum(), 1e-14)
+
+
+# examples that meet: in the model, or in the loss
+
+
+class Graph(nn.Module):
+    """Nodes of one graph as rows, (b, d): two dimensions everywhere, and every node sees its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(E, E), nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = torch.linspace(0.1, 0.9, len(x) ** 2, dtype=x.dtype).view(len(x), len(x)).softmax(1)
+        return self.out(edges @ torch.tanh(self.inner(x)))
+
+
+class Compared(nn.Module):
+    """Rows whose features are measured against the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(E, E), nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x).softmax(0))
+
+
+class Exchanged(nn.Module):
+    """Outputs (t, b, c) as (b, t, c), or the other way round."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).transpose(0, 1)
+
+
+MEETING = {
+    "graph": (Graph, (4,)),
+    "compared": (Compared, (4,)),
+    **{f"{name}, first": (lambda build=build: Head(build(True), True), (2, 3)) for name, build in BODIES.items()},
+    **{f"{name}, second": (lambda build=build: Head(build(False), False), (3, 2)) for name, build in BODIES.items()},
+    "square": (lambda: Head(SelfAttention(False), False), (2, 2)),
+    "exchanged": (lambda: Exchanged(Head(encoder(True), True)), (2, 3)),
+    "exchanged, second": (lambda: Exchanged(Head(encoder(False), False)), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), ng.Categorical(), nn.MSELoss()])
+@pytest.mark.parametrize("name", MEETING)
+def test_examples_that_meet_in_the_model_or_the_loss_are_taken_together(name, criterion):
+    """The classes of nn.CrossEntropyLoss lie on dimension 1: there, its softmax joins the examples of (t, b, c)."""
+    build, size = MEETING[name]
+    model, x = seeded(build), draw(*size, E, seed=5)
+    params, metric = ng.trainable(model), ng.fisher(model, criterion)
+    expected = definition(model, criterion, x)
+    for structure in (ng.Diagonal(estimate=ExactLabels()), ng.UnitWise(estimate=ExactLabels())):
+        memory = None
+        for _ in range(2):  # the second time it remembers
+            found, memory = structure.update(memory, metric, params, x)
+            assert blocks_error(found, expected, False) < 1e-10, structure
+    found = ng.EigenKronecker(estimate=ExactLabels()).update(None, metric, params, x)[0]
+    assert_close(found.trace(), expected.trace(), 1e-10)
+    if isinstance(criterion, nn.Module):
+        found = read_diagonal(model, ng.Diagonal(estimate=ExactLabels()), x, criterion)
+        assert_close(found, expected.diagonal(), 1e-10)
+
+
+@pytest.mark.parametrize("name", ["graph", "square", "attention, second"])
+def test_drawn_labels_of_examples_that_meet_are_right_on_average(name):
+    build, size = MEETING[name]
+    model, x = seeded(build), draw(*size, E, seed=5)
+    params, metric = ng.trainable(model), ng.fisher(model, nn.CrossEntropyLoss())
+    expected = definition(model, nn.CrossEntropyLoss(), x).trace()
+    drawn = [ng.Diagonal(estimate=Sampled(8), seed=i).update(None, metric, params, x)[0].trace() for i in range(24)]
+    traces = torch.stack(drawn)
+    assert (traces.mean() - expected).abs() <= 6 * traces.std() / len(traces) ** 0.5
+
+
+def test_a_head_that_starts_at_zero_hides_no_examples_that_meet():
+    model, x = seeded(Graph), draw(4, E, seed=5)
+    nn.init.zeros_(model.out.weight)
+    params, metric = dict(ng.trainable(model)), ng.fisher(model, nn.CrossEntropyLoss())
+    structure = ng.Diagonal(estimate=ExactLabels())
+    memory = structure.update(None, metric, params, x)[1]
+    with torch.no_grad():
+        model.out.weight.copy_(draw(3, E, seed=6))
+    found = structure.update(memory, metric, params, x)[0]
+    assert blocks_error(found, definition(model, nn.CrossEntropyLoss(), x), False) < 1e-10
 
 
 # asked on gradients that are not zero, and again

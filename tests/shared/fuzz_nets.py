@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
 
 @dataclass(frozen=True)
 class Net:
-    """What a network was drawn as. mixes: one example's outputs depend on the others in the batch."""
+    """What a network was drawn as. mixes: a batch norm's statistics are of the batch."""
 
     kind: str
     model: nn.Module
@@ -125,6 +125,14 @@ class TiedTable(nn.Module):
         return functional.linear(torch.tanh(self.inner(self.table(x))), self.table.weight)
 
 
+class Neighbours(nn.Module):
+    """Every row with some of all others', as in a network on a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = torch.linspace(0.1, 0.9, len(x) ** 2, dtype=x.dtype).view(len(x), len(x))
+        return edges.softmax(1) @ x
+
+
 class Named(nn.Module):
     """Two inputs, by name in a dict."""
 
@@ -144,7 +152,7 @@ def recurrent(draw: st.DrawFn, i: int, w: int, first: bool) -> nn.Module:
 KINDS = (
     "linear", "deep", "residual", "conv1", "conv2", "groups", "conv3", "transposed", "embedding", "bag", "sequence",
     "attention", "encoder", "pooled", "recurrent", "cells", "bare", "behind", "shared", "low rank", "tied", "named",
-    "batch norm", "group norm",
+    "batch norm", "group norm", "graph",
 )  # fmt: skip
 
 
@@ -224,6 +232,8 @@ def nets(draw: st.DrawFn) -> Net:
         model = nn.Sequential(LowRankUpdate(i), act(), line(4, w))
     elif kind == "tied":
         inputs, model = torch.randint(0, 4, (b, t)), TiedTable()
+    elif kind == "graph":
+        model = nn.Sequential(line(i, 4), act(), Neighbours(), line(4, w))
     elif kind == "named":
         inputs, model = ({"u": torch.randn(b, i), "v": torch.randn(b, i)},), Named(i, w)
     elif kind == "batch norm":
