@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.operators import Chunked, Form, Linearization, Operator, OutputMap, Pullback, Scaled
+from natgrad.operators import Chunked, Facts, Form, Linearization, Operator, OutputMap, Pullback, Scaled
 from natgrad.pure import (
     Labelled,
     Model,
@@ -104,9 +104,7 @@ class PullbackMetric(Metric):
         outputs = OutputMap(pure, self.layout, self.outputs)
         linearization = Linearization(outputs, params, linearise_after(self.model))
         form, weights = self.form(linearization, outputs.first, targets, seed)
-        pullback = Pullback(linearization, form, weights)
-        pullback.nats = self.criterion.nats(outputs.first)
-        return pullback
+        return Pullback(linearization, form, weights, Facts(nats=self.criterion.nats(outputs.first)))
 
     def _chunked(self, params: Params, pure: PureModel, size: int) -> Operator:
         if mixes_examples(self.model):

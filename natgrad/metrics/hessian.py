@@ -64,6 +64,4 @@ class Hessian(Metric):
             nats.append(self.criterion.nats(outputs))
             return self.criterion.value(outputs, targets) / self.criterion.scale(outputs, targets)
 
-        operator = Curvature(value, params)
-        operator.nats = nats[0]
-        return operator
+        return Curvature(value, params).declare(nats=nats[0])

@@ -7,6 +7,7 @@ from natgrad.operators.centred import Centred
 from natgrad.operators.cholesky import Factored, FactoredInverse, Inverted
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import Dense, Diagonal
+from natgrad.operators.facts import Facts, combine_facts
 from natgrad.operators.kronecker import Kronecker, Spectral
 from natgrad.operators.kronecker_pieces import Tiled
 from natgrad.operators.layerwise import Arranged
@@ -29,6 +30,7 @@ __all__ = [
     "Diagonal",
     "Factored",
     "FactoredInverse",
+    "Facts",
     "Form",
     "Inverted",
     "Kronecker",
@@ -51,4 +53,5 @@ __all__ = [
     "Sum",
     "Tiled",
     "Units",
+    "combine_facts",
 ]

@@ -2,59 +2,107 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Self
+from dataclasses import replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from natgrad.operators.facts import NAMES, Facts, combine_facts
+
+
+class SampleRows(Protocol):
+    """U (n, r) of G = U U^T by its products, for solving in the space of the examples."""
+
+    rank: int
+
+    def mv(self, weights: Tensor) -> Tensor:
+        """U w: (r,) -> (n,)."""
+        ...
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        """U^T v: (n,) -> (r,)."""
+        ...
+
+    def lower_gram(self) -> Tensor:
+        """U^T U (r, r), valid in its lower triangle."""
+        ...
+
+    def dense(self) -> Tensor:
+        """U written out, (n, r)."""
+        ...
 
 
 class Operator(ABC):
     """Symmetric positive semi-definite G of shape (n, n), known by its products; a Hessian may be `indefinite`.
 
-    A subclass sets `size`, `dtype` and `device` and gives `mv`; everything else has a default, and is
-    overridden where a closed form is cheaper. `check_operator` in `natgrad.testing` checks one against the other.
+    A subclass sets `size`, `dtype` and `device` and gives `mv`; everything else has a default, and is overridden where
+    a closed form is cheaper. `facts` says what else is known of G: a subclass declares them for all its objects,
+    `facts = Facts(indefinite=True)`, or in its constructor, with `combine_facts` if it is made of others.
+    `check_operator` in `natgrad.testing` checks all of it.
     """
 
     size: int
     dtype: torch.dtype
     device: torch.device
-    nats: float = 1.0
-    """Nats per example in one unit of d^T G d / 2, where the metric's loss is a mean over an example's entries."""
-    indefinite: bool = False
-    """Whether G may have negative eigenvalues after all: a Hessian's products."""
-    inverse_kept: bool = False
-    """Whether G^-1 is what is held, so that products with G cost more than a solve: then none is made to check one."""
-    counts: Mapping[str, int] = MappingProxyType({})
-    """What a structure counted on its way here: examples of this step and seen so far, updates refused."""
-    length_unit: float = 5.0
-    """What sqrt(d^T G d) is measured by in `ng.ang`. Nats have no scale to choose, so that this is a plain number; the
-    score metric over data takes the length of their score instead, N / sqrt(tr Cov x): 4.85 where the defaults come
-    from."""
+    facts: Facts = Facts()
 
-    def inherit(self, *operators: Operator) -> Self:
-        """Take over the facts of the operators that this one is made of, and return it.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        told = sorted(name for name in NAMES & vars(cls).keys() if not isinstance(vars(cls)[name], property))
+        if told:
+            raise TypeError(f"{cls.__name__} sets {told} itself: declare them together, facts = Facts({told[0]}=...)")
 
-        An operator that wraps or combines others calls this in its constructor, so that no fact is lost on the way.
+    @property
+    def nats(self) -> float:
+        """Nats per example in one unit of d^T G d / 2."""
+        return self.facts.nats
+
+    @property
+    def indefinite(self) -> bool:
+        """True if G may have negative eigenvalues."""
+        return self.facts.indefinite
+
+    @property
+    def inverse_kept(self) -> bool:
+        """True if G^-1 is what is held: a product with G costs more than a solve."""
+        return self.facts.inverse_kept
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What a structure counted on its way here."""
+        return self.facts.counts
+
+    @property
+    def length_unit(self) -> float:
+        """What sqrt(d^T G d) is measured by in `ng.ang`."""
+        return self.facts.length_unit
+
+    def declare(self, **facts: Any) -> Self:
+        """The same operator with other facts; this one stays as it is.
 
         Args:
-            operators: At least one. Indefinite if one of them is; its inverse is kept if all theirs are; the first
-                one's unit.
+            facts: Fields of `Facts` by name; the others stay as they are.
 
-        Raises:
-            ValueError: If they disagree on `nats`.
+        Returns:
+            A shallow copy: it shares all tensors.
         """
-        units = {operator.nats for operator in operators}
-        if len(units) > 1:
-            raise ValueError(f"terms are in units of {sorted(units)} nats, expected operators of one unit; convert one")
-        self.nats = units.pop()
-        self.indefinite = any(operator.indefinite for operator in operators)
-        self.inverse_kept = all(operator.inverse_kept for operator in operators)
-        self.length_unit = operators[0].length_unit
-        self.counts = {key: count for operator in operators for key, count in operator.counts.items()}
-        return self
+        found = copy.copy(self)
+        found.facts = replace(self.facts, **facts)
+        return found
+
+    @property
+    def sample_rows(self) -> SampleRows | None:
+        """The root's columns, one or a few per example, where products with them need no (n, r) matrix; else None."""
+        return None
+
+    @property
+    def sample_rank(self) -> int | None:
+        """How many columns `sample_rows` has, without computing them; None if there are none."""
+        return None
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:
@@ -145,8 +193,9 @@ class Sum(Operator):
             raise ValueError(f"terms are {terms}, expected operators of one dtype, device and unit (nats); convert one")
         self.terms = terms
         self.size, self.dtype, self.device = next(iter(kinds))
-        self.inherit(*terms)
-        self.inverse_kept = len(terms) == 1 and terms[0].inverse_kept  # a sum's inverse is not the sum of inverses
+        facts = combine_facts(*(term.facts for term in terms))
+        # a sum's inverse is not the sum of inverses
+        self.facts = replace(facts, inverse_kept=len(terms) == 1 and facts.inverse_kept)
 
     def mv(self, vector: Tensor) -> Tensor:
         return torch.stack([term.mv(vector) for term in self.terms]).sum(0)
@@ -180,7 +229,7 @@ class Scaled(Operator):
             raise ValueError(f"factor is {factor}, expected a number >= 0: a metric stays positive semi-definite")
         self.operator, self.factor = operator, factor
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
-        self.inherit(operator)
+        self.facts = operator.facts
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.factor * self.operator.mv(vector)
@@ -223,7 +272,7 @@ class Shifted(Operator):
             raise ValueError(f"damping is {damping}, expected a number >= 0")
         self.operator, self.damping = operator, damping
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
-        self.inherit(operator)
+        self.facts = operator.facts
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.operator.mv(vector) + self.damping * vector

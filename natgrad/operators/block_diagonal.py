@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.operators.base import Operator
+from natgrad.operators.facts import combine_facts
 
 
 class Block(Operator):
@@ -22,7 +23,7 @@ class Block(Operator):
         self.blocks = tuple(blocks)
         self.sizes = [block.size for block in blocks]
         self.size, self.dtype, self.device = sum(self.sizes), blocks[0].dtype, blocks[0].device
-        self.inherit(*blocks)
+        self.facts = combine_facts(*(block.facts for block in blocks))
 
     def mv(self, vector: Tensor) -> Tensor:
         return torch.cat([b.mv(part) for b, part in zip(self.blocks, vector.split(self.sizes), strict=True)])

@@ -52,12 +52,20 @@ class Centred(Operator):
             raise ValueError(f"counted has {len(counted)} entries, expected one per column of the moment's root")
         self.moment, self.rows = moment, CentredRows(moment.rows, counted)
         self.size, self.dtype, self.device = moment.size, moment.dtype, moment.device
-        self.inherit(moment)
+        self.facts = moment.facts
 
     @property
     def rank(self) -> int:
         """Columns of the root."""
         return self.rows.rank
+
+    @property
+    def sample_rank(self) -> int:
+        return self.rank
+
+    @property
+    def sample_rows(self) -> CentredRows:
+        return self.rows
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.rows.mv(self.rows.rmv(vector))

@@ -10,6 +10,7 @@ from torch import Tensor
 from natgrad.linalg import Factor, cholesky, damped_inverse
 from natgrad.operators.base import Operator
 from natgrad.operators.dense import Dense
+from natgrad.operators.facts import Facts
 
 
 class Factored(Operator):
@@ -63,7 +64,7 @@ class Inverted(Operator):
     A product with G itself factorises P, once: O(n^3).
     """
 
-    inverse_kept = True
+    facts = Facts(inverse_kept=True)
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix

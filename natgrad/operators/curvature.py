@@ -9,6 +9,7 @@ from torch import Tensor
 
 from natgrad.derivatives import exact_derivatives
 from natgrad.operators.base import Operator
+from natgrad.operators.facts import Facts
 from natgrad.spaces import Params, Space
 
 
@@ -19,7 +20,7 @@ class Curvature(Operator):
     Zeros where f is linear. ValueError for a value that is not a finite scalar, or does not depend on params.
     """
 
-    indefinite = True
+    facts = Facts(indefinite=True)
 
     def __init__(self, function: Callable[[Params], Tensor], params: Params) -> None:
         self.space = Space(params)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from natgrad.linalg import inverse_symmetric, psd_root, pseudo_solve, solve_psd, symmetrise
 from natgrad.operators.base import Operator
+from natgrad.operators.facts import Facts
 
 
 class Dense(Operator):
@@ -31,7 +32,7 @@ class Dense(Operator):
         if ((matrix - matrix.mT).abs() > tolerance).any():
             raise ValueError("matrix is not symmetric, expected a metric; symmetrise it with (A + A.mT) / 2")
         self._hold(matrix)
-        self.indefinite = indefinite
+        self.facts = Facts(indefinite=indefinite)
 
     @classmethod
     def trusted(cls, matrix: Tensor) -> Dense:

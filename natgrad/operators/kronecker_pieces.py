@@ -27,7 +27,7 @@ class Tiled(Operator):
             raise ValueError(f"tiles {grid} of an operator of size {tiles.size} do not cover a matrix {shape}")
         self.tiles, self.grid, self.matrix_shape = tiles, grid, shape
         self.size, self.dtype, self.device = p * q, tiles.dtype, tiles.device
-        self.inherit(tiles)
+        self.facts = tiles.facts
 
     @staticmethod
     def kronecker(left: Tensor, right: Tensor, shape: tuple[int, int], *, factored: bool = False) -> Tiled:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from natgrad.layers.layout import Layout
 from natgrad.operators.base import Operator
+from natgrad.operators.facts import combine_facts
 from natgrad.spaces import Space
 
 
@@ -28,7 +29,7 @@ class Arranged(Operator):
                 raise ValueError(f"the operator of {layout.names} is {operator!r}, expected size {layout.matrix_shape}")
         self.space, self.parts = space, tuple(parts)
         self.size, self.dtype, self.device = space.size, space.dtype, space.device
-        self.inherit(*(operator for _, operator in parts))
+        self.facts = combine_facts(*(operator.facts for _, operator in parts))
 
     def mv(self, vector: Tensor) -> Tensor:
         # views in the space's own dtype: a parameter in half precision must not round the product

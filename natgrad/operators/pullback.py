@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.operators.base import Operator
+from natgrad.operators.facts import Facts
 from natgrad.operators.linearization import Linearization
 from natgrad.operators.rows import Rows, batch_of
 
@@ -38,8 +39,11 @@ class Pullback(Operator):
     # numbers of U in memory while G is written out
     LARGEST = 2**27
 
-    def __init__(self, linearization: Linearization, form: Form, weights: Tensor | None = None) -> None:
+    def __init__(
+        self, linearization: Linearization, form: Form, weights: Tensor | None = None, facts: Facts | None = None
+    ) -> None:
         self.linearization, self.form = linearization, form
+        self.facts = Facts() if facts is None else facts
         self.outputs = linearization.outputs
         count = len(self.outputs)
         if weights is None:
@@ -59,6 +63,14 @@ class Pullback(Operator):
         """Columns r of the root U, without computing it; None if the form has no root."""
         one = self.form.root(self.outputs[:1])
         return None if one is None else len(self.outputs) * one.shape[2]
+
+    @property
+    def sample_rank(self) -> int | None:
+        return self.rank
+
+    @property
+    def sample_rows(self) -> Rows | None:
+        return self.rows
 
     def output_root(self) -> Tensor | None:
         """F (R, m, q) with w_i M_i = F_i F_i^T, or None."""
@@ -117,7 +129,7 @@ class Chunked(Operator):
         self.builders = tuple(builders)
         first = self.builders[0]()
         self.size, self.dtype, self.device = first.size, first.dtype, first.device
-        self.inherit(first)
+        self.facts = first.facts
 
     def mv(self, vector: Tensor) -> Tensor:
         return self._sum(lambda term: term.mv(vector))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from natgrad.linalg import inverse_psd, inverse_symmetric, psd_root, pseudo_inverse
 from natgrad.operators.base import Operator
+from natgrad.operators.facts import Facts
 
 
 class Units(Operator):
@@ -23,7 +24,7 @@ class Units(Operator):
     def __init__(self, matrices: Tensor, *, indefinite: bool = False) -> None:
         if matrices.dim() != 3 or matrices.shape[1] != matrices.shape[2]:
             raise ValueError(f"matrices has shape {tuple(matrices.shape)}, expected (k, d, d)")
-        self.matrices, self.indefinite = matrices, indefinite
+        self.matrices, self.facts = matrices, Facts(indefinite=indefinite)
         self.size = matrices.shape[0] * matrices.shape[1]
         self.dtype, self.device = matrices.dtype, matrices.device
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from natgrad.operators import Centred, Operator, Pullback
+from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, check_system
 from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
@@ -41,10 +41,9 @@ class Auto(Solver):
         """The solver that `solve` takes for this operator."""
         if operator.indefinite:
             return Direct() if operator.closed_form or operator.size <= self.dense else MinresQLP()
-        if isinstance(operator, (Pullback, Centred)):
-            rank = operator.rank
-            if rank is not None and rank < operator.size and rank <= self.gram:
-                return SampleSpace()
-        elif operator.closed_form:
+        rank = operator.sample_rank
+        if rank is not None and rank < operator.size and rank <= self.gram:
+            return SampleSpace()
+        if operator.closed_form:
             return Direct()
         return Direct() if operator.size <= self.dense else self.iterative

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import cholesky, pseudo_solve, pseudo_square
-from natgrad.operators import Centred, Operator, Pullback
+from natgrad.operators import Operator
 from natgrad.solvers.base import (
     Product,
     Solution,
@@ -78,8 +78,9 @@ def minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solut
 
 def factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:
     """A fresh U^T U (r, r), valid in its lower triangle, w -> U w and v -> U^T v for an operator G = U U^T."""
-    if isinstance(operator, (Pullback, Centred)) and operator.rows is not None:
-        return operator.rows.lower_gram(), operator.rows.mv, operator.rows.rmv
+    rows = operator.sample_rows
+    if rows is not None:
+        return rows.lower_gram(), rows.mv, rows.rmv
     root = operator.root()
     if root is None:
         raise ValueError(

@@ -226,10 +226,9 @@ class AdaptiveInverse(Structure):
         if memory is None or memory["parameters"] != shapes:
             memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
         following = self._follow({**memory, **measured(memory, now, metric, inputs)}, now, count(inputs))
+        counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
         operator = self.method.operator(following)
-        operator.nats, operator.length_unit = now.nats, following["unit"]
-        operator.counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
-        return operator, following
+        return operator.declare(nats=now.nats, length_unit=following["unit"], counts=counts), following
 
     def held(self, size: int, total: int) -> int:
         return self.method.matrices * size * total

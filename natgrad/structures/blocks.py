@@ -46,7 +46,7 @@ class Blocks(Structure):
         if self.decay and memory and memory["names"] == names:  # else the first step, or parameters came or went
             totals, weight = self._averaged(totals, memory)
         parts = [
-            (layout_of(block), Units(totals[name] / weight, indefinite=operator.indefinite).inherit(operator))
+            (layout_of(block), Units(totals[name] / weight).declare(**vars(operator.facts)))
             for name, block in space.blocks.items()
         ]
         return Arranged(space, parts), {"names": names, "totals": totals, "weight": weight} if self.decay else {}

@@ -45,8 +45,7 @@ class Dense(Structure):
         if self.decay and memory and memory["names"] == names:  # else the first step, or parameters came or went
             total = self.decay * memory["total"] + total
             weight = self.decay * memory["weight"] + weight
-        average = DenseOperator(total / weight, indefinite=operator.indefinite)
-        average.nats = operator.nats
+        average = DenseOperator(total / weight, indefinite=operator.indefinite).declare(nats=operator.nats)
         return average, {"total": total, "weight": weight, "names": names} if self.decay else {}
 
     def held(self, size: int, total: int) -> int:

@@ -79,8 +79,7 @@ class Layerwise(Structure):
         parts = [(one.layer.layout, self.operator(one.layer, totals[one.key], weight)) for one in found.layers]
         space = Space(params)
         parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in found.squares]
-        arranged = Arranged(space, parts)
-        arranged.nats = found.metric.nats
+        arranged = Arranged(space, parts).declare(nats=found.metric.nats)
         kept = totals if self.decay else {}
         memory = {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
         return arranged, memory | {"sure": found.sure or not asking, "meet": found.meet}

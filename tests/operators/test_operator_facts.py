@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -14,7 +15,20 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.metrics import Metric
-from natgrad.operators import Arranged, Block, Chunked, Dense, Layout, Operator, Scaled, Shifted, Sum, Tiled, Units
+from natgrad.operators import (
+    Arranged,
+    Block,
+    Chunked,
+    Dense,
+    Facts,
+    Layout,
+    Operator,
+    Scaled,
+    Shifted,
+    Sum,
+    Tiled,
+    Units,
+)
 from natgrad.operators.centred import Centred
 from natgrad.operators.kronecker import Spectral
 from natgrad.operators.pullback import Pullback
@@ -29,12 +43,11 @@ SIZE = 6
 class Told(Operator):
     """An operator with every fact set to what is not the default."""
 
-    nats, indefinite, inverse_kept = 3.0, True, True
+    facts = Facts(nats=3.0, indefinite=True, inverse_kept=True, counts={"seen": 7}, length_unit=2.0)
 
     def __init__(self) -> None:
         matrix = draw(SIZE, SIZE)
         self.matrix = matrix + matrix.mT
-        self.counts = {"seen": 7}
         self.size, self.dtype, self.device = SIZE, F64, self.matrix.device
 
     def mv(self, vector: torch.Tensor) -> torch.Tensor:
@@ -89,6 +102,7 @@ def test_what_wraps_operators_keeps_their_facts(kind):
     operator = WRAPPERS[kind](Told())
     assert type(operator) is kind
     assert (operator.nats, operator.indefinite, dict(operator.counts)) == (3.0, True, {"seen": 7})
+    assert operator.length_unit == 2.0
     assert operator.inverse_kept is (kind is not Sum)  # no sum of inverses is the inverse of a sum
 
 
@@ -102,9 +116,23 @@ def test_facts_go_through_two_wrappers(outer):
 @pytest.mark.parametrize("join", [lambda a, b: a + b, lambda a, b: Block([a, b])], ids=["Sum", "Block"])
 def test_operators_in_different_units_are_not_joined(join):
     first, second = Dense(torch.eye(3, dtype=F64)), Dense(torch.eye(3, dtype=F64))
-    second.nats = 4.0
+    second = second.declare(nats=4.0)
     with pytest.raises(ValueError, match=r"units of \[1.0, 4.0\] nats"):
         join(first, second)
+
+
+def test_facts_are_declared_and_never_assigned():
+    plain = Dense(torch.eye(2, dtype=F64))
+    told = plain.declare(nats=4.0, indefinite=True)
+    assert (told.nats, told.indefinite, told.matrix is plain.matrix) == (4.0, True, True)
+    assert (plain.nats, plain.indefinite) == (1.0, False)
+    for name in ("nats", "indefinite", "inverse_kept", "counts", "length_unit"):
+        with pytest.raises(AttributeError):
+            setattr(plain, name, 1)
+    with pytest.raises(FrozenInstanceError):
+        plain.facts.nats = 2.0  # type: ignore[misc]
+    with pytest.raises(TypeError, match="declare them together, facts = Facts"):
+        type("Old", (Operator,), {"indefinite": True})
 
 
 def test_the_centred_moment_keeps_its_nats():

@@ -100,8 +100,8 @@ def test_the_bound_grows_with_the_batch_and_falls_after_a_while(examples: int, s
     model = Quadratic(d, metric, 0.0, Step(d, metric @ d))
     with pytest.raises(ValueError, match="counts examples: use structure="):
         ng.OnlineRadius().step(model, None, {})
-    metric.counts = {"examples": examples, "seen": seen}
-    metric.length_unit = 2.0
+    metric = metric.declare(counts={"examples": examples, "seen": seen}, length_unit=2.0)
+    model = Quadratic(d, metric, 0.0, Step(d, metric @ d))
     step, _ = ng.OnlineRadius(bound=0.08, hold=6000).step(model, None, {})
     expected = 0.16 * math.sqrt(examples) * min(1.0, 6000 / seen)
     assert math.sqrt(float(step.vector @ step.image)) == pytest.approx(expected)
