@@ -38,27 +38,44 @@ class Metric(ABC):
 
     @abstractmethod
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        """G at `params` (a dict of tensors such as ng.trainable(model)) on `inputs`.
+        """G at these parameters on these inputs, as an operator.
 
-        inputs: a tensor (b, ...), a tuple of arguments or a dict of keyword arguments (a model that takes one dict gets
-        it as ({...},)); (inputs, targets) where `needs_targets`. random: the state at which dropout is replayed,
-        default the state now.
-        ValueError for an empty batch, non-finite outputs, outputs that do not depend on params, unknown
-        parameter names, mixed devices.
+        Args:
+            params: Name -> tensor, such as `ng.trainable(model)`.
+            inputs: A tensor (b, ...), a tuple of arguments or a dict of keyword arguments. A model that takes one dict
+                gets it as ({...},). Where `needs_targets` it is (inputs, targets).
+            random: The random state at which dropout is replayed, default the state now.
+
+        Returns:
+            A mean over examples, of size n, the number of entries of `params`.
+
+        Raises:
+            ValueError: For an empty batch, non-finite outputs, outputs that do not depend on `params`, unknown
+                parameter names or mixed devices.
         """
 
     def measured(self, inputs: Any) -> Tensor | None:
-        """The examples by whose spread lengths are measured, (b, N); None where lengths are in nats."""
+        """The examples by whose spread lengths are measured; None where lengths are in nats.
+
+        Args:
+            inputs: As `at` takes them.
+
+        Returns:
+            Shape (b, N), or None.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class PullbackMetric(Metric):
-    """A form on the model's outputs, pulled back. Subclasses say which form.
+    """A form on the model's outputs, pulled back: E_x[J^T M J]. Subclasses say which form.
 
-    model: a module, or a function f(params, x).   criterion: what the outputs mean.
-    chunk_size: examples per graph, to bound memory (each product then pays for fresh graphs, and all rows weigh the
-    same); None: all at once.   outputs: what the criterion is of, where the model returns more than that.
+    Args:
+        model: A module, or a function f(params, x).
+        criterion: What the outputs mean.
+        chunk_size: Examples per graph, to bound memory. Each product then pays for fresh graphs, and all rows weigh the
+            same. None: all at once.
+        outputs: A function that picks what the criterion is of, where the model returns more than that.
     """
 
     model: Model
@@ -77,15 +94,33 @@ class PullbackMetric(Metric):
 
     @abstractmethod
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
-        """The form and the row weights (None: uniform), given the model's outputs as it returned them."""
+        """The form and the weights of the rows.
+
+        Args:
+            linearization: The model at its parameters and inputs.
+            outputs: As the model returned them.
+            targets: The targets of the loss, or None.
+            seed: For a form that draws.
+
+        Returns:
+            The form, and weights (R,) of the rows; None in their place stands for equal weights.
+        """
 
     def layout(self, outputs: Any) -> Tensor:
-        """The model's outputs as rows (R, m)."""
+        """The model's outputs as rows (R, m).
+
+        Args:
+            outputs: As the model returned them.
+        """
         check_has_outputs(outputs)
         return self.criterion.family.rows(outputs)
 
     def seeds(self, count: int) -> list[int]:
-        """One seed per chunk, for forms that draw."""
+        """One seed per chunk, for forms that draw.
+
+        Args:
+            count: Number of chunks.
+        """
         return [0] * count
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
@@ -165,7 +200,12 @@ def linearise_after(model: Model) -> int | None:
 
 
 class Scores:
-    """The form of given score vectors: M_i = S_i S_i^T, S (R, m, k). counted: (R,), 0 where a row was ignored."""
+    """The form of given score vectors: M_i = S_i S_i^T.
+
+    Args:
+        scores: S, shape (R, m, k).
+        counted: 1 for rows that count and 0 for ignored ones, shape (R,). None: all count.
+    """
 
     def __init__(self, scores: Tensor, counted: Tensor | None = None) -> None:
         self.scores = scores

@@ -22,20 +22,37 @@ def covariance(
     centred: bool = False,
     outputs: Select | None = None,
 ) -> Covariance:
-    """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g. `.at(params, (inputs, targets))`.
+    """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g.
 
-    Le Roux, Manzagol & Bengio 2008 (TONGA); Pascanu & Bengio eq. 12, 13 with per-example gradients, which the printed
-    formulas lack. Kept in sample space: the number of parameters is no obstacle, `ng.SampleSpace()` solves with it.
-    With gradient and covariance from one batch (U + lambda)^-1 g and (C + lambda)^-1 g are exactly parallel, of length
-    ratio 1 / (1 - g^T (U + lambda)^-1 g): centring changes the length alone, and can make it explode.
-    outputs: as in `fisher`.
+    The metric takes targets: `.at(params, (inputs, targets))`. It is kept in sample space, so the number of parameters
+    is no obstacle: `ng.SampleSpace()` solves with it. With gradient and covariance from one batch (U + lambda)^-1 g and
+    (C + lambda)^-1 g are exactly parallel, of length ratio 1 / (1 - g^T (U + lambda)^-1 g): centring changes the length
+    alone, and can make it explode.
+
+    Args:
+        model: A module, or a function f(params, x).
+        family: An `ng` likelihood, or a `torch.nn` loss that stands for one.
+        centred: C instead of U.
+        outputs: As in `fisher`.
+
+    Returns:
+        A metric; `.at(params, (inputs, targets))` gives the operator.
+
+    Reference:
+        Le Roux, Manzagol & Bengio 2008 (TONGA); Pascanu & Bengio 2013, eq. 12, 13, with the per-example gradients that
+        the printed formulas lack.
     """
     return Covariance(EmpiricalFisher(model, as_criterion(family), outputs=outputs), centred)
 
 
 @dataclass(frozen=True)
 class Covariance(Metric):
-    """See `covariance`."""
+    """What `covariance` gives: U = E[g g^T], or C = U - gbar gbar^T.
+
+    Args:
+        moment: The uncentred moment U.
+        centred: C instead of U.
+    """
 
     moment: EmpiricalFisher
     centred: bool = False

@@ -20,17 +20,40 @@ Divergence = Callable[[Params, Params, Any], Tensor]
 
 
 def divergence(d: Divergence) -> DivergenceMetric:
-    """G = d^2/dphi^2 D(theta, phi) at phi = theta (Eguchi 1983), as a dense matrix.
+    """G = d^2/dphi^2 D(theta, phi) at phi = theta, as a dense matrix.
 
-    d: a function d(params, other, inputs) -> scalar tensor, a mean over examples, zero and stationary at
-    other = params; twice differentiable in `other`. See `kl` for one. Costs n double-backward products: a reference
-    for small models.
+    Costs n double-backward products: a reference for small models.
+
+    Args:
+        d: A function d(params, other, inputs) -> scalar tensor, a mean over examples. It is zero and stationary at
+            other = params, and twice differentiable in `other`. See `kl` for one.
+
+    Returns:
+        A metric; `.at(params, inputs)` gives the operator. It raises a ValueError if d(params, params) is not zero or
+        not stationary.
+
+    Reference:
+        Eguchi 1983.
+
+    Example:
+        >>> model = nn.Linear(2, 3)
+        >>> metric = ng.divergence(ng.kl(model, ng.Categorical()))
+        >>> metric.at(ng.trainable(model), torch.randn(5, 2)).dense().shape
+        torch.Size([9, 9])
     """
     return DivergenceMetric(d)
 
 
 def kl(model: Model, family: Likelihood) -> Divergence:
-    """d(params, other, inputs) = E_x KL(p(.|x; params), p(.|x; other)), in nats, a mean over rows of outputs."""
+    """d(params, other, inputs) = E_x KL(p(.|x; params), p(.|x; other)), in nats, a mean over rows of outputs.
+
+    Args:
+        model: A module, or a function f(params, x).
+        family: An `ng` likelihood with `kl`.
+
+    Returns:
+        A function to give to `divergence`.
+    """
 
     def between(params: Params, other: Params, inputs: Any) -> Tensor:
         random = RandomState.capture(*{t.device for t in as_call(inputs).tensors()})
@@ -42,7 +65,14 @@ def kl(model: Model, family: Likelihood) -> Divergence:
 
 @dataclass(frozen=True)
 class DivergenceMetric(Metric):
-    """See `divergence`. ValueError if d(params, params) is not zero or not stationary."""
+    """What `divergence` gives: the second derivative of a divergence.
+
+    Args:
+        d: A function d(params, other, inputs) -> scalar tensor.
+
+    Raises:
+        ValueError: At `.at`, if d(params, params) is not zero or not stationary.
+    """
 
     d: Divergence
 

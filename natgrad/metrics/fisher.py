@@ -24,12 +24,31 @@ def fisher(
 ) -> Fisher:
     """F = E_x E_{y ~ p(y|x)} [grad log p(y|x) grad log p(y|x)^T] = E_x[J^T M J], the labels' expectation exact.
 
-    model: a module, or a function f(params, x).   family: an `ng` likelihood, or a `torch.nn` loss that stands for one.
-    `.at(params, inputs)` gives the operator, a mean over rows of outputs (examples; tokens for sequences). It sees no
-    targets: where some are ignored or weighted, `gauss_newton` is the metric of that loss; `NaturalGradient` passes the
-    targets of `opt.loss` on, and then the rows weigh what they weigh in the loss.
-    outputs: what the family is of, where the model returns more than that: `outputs=lambda out: out.logits`.
-    Amari 1998; Pascanu & Bengio 2013, eq. 8-11. NotImplementedError for a likelihood without `fisher`.
+    It sees no targets. Where some targets are ignored or weighted, `gauss_newton` is the metric of that loss.
+    `NaturalGradient` passes the targets of `opt.loss` on, and then the rows weigh what they weigh in the loss.
+
+    Args:
+        model: A module, or a function f(params, x).
+        family: An `ng` likelihood, or a `torch.nn` loss that stands for one.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        outputs: A function that picks what the family is of, where the model returns more than that: `outputs=lambda
+            out: out.logits`.
+
+    Returns:
+        A metric; `.at(params, inputs)` gives the operator, a mean over rows of outputs (examples; tokens for
+        sequences).
+
+    Raises:
+        NotImplementedError: For a likelihood without `fisher`.
+
+    Reference:
+        Amari 1998; Pascanu & Bengio 2013, eq. 8-11.
+
+    Example:
+        >>> model = nn.Linear(4, 3)
+        >>> G = ng.fisher(model, ng.Categorical()).at(ng.trainable(model), torch.randn(10, 4))
+        >>> (G @ torch.ones(15)).shape, G.dense().shape
+        (torch.Size([15]), torch.Size([15, 15]))
     """
     criterion = as_criterion(family)
     require_fisher(criterion.family)
@@ -47,8 +66,24 @@ def sampled_fisher(
 ) -> SampledFisher:
     """The Fisher with the labels' expectation replaced by `samples` draws per row: unbiased, rank <= R k.
 
-    generator: private source of the draws; default a new one, seeded 0. Every `.at` draws anew and then keeps its
-    draws, so that the operator is one fixed matrix.   outputs: as in `fisher`.
+    Every `.at` draws anew and then keeps its draws, so that the operator is one fixed matrix.
+
+    Args:
+        model: A module, or a function f(params, x).
+        family: An `ng` likelihood, or a `torch.nn` loss that stands for one.
+        samples: Draws per row, k.
+        generator: Private source of the draws, default a new one, seeded 0.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        outputs: As in `fisher`.
+
+    Returns:
+        A metric; `.at(params, inputs)` gives the operator.
+
+    Example:
+        >>> model = nn.Linear(4, 3)
+        >>> metric = ng.sampled_fisher(model, ng.Categorical(), samples=2)
+        >>> metric.at(ng.trainable(model), torch.randn(10, 4)).root().shape
+        torch.Size([15, 20])
     """
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples is {samples}, expected an integer >= 1")
@@ -61,17 +96,33 @@ def empirical_fisher(
 ) -> EmpiricalFisher:
     """U = E_{(x, t)} [g g^T], g the gradient of one row's loss, over the data's own targets. Not the Fisher.
 
-    A row is an example; a token for classes over a sequence, an entry where the variance is predicted too.
-    `.at(params, (inputs, targets))`. Class weights and label smoothing enter g; ignored targets do not count.
-    outputs: as in `fisher`.
-    Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
+    A row is an example; a token for classes over a sequence; an entry where the variance is predicted too. Class
+    weights and label smoothing enter g. Ignored targets do not count.
+
+    Args:
+        model: A module, or a function f(params, x).
+        family: An `ng` likelihood, or a `torch.nn` loss that stands for one.
+        outputs: As in `fisher`.
+
+    Returns:
+        A metric; `.at(params, (inputs, targets))` gives the operator.
+
+    Reference:
+        Le Roux et al. 2008; Pascanu & Bengio 2013, eq. 12 with per-example gradients.
+
+    Example:
+        >>> model = nn.Linear(4, 3)
+        >>> metric = ng.empirical_fisher(model, nn.CrossEntropyLoss())
+        >>> x, y = torch.randn(10, 4), torch.randint(3, (10,))
+        >>> metric.at(ng.trainable(model), (x, y)).root().shape
+        torch.Size([15, 10])
     """
     return EmpiricalFisher(model, as_criterion(family), outputs=outputs)
 
 
 @dataclass(frozen=True)
 class Fisher(PullbackMetric):
-    """Exact over labels; see `fisher`."""
+    """What `fisher` gives: E_x[J^T M J], exact over labels."""
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
         return self.criterion.family, row_weights(self.criterion, outputs, targets)
@@ -79,7 +130,12 @@ class Fisher(PullbackMetric):
 
 @dataclass(frozen=True)
 class SampledFisher(PullbackMetric):
-    """Over sampled labels; see `sampled_fisher`."""
+    """What `sampled_fisher` gives: the Fisher over sampled labels.
+
+    Args:
+        samples: Draws per row.
+        generator: Private source of the draws, default a new one, seeded 0.
+    """
 
     samples: int = 1
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
@@ -98,7 +154,7 @@ class SampledFisher(PullbackMetric):
 
 @dataclass(frozen=True)
 class EmpiricalFisher(PullbackMetric):
-    """Over the data's targets; see `empirical_fisher`."""
+    """What `empirical_fisher` gives: U = E[g g^T] over the data's targets."""
 
     needs_targets = True
 

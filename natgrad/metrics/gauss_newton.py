@@ -20,13 +20,31 @@ Loss = Callable[[Any, Any], Tensor]
 def gauss_newton(
     model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, outputs: Select | None = None
 ) -> GaussNewton | LossGaussNewton:
-    """G_N = E[J^T H J], H the Hessian of the loss in the outputs (Schraudolph 2002; Pascanu & Bengio eq. 14).
+    """G_N = E[J^T H J], H the Hessian of the loss in the outputs.
 
-    loss: a `torch.nn` loss or `ng` likelihood, for which H is the Fisher form. In natural parameters that is the
-    Hessian; for predicted variances and PoissonNLLLoss(log_input=False) it is not, pass a plain function there. It
-    comes in the units of the mean loss with class weights, ignored and weighted targets; or any function
-    loss(outputs, targets) -> scalar that is convex in the outputs. `.at(params, (inputs, targets))`.
-    outputs: what the loss is of, where the model returns more than that: `outputs=lambda out: out.logits`.
+    For a `torch.nn` loss or an `ng` likelihood H is the Fisher form. In natural parameters that is the Hessian. For
+    predicted variances and for PoissonNLLLoss(log_input=False) it is not: pass a plain function there. The metric is in
+    the units of the mean loss, with its class weights and its ignored and weighted targets.
+
+    Args:
+        model: A module, or a function f(params, x).
+        loss: A `torch.nn` loss, an `ng` likelihood, or any function loss(outputs, targets) -> scalar that is convex in
+            the outputs.
+        outputs: A function that picks what the loss is of, where the model returns more than that: `outputs=lambda out:
+            out.logits`.
+
+    Returns:
+        A metric; `.at(params, (inputs, targets))` gives the operator.
+
+    Reference:
+        Schraudolph 2002; Pascanu & Bengio 2013, eq. 14.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> x, y = torch.randn(10, 4), torch.randn(10, 1)
+        >>> G = ng.gauss_newton(model, nn.MSELoss()).at(ng.trainable(model), (x, y))
+        >>> torch.allclose(G.dense()[:4, :4], 2 * x.T @ x / 10, atol=1e-5)
+        True
     """
     if isinstance(loss, (Likelihood, Criterion, type)):
         return GaussNewton(model, as_criterion(loss), outputs=outputs)
@@ -40,7 +58,10 @@ def gauss_newton(
 
 @dataclass(frozen=True)
 class GaussNewton(PullbackMetric):
-    """For a loss that is a likelihood; see `gauss_newton`. Targets may be None: uniform weights (unlabelled data)."""
+    """What `gauss_newton` gives for a loss that is a likelihood.
+
+    Targets may be None (unlabelled data): then all rows weigh the same.
+    """
 
     needs_targets = True
 
@@ -53,7 +74,7 @@ class GaussNewton(PullbackMetric):
 
 @dataclass(frozen=True)
 class LossGaussNewton(PullbackMetric):
-    """For any twice differentiable loss(outputs, targets) -> scalar; see `gauss_newton`."""
+    """What `gauss_newton` gives for any twice differentiable loss(outputs, targets) -> scalar."""
 
     needs_targets = True
 
@@ -63,7 +84,13 @@ class LossGaussNewton(PullbackMetric):
 
 
 class LossHessian:
-    """H v of a scalar loss at given outputs, from one gradient graph that is kept."""
+    """H v of a scalar loss at given outputs, from one gradient graph that is kept.
+
+    Args:
+        loss: A function loss(outputs, targets) -> scalar.
+        outputs: Shape (R, m).
+        targets: As the loss takes them.
+    """
 
     def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
         with torch.enable_grad():

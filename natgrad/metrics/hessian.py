@@ -21,14 +21,29 @@ Loss = Callable[[Any, Any], Tensor]
 def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, outputs: Select | None = None) -> Hessian:
     """H = d^2 L / d theta^2 of the mean loss: Newton's method in place of the natural gradient.
 
-    loss: a `torch.nn` criterion, an `ng` likelihood, or any twice differentiable function loss(outputs, targets) ->
-    scalar. `.at(params, (inputs, targets))`. H = G_N + sum_i (dL/dr_i) d^2 r_i / d theta^2, with the extended
-    Gauss-Newton matrix G_N (`gauss_newton`); the second part makes it indefinite away from a minimum.
+    H = G_N + sum_i (dL/dr_i) d^2 r_i / d theta^2 with the extended Gauss-Newton matrix G_N (`gauss_newton`). The second
+    part makes it indefinite away from a minimum, and plain Newton steps go uphill along negative curvature. Solve with
+    `ng.MinresQLP()`, which takes indefinite systems. To move away from saddle points, solve with the absolute values of
+    the eigenvalues: `ng.Direct(absolute=True)` for small models, `ng.KrylovSubspace(absolute=True)` for any.
 
-    outputs: what the loss is of, as in `fisher`.
-    Solve with `ng.MinresQLP()`, which takes indefinite systems, or saddle-safe with the absolute values of the
-    eigenvalues (Dauphin et al. 2014): `ng.Direct(absolute=True)` for small models, `ng.KrylovSubspace(absolute=True)`
-    for any. Plain Newton steps go uphill along negative curvature. Pascanu & Bengio 2013, section 3 and Fig. 1.
+    Args:
+        model: A module, or a function f(params, x).
+        loss: A `torch.nn` criterion, an `ng` likelihood, or any twice differentiable function loss(outputs, targets) ->
+            scalar.
+        outputs: What the loss is of, as in `fisher`.
+
+    Returns:
+        A metric; `.at(params, (inputs, targets))` gives the operator.
+
+    Reference:
+        Pascanu & Bengio 2013, section 3 and Fig. 1; absolute values: Dauphin et al. 2014.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> x, y = torch.randn(10, 2), torch.randn(10, 1)
+        >>> H = ng.hessian(model, nn.MSELoss()).at(ng.trainable(model), (x, y))
+        >>> (H @ torch.ones(13)).shape
+        torch.Size([13])
     """
     try:
         return Hessian(model, as_criterion(loss), outputs=outputs)  # type: ignore[arg-type]
@@ -40,7 +55,13 @@ def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, ou
 
 @dataclass(frozen=True)
 class Hessian(Metric):
-    """See `hessian`."""
+    """What `hessian` gives: H = d^2 L / d theta^2 of the mean loss.
+
+    Args:
+        model: A module, or a function f(params, x).
+        criterion: The loss, as a likelihood or as a plain function.
+        outputs: What the loss is of, as in `fisher`.
+    """
 
     model: Model
     criterion: Criterion

@@ -17,8 +17,14 @@ from natgrad.spaces import Params
 class Langevin:
     """x <- x + step grad log p(x) + sqrt(2 step) z, z ~ N(0, I), `steps` times from where it starts.
 
-    step: in squared units of x.   adjusted: accept or refuse each move (Metropolis; MALA), so that p is what is drawn
-    whatever the step; False: every move, with a bias of order step.   ValueError for steps < 1 or step <= 0.
+    Args:
+        steps: Number of moves.
+        step: Step length, in squared units of x.
+        adjusted: Accept or refuse each move (Metropolis; MALA), so that the draws are from p for every step length.
+            False accepts every move, with a bias of order `step`.
+
+    Raises:
+        ValueError: For steps < 1 or step <= 0.
     """
 
     steps: int = 20
@@ -33,7 +39,17 @@ class Langevin:
 
     @torch.no_grad()
     def draw(self, density: Density, params: Params, start: Tensor, generator: torch.Generator) -> Tensor:
-        """One draw per example of `start`, (b, ...) -> (b, ...)."""
+        """One draw per example of `start`.
+
+        Args:
+            density: log p.
+            params: Its parameters, name -> tensor.
+            start: Where the chains start, shape (b, ...).
+            generator: Source of the noise.
+
+        Returns:
+            Shape (b, ...).
+        """
         point = {name: p.detach() for name, p in params.items()}
         x, here = start, self._at(density, point, start)
         for _ in range(self.steps):

@@ -35,10 +35,21 @@ def ratio_metric(
 ) -> RatioMetric:
     """G = 2 E_x sum_i [s_i (1 - s_i)]^2 grad r_i grad r_i^T, s_i = sigmoid(r_i).
 
-    r_i = log p(x) - log p(x with bit i flipped). `.at(params, X)`, X (b, N) of 0 and 1: the mean over its examples. It
-    is the Hessian of the mean of J (`ng.ratio_matching_loss`; Hyvarinen 2007) where the data come from the model.
-    log_p, mask, chunk_size: as in `score_metric`.   weights: (b,), how often each example of X came, as for the loss;
-    with the model's own probabilities of all states, the expectation is the model's. Not together with chunk_size.
+    r_i = log p(x) - log p(x with bit i flipped). G is the Hessian of the mean of J (`ng.ratio_matching_loss`) where the
+    data come from the model.
+
+    Args:
+        log_p: As in `score_metric`.
+        mask: As in `score_metric`.
+        weights: How often each example of X came, shape (b,), as for the loss. With the model's own probabilities of
+            all states, the expectation is the model's. Not together with `chunk_size`.
+        chunk_size: As in `score_metric`.
+
+    Returns:
+        A metric; `.at(params, X)`, X (b, N) of 0 and 1, gives the operator, a mean over the examples of X.
+
+    Reference:
+        The loss: Hyvarinen 2007.
     """
     check_chunks(chunk_size)
     if weights is not None and chunk_size is not None:
@@ -48,7 +59,15 @@ def ratio_metric(
 
 @dataclass(frozen=True)
 class RatioMetric(Metric):
-    """See `ratio_metric`."""
+    """What `ratio_metric` gives: G = 2 E_x sum_i [s_i (1 - s_i)]^2 grad r_i grad r_i^T.
+
+    Args:
+        density: log p, as a density.
+        log_p: What the user passed, for who listens to its losses.
+        mask: True for the variables i that the sum runs over, shape (N,) or (b, N). None: all.
+        weights: How often each example came, shape (b,).
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+    """
 
     density: Density
     log_p: Any
@@ -76,7 +95,12 @@ class RatioMetric(Metric):
         return pulled(self.density.ratios, params, examples, random, form)
 
     def entries(self, examples: Tensor, ratios: Tensor) -> Tensor:
-        """What grad r_i grad r_i^T counts with, (b, N)."""
+        """What grad r_i grad r_i^T counts with, shape (b, N).
+
+        Args:
+            examples: X, shape (b, N).
+            ratios: r, shape (b, N).
+        """
         slopes = torch.sigmoid(ratios) * torch.sigmoid(-ratios)  # not s (1 - s), which rounds to 0
         entries = 2 * slopes.square()
         counted, shares = check_mask(self.mask, examples), check_weights(self.weights, examples)

@@ -29,15 +29,34 @@ def score_metric(
     mask: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> ScoreMetric:
-    """G = sum_i E_x[grad d_i log p(x) grad d_i log p(x)^T] over the data, Karakida, Okada & Amari 2016, eq. 1.
+    """G = sum_i E_x[grad d_i log p(x) grad d_i log p(x)^T] over the data.
 
-    `.at(params, X)`, X (b, N) continuous: the mean over its examples. It is the Hessian of the mean of l
-    (`ng.score_matching_loss`) where the data come from the model, and its Gauss-Newton part everywhere. log_p, mask: as
-    for the loss.   slices: take that many random directions v per example instead of all N variables: an unbiased
-    estimate, with a root of K x b slices.   langevin: draw x from the model, starting at X, instead of taking X itself:
-    the expectation under p of eq. 1 (ng.Langevin()).   chunk_size: examples per graph, to bound memory.
+    G is the Hessian of the mean of l (`ng.score_matching_loss`) where the data come from the model, and its
+    Gauss-Newton part everywhere. It comes as an operator: products through the graph of the score, a root (K, b N), the
+    diagonal, and `dense()` on demand.
 
-    An operator: products through the graph of the score, a root (K, b N), the diagonal, and `dense()` on demand.
+    Args:
+        log_p: A function log_p(params, x) of one example, a module of energies (log p = -energy), or a `Density`;
+            without its constant.
+        slices: Take that many random directions v per example instead of all N variables: an unbiased estimate, with a
+            root of K x (b slices). None: all variables.
+        langevin: Draw x from the model, starting at X (`ng.Langevin()`), instead of taking X itself: the expectation
+            under p of eq. 1. None: over the data.
+        mask: True for the variables i that the sum runs over, shape (N,) or (b, N), as for the loss: the density of
+            these given the others is meant. None: all.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+
+    Returns:
+        A metric; `.at(params, X)`, X (b, N) continuous, gives the operator, a mean over the examples of X.
+
+    Reference:
+        Karakida, Okada & Amari 2016, eq. 1.
+
+    Example:
+        >>> energy = nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 1))
+        >>> G = ng.score_metric(energy).at(ng.trainable(energy), torch.randn(10, 3))
+        >>> G.root().shape
+        torch.Size([41, 30])
     """
     if slices is not None and (not isinstance(slices, int) or slices < 1):
         raise ValueError(f"slices is {slices!r}, expected an integer >= 1 or None for all variables")
@@ -49,7 +68,17 @@ def score_metric(
 
 @dataclass(frozen=True)
 class ScoreMetric(Metric):
-    """See `score_metric`."""
+    """What `score_metric` gives: G = sum_i E_x[grad d_i log p(x) grad d_i log p(x)^T].
+
+    Args:
+        density: log p, as a density.
+        log_p: What the user passed, for who listens to its losses.
+        slices: Random directions per example; None: all variables.
+        langevin: Draws x from the model; None: over the data.
+        mask: True for the variables i that the sum runs over, shape (N,) or (b, N). None: all.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        generator: Private source of directions and draws, default a new one, seeded 0.
+    """
 
     density: Density
     log_p: Any
@@ -80,7 +109,13 @@ class ScoreMetric(Metric):
         return replace(self, mask=mask)._term(params, random, examples)
 
     def graph(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Pullback:
-        """The same, pulled back through one graph of the score, whatever closed forms there are and in no chunks."""
+        """The same matrix through one graph of the score: without the closed forms of a density, and without chunks.
+
+        Args:
+            params: Name -> tensor.
+            inputs: X, shape (b, N).
+            random: The random state at which dropout is replayed, default the state now.
+        """
         examples = self._examples(params, inputs)
         with guarded(self.density, params, examples):
             return self._pulled(params, random, examples)
@@ -127,7 +162,11 @@ class ScoreMetric(Metric):
 
 
 class Diagonals:
-    """The form diag(d) on every row of outputs, d (R, m) >= 0."""
+    """The form diag(d) on every row of outputs.
+
+    Args:
+        entries: d >= 0, shape (R, m).
+    """
 
     def __init__(self, entries: Tensor) -> None:
         self.entries = entries

@@ -29,20 +29,37 @@ def transport_metric(
 ) -> TransportMetric:
     """The Wasserstein-2 metric of the distribution of x = model(z), z random, from samples.
 
-    model: a module or a function f(params, z), from draws z (b, ...) to samples (b, ...), d numbers each.
-    `.at(params, z)` gives the operator, a mean over draws.
+    With kernel=None it is E[J^T J], J = dx / d theta: the cost of moving every sample as the parametrisation does. That
+    is the Wasserstein metric where this motion is a gradient field (any one-dimensional monotone map, shifts, scales),
+    and an upper bound elsewhere: a rotation of z that leaves the distribution as it is still costs.
 
-    kernel=None: E[J^T J], J = dx/d theta: the cost of moving every sample as the parametrisation does. It is the
-    Wasserstein metric where that motion is a gradient field (any one-dimensional monotone map, shifts, scales), and an
-    upper bound elsewhere: a rotation of z that leaves the distribution as it is still costs.
-    kernel: the kernelised metric (Arbel, Gretton, Li & Montufar 2020): motion is measured after projection on gradients
-    of `basis` functions h_m(x) = d/dy_i k(y_m, x), so that such rotations cost nothing. With C_m = grad h_m at the N
-    samples, T = E[C J] and K_ml = d/dx_j h_m(y_l): G = T^T (regularization K + C C^T / N)^+ T, of rank at most `basis`,
-    with its root and a closed damped inverse.
-    `RBF()` from natgrad.metrics, or any smooth k(x, y) of points (d,).   regularization: > 0, in the kernel's units.
-    generator: private source of the basis points, default seeded 0; every `.at` draws anew.
+    With a kernel it is the kernelised metric. Motion is measured after projection on gradients of `basis` functions
+    h_m(x) = d/dy_i k(y_m, x), so that such rotations cost nothing. With C_m = grad h_m at the N samples, T = E[C J] and
+    K_ml = d/dx_j h_m(y_l): G = T^T (regularization K + C C^T / N)^+ T, of rank at most `basis`, with its root and a
+    closed damped inverse.
 
-    ValueError for numbers out of range, and at `.at` for samples that are not finite.
+    Args:
+        model: A module or a function f(params, z), from draws z (b, ...) to samples (b, ...), d numbers each.
+        kernel: `ng.metrics.RBF()`, or any smooth k(x, y) of points (d,). None: E[J^T J].
+        basis: Number of functions on whose gradients motion is projected.
+        regularization: A number > 0, in the kernel's units.
+        generator: Private source of the basis points, default a new one, seeded 0. Every `.at` draws anew.
+
+    Returns:
+        A metric; `.at(params, z)` gives the operator, a mean over draws. It raises a ValueError for samples that are
+        not finite.
+
+    Raises:
+        ValueError: For numbers out of range.
+
+    Reference:
+        The kernelised metric: Arbel, Gretton, Li & Montufar 2020.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> G = ng.transport_metric(model).at(ng.trainable(model), torch.randn(50, 2))
+        >>> round(float(G.diagonal()[4]), 4)  # of the bias: a shift costs its square
+        1.0
     """
     if kernel is not None and not callable(kernel):
         raise TypeError(f"kernel is {kernel!r}, expected natgrad.metrics.RBF(), a function k(x, y), or None")
@@ -58,7 +75,11 @@ def transport_metric(
 
 @dataclass(frozen=True)
 class RBF:
-    """k(x, y) = exp(-|x - y|^2 / (2 bandwidth^2)); bandwidth None: the median distance between samples."""
+    """k(x, y) = exp(-|x - y|^2 / (2 bandwidth^2)).
+
+    Args:
+        bandwidth: In the units of x. None: the median distance between samples.
+    """
 
     bandwidth: float | None = None
 
@@ -67,14 +88,28 @@ class RBF:
             raise ValueError(f"bandwidth is {self.bandwidth}, expected a number > 0, or None for the median distance")
 
     def width(self, samples: Tensor) -> float:
-        """The bandwidth, or the median distance between at most 500 samples (N, d); 1 where these coincide."""
+        """The bandwidth, or the median distance between at most 500 samples; 1 where these coincide.
+
+        Args:
+            samples: Shape (N, d).
+        """
         if self.bandwidth is not None:
             return self.bandwidth
         few = samples[:500]
         return float(torch.pdist(few).median()) or 1.0 if len(few) > 1 else 1.0
 
     def mixed(self, points: Tensor, axes: Tensor, samples: Tensor, width: float) -> Tensor:
-        """d/dy_i d/dx_j k(y, x) at y = points (M, d) and its axis i, x = samples (N, d), every j: (M, N, d)."""
+        """d/dy_i d/dx_j k(y, x) for every j.
+
+        Args:
+            points: y, shape (M, d).
+            axes: The axis i of every point, shape (M,).
+            samples: x, shape (N, d).
+            width: The bandwidth.
+
+        Returns:
+            Shape (M, N, d).
+        """
         gap = points.unsqueeze(1) - samples
         values = (-gap.square().sum(2) / (2 * width**2)).exp() / width**2  # (M, N)
         along = gap.gather(2, axes.view(-1, 1, 1).expand(-1, len(samples), 1))
@@ -82,6 +117,15 @@ class RBF:
         return values.unsqueeze(2) * (unit - along * gap / width**2)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """k(x, y) of two points.
+
+        Args:
+            x: Shape (d,).
+            y: Shape (d,).
+
+        Returns:
+            A scalar tensor.
+        """
         if self.bandwidth is None:
             raise ValueError("bandwidth is None: it is known with the samples only; give RBF a number")
         return (-(x - y).square().sum(-1) / (2 * self.bandwidth**2)).exp()
@@ -89,7 +133,15 @@ class RBF:
 
 @dataclass(frozen=True)
 class TransportMetric(Metric):
-    """See `transport_metric`."""
+    """What `transport_metric` gives: the Wasserstein-2 metric of a model's samples.
+
+    Args:
+        model: A module or a function f(params, z).
+        kernel: A kernel of points (d,); None: E[J^T J].
+        basis: Number of functions on whose gradients motion is projected.
+        regularization: A number > 0, in the kernel's units.
+        generator: Private source of the basis points, default a new one, seeded 0.
+    """
 
     model: Model
     kernel: RBF | Kernel | None = None

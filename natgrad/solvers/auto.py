@@ -21,12 +21,20 @@ class Auto(Solver):
     1. A closed-form inverse: `Direct`.
     2. Fewer columns r of the root than parameters, and r <= `gram`: `SampleSpace` (the r x r Gram matrix).
     3. n <= `dense`: `Direct` (the n x n matrix, one Cholesky).
-    4. Otherwise `CG`.
+    4. Otherwise `iterative`.
 
-    For a Hessian, which may be indefinite, `Direct` for blocks and up to `dense`, `MinresQLP` beyond.
+    A Hessian may be indefinite: then it is `Direct` for blocks and up to `dense`, and `MinresQLP` beyond.
 
-    gram, dense: the largest matrix that is still factorised, by its side. The defaults are about a second
-    of Cholesky on two cores in float64.
+    Args:
+        gram: The largest Gram matrix that is still factorised, by its side r. The default takes about a second of
+            Cholesky on two cores in float64.
+        dense: The largest matrix that is still factorised, by its side n.
+        iterative: The solver for everything else.
+
+    Example:
+        >>> G = ng.operators.Dense(torch.eye(3))
+        >>> ng.Auto().choose(G)
+        Direct(absolute=False)
     """
 
     gram: int = 4000
@@ -38,7 +46,11 @@ class Auto(Solver):
         return self.choose(operator).solve(operator, rhs, damping=damping, guess=guess)
 
     def choose(self, operator: Operator) -> Solver:
-        """The solver that `solve` takes for this operator."""
+        """The solver that `solve` takes for this operator.
+
+        Args:
+            operator: G, of size n.
+        """
         if operator.indefinite:
             return Direct() if operator.closed_form or operator.size <= self.dense else MinresQLP()
         rank = operator.sample_rank

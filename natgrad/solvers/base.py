@@ -37,18 +37,34 @@ class Status(StrEnum):
 class Subspace:
     """An orthonormal basis with its images under G.
 
-    vectors: V (k, n), rows v_i with v_i . v_j = delta_ij.   images: (k, n), rows G v_i.
+    Args:
+        vectors: V (k, n), rows v_i with v_i . v_j = delta_ij.
+        images: Rows G v_i, shape (k, n).
     """
 
     vectors: Tensor
     images: Tensor
 
     def at(self, weights: Tensor) -> Tensor:
-        """sum_i w_i v_i: (k,) -> (n,)."""
+        """sum_i w_i v_i.
+
+        Args:
+            weights: w, shape (k,).
+
+        Returns:
+            Shape (n,).
+        """
         return self.vectors.mT @ weights
 
     def image_at(self, weights: Tensor) -> Tensor:
-        """G applied to that, without a product: (k,) -> (n,)."""
+        """G sum_i w_i v_i, from the images, without a product.
+
+        Args:
+            weights: w, shape (k,).
+
+        Returns:
+            Shape (n,).
+        """
         return self.images.mT @ weights
 
     def projected(self) -> Tensor:
@@ -58,7 +74,12 @@ class Subspace:
 
 @dataclass(frozen=True)
 class Iterate:
-    """A vector that a solver passed on its way: x (n,) and (G + damping I) x (n,)."""
+    """A vector that a solver passed on its way: x and (G + damping I) x.
+
+    Args:
+        value: x, shape (n,).
+        image: (G + damping I) x, shape (n,).
+    """
 
     value: Tensor
     image: Tensor
@@ -68,10 +89,15 @@ class Iterate:
 class Solution:
     """What a solver found. `value` is its best vector, whatever the status.
 
-    value: x, shape (n,).   residual: |b - (G + damping I) x|, a scalar tensor.   steps: products with G.
-    status: why it stopped.   image: (G + damping I) x = b - r, shape (n,), so that nobody computes it again.
-    extra: estimates that a particular solver makes, by name.   basis: the space that was searched, where it was kept.
-    iterates: earlier vectors, oldest first, where they were kept.
+    Args:
+        value: x, shape (n,).
+        residual: |b - (G + damping I) x|, a scalar tensor.
+        steps: Number of products with G.
+        status: Why the solver stopped.
+        image: (G + damping I) x = b - r, shape (n,), so that nobody computes it again.
+        extra: Estimates that a particular solver makes, by name.
+        basis: The space that was searched, where the solver kept it.
+        iterates: Earlier vectors, oldest first, where the solver kept them.
     """
 
     value: Tensor
@@ -89,15 +115,37 @@ class Solver(ABC):
 
     @abstractmethod
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
-        """x (n,) for operator G (n, n), rhs b (n,), damping >= 0, guess x_0 (n,) for iterative methods.
+        """x with (G + damping I) x = b.
 
-        For a singular system the minimum-norm least-squares solution, where the solver's page says so.
-        ValueError for wrong shapes, a negative damping or a non-finite b.
+        For a singular system it is the minimum-norm least-squares solution, where the solver's page says so.
+
+        Args:
+            operator: G, of size n.
+            rhs: b, shape (n,).
+            damping: In the operator's units, >= 0.
+            guess: x_0, shape (n,): where an iterative method starts. None starts at zero.
+
+        Returns:
+            The best vector found, with its residual and the reason why the solver stopped.
+
+        Raises:
+            ValueError: For wrong shapes, a negative damping or a b that is not finite.
         """
 
 
 def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None = None) -> None:
-    """ValueError or TypeError unless (G + damping I) x = rhs is a well-formed system."""
+    """Check that (G + damping I) x = rhs is a well-formed system.
+
+    Args:
+        operator: G, of size n.
+        rhs: b, shape (n,).
+        damping: A finite number >= 0.
+        guess: x_0, shape (n,), or None.
+
+    Raises:
+        ValueError: For wrong shapes, a negative damping or a b that is not finite.
+        TypeError: If the operator or the right-hand side is of another type.
+    """
     if not isinstance(operator, Operator):
         raise TypeError(
             f"operator is {type(operator).__name__}, expected a natgrad Operator: wrap a matrix with "
@@ -156,7 +204,15 @@ def power_of_two(rhs: Tensor) -> float:
 
 
 def restore_units(found: Solution, scale: float, operator: Operator, rhs: Tensor, damping: float) -> Solution:
-    """The solution for b = rhs, from what was found for b / scale."""
+    """The solution for b = rhs, from what was found for b / scale.
+
+    Args:
+        found: The solution in the units of b / scale.
+        scale: What b was divided by.
+        operator: G.
+        rhs: b, shape (n,).
+        damping: As the system was solved with.
+    """
     value, image = scale * found.value, scale * found.image
     restored = replace(found, value=value, image=image, residual=scale * found.residual)
     return check_representable(restored, scale, operator, rhs, damping)
@@ -170,11 +226,11 @@ def check_representable(found: Solution, scale: float, operator: Operator, rhs: 
         scale: Near the largest entry of b, so that norms are taken of numbers near 1.
         operator: G.
         rhs: b, shape (n,).
-        damping: As it was solved with.
+        damping: As the system was solved with.
 
     Returns:
         Zero with NON_FINITE where x or its image overflows. Where x is so small that digits are gone, the residual is
-        measured once more, and what was CONVERGED is INACCURATE if it is large.
+        measured once more, and what was CONVERGED becomes INACCURATE if it is large.
     """
     if not (all_finite(found.value) and all_finite(found.image)):
         zero = torch.zeros_like(rhs)

@@ -17,22 +17,36 @@ Callback = Callable[[int, Tensor, float], None]
 
 @dataclass(frozen=True)
 class CG(Solver):
-    """Preconditioned conjugate gradients on (G + damping I) x = b.
-
-    rtol: stop when |r| <= rtol |b|.   max_steps: products with G, at most.
-    progress: Martens' stop, checked from step 10 on: over the last k = max(10, step / 10) steps the quadratic model
-    phi(x) = x^T A x / 2 - b^T x fell by less than k * progress * |phi|; None switches it off (Martens: 5e-4).
-    preconditioner: an operator P ~ (G + damping I)^-1, applied once per step.
-    callback: called as callback(step, x, residual) after every step.
-    keep: store iterates at steps that grow by this factor (Martens: 1.3), as `Solution.iterates`, for rules that go
-    back over them (`ng.LineSearch(iterates=True)`); None stores none. Memory: 2 vectors each.
-    refresh: every so many steps r = b - A x is computed afresh: in float32 the recurrence drifts from it. It is
-    computed once more at the end where round-off may have moved it by a tenth, so that the residual is what it says.
+    """Preconditioned conjugate gradients on A x = b with A = G + damping I.
 
     A direction without curvature, d^T A d <= 0 up to round-off, ends the run with NEGATIVE_CURVATURE and the iterate of
-    smallest residual; so does an overflow, with NON_FINITE. On a singular consistent system, started at zero, the
-    result is the minimum-norm solution; on an inconsistent one the method breaks down (use ng.MinresQLP there).
-    Hestenes & Stiefel 1952; stops: Martens 2010, section 4.4.
+    smallest residual. An overflow ends it with NON_FINITE. On a singular consistent system, started at zero, the result
+    is the minimum-norm solution. On an inconsistent one the method breaks down: use `ng.MinresQLP` there.
+
+    Args:
+        rtol: Stop when |r| <= rtol |b|.
+        max_steps: Products with G, at most.
+        progress: Martens' stop (he takes 5e-4), checked from step 10 on: stop when over the last k = max(10, step / 10)
+            steps the quadratic model phi(x) = x^T A x / 2 - b^T x fell by less than k * progress * |phi|. None: no such
+            stop.
+        preconditioner: An operator P ~ A^-1, applied once per step.
+        callback: Called as callback(step, x, residual) after every step.
+        refresh: Every so many steps r = b - A x is computed afresh, because in float32 the recurrence drifts from it.
+            It is computed once more at the end where round-off may have moved it by a tenth, so that the reported
+            residual is true.
+        keep: Store iterates at steps that grow by this factor (Martens: 1.3) as `Solution.iterates`, for rules that go
+            back over them (`ng.LineSearch(iterates=True)`). Each takes 2 vectors of memory. None: store none.
+
+    Raises:
+        ValueError: For a number out of range.
+
+    Reference:
+        Hestenes & Stiefel 1952. The stops: Martens 2010, section 4.4.
+
+    Example:
+        >>> G = ng.operators.Diagonal(torch.tensor([1.0, 2.0]))
+        >>> ng.CG(rtol=1e-6).solve(G, torch.ones(2)).value
+        tensor([1.0000, 0.5000])
     """
 
     rtol: float = 1e-5

@@ -15,12 +15,21 @@ from natgrad.solvers.base import Solution, Solver, check_system, measured, power
 class Direct(Solver):
     """The operator's closed-form inverse (diagonal, low rank, Kronecker, blocks), else Cholesky of the matrix.
 
-    A numerically singular system gets its minimum-norm solution, by eigenvalues. Forms the (n, n) matrix unless there
-    is a closed form: O(n^2) memory, O(n^3) time. Status INACCURATE means that the right-hand side lies outside the
-    range (then the residual is the part outside) or that the system is too ill-conditioned for its dtype.
+    A numerically singular system gets its minimum-norm solution, by eigenvalues. Without a closed form the (n, n)
+    matrix is formed: O(n^2) memory, O(n^3) time. The status INACCURATE means that the right-hand side lies outside the
+    range of G (then the residual is the part outside) or that the system is too ill-conditioned for its dtype.
 
-    absolute: solve (|G| + damping I) x = b with the absolute values of G's eigenvalues, which keeps a Newton step from
-    being drawn to a saddle (Dauphin et al. 2014); then residual and image refer to that system.
+    Args:
+        absolute: Solve (|G| + damping I) x = b with the absolute values of G's eigenvalues, so that saddle points do
+            not attract a Newton step. Residual and image then refer to that system.
+
+    Reference:
+        `absolute`: Dauphin et al. 2014.
+
+    Example:
+        >>> G = ng.operators.Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> ng.Direct().solve(G, torch.tensor([3.0, 3.0])).value
+        tensor([1.0000, 1.0000])
     """
 
     absolute: bool = False

@@ -23,30 +23,44 @@ class MinresQLP(Solver):
     A may be indefinite or singular, and b may lie outside its range: then the run ends with LEAST_SQUARES, at A^+ b.
     |r| falls with every step, so a run that is cut short returns its best vector.
 
-    rtol: stop when |r| <= rtol |b|.   max_steps: Lanczos steps, at most; each costs one product with G.
-    null_rtol: stop when |A r| <= null_rtol |A| |r|: the rest of b counts as outside the range of A, and x loses its
-    part along r, numerically in the null space. None: 2 sqrt(eps). On inconsistent systems round-off stops the ratio
-    |A r| / (|A| |r|) somewhere below sqrt(eps) (measured), and the vectors grow without bound from there, so smaller
-    values do harm; with cond(A) > 1e8 (float32: 1e4) they may be needed where b is known to be in the range.
-    max_norm: stop before |x| exceeds it (maxxnorm).
-    max_condition: stop when cond(A) is estimated above it, less the direction that did it (Acondlim). None: 1/(4 eps).
-    transfer: the estimate of cond(A) from which x is summed over orthonormal directions, the QLP phase (TranCond).
-    None: 0.1 / sqrt(eps); 1: from the first step; inf: never.
-    backward_error: puts the paper's weaker |r| <= rtol (|A| |x| + |b|) in place of the first test.
-    preconditioner: a positive definite operator P ~ A^-1, applied once per step. Where A is singular the result then
-    is the least-squares solution in the norm r^T P r, shortest in x^T P^-1 x.
+    A guess x_0 is improved by the shortest solution of A e = b - A x_0. A guess that is worse than zero is first scaled
+    to its best length. At the end one product measures r = b - A x, so `residual` and `image` carry no drift. Where the
+    recurrence had promised more, the run goes on from the measured r (iterative refinement) until the promise is kept,
+    or until nothing more is gained: ROUND_OFF.
 
-    A guess x_0 is improved by the shortest solution of A e = b - A x_0; a guess worse than zero is first scaled to its
-    best length. At the end one product measures r = b - A x, so `residual` and `image` carry no drift. Where the
-    recurrence had promised more, the run goes on from the measured r (iterative refinement) until it is kept, or until
-    nothing more is gained: ROUND_OFF.
+    `Solution.extra` holds operator_norm and condition (lower bounds on |A| and cond(A), the latter without what was
+    left out), value_norm and residual_norm (|x| and |r| by recurrence) and normal_residual (|A r| of the last iterate
+    but one; with LEAST_SQUARES it was measured before x lost its part along r). With a preconditioner they refer to
+    P^1/2 A P^1/2, and value_norm is |e| of the last correction if there was a guess or a refinement.
 
-    extra: operator_norm and condition (lower bounds on |A| and cond(A), the latter without what was left out),
-    value_norm and residual_norm (|x| and |r| by recurrence), normal_residual (|A r|, of the last iterate but one; with
-    LEAST_SQUARES measured, before x lost its part along r). With a preconditioner they refer to P^1/2 A P^1/2, and
-    value_norm is |e| of the last correction if there was a guess or a refinement.
+    Args:
+        rtol: Stop when |r| <= rtol |b|.
+        max_steps: Lanczos steps, at most. Each costs one product with G.
+        null_rtol: Stop when |A r| <= null_rtol |A| |r|: the rest of b counts as outside the range of A, and x loses its
+            part along r, which is numerically in the null space. None: 2 sqrt(eps). On inconsistent systems round-off
+            stops the ratio |A r| / (|A| |r|) somewhere below sqrt(eps) (measured), and the vectors grow without bound
+            from there, so smaller values do harm. With cond(A) > 1e8 (float32: 1e4) they may be needed where b is known
+            to be in the range.
+        max_norm: Stop before |x| exceeds it (maxxnorm in the paper).
+        max_condition: Stop when cond(A) is estimated above it, and leave out the direction that raised it (Acondlim in
+            the paper). None: 1 / (4 eps).
+        transfer: The estimate of cond(A) from which x is summed over orthonormal directions, the QLP phase (TranCond in
+            the paper). None: 0.1 / sqrt(eps). 1: from the first step. inf: never.
+        backward_error: Use the paper's weaker |r| <= rtol (|A| |x| + |b|) in place of the first test.
+        preconditioner: A positive definite operator P ~ A^-1, applied once per step. Where A is singular the result
+            then is the least-squares solution in the norm r^T P r, shortest in x^T P^-1 x.
 
-    Choi, Paige & Saunders 2011, SIAM J. Sci. Comput. 33(4).
+    Raises:
+        ValueError: For a number out of range.
+
+    Reference:
+        Choi, Paige & Saunders 2011, SIAM J. Sci. Comput. 33(4).
+
+    Example:
+        >>> G = ng.operators.Diagonal(torch.tensor([2.0, 1.0, 0.0]))  # singular, and b lies outside its range
+        >>> solution = ng.MinresQLP().solve(G, torch.tensor([2.0, 1.0, 1.0]))
+        >>> [round(x, 3) for x in solution.value.tolist()], solution.status.name
+        ([1.0, 1.0, 0.0], 'LEAST_SQUARES')
     """
 
     rtol: float = 1e-5

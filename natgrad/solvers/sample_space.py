@@ -24,12 +24,18 @@ from natgrad.solvers.base import (
 class SampleSpace(Solver):
     """Exact solve through the Gram matrix U^T U (r, r) of G = U U^T: cheap where outputs are fewer than parameters.
 
-    For a pulled-back metric the Gram matrix is summed layer by layer and the Jacobian is never formed; for any
-    other operator its `root()` is used. At damping 0 it gives the minimum-norm solution U (U^T U)^+2 U^T b.
-    One step of iterative refinement is taken where the subtraction above cancelled more than three digits. Where
-    damping is below the round-off of U^T U that cannot help; then the part of b outside the range of G, which would be
-    divided by it, is left out, and the status says INACCURATE if it was not round-off itself.
-    ValueError for an operator without a root.
+    For a pulled-back metric the Gram matrix is summed layer by layer and the Jacobian is never formed. For any other
+    operator its `root()` is used. At damping 0 it gives the minimum-norm solution U (U^T U)^+2 U^T b. Where the
+    subtraction cancels more than three digits, one step of iterative refinement follows. Where damping is below the
+    round-off of U^T U, refinement cannot help: then the part of b outside the range of G, which would be divided by the
+    damping, is left out, and the status is INACCURATE if that part was not round-off itself.
+
+    `solve` raises a ValueError for an operator without a root.
+
+    Example:
+        >>> G = ng.operators.LowRank(torch.ones(1000, 1))
+        >>> ng.SampleSpace().solve(G, torch.ones(1000), damping=1.0).value[0]  # 1 / (1000 + 1)
+        tensor(0.0010)
     """
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
@@ -65,7 +71,14 @@ class SampleSpace(Solver):
 
 
 def minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solution:
-    """U (U^T U)^+2 U^T b, refined once: squaring the spectrum costs half the digits at first."""
+    """U (U^T U)^+2 U^T b, refined once: squaring the spectrum costs half the digits at first.
+
+    Args:
+        gram: U^T U, shape (r, r), valid in its lower triangle.
+        up: w -> U w.
+        down: v -> U^T v.
+        rhs: b, shape (n,).
+    """
     vectors, weights = pseudo_square(gram)
 
     def once(right: Tensor) -> Tensor:

@@ -16,18 +16,27 @@ from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_repre
 class KrylovSubspace(Solver):
     """The solution within span{b, G b, ..., G^(K-1) b}, from an orthonormal basis that comes with it.
 
-    dimension: K, one product with G each. The result is CG's K-th iterate; `Solution.basis` holds the basis and its
-    images for rules that search in it (`ng.SubspaceSearch`).   rtol: what counts as converged, |r| <= rtol |b|; the
-    space is filled whatever the residual.   guess: joins the basis (one more product), as the last step does in
-    Vinyals & Povey; then no vector of the space, the guess included, has a smaller phi(x) = x^T A x / 2 - b^T x.
-    preconditioner: P ~ (G + damping I)^-1, the space is then that of P (G + damping I) and P b.
-    absolute: |T| for T = V^T G V, the step of Dauphin et al. (2014) that saddles do not attract; residual and image
-    are those of V |T| V^T + damping I, which stands for |G| + damping I.
+    The result is CG's K-th iterate. `Solution.basis` holds the basis and its images for rules that search in it
+    (`ng.SubspaceSearch`). A guess joins the basis (one more product), as the last step does in Vinyals & Povey. Then no
+    vector of the space, the guess included, has a smaller phi(x) = x^T A x / 2 - b^T x.
 
-    Memory: 2 K vectors. Lanczos with every vector orthogonalised twice against all others: without that they lose
-    their independence within some ten steps in float32. Where G + damping I is singular on the space, the solution of
-    minimum length; where it has a negative eigenvalue there, that direction is left out and the status says so.
-    Vinyals & Povey 2012; Saad 2003, section 6.
+    Lanczos with every vector orthogonalised twice against all others: without that they lose their independence within
+    some ten steps in float32. Memory: 2 K vectors. Where G + damping I is singular on the space, the result is the
+    solution of minimum length. Where it has a negative eigenvalue there, that direction is left out and the status says
+    so.
+
+    Args:
+        dimension: K. Each dimension costs one product with G.
+        rtol: The status is CONVERGED if |r| <= rtol |b|. The space is filled whatever the residual.
+        preconditioner: P ~ (G + damping I)^-1. The space is then that of P (G + damping I) and P b.
+        absolute: Take |T| for T = V^T G V, so that saddle points do not attract the step. Residual and image are those
+            of V |T| V^T + damping I, which stands for |G| + damping I.
+
+    Raises:
+        ValueError: For a number out of range.
+
+    Reference:
+        Vinyals & Povey 2012; Saad 2003, section 6. `absolute`: Dauphin et al. 2014.
     """
 
     dimension: int = 20
@@ -135,7 +144,14 @@ class _Basis:
 
 
 def small_solve(matrix: Tensor, rhs: Tensor, damping: float, absolute: bool) -> tuple[Tensor, bool]:
-    """(T + damping I)^+ c within the space, and whether a direction of negative curvature was left out."""
+    """(T + damping I)^+ c within the space, and whether a direction of negative curvature was left out.
+
+    Args:
+        matrix: T, shape (k, k), symmetric.
+        rhs: c, shape (k,).
+        damping: In the operator's units, >= 0.
+        absolute: Take the absolute values of T's eigenvalues.
+    """
     values, vectors = eigh(matrix)
     values = (values.abs() if absolute else values) + damping
     cutoff = safe_cutoff(len(values), values.dtype) * values.abs().max()

@@ -13,12 +13,26 @@ from natgrad.testing.requirements import require, require_close, require_mean, r
 def check_exponential_family(
     family: ExponentialFamily, theta: Tensor, *, samples: int = 20_000, rtol: float | None = None
 ) -> None:
-    """A family keeps its promises at two natural parameters, theta (2, n), n linearly independent statistics.
+    """A family keeps its promises at two natural parameters.
 
     Exactly: expectation = grad psi, covariance = Hess psi = fisher, natural undoes expectation, KL is the Bregman
-    divergence of psi, the Fisher matrix in the expectation parameters is the inverse, batches are rows, gradients
-    flow through `natural`. By `samples` draws, within six standard errors: E[T] = eta, Cov(T) = fisher, E[log p - log
-    q] = KL, -E[log p] = entropy. rtol: default 1e4 eps of theta's dtype; `natural` may be off by its root.
+    divergence of psi, the Fisher matrix in the expectation parameters is the inverse, batches are rows, gradients flow
+    through `natural`. By draws, within six standard errors: E[T] = eta, Cov(T) = fisher, E[log p - log q] = KL, -E[log
+    p] = entropy.
+
+    Args:
+        family: With n linearly independent statistics.
+        theta: Two natural parameters inside the domain, shape (2, n).
+        samples: Number of draws.
+        rtol: Allowed relative error, default 1e4 eps of theta's dtype. `natural` may be off by its square root.
+
+    Raises:
+        AssertionError: With a sentence, for a promise that is not kept.
+
+    Example:
+        >>> from natgrad.testing import check_exponential_family
+        >>> theta = torch.tensor([[0.3, -1.0], [1.0, 2.0]], dtype=torch.float64)
+        >>> check_exponential_family(ng.Bernoulli(2), theta, samples=2000)
     """
     require(theta.dim() == 2 and len(theta) == 2, f"theta has shape {tuple(theta.shape)}, expected (2, n): two points")
     theta, rtol = theta.detach(), tolerance(rtol, theta.dtype)

@@ -18,7 +18,21 @@ def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rto
 
     By sampling, within six standard errors: E[score] = 0, E[score score^T] = fisher, E[log p - log q] = KL(p, q).
     Exactly: mv and root agree with fisher, KL(p, p) = 0, and its second derivative is fisher. `fisher` and `kl` are
-    checked where the family has them. Targets must not be bounded by the batch: outputs are repeated along it.
+    checked where the family has them.
+
+    Args:
+        family: The likelihood.
+        outputs: What a model returns, for a few examples. They are repeated along the batch, so targets must not be
+            bounded by it.
+        samples: Number of draws.
+        rtol: Allowed relative error, default 1e4 eps of the outputs' dtype.
+
+    Raises:
+        AssertionError: With a sentence, for a promise that is not kept.
+
+    Example:
+        >>> from natgrad.testing import check_family
+        >>> check_family(ng.Categorical(), torch.tensor([[0.0, 1.0, -1.0]]), samples=2000)
     """
     rows = family.rows(outputs).detach()
     rtol = tolerance(rtol, rows.dtype)

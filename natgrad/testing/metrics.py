@@ -27,9 +27,23 @@ def check_metric(
 ) -> None:
     """G(params) is a sound operator, a mean over examples, and leaves no trace in the model.
 
-    inputs: as `metric.at` takes them.   reference: what G must equal: a matrix (n, n), an operator or another metric.
-    draws: True for a metric with draws of its own (sampled labels, dropout): the comparison of two calls is left out.
     No trace: parameters, their `.grad`, buffers and the global random state are as before.
+
+    Args:
+        metric: The metric.
+        params: Name -> tensor, such as `ng.trainable(model)`.
+        inputs: As `metric.at` takes them.
+        reference: What G must equal: a matrix (n, n), an operator or another metric. None: nothing.
+        draws: True for a metric with draws of its own (sampled labels, dropout): two calls are then not compared.
+        rtol: Allowed error relative to the largest entry, default 1e4 eps of the operator's dtype.
+
+    Raises:
+        AssertionError: With a sentence, for a promise that is not kept.
+
+    Example:
+        >>> from natgrad.testing import check_metric
+        >>> model = nn.Linear(2, 3)
+        >>> check_metric(ng.fisher(model, ng.Categorical()), ng.trainable(model), torch.randn(5, 2))
     """
     rtol = tolerance(rtol, Space(params).dtype)
     with untouched(params, getattr(metric, "model", None), "metric.at"):
@@ -53,8 +67,24 @@ def check_metric(
 def check_structure(structure: Any, metric: Metric, params: Params, inputs: Any, *, rtol: float | None = None) -> None:
     """`structure.update` gives a sound operator and a memory that survives a checkpoint.
 
-    Each of three updates is taken twice, from the memory and from the memory saved and loaded with
-    weights_only=True, and the operators are compared bit for bit. The metric must not draw (no sampled labels).
+    Each of three updates is taken twice, from the memory and from the memory saved and loaded with weights_only=True,
+    and the operators are compared bit for bit.
+
+    Args:
+        structure: The structure.
+        metric: A metric that does not draw (no sampled labels).
+        params: Name -> tensor, such as `ng.trainable(model)`.
+        inputs: As `metric.at` takes them.
+        rtol: Allowed error relative to the largest entry, default 1e4 eps of the operator's dtype.
+
+    Raises:
+        AssertionError: With a sentence, for a promise that is not kept.
+
+    Example:
+        >>> from natgrad.testing import check_structure
+        >>> model = nn.Linear(2, 3)
+        >>> metric = ng.fisher(model, ng.Categorical())
+        >>> check_structure(ng.Kronecker(), metric, ng.trainable(model), torch.randn(5, 2))
     """
     with untouched(params, getattr(metric, "model", None), "structure.update"):
         memory = None

@@ -14,7 +14,17 @@ def check_operator(operator: Operator, *, rtol: float | None = None) -> None:
     """G is symmetric, positive semi-definite and linear, and every closed form agrees with its products.
 
     Compares mm, @, dense, diagonal, trace, root and inverse with the matrix of n products `mv`.
-    rtol: allowed error relative to the largest entry; default 1e4 eps of the operator's dtype.
+
+    Args:
+        operator: G.
+        rtol: Allowed error relative to the largest entry, default 1e4 eps of the operator's dtype.
+
+    Raises:
+        AssertionError: With a sentence, for a form that disagrees.
+
+    Example:
+        >>> from natgrad.testing import check_operator
+        >>> check_operator(ng.operators.LowRank(torch.randn(5, 2)))
     """
     rtol = tolerance(rtol, operator.dtype)
     matrix = _product_matrix(operator, rtol)

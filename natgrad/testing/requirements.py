@@ -21,7 +21,15 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def require_close(what: str, found: Tensor, expected: Tensor, rtol: float, scale: Any = None) -> None:
-    """AssertionError unless shapes agree and the largest error is within rtol * scale (default: the largest entry)."""
+    """AssertionError unless shapes agree and the largest error is within rtol * scale.
+
+    Args:
+        what: The subject of the sentence.
+        found: What is checked.
+        expected: What it must equal.
+        rtol: Relative tolerance.
+        scale: What the error is compared with. None: the largest entry of `expected`.
+    """
     require(found.shape == expected.shape, f"{what} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
     if expected.numel():
         error = float((found - expected).abs().max())
@@ -30,7 +38,13 @@ def require_close(what: str, found: Tensor, expected: Tensor, rtol: float, scale
 
 
 def require_mean(what: str, draws: Tensor, expected: Tensor) -> None:
-    """AssertionError unless the draws' mean (over their first dimension) is within six standard errors of expected."""
+    """AssertionError unless the mean of draws is within six standard errors of what is expected.
+
+    Args:
+        what: The subject of the sentence.
+        draws: Shape (count, ...), a draw per row.
+        expected: Shape (...).
+    """
     error = (draws.mean(0) - expected).abs()
     floor = 1e4 * torch.finfo(draws.dtype).eps * (1 + draws.abs().max())  # entries without spread, such as exact zeros
     spread = draws.std(0) / len(draws) ** 0.5

@@ -24,8 +24,19 @@ def check_solver(
 ) -> None:
     """The solver solves, and its residual, image, steps and status are what they say.
 
-    operators: name -> operator, default a table of small ones that have a root.   rtol: allowed |b - A x| / |b| where
-    the status is CONVERGED.   minimum_norm: demand G^+ b at damping 0 for b in the range, G singular or not.
+    Args:
+        solver: The solver.
+        operators: Name -> operator, default a table of small ones that have a root.
+        damping: In the operators' units.
+        rtol: Allowed |b - A x| / |b| where the status is CONVERGED.
+        minimum_norm: Demand G^+ b at damping 0 for b in the range, whether G is singular or not.
+
+    Raises:
+        AssertionError: With a sentence, for a promise that is not kept.
+
+    Example:
+        >>> from natgrad.testing import check_solver
+        >>> check_solver(ng.CG(rtol=1e-8))
     """
     for name, operator in (_example_operators() if operators is None else operators).items():
         generator = torch.Generator().manual_seed(0)

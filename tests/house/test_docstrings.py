@@ -1,0 +1,259 @@
+"""Every argument of a public callable is documented, and the examples in docstrings run."""
+
+from __future__ import annotations
+
+import doctest
+import enum
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import is_typeddict
+
+import pytest
+import torch
+from torch import nn
+
+import natgrad as ng
+
+SECTIONS = ("Args", "Attributes")
+# Folders and files whose docstrings are not in Google style yet.
+UNCONVERTED = {
+    "applications",
+    "damping",
+    "layers",
+    "operators",
+    "optim",
+    "rules",
+    "structures",
+}
+
+
+def named_arguments(docstring: str | None) -> set[str]:
+    """The names that the sections `Args:` and `Attributes:` explain, one a line.
+
+    Args:
+        docstring: As `inspect.cleandoc` gives it, or None.
+
+    Returns:
+        Names without stars.
+    """
+    found: set[str] = set()
+    section = ""
+    for line in (docstring or "").splitlines():
+        if title := re.fullmatch(r"([A-Z]\w+):", line):
+            section = title[1]
+        elif section in SECTIONS and (argument := re.match(r"    \*{0,2}(\w+)(?: \([^)]*\))?: +\S", line)):
+            found.add(argument[1])
+        elif line and not line.startswith(" "):
+            section = ""
+    return found
+
+
+def ancestors(cls: type) -> list[type]:
+    """The class and its bases that belong to the library, nearest first."""
+    return [base for base in cls.__mro__ if base.__module__.split(".")[0] == "natgrad"]
+
+
+def own_docstring(thing: object) -> str | None:
+    """The docstring that was written for it, not an inherited one."""
+    doc = thing.__doc__ if not isinstance(thing, type) else vars(thing).get("__doc__")
+    return inspect.cleandoc(doc) if doc else None
+
+
+def argument_names(call: Callable[..., object], *, bound: bool) -> list[str]:
+    """The names of a function's arguments.
+
+    Args:
+        call: A function.
+        bound: Leave out the first, which is `self` or `cls`.
+    """
+    names = list(inspect.signature(call).parameters)[1 if bound else 0 :]
+    return [name for name in names if not name.startswith("_")]
+
+
+def undocumented(thing: object, name: str) -> Iterator[str]:
+    """`name(argument)` for every argument that no docstring explains.
+
+    Args:
+        thing: A function, or a class with its constructor and its public methods; anything else has no arguments.
+        name: What it is called in the answer.
+    """
+    if inspect.isfunction(thing):
+        known = named_arguments(own_docstring(thing))
+        yield from (f"{name}({a})" for a in argument_names(thing, bound=False) if a not in known)
+    elif isinstance(thing, type) and ancestors(thing) and not (issubclass(thing, enum.Enum) or is_typeddict(thing)):
+        yield from _of_constructor(thing, name)
+        for base in ancestors(thing):
+            for attribute in vars(base):
+                if attribute == "__call__" or not attribute.startswith("_"):
+                    yield from _of_method(thing, attribute, name)
+
+
+def _of_constructor(cls: type, name: str) -> Iterator[str]:
+    init = vars(next((base for base in cls.__mro__ if "__init__" in vars(base)), object)).get("__init__")
+    if inspect.isfunction(init) and not getattr(cls, "_is_protocol", False):
+        known = set().union(*(named_arguments(own_docstring(base)) for base in ancestors(cls)))
+        yield from (f"{name}({a})" for a in argument_names(init, bound=True) if a not in known)
+
+
+def _of_method(cls: type, attribute: str, name: str) -> Iterator[str]:
+    """An argument may be explained where the method is first written."""
+    methods = [vars(base)[attribute] for base in ancestors(cls) if attribute in vars(base)]
+    bound = not isinstance(methods[0], staticmethod)
+    functions = [inspect.unwrap(getattr(m, "__func__", m)) for m in methods]
+    if inspect.isfunction(functions[0]):
+        known = set().union(*(named_arguments(own_docstring(f)) for f in functions))
+        missing = [a for a in argument_names(functions[0], bound=bound) if a not in known]
+        yield from (f"{name}.{attribute}({a})" for a in missing)
+
+
+def modules() -> Iterator[ModuleType]:
+    """Every module of the library, converted or not."""
+    for info in pkgutil.walk_packages(ng.__path__, "natgrad."):
+        yield importlib.import_module(info.name)
+
+
+def is_converted(module: str) -> bool:
+    """True if its docstrings have sections."""
+    return module.split(".")[1] not in UNCONVERTED if module.count(".") else True
+
+
+def public_things() -> dict[str, object]:
+    """`module.name` -> what `natgrad.__all__` and the `__all__` of every folder and file list, where it is written."""
+    found: dict[str, object] = {}
+    for module in [ng, *modules()]:
+        for name in getattr(module, "__all__", ()):
+            thing = getattr(module, name)
+            home = getattr(thing, "__module__", "")
+            if isinstance(thing, type) or inspect.isfunction(thing):
+                found[f"{home}.{name}"] = thing
+    return {key: thing for key, thing in sorted(found.items()) if is_converted(key)}
+
+
+PUBLIC = public_things()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_argument_is_documented(name: str):
+    missing = dict.fromkeys(undocumented(PUBLIC[name], name.rpartition(".")[2]))
+    assert not missing, f"{name}: no line under Args for {', '.join(missing)}"
+
+
+def examples() -> Iterator[doctest.DocTest]:
+    """Every docstring of the library that holds lines to type."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for module in modules():
+        if is_converted(module.__name__):
+            yield from (test for test in finder.find(module, module.__name__) if test.examples)
+
+
+PROMPT = {"ng": ng, "torch": torch, "nn": nn}
+EXAMPLES = {test.name: test for test in examples()}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str):
+    torch.manual_seed(0)
+    test = EXAMPLES[name]
+    test.globs = dict(PROMPT)
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert runner.run(test, out=said.append).failed == 0, "".join(said)
+
+
+# What people type, and therefore want to see typed.
+TYPED = (
+    "CG",
+    "Categorical",
+    "Gamma",
+    "Gaussian",
+    "Ising",
+    "MinresQLP",
+    "MultivariateNormal",
+    "Score",
+    "Space",
+    "exact_derivatives",
+    "fisher",
+    "gauss_newton",
+    "geometry.fisher_rao",
+    "geometry.kl_ball",
+    "geometry.m_projection",
+    "hessian",
+    "natural_gradient_of_mean",
+    "positive",
+    "score_metric",
+    "trainable",
+    "transport_metric",
+)
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_what_people_type_has_an_example(name: str):
+    thing: object = ng
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    assert "\nExample:\n    >>> " in (inspect.getdoc(thing) or ""), f"ng.{name} has no example"
+
+
+def test_allow_list_holds_only_what_is_there():
+    assert {m.__name__.split(".")[1] for m in modules()} >= UNCONVERTED
+
+
+# The checker itself.
+
+
+@dataclass(frozen=True)
+class Told:
+    """Has one field.
+
+    Args:
+        field: It.
+    """
+
+    field: float
+
+    def method(self, x: float, *rest: float) -> float:
+        """x.
+
+        Args:
+            x: A number,
+                told on two lines.
+            rest: More.
+
+        Returns:
+            x: it is no argument.
+        """
+        return x
+
+
+class Heir(Told):
+    """Says nothing of the field."""
+
+    def method(self, x: float, *rest: float, y: float = 0.0) -> float:
+        return y
+
+
+Told.__module__ = Heir.__module__ = "natgrad.told"
+
+
+def test_undocumented_arguments_are_found():
+    assert list(undocumented(Told, "Told")) == []
+    assert set(undocumented(Heir, "Heir")) == {"Heir.method(y)"}
+
+
+@pytest.mark.parametrize(
+    ("docstring", "names"),
+    [
+        ("x.\n\nArgs:\n    x: A number.\n    **more: Others.", {"x", "more"}),
+        ("x.\n\nx: a number.   y: another.", set()),
+        ("x.\n\nReturns:\n    x: A number.", set()),
+        ("x.\n\nAttributes:\n    x (float): A number.\n        See: there.", {"x"}),
+        (None, set()),
+    ],
+)
+def test_sections_are_read(docstring: str | None, names: set[str]):
+    assert named_arguments(docstring) == names
