@@ -35,7 +35,7 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
     for line, source in blocks(page, "python"):  # in order, as a reader types them
-        exec(compile("\n" * line + source, page, "exec"), names)
+        exec(compile("\n" * line + source, page, "exec", dont_inherit=True), names)
 
 
 @pytest.mark.parametrize("page", PAPERS, ids=name_of)
