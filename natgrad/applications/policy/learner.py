@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,19 @@ from natgrad.applications.policy.critic import Critic, check_values
 from natgrad.applications.policy.environments import Environments, Episode, single
 from natgrad.applications.policy.heads import Head, head_for
 from natgrad.applications.policy.history import History
+from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.applications.policy.progress import Progress
 from natgrad.applications.policy.rollout import Rollout, collect, judged
 from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
-from natgrad.applications.policy.surrogate import Direction, Move, Surrogate
+from natgrad.applications.policy.surrogate import Surrogate, SurrogateLoss
 from natgrad.damping import Damping, as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
 from natgrad.optim.parallel_models import refuse_processes
 from natgrad.pure import run_detached
+from natgrad.rules import Quadratic, Rule, Step
 from natgrad.solvers import Solver
 from natgrad.spaces import Space
 from natgrad.structures import Exact, Structure
@@ -41,7 +43,10 @@ HIDDEN = (64, 64)
 
 
 class PolicyLearner(ABC):
-    """A policy in an environment, under training. A subclass says how a step gets its length."""
+    """A policy in an environment, under training. A subclass says by which rule a step gets its length."""
+
+    rate = 1.0
+    """Of the step that the rule is given."""
 
     def __init__(
         self,
@@ -125,9 +130,10 @@ class PolicyLearner(ABC):
         self.critic = Critic(critic, self.actor, set(self.params), lr, epochs, batch, order)
         self.metric = fisher(self.actor, self.head.family)
 
+    @property
     @abstractmethod
-    def _step(self, surrogate: Surrogate, direction: Direction) -> tuple[Mapping[str, Tensor] | None, Move]:
-        """The policy's parameters after the step, or None where it stays, and what was moved."""
+    def rule(self) -> Rule:
+        """What gives a step its length."""
 
     def learn(
         self,
@@ -176,19 +182,24 @@ class PolicyLearner(ABC):
 
     def _advance(self) -> dict[str, Any]:
         rollout = self._collect()
-        surrogate = Surrogate(self.actor, rollout, self.entropy_weight)
-        direction = self._direction(surrogate, rollout)
-        point, move = self._step(surrogate, direction)
-        if point is not None:
-            with torch.no_grad():
-                for name, value in point.items():
-                    self.params[name].copy_(value)
+        move = self._move(Surrogate(self.actor, rollout, self.entropy_weight), self._choose_metric_states(rollout))
         self._amount = self.damping.update(self._amount, move.ratio)
         explained, loss = rollout.explained_variance, self.critic.fit(rollout, self.generator)
         self.rollout = rollout
         self.steps, self.updates = self.steps + len(rollout), self.updates + 1
         entropy = float(self.head.entropy(rollout.rows).mean())
         return self._row(rollout.episodes, move, entropy, explained, loss)
+
+    def _move(self, surrogate: Surrogate, states: Tensor) -> Move:
+        """Take the policy along its natural gradient as far as the rule says, or leave it where it is."""
+        proposal = self._propose(surrogate, states)
+        loss_at = SurrogateLoss(surrogate, self.params, proposal.space)
+        point, move = take_step(self.rule, proposal, loss_at)
+        if point is not None:
+            with torch.no_grad():
+                for name, value in point.items():
+                    self.params[name].copy_(value)
+        return move
 
     def _collect(self) -> Rollout:
         if self.worlds.observations is None:
@@ -198,25 +209,27 @@ class PolicyLearner(ABC):
         episodes = self.worlds.episodes()
         return judged(kept, self.critic, self.reward_scale, self.gamma, self.gae_lambda, episodes)
 
-    def _direction(self, surrogate: Surrogate, rollout: Rollout) -> Direction:
-        """(F + damping I)^-1 of the surrogate's gradient; its curvature by the exact Fisher, whatever was solved."""
+    def _propose(self, surrogate: Surrogate, states: Tensor) -> Proposal:
+        """The step -(F + damping I)^-1 of the loss's gradient, with the exact Fisher along it."""
         gradient = surrogate.gradient(self.params)
-        params = {name: self.params[name] for name in gradient}
-        space, states = Space(params), self._metric_states(rollout)
+        space = Space({name: self.params[name] for name in gradient})
         g = space.flatten(gradient)
         if not all_finite(g):
-            return Direction(space, torch.zeros_like(g), 0.0, 0.0, math.nan, 0, self._amount)
-        operator, memory = self.structure.update(self._memory, self.metric, params, states)
-        self._memory = memory
+            return propose_nothing(space, self._amount)
+        params = {name: self.params[name] for name in gradient}
+        operator, self._memory = self.structure.update(self._memory, self.metric, params, states)
         amount = self.damping.amount(self._amount, operator)
         solution = self.solver.solve(operator, g, damping=amount)
-        x = solution.value
-        exact = isinstance(self.structure, Exact)
-        image = solution.image - amount * x if exact else self.metric.at(params, states).mv(x)
-        residual = float(solution.residual / g.norm()) if bool(g.any()) else 0.0
-        return Direction(space, x, float(x @ image), float(g @ x), residual, solution.steps, amount)
+        x, exact = solution.value, operator
+        if isinstance(self.structure, Exact):
+            image = solution.image - amount * x
+        else:
+            exact = self.metric.at(params, states)
+            image = exact.mv(x)
+        step = Step(x, image).scaled(self.rate)
+        return Proposal(space, Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution)
 
-    def _metric_states(self, rollout: Rollout) -> Tensor:
+    def _choose_metric_states(self, rollout: Rollout) -> Tensor:
         """The states that the metric is taken over: all, or a draw of `metric_batch`."""
         if self.metric_batch is None or self.metric_batch >= len(rollout):
             return rollout.states

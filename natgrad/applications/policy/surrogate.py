@@ -1,9 +1,8 @@
-"""One natural step of a policy: surrogate, direction, length, and what it really moved."""
+"""The surrogate of a policy's expected return on a rollout, as the loss that a rule lowers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,33 +10,8 @@ from torch import Tensor
 
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.rollout import Rollout
-from natgrad.linalg import all_finite
 from natgrad.pure import run_detached
 from natgrad.spaces import Params, Space
-
-SLACK = 1e-3
-"""A share of the radius left over: another sum order, or another precision, finds the KL within it too."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """What an update did to the policy; KL in nats per state, gains in units of the normalised advantage.
-
-    kl, gain: measured over all visited states.   predicted_kl, predicted_gain: of the step taken, by the quadratic and
-    the linear model.   ratio: of the first trial, what the damping learns from; NaN where there was none.   residual:
-    |g - (F + damping I) x| / |g|.   backtracks: trials that were rejected.
-    """
-
-    accepted: bool
-    kl: float
-    predicted_kl: float
-    gain: float
-    predicted_gain: float
-    ratio: float
-    residual: float
-    cg_steps: int
-    damping: float
-    backtracks: int
 
 
 class Surrogate:
@@ -52,7 +26,7 @@ class Surrogate:
             rows = rollout.rows
             self.log_prob = actor.head.log_prob(rows, rollout.draws)
             self.rows = rows.double()  # KL of a small step is a difference of near-equals
-        self.advantages = standardised(rollout.advantages)
+        self.advantages = standardise(rollout.advantages)
         self.value = self._value(rollout.rows)
 
     def at(self, params: Params) -> Tensor:
@@ -83,68 +57,61 @@ class Surrogate:
 
 
 @dataclass(frozen=True)
-class Direction:
-    """x ~ (F + damping I)^-1 g (n,), with x^T F x, g^T x and what the solver says."""
+class Trial:
+    """A policy that a rule looked at.
 
-    space: Space
+    Attributes:
+        vector: The step d to it, shape (n,).
+        gain: L(theta + d) - L(theta), in units of the standardised advantage; NaN where it is not finite.
+        kl: The mean KL that d moves, in nats per state; NaN where it is not finite.
+    """
+
     vector: Tensor
-    curvature: float
-    slope: float
-    residual: float
-    cg_steps: int
-    damping: float
+    gain: float
+    kl: float
 
     @property
-    def usable(self) -> bool:
-        """Whether it goes uphill by a finite amount, and changes the policy."""
-        return all_finite(self.vector) and self.slope > 0 and 0 < self.curvature < math.inf
-
-    def from_point(self, params: Params, rate: float) -> dict[str, Tensor]:
-        """theta + rate x."""
-        step = self.space.unflatten(rate * self.vector)
-        return {name: params[name].detach() + step[name] for name in self.space}
+    def is_finite(self) -> bool:
+        """Whether both numbers are."""
+        return math.isfinite(self.gain) and math.isfinite(self.kl)
 
 
-def standing(direction: Direction, backtracks: int, ratio: float = math.nan) -> Move:
-    """No move: the policy stays as it is."""
-    return Move(False, 0.0, 0.0, 0.0, 0.0, ratio, direction.residual, direction.cg_steps, direction.damping, backtracks)
+class SurrogateLoss:
+    """d -> L(theta) - L(theta + d), the loss that a rule lowers, with the KL that d moves; keeps every trial.
 
-
-def line_search(
-    surrogate: Surrogate, params: Params, direction: Direction, radius: float, shrink: float, trials: int
-) -> tuple[Mapping[str, Tensor] | None, Move]:
-    """The longest of at most `trials` steps with a real gain and a measured mean KL within the radius, or none.
-
-    It begins where the quadratic model of the KL meets the radius, a = sqrt(2 radius / x^T F x). A trial beyond the
-    radius is shortened as if KL went with a^2, and at least by `shrink`. Schulman et al. 2015, appendix C.
+    Args:
+        surrogate: L on a rollout.
+        params: theta, the policy that acted.
+        space: The order of the parameters in d.
     """
-    if not direction.usable:
-        return None, standing(direction, 0)
-    rate, ratio = math.sqrt(2 * radius / direction.curvature), math.nan
-    for trial in range(trials):
-        point = direction.from_point(params, rate)
-        gain, kl = surrogate.measure(point)
-        predicted_kl, predicted_gain = rate**2 * direction.curvature / 2, rate * direction.slope
-        if trial == 0:
-            ratio = (
-                min(gain / predicted_gain, predicted_kl / kl if kl > 0 else 1.0) if math.isfinite(gain) else math.nan
-            )
-        if kl <= radius * (1 - SLACK) and gain > 0:
-            return point, taken(direction, gain, kl, predicted_gain, predicted_kl, ratio, trial)
-        beyond = math.sqrt(radius / kl) * 0.98 if kl > radius else 1.0
-        rate *= min(shrink, beyond) if kl <= 1e3 * radius else shrink**3
-    return None, standing(direction, trials, ratio)
+
+    def __init__(self, surrogate: Surrogate, params: Params, space: Space) -> None:
+        self.surrogate, self.params, self.space = surrogate, params, space
+        self.trials: list[Trial] = []
+
+    def __call__(self, vector: Tensor) -> float:
+        """The loss at theta + d, NaN where it is not finite."""
+        return self.measure(vector)[0]
+
+    def measure(self, vector: Tensor) -> tuple[float, float]:
+        """The loss at theta + d, and the mean KL that d moves in nats per state."""
+        gain, kl = self.surrogate.measure(self.move(vector))
+        self.trials.append(Trial(vector, gain, kl))
+        return -gain, kl
+
+    def look_at(self, vector: Tensor) -> Trial:
+        """The trial at d; what was measured last is not measured again."""
+        if not self.trials or not torch.equal(self.trials[-1].vector, vector):
+            self.measure(vector)
+        return self.trials[-1]
+
+    def move(self, vector: Tensor) -> dict[str, Tensor]:
+        """theta + d."""
+        step = self.space.unflatten(vector)
+        return {name: self.params[name].detach() + step[name] for name in self.space}
 
 
-def taken(
-    direction: Direction, gain: float, kl: float, predicted_gain: float, predicted_kl: float, ratio: float, trial: int
-) -> Move:
-    """The record of an accepted step."""
-    solved = direction.residual, direction.cg_steps, direction.damping
-    return Move(True, kl, predicted_kl, gain, predicted_gain, ratio, *solved, trial)
-
-
-def standardised(values: Tensor) -> Tensor:
+def standardise(values: Tensor) -> Tensor:
     """(v - mean) / std, (B,); zeros where all are equal."""
     centred = values - values.mean()
     return centred / (centred.square().mean().sqrt() + torch.finfo(values.dtype).tiny).clamp(min=1e-8)

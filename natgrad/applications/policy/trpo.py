@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from natgrad.applications.policy.checks import as_integer, require_positive
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.learner import PolicyLearner
-from natgrad.applications.policy.surrogate import Direction, Move, Surrogate, line_search, standing, taken
+from natgrad.applications.policy.step_rules import MeasuredTrustRegion, NormalisedRate
 from natgrad.damping import Damping, LevenbergMarquardt
+from natgrad.rules import Rate, Rule
 from natgrad.solvers import CG, Direct, Solver
 from natgrad.structures import Kronecker, Structure
 
@@ -95,8 +94,10 @@ class TRPO(PolicyLearner):
             seed=seed,
         )
 
-    def _step(self, surrogate: Surrogate, direction: Direction) -> tuple[Mapping[str, Tensor] | None, Move]:
-        return line_search(surrogate, self.params, direction, self.radius, self.backtrack, self.backtracks)
+    @property
+    def rule(self) -> Rule:
+        """The measured KL within the radius, by backtracking."""
+        return MeasuredTrustRegion(self.radius, self.backtracks, self.backtrack)
 
 
 class NaturalPolicyGradient(PolicyLearner):
@@ -135,7 +136,7 @@ class NaturalPolicyGradient(PolicyLearner):
         require_positive("radius", radius)
         if lr is not None:
             require_positive("lr", lr)
-        self.radius, self.lr = radius, lr
+        self.radius, self.lr, self.rate = radius, lr, 1.0 if lr is None else lr
         super().__init__(
             policy,
             env,
@@ -158,17 +159,10 @@ class NaturalPolicyGradient(PolicyLearner):
             seed=seed,
         )
 
-    def _step(self, surrogate: Surrogate, direction: Direction) -> tuple[Mapping[str, Tensor] | None, Move]:
-        if not direction.usable:
-            return None, standing(direction, 0)
-        rate = math.sqrt(2 * self.radius / direction.slope) if self.lr is None else self.lr
-        point = direction.from_point(self.params, rate)
-        gain, kl = surrogate.measure(point)
-        if not (math.isfinite(gain) and math.isfinite(kl)):
-            return None, standing(direction, 1)
-        predicted_kl, predicted_gain = rate**2 * direction.curvature / 2, rate * direction.slope
-        ratio = min(gain / predicted_gain, predicted_kl / kl if kl > 0 else 1.0)
-        return point, taken(direction, gain, kl, predicted_gain, predicted_kl, ratio, 0)
+    @property
+    def rule(self) -> Rule:
+        """The rate, or the length at which the damped form is the radius."""
+        return NormalisedRate(self.radius) if self.lr is None else Rate()
 
 
 def acktr(
