@@ -27,6 +27,7 @@ class Contestant:
 
     build(model, criterion, choice) returns a `torch.optim.Optimizer`. steps: the end of its runs, where they are longer
     or shorter than the settings say. schedule(t): the factor on the learning rate in update t, counted from 1.
+    falls(share): a factor by the share of the budget that is spent, in steps or in seconds, which ends as the run does.
     observes(examples, rows, seed, step): inputs on which natgrad takes the metric of a step, drawn from seed and step
     alone (see `natgrad_lab.experiments.metric_data`); rows are the gradient's. None: the gradient's own batch.
     needs: a package beyond those of the laboratory, by the name it is imported by.
@@ -37,6 +38,7 @@ class Contestant:
     build: Callable[[nn.Module, nn.Module, Choice], torch.optim.Optimizer]
     steps: int | None = None
     schedule: Callable[[int], float] | None = None
+    falls: Callable[[float], float] | None = None
     observes: Callable[[Examples, Rows, int, int], Tensor] | None = None
     needs: str | None = None
 
@@ -60,6 +62,8 @@ class Task:
     reported is scale * criterion, in `unit`. divergence(outputs, outputs) is KL(before, after), a mean over examples in
     nats. tuned_on: what the choice of a contestant is made by, lowest at the end: "train_loss", or "valid_loss",
     "valid_error" where the examples have a validation part; then the report compares test errors, seed by seed.
+    heard(outputs): the part of the model's outputs that criterion, divergence and error are of; None: all. besides
+    (outputs): a part of the loss, in `unit`, that does not go through the criterion, so that no metric knows of it.
     paper: contestant -> (training loss, test error as a share) as published, None where nothing was.
     """
 
@@ -79,10 +83,16 @@ class Task:
     paper: Mapping[str, tuple[float | None, float | None]] | None = None
     also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None  # by name: kept in the records with the losses
     note: str = ""  # for the report: where the task departs from the paper
+    heard: Callable[[Tensor], Tensor] | None = None
+    besides: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.tuned_on not in ("train_loss", "valid_loss", "valid_error"):
             raise LabError(f"tuned_on is {self.tuned_on!r}, expected train_loss, valid_loss or valid_error")
+
+    def hear(self, outputs: Tensor) -> Tensor:
+        """The outputs that the criterion is of."""
+        return outputs if self.heard is None else self.heard(outputs)
 
     def examples(self, pool: Examples, seed: int) -> Examples:
         """What a run from that seed trains on."""
@@ -155,6 +165,10 @@ class Budget:
     def growth(self) -> float:
         """Of the number of steps, from one of the early evaluations to the next."""
         return 1.4 if self.timed else 2.0
+
+    def spent(self, steps: int, seconds: float) -> float:
+        """The share of the run that is over, by what ends it first."""
+        return max(seconds / self.seconds, 0.0 if self.steps is None else steps / self.steps)
 
     def marks(self, steps: int, seconds: float) -> int:
         """How many of the evenly spaced evaluations are due by then."""

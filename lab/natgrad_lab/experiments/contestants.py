@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad_lab.experiments.base import Choice, Contestant, LabError
+from natgrad_lab.experiments.soap import SOAP
 
 
 def natural_gradient(grid: Iterable[Choice]) -> Contestant:
@@ -81,11 +82,11 @@ def by_default(batch: int) -> dict[str, Contestant]:
     return {key: structured(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
 
 
-def adam(grid: Iterable[Choice]) -> Contestant:
-    """torch.optim.Adam with its own defaults. Choices: batch, lr."""
+def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> Contestant:
+    """torch.optim.Adam. Choices: batch, lr."""
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=choice["lr"])
+        return torch.optim.Adam(model.parameters(), lr=choice["lr"], betas=betas)
 
     return Contestant("Adam", tuple(grid), build)
 
@@ -100,14 +101,15 @@ def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
 
 
 def soap(grid: Iterable[Choice]) -> Contestant:
-    """SOAP of the package pytorch_optimizer, without weight decay, else with its defaults. Choices: batch, lr."""
+    """SOAP, Adam in the eigenbasis of Shampoo's factors, with its authors' defaults but no weight decay.
+
+    Choices: batch, lr.
+    """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
-        from pytorch_optimizer import SOAP  # pyright: ignore[reportMissingImports]
+        return SOAP(model.parameters(), choice["lr"])
 
-        return SOAP(model.parameters(), lr=choice["lr"], weight_decay=0.0)
-
-    return Contestant("SOAP", tuple(grid), build, needs="pytorch_optimizer")
+    return Contestant("SOAP", tuple(grid), build)
 
 
 def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:

@@ -95,10 +95,15 @@ class Training:
         return loss
 
     def _schedule(self) -> None:
-        schedule = self.job.contestant.schedule
-        if schedule is not None:
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate * schedule(self.steps + 1)
+        contestant, factor = self.job.contestant, 1.0
+        if contestant.schedule is None and contestant.falls is None:
+            return
+        if contestant.schedule is not None:
+            factor *= contestant.schedule(self.steps + 1)
+        if contestant.falls is not None:
+            factor *= contestant.falls(min(self.budget.spent(self.steps, self.seconds), 1.0))
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
 
     def _observe(self, rows: Rows) -> None:
         observes = self.job.contestant.observes
@@ -112,11 +117,13 @@ class Training:
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
         if isinstance(self.optimizer, OURS):
-            loss, rest = self.optimizer.loss(outputs, targets), task.scale
+            loss, unit = self.optimizer.loss(task.hear(outputs), targets), task.scale
         else:
-            loss, rest = task.scale * task.criterion(outputs, targets), 1.0
+            loss, unit = task.scale * task.criterion(task.hear(outputs), targets), 1.0
+        if task.besides is not None:
+            loss = loss + task.besides(outputs) / unit
         loss.backward()
-        return rest * loss.item()
+        return unit * loss.item()
 
     def _due(self, marks: int) -> bool:
         passed = self.budget.marks(self.steps, self.seconds) > marks
@@ -128,14 +135,17 @@ class Training:
         for part in examples.parts:
             inputs, targets = getattr(examples, f"{part}_x")[:many], getattr(examples, f"{part}_y")[:many]
             outputs = self._outputs(inputs)
-            row[f"{part}_loss"] = task.scale * task.criterion(outputs, targets).item()
+            row[f"{part}_loss"] = task.scale * task.criterion(task.hear(outputs), targets).item()
+            if task.besides is not None:
+                row[f"{part}_loss"] += task.besides(outputs).item()
+            outputs = task.hear(outputs)
             if task.error is not None:
                 row[f"{part}_error"] = task.error(outputs, targets).item()
             row |= {f"{part}_{name}": number(outputs, targets).item() for name, number in (task.also or {}).items()}
         return row
 
     def _probe(self) -> Tensor:
-        return self._outputs(self.examples.train_x[: min(PROBE, self.budget.looked_at)])
+        return self.job.task.hear(self._outputs(self.examples.train_x[: min(PROBE, self.budget.looked_at)]))
 
     @torch.no_grad()
     def _outputs(self, inputs: Tensor) -> Tensor:

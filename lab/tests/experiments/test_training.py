@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from small_races import BUDGET, contestants, examples, task
+from torch import nn
 
 from natgrad_lab.experiments import Budget, Job, LabError, Training, find, override
 from natgrad_lab.experiments.models import bernoulli_divergence, categorical_divergence, gaussian_divergence
@@ -133,3 +134,56 @@ def test_wrong_settings_say_what_is_expected(assignment, said):
 def test_impossible_budgets_are_refused(wrong):
     with pytest.raises(LabError, match="expected"):
         Budget(**{"seconds": 1.0, **wrong})
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_rate_falls_with_the_share_of_the_steps(index):
+    falling = replace(contestants()[index], falls=lambda share: 1 - share)
+    made = Training(Job(task(), falling, 0, 0, "race"), BUDGET, examples())
+    first = made.optimizer.param_groups[0]["lr"]
+    rates = []
+    while not made.finished:
+        made.advance()
+        rates.append(made.optimizer.param_groups[0]["lr"] / first)
+    assert rates == pytest.approx([1 - step / BUDGET.steps for step in range(BUDGET.steps)])
+
+
+def test_the_share_that_is_spent_is_that_of_what_ends_first():
+    assert Budget(seconds=10.0, steps=100).spent(20, 5.0) == 0.5
+    assert Budget(seconds=10.0, steps=100).spent(80, 5.0) == 0.8
+    assert Budget(steps=100).spent(80, 5.0) == 0.8
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_part_of_the_loss_besides_the_criterion_is_trained_in_its_unit(index):
+    def doubled(outputs):
+        return outputs.repeat(1, 2)
+
+    def norm(outputs):
+        return outputs[:, 2:].square().sum(1).mean()
+
+    plain = task(among=contestants())
+    wide = replace(
+        plain,
+        scale=3.0,
+        model=lambda: nn.Sequential(*plain.model(), Function(doubled)),
+        heard=lambda outputs: outputs[:, :2],
+        besides=norm,
+    )
+    made = Training(Job(wide, wide.contestants[index], 0, 0, "race"), BUDGET, examples())
+    rows = list(made)
+    kept = made.model.eval()(examples().test_x).detach()
+    expected = 3 * wide.criterion(kept[:, :2], examples().test_y) + norm(kept)
+    assert rows[-1]["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+
+
+class Function(nn.Module):
+    """A function of a tensor."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
