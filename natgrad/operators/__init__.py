@@ -14,6 +14,7 @@ from natgrad.operators.layerwise import Arranged
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.low_rank import LowRank
 from natgrad.operators.low_rank_plus_identity import Spiked, SpikedKronecker, Spikes
+from natgrad.operators.packing import pack_operator, unpack_operator
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
 from natgrad.operators.shared_basis import SharedBasis
@@ -54,4 +55,6 @@ __all__ = [
     "Tiled",
     "Units",
     "combine_facts",
+    "pack_operator",
+    "unpack_operator",
 ]

@@ -49,9 +49,16 @@ class Operator(ABC):
     dtype: torch.dtype
     device: torch.device
     facts: Facts = Facts()
+    state: tuple[str, ...] | None = None
+    """The constructor's arguments that are attributes too, which is all that `pack` keeps and `unpack` passes on."""
+    packed_as: str
+    """The class's name in checkpoints: its own, unless `class G(Operator, packed_as="...")` says another."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, packed_as: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.packed_as = cls.__name__ if packed_as is None else packed_as
+        if cls.state is not None or cls.pack is not Operator.pack:
+            register_packable(cls)
         told = sorted(name for name in NAMES & vars(cls).keys() if not isinstance(vars(cls)[name], property))
         if told:
             raise TypeError(f"{cls.__name__} sets {told} itself: declare them together, facts = Facts({told[0]}=...)")
@@ -93,6 +100,24 @@ class Operator(ABC):
         found = copy.copy(self)
         found.facts = replace(self.facts, **facts)
         return found
+
+    def pack(self) -> dict[str, Any]:
+        """What this operator is made of, by name: tensors, numbers, strings, lists of them, and other operators.
+
+        Raises:
+            TypeError: If the class has no `state` and no `pack` of its own.
+        """
+        if self.state is None:
+            raise TypeError(
+                f"{self!r} cannot be kept between steps: give its class state = (...), the names of its constructor's "
+                "arguments that are attributes too, or methods pack() and unpack(parts)"
+            )
+        return {name: getattr(self, name) for name in self.state}
+
+    @classmethod
+    def unpack(cls, parts: dict[str, Any]) -> Operator:
+        """The operator made of what `pack` gave, where lists stand for tuples."""
+        return cls(**parts)
 
     @property
     def sample_rows(self) -> SampleRows | None:
@@ -181,8 +206,23 @@ class Operator(ABC):
         return f"{type(self).__name__}(size={self.size}, dtype={self.dtype}, device={self.device})"
 
 
+PACKABLE: dict[str, type[Operator]] = {}
+"""The operator classes that checkpoints may name."""
+
+
+def register_packable(kind: type[Operator]) -> None:
+    """Let checkpoints name an operator class. TypeError for a class of yours with the name of one of natgrad's."""
+    known = PACKABLE.get(kind.packed_as, kind)
+    foreign = (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__)
+    if foreign and known.__module__.startswith("natgrad."):
+        raise TypeError(f"{kind.packed_as!r} is an operator of natgrad's: choose another name, packed_as='...'")
+    PACKABLE[kind.packed_as] = kind
+
+
 class Sum(Operator):
     """G_1 + G_2 + ...: operators of one size, dtype, device and unit (`nats`); ValueError otherwise."""
+
+    state = ("terms",)
 
     def __init__(self, terms: tuple[Operator, ...]) -> None:
         sizes = {term.size for term in terms}
@@ -223,6 +263,11 @@ class Sum(Operator):
 
 class Scaled(Operator):
     """factor * G, factor >= 0 (ValueError otherwise: the result would not be positive semi-definite)."""
+
+    state = (
+        "operator",
+        "factor",
+    )
 
     def __init__(self, operator: Operator, factor: float) -> None:
         if not factor >= 0:
@@ -266,6 +311,11 @@ class Scaled(Operator):
 
 class Shifted(Operator):
     """G + damping I, damping >= 0 (ValueError otherwise)."""
+
+    state = (
+        "operator",
+        "damping",
+    )
 
     def __init__(self, operator: Operator, damping: float) -> None:
         if not damping >= 0:

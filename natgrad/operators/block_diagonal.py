@@ -14,6 +14,8 @@ from natgrad.operators.facts import combine_facts
 class Block(Operator):
     """diag(G_1, ..., G_k), each on the next entries. ValueError for no block, mixed dtypes, devices or units."""
 
+    state = ("blocks",)
+
     def __init__(self, blocks: Sequence[Operator]) -> None:
         if not blocks:
             raise ValueError("blocks is empty, expected at least one operator")

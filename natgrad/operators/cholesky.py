@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from natgrad.operators.facts import Facts
 
 class Factored(Operator):
     """G = L L^T, L (n, n) lower triangular with a positive diagonal: products and solves in O(n^2)."""
+
+    state = ("lower",)
 
     def __init__(self, lower: Tensor) -> None:
         self.lower = lower
@@ -57,12 +60,17 @@ class FactoredInverse(Operator):
     def inverse(self, damping: float = 0.0) -> Operator | None:
         return Factored(self.factor.lower) if damping == 0 else None
 
+    def pack(self) -> dict[str, Any]:
+        return {"lower": self.factor.lower}
+
 
 class Inverted(Operator):
     """G known by P = G^-1 (n, n), symmetric positive definite: solves are products with P.
 
     A product with G itself factorises P, once: O(n^3).
     """
+
+    state = ("matrix",)
 
     facts = Facts(inverse_kept=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ class Dense(Operator):
         ValueError: If the matrix is not square or not symmetric.
     """
 
+    state = ("matrix",)
+
     def __init__(self, matrix: Tensor, *, indefinite: bool = False) -> None:
         if not isinstance(matrix, Tensor):
             raise TypeError(f"matrix is {type(matrix).__name__}, expected a tensor (n, n); use torch.tensor(...)")
@@ -33,6 +37,10 @@ class Dense(Operator):
             raise ValueError("matrix is not symmetric, expected a metric; symmetrise it with (A + A.mT) / 2")
         self._hold(matrix)
         self.facts = Facts(indefinite=indefinite)
+
+    @classmethod
+    def unpack(cls, parts: dict[str, Any]) -> Dense:
+        return cls.trusted(parts["matrix"])
 
     @classmethod
     def trusted(cls, matrix: Tensor) -> Dense:
@@ -69,8 +77,10 @@ class Dense(Operator):
         return symmetrise(self.matrix)
 
 
-class Diagonal(Operator):
+class Diagonal(Operator, packed_as="diagonal"):
     """G = diag(values), values (n,) >= 0. ValueError for another shape or a negative entry."""
+
+    state = ("values",)
 
     def __init__(self, values: Tensor) -> None:
         if values.dim() != 1:

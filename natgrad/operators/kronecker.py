@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from natgrad.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
 from natgrad.operators.base import Operator
 
 
-class Kronecker(Operator):
+class Kronecker(Operator, packed_as="kronecker"):
     """A (p, p) (x) B (q, q), both symmetric PSD, acting on a (p, q) matrix flattened row-major: n = p q.
 
     For a linear layer y = W x, A is the output factor E[d d^T] and B the input factor E[x x^T]. A leading dimension
@@ -69,6 +71,9 @@ class Kronecker(Operator):
         shift = damping**0.5
         return Kronecker(inverse_factor(self.left, shift * pi), inverse_factor(self.right, shift / pi))
 
+    def pack(self) -> dict[str, Any]:
+        return {"left": self.left, "right": self.right} | ({"factored": True} if self.factored else {})
+
     def diagonal(self) -> Tensor:
         left, right = diagonal_of(self.left), diagonal_of(self.right)
         return (left.unsqueeze(-1) * right.unsqueeze(-2)).reshape(-1)
@@ -81,7 +86,7 @@ class Kronecker(Operator):
         return block_kron(left, right)
 
 
-class Spectral(Operator):
+class Spectral(Operator, packed_as="spectral"):
     """V diag(spectrum) V^T in the eigenbasis V of a Kronecker product, spectrum (..., p, q) >= 0.
 
     spectrum: default the product's own eigenvalues; any other corrects them (EKFAC, George et al. 2018).
@@ -105,6 +110,16 @@ class Spectral(Operator):
         # products of two factors' round-off eigenvalues were seen just above n eps
         cutoff = 10 * safe_cutoff(max(self.spectrum.shape), self.dtype) * self.spectrum.max() if damping == 0 else 0.0
         return Spectral(self.eigen, positive_inverse(self.spectrum + damping, cutoff))
+
+    def pack(self) -> dict[str, Any]:
+        return {"spectrum": self.spectrum, "left": self.eigen.left_vectors, "right": self.eigen.right_vectors}
+
+    @classmethod
+    def unpack(cls, parts: dict[str, Any]) -> Spectral:
+        spectrum = parts["spectrum"]
+        # eigenvalues are in the spectrum already: only their shapes count
+        eigen = KroneckerEigen(spectrum[..., 0], parts["left"], spectrum[..., 0, :], parts["right"])
+        return cls(eigen, spectrum)
 
     def diagonal(self) -> Tensor:
         left, right = self.eigen.vectors()

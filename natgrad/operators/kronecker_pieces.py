@@ -5,6 +5,8 @@ diag(A_1, ..., A_k) (x) diag(B_1, ..., B_m)      on X (p, q):      tile X_ij bec
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,7 +15,7 @@ from natgrad.operators.base import Operator
 from natgrad.operators.kronecker import Kronecker, diagonal_of, inverse_factor
 
 
-class Tiled(Operator):
+class Tiled(Operator, packed_as="tiled"):
     """An operator on the tiles (k, m, s, t) of a matrix (p, q), flattened row-major, k s >= p and m t >= q.
 
     tiles: e.g. a `Kronecker` with factors (k, 1, s, s) and (1, m, t, t); a factor that is not cut is one (q, q), or
@@ -50,6 +52,13 @@ class Tiled(Operator):
         else:
             found = self.tiles.inverse(damping)
         return None if found is None else Tiled(found, self.grid, self.matrix_shape)
+
+    def pack(self) -> dict[str, Any]:
+        return {"grid": list(self.grid), "shape": list(self.matrix_shape), "tiles": self.tiles}
+
+    @classmethod
+    def unpack(cls, parts: dict[str, Any]) -> Tiled:
+        return cls(parts["tiles"], tuple(parts["grid"]), tuple(parts["shape"]))
 
     def _factored(self, tiles: Kronecker, damping: float) -> Kronecker:
         p, q = self.matrix_shape

@@ -11,6 +11,8 @@ from natgrad.operators.base import Operator
 class LowRank(Operator):
     """G = U U^T, U (n, r). ValueError unless U has two dimensions."""
 
+    state = ("factor",)
+
     def __init__(self, factor: Tensor) -> None:
         if factor.dim() != 2:
             raise ValueError(f"factor has shape {tuple(factor.shape)}, expected (n, r)")
@@ -42,6 +44,11 @@ class LowRank(Operator):
 
 class LowRankInverse(Operator):
     """(U U^T + damping I)^-1 by Woodbury, in O(n r^2 + r^3); at damping 0 the pseudo-inverse U (U^T U)^+2 U^T."""
+
+    state = (
+        "factor",
+        "damping",
+    )
 
     def __init__(self, factor: Tensor, damping: float) -> None:
         self.factor, self.damping = factor, damping

@@ -37,7 +37,7 @@ class Spikes:
         return (self.vectors * (own - rest).unsqueeze(-2)) @ self.vectors.mT + rest.unsqueeze(-1) * eye
 
 
-class Spiked(Operator):
+class Spiked(Operator, packed_as="spiked"):
     """sum_ij spectrum_ij (v_i v_i^T) (x) (w_j w_j^T), where the last i and j stand for all that V and W leave out.
 
     Acts on a (p, q) matrix flattened row-major. left: V (..., p, r), right: W (..., q, s), orthonormal columns, r or s
@@ -45,6 +45,12 @@ class Spiked(Operator):
     has the last one's eigenvalue.   unit: what relative damping refers to, default the mean eigenvalue.
     ValueError for shapes that do not fit. Products cost 4 p q (r + s) operations.
     """
+
+    state = (
+        "spectrum",
+        "left",
+        "right",
+    )
 
     def __init__(self, left: Tensor, right: Tensor, spectrum: Tensor, unit: Tensor | None = None) -> None:
         expected = (*left.shape[:-2], left.shape[-1] + 1, right.shape[-1] + 1)

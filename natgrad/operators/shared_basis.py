@@ -17,6 +17,12 @@ class SharedBasis(Operator):
     eigenvalue of all directions outside of Q. n = k d. ValueError for shapes that do not fit.
     """
 
+    state = (
+        "basis",
+        "spectrum",
+        "rest",
+    )
+
     def __init__(self, basis: Tensor, spectrum: Tensor, rest: Tensor) -> None:
         fits = basis.dim() == 2 and spectrum.dim() == 2 and basis.shape[1] == spectrum.shape[1] <= basis.shape[0]
         if not fits or rest.shape != spectrum.shape[:1]:

@@ -22,6 +22,12 @@ class SharedRows(Operator):
     are fewer rows than columns, and through the blocks (k, d, d) otherwise. ValueError for shapes that do not fit.
     """
 
+    state = (
+        "rows",
+        "weights",
+        "mask",
+    )
+
     def __init__(self, rows: Tensor, weights: Tensor, mask: Tensor | None = None) -> None:
         if rows.dim() != 2 or weights.dim() != 2 or weights.shape[1] != len(rows):
             raise ValueError(
@@ -99,6 +105,11 @@ class SharedRowsInverse(Operator):
 
     With B_j = diag(sqrt w_j) A_j: (B^T B + damping I)^-1 = (I - B^T (damping I + B B^T)^-1 B) / damping.
     """
+
+    state = (
+        "operator",
+        "damping",
+    )
 
     def __init__(self, operator: SharedRows, damping: float) -> None:
         self.operator, self.damping = operator, damping

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
 
 
-class Units(Operator):
+class Units(Operator, packed_as="units"):
     """diag(G_1, ..., G_k) of k symmetric matrices of one size, n = k d.
 
     Args:
@@ -20,6 +22,8 @@ class Units(Operator):
     Raises:
         ValueError: For another shape.
     """
+
+    state = ("matrices",)
 
     def __init__(self, matrices: Tensor, *, indefinite: bool = False) -> None:
         if matrices.dim() != 3 or matrices.shape[1] != matrices.shape[2]:
@@ -62,6 +66,11 @@ class QuasiDiagonal(Operator):
     s = squares - c^2 / b >= 0 by Cauchy-Schwarz. ValueError for shapes that do not fit.
     """
 
+    state = (
+        "squares",
+        "cross",
+    )
+
     def __init__(self, squares: Tensor, cross: Tensor) -> None:
         if squares.dim() != 2 or cross.shape != (squares.shape[0], squares.shape[1] - 1):
             raise ValueError(
@@ -96,7 +105,7 @@ class QuasiDiagonal(Operator):
         return torch.cat([self.rest + self.slope * self.cross, self.bias], dim=1).reshape(-1)
 
 
-class QuasiDiagonalInverse(Operator):
+class QuasiDiagonalInverse(Operator, packed_as="quasi"):
     """(G + damping I)^-1 of a `QuasiDiagonal` G, by eliminating the bias and Sherman-Morrison on the weights."""
 
     def __init__(self, operator: QuasiDiagonal, damping: float) -> None:
@@ -114,6 +123,13 @@ class QuasiDiagonalInverse(Operator):
         found = reduced - self.kept * along / self.rest
         last = (bias - (self.operator.cross * found).sum(1, keepdim=True)) / self.bias
         return torch.cat([found, last], dim=1).reshape(-1)
+
+    def pack(self) -> dict[str, Any]:
+        return {"squares": self.operator.squares, "cross": self.operator.cross, "damping": self.damping}
+
+    @classmethod
+    def unpack(cls, parts: dict[str, Any]) -> QuasiDiagonalInverse:
+        return QuasiDiagonal(parts["squares"], parts["cross"]).inverse(parts["damping"])
 
 
 def split_bias(vector: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

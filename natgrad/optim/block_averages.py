@@ -12,12 +12,12 @@ from torch import Tensor
 
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
-from natgrad.operators import Diagonal, Layout, Operator
-from natgrad.optim.inverses import Packed, packed, robust_inverse, unpacked
+from natgrad.operators import Diagonal, Layout, Operator, pack_operator, unpack_operator
+from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.pass_statistics import Reading
 from natgrad.pure import map_tensors
 from natgrad.structures import Layerwise
-from natgrad.structures.layerwise import Statistics, accumulated
+from natgrad.structures.layerwise import Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchanging
 
 ENTRIES = ("totals", "weight", "inverse", "level")
@@ -39,7 +39,7 @@ class Inverted:
     """A new damped inverse of a block that is not written yet: as an operator, as tensors, and its damping."""
 
     operator: Operator
-    packed: Packed
+    packed: dict[str, Any]
     level: float
 
 
@@ -80,7 +80,7 @@ class Blocks:
             self.state[p].update(moved)
         for block in self if changed else ():
             if "inverse" in self.of(block):
-                block.inverse = unpacked(self.of(block)["inverse"])
+                block.inverse = unpack_operator(self.of(block)["inverse"])
 
     def take(self, reading: Reading, decay: float) -> bool:
         """A reading into the averages, weighted by its rows; where it is not finite or near overflow, nothing of it.
@@ -96,7 +96,7 @@ class Blocks:
                 seen = reading.layers.pop().counted(share)
                 taken &= self._take_layer(seen, decay, float(reading.weights.get(seen.key, share)))
             for name, squares in reading.squares.items():
-                total = accumulated(self._totals(name, layered=False), {"squares": share * squares}, decay)
+                total = accumulate_statistics(self._totals(name, layered=False), {"squares": share * squares}, decay)
                 rows = float(reading.weights.get(name, share))
                 taken &= self._average(name, Block(single(name, self.named[name]), None), total, decay, rows)
         return taken
@@ -150,8 +150,8 @@ class Blocks:
             if inverse is None:
                 failures += 1
                 continue
-            tensors = packed(inverse)
-            found[key] = Inverted(unpacked(tensors), tensors, level)
+            tensors = pack_operator(inverse)
+            found[key] = Inverted(unpack_operator(tensors), tensors, level)
         return found, failures
 
     def keep(self, inverses: Mapping[str, Inverted]) -> None:
@@ -160,7 +160,7 @@ class Blocks:
             block = self.all[key]
             numbers = self.of(block)
             numbers.update(inverse=renewed(numbers, "inverse", found.packed), level=found.level)
-            block.inverse = unpacked(numbers["inverse"])
+            block.inverse = unpack_operator(numbers["inverse"])
 
     def operator(self, block: Block) -> Operator:
         """The block of the metric, on the layer's matrix flattened row-major."""
@@ -201,7 +201,7 @@ class Blocks:
                 continue
             try:
                 block = self.all[key] = Block(self._layout(names, layer := layers.get(tuple(names))), layer)
-                block.inverse = unpacked(self.of(block)["inverse"]) if "inverse" in self.of(block) else None
+                block.inverse = unpack_operator(self.of(block)["inverse"]) if "inverse" in self.of(block) else None
                 sizes = {one.size for one in (self.operator(block), block.inverse) if one is not None}
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise ValueError(f"{MISFIT.format(names)}: {type(error).__name__}, {error}") from error

@@ -7,7 +7,7 @@ from natgrad.structures.diagonal import Diagonal, UnitWise
 from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Sampled
 from natgrad.structures.exact import Dense, Exact
 from natgrad.structures.kronecker import EigenKronecker, Kronecker
-from natgrad.structures.layerwise import Layerwise
+from natgrad.structures.layerwise import Layerwise, accumulate_statistics
 from natgrad.structures.low_rank_covariance import LowRankCovariance
 from natgrad.structures.online_low_rank import OnlineLowRank
 from natgrad.structures.preconditioners import (
@@ -44,5 +44,6 @@ __all__ = [
     "UnitWise",
     "Update",
     "Woodbury",
+    "accumulate_statistics",
     "as_preconditioner",
 ]

@@ -10,7 +10,7 @@ from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen, bias_rows, squares, token_blocks, token_squares, total, unit_blocks
 from natgrad.operators import Diagonal as DiagonalOperator
 from natgrad.operators import Operator, QuasiDiagonal, Units
-from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Diagonal(Layerwise):
     sums = True
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulated(before, {"squares": layer_squares(seen)}, decay)
+        return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         return DiagonalOperator(totals["squares"].reshape(-1) / weight)
@@ -39,7 +39,7 @@ class UnitWise(Layerwise):
     largest: int = 64
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulated(before, self._fresh(seen), decay)
+        return accumulate_statistics(before, self._fresh(seen), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:

@@ -27,7 +27,7 @@ from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import Kronecker as KroneckerOperator
 from natgrad.operators import Operator, Spectral, Tiled, Units
 from natgrad.operators.kronecker_pieces import grid_of, tiled
-from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchanged
 
 PART = 8
@@ -60,7 +60,7 @@ class Kronecker(Layerwise):
         Room(self.largest, self.budget)
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulated(before, factors(seen, self.reduce, Room(self.largest, self.budget)), decay)
+        return accumulate_statistics(before, factors(seen, self.reduce, Room(self.largest, self.budget)), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -101,9 +101,9 @@ class EigenKronecker(Layerwise):
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         room = Room(self.largest, self.budget)
         if seen.single:
-            return accumulated(before, factors(seen, self.reduce, room), decay)
+            return accumulate_statistics(before, factors(seen, self.reduce, room), decay)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
-        totals = accumulated(moments, factors(seen, self.reduce, room), decay)
+        totals = accumulate_statistics(moments, factors(seen, self.reduce, room), decay)
         vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
         kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
         eigen = basis_of(totals | kept)

@@ -34,7 +34,8 @@ class Layerwise(Structure):
     decay: weight of the past in the running averages, in [0, 1); the first batch counts as itself.   estimate: how the
     expectation over labels is taken, default one draw.   seed: of the draws. ValueError for a decay outside [0, 1),
     TypeError for another estimate.
-    sums: whether all that a pass gives goes through `accumulated` or `exchanged`: several processes can add it up.
+    sums: whether all that a pass gives goes through `accumulate_statistics` or `exchanged`, so that several processes
+    can add it up.
     """
 
     sums: ClassVar[bool] = False
@@ -99,7 +100,7 @@ class Layerwise(Structure):
         before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
         totals = {one.key: self.statistics(one, before.get(one.key), self.decay) for one in layers}
         for name, square in squares.items():
-            totals[name] = accumulated(before.get(name), {"squares": square}, self.decay)
+            totals[name] = accumulate_statistics(before.get(name), {"squares": square}, self.decay)
         if not before or memory is None:
             return totals, 1.0
         if before.keys() >= totals.keys() and not all(
@@ -117,7 +118,7 @@ def is_asking(readings: int) -> bool:
     return readings % 32 == 0 or (readings > 1 and readings & (readings - 1) == 0)
 
 
-def accumulated(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
+def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
     """decay * before + fresh, entry by entry, in fresh's storage; without the past where that is of another kind.
 
     fresh is a sum over examples: with several processes, over the examples of all.

@@ -12,7 +12,7 @@ from natgrad.layers.moments import Seen
 from natgrad.linalg import eigh, safe_cutoff
 from natgrad.operators import Diagonal, Operator, Spiked
 from natgrad.structures.diagonal import layer_squares
-from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LowRankCovariance(Layerwise):
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.by_token:
-            return accumulated(before, {"squares": layer_squares(seen)}, decay)
+            return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
         found = before if before is not None and "vectors" in before else None
         for i, deltas in enumerate(seen.deltas):
             fresh = torch.stack(grouped(seen.activations, deltas, 2 * self.rank)).flatten(1)

@@ -11,7 +11,7 @@ from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen, total, unit_blocks
 from natgrad.operators import Diagonal, Operator, SpikedKronecker, Units
 from natgrad.structures.diagonal import layer_squares
-from natgrad.structures.layerwise import Layerwise, Statistics, accumulated
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.low_rank_tracking import Tracked, first, tracked
 
 
@@ -43,10 +43,10 @@ class OnlineLowRank(Layerwise):
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.by_token:
-            return accumulated(before, {"squares": layer_squares(seen)}, decay)
+            return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
         if seen.single:
             blocks = total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])
-            return accumulated(before, {"blocks": blocks}, decay)
+            return accumulate_statistics(before, {"blocks": blocks}, decay)
         left, right = gradient_rows(seen) if self.gradient else example_rows(seen)
         return side("left", left, self.rank_out, before, decay) | side("right", right, self.rank_in, before, decay)
 
