@@ -13,10 +13,13 @@ from natgrad.applications.policy.history import History
 from natgrad.applications.policy.learner import PolicyLearner
 from natgrad.applications.policy.normalise import RunningMoments
 from natgrad.applications.policy.rollout import Rollout, gae
+from natgrad.applications.policy.settings import Backtracking, CriticTraining, NaturalStep, Rollouts
 from natgrad.applications.policy.trpo import TRPO, NaturalPolicyGradient, acktr
 
 __all__ = [
     "TRPO",
+    "Backtracking",
+    "CriticTraining",
     "DiscreteHead",
     "EnvironmentFault",
     "Episode",
@@ -26,8 +29,10 @@ __all__ = [
     "MultiBinaryHead",
     "MultiDiscreteHead",
     "NaturalPolicyGradient",
+    "NaturalStep",
     "PolicyLearner",
     "Rollout",
+    "Rollouts",
     "RunningMoments",
     "SquashedGaussianHead",
     "acktr",

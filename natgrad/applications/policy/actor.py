@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from natgrad.applications.policy.heads import GaussianHead, Head, MultiDiscreteHead
 from natgrad.applications.policy.images import channel_order
@@ -108,18 +106,19 @@ def described(outputs: Any) -> str:
     return type(outputs).__name__
 
 
-def perceptron(
-    inputs: int, outputs: int, hidden: tuple[int, ...], gain: float, generator: torch.Generator, like: Tensor
-) -> nn.Sequential:
-    """Tanh layers with orthogonal weights and zero biases; flattens its inputs. gain: of the last layer.
+def find_acting(actor: Actor, example: Tensor) -> dict[str, Tensor]:
+    """The trainable parameters that the rows of action parameters depend on, by name.
 
-    Drawn from the generator: the global one is not touched.
+    Args:
+        actor: The policy.
+        example: One state.
+
+    Raises:
+        ValueError: If there is none.
     """
-    layers: list[nn.Module] = [nn.Flatten()]
-    sizes = [inputs, *hidden, outputs]
-    for i, (before, after) in enumerate(pairwise(sizes)):
-        layer: Any = skip_init(nn.Linear, before, after, dtype=like.dtype)
-        nn.init.orthogonal_(layer.weight, 2**0.5 if i < len(hidden) else gain, generator=generator)
-        nn.init.zeros_(layer.bias)
-        layers += [layer, nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).to(like.device)
+    rows = actor(example.expand(2, *example.shape).contiguous())
+    params = {name: p for name, p in actor.named_parameters() if p.requires_grad}
+    if not rows.requires_grad or not params:
+        raise ValueError("policy has no trainable parameter that its outputs depend on; unfreeze at least one")
+    found = torch.autograd.grad(rows.sum(), list(params.values()), allow_unused=True)
+    return {name: p for (name, p), g in zip(params.items(), found, strict=True) if g is not None}

@@ -51,15 +51,3 @@ def require_positive(name: str, value: Any) -> None:
     """ValueError unless value is a finite number > 0."""
     if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}, expected a finite number > 0")
-
-
-def check_numbers(gamma: Any, gae_lambda: Any, critic_lr: Any, entropy_weight: Any, max_episode_steps: Any) -> None:
-    """ValueError for numbers out of range."""
-    for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not is_real(share) or not 0 <= share <= 1:
-            raise ValueError(f"{name} is {share!r}, expected a number in [0, 1]")
-    require_positive("critic_lr", critic_lr)
-    if not is_real(entropy_weight) or not math.isfinite(entropy_weight):
-        raise ValueError(f"entropy_weight is {entropy_weight!r}, expected a finite number")
-    if max_episode_steps is not None and not (is_real(max_episode_steps) and max_episode_steps >= 1):
-        raise ValueError(f"max_episode_steps is {max_episode_steps!r}, expected a number >= 1, math.inf or None")

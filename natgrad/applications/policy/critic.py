@@ -10,17 +10,26 @@ from torch import Tensor, nn
 from natgrad.applications.policy.actor import Actor, call, described, is_column
 from natgrad.applications.policy.images import channel_order
 from natgrad.applications.policy.rollout import Rollout
+from natgrad.applications.policy.settings import CriticTraining
 from natgrad.linalg import all_finite
 from natgrad.pure import run_detached
 
 
 class Critic:
-    """V(states) -> (b,), and how it is trained: `epochs` passes of Adam over minibatches, squared error.
+    """V(states) -> (b,), and how it is trained: passes of Adam over minibatches, squared error.
 
-    module: one of its own, states -> (b,) or (b, 1); None: the value that the policy returns beside its rows. Only
-    parameters that the policy's actions do not depend on are trained: a trunk that both share moves by the natural step
-    alone, so that fitting values never changes the policy behind the radius' back.   order: of the states' axes, as the
-    module takes them.
+    Only parameters that the policy's actions do not depend on are trained. A trunk that both share moves by the natural
+    step alone, so that fitting values never changes the policy's KL.
+
+    Args:
+        module: One of its own, states -> (b,) or (b, 1); None for the value that the policy returns beside its rows.
+        actor: The policy.
+        reached: Names of the parameters that the actions depend on.
+        training: Adam's rate, and how often it sees what.
+        order: Of the states' axes, as the module takes them.
+
+    Raises:
+        ValueError: If there is no parameter to train.
     """
 
     def __init__(
@@ -28,18 +37,16 @@ class Critic:
         module: nn.Module | None,
         actor: Actor,
         reached: set[str],
-        lr: float,
-        epochs: int,
-        batch: int,
+        training: CriticTraining,
         order: tuple[int, ...],
     ) -> None:
-        self.module, self.actor, self.epochs, self.batch, self.order = module, actor, epochs, batch, order
+        self.module, self.actor, self.training, self.order = module, actor, training, order
         acting = {id(p) for name, p in actor.named_parameters() if name in reached}
         own = (actor if module is None else module).parameters()
         self.params = [p for p in own if p.requires_grad and id(p) not in acting]
         if not self.params:
             raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
-        self.optimizer = torch.optim.Adam(self.params, lr, eps=1e-5, fused=fusible(self.params))
+        self.optimizer = torch.optim.Adam(self.params, training.lr, eps=1e-5, fused=fusible(self.params))
         self.loss = float("nan")
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -51,9 +58,9 @@ class Critic:
     def fit(self, rollout: Rollout, generator: torch.Generator) -> float:
         """Train on a rollout's returns. The mean squared error over the last epoch."""
         last = 0.0
-        for _ in range(self.epochs):
+        for _ in range(self.training.epochs):
             order = torch.randperm(len(rollout), generator=generator).to(rollout.states.device)
-            losses = [self._step(rollout, rows) for rows in order.split(self.batch)]
+            losses = [self._step(rollout, rows) for rows in order.split(self.training.batch)]
             last = float(torch.stack(losses).mean())
         return last
 

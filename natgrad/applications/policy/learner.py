@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.policy.actor import Actor, perceptron, probe_size
-from natgrad.applications.policy.checks import as_integer, check_numbers, evaluation, like_first
+from natgrad.applications.policy.actor import Actor, find_acting, probe_size
+from natgrad.applications.policy.checks import as_integer, evaluation, like_first
 from natgrad.applications.policy.critic import Critic, check_values
 from natgrad.applications.policy.environments import Environments, Episode, single
 from natgrad.applications.policy.heads import Head, head_for
 from natgrad.applications.policy.history import History
 from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
+from natgrad.applications.policy.perceptrons import Defaults, check_network
 from natgrad.applications.policy.progress import Progress
 from natgrad.applications.policy.rollout import Rollout, collect, judged
 from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
+from natgrad.applications.policy.sb3_settings import Translation
+from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts
 from natgrad.applications.policy.surrogate import Surrogate, SurrogateLoss
-from natgrad.damping import Damping, as_damping
+from natgrad.damping import as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
-from natgrad.optim.parallel_models import refuse_processes
 from natgrad.pure import run_detached
 from natgrad.rules import Quadratic, Rule, Step
-from natgrad.solvers import Solver
 from natgrad.spaces import Space
-from natgrad.structures import Exact, Structure
+from natgrad.structures import Exact
 
 Array = np.ndarray
-HIDDEN = (64, 64)
 
 
 class PolicyLearner(ABC):
@@ -52,82 +52,54 @@ class PolicyLearner(ABC):
         self,
         policy: nn.Module | str | None,
         env: Any,
-        *,
         critic: nn.Module | None,
         head: Head | None,
-        batch: int,
-        gamma: float,
-        gae_lambda: float,
-        solver: Solver,
-        structure: Structure | None,
-        damping: float | Damping,
-        metric_batch: int | None,
-        entropy_weight: float,
-        critic_lr: float,
-        critic_epochs: int,
-        critic_batch: int,
-        normalize_observations: bool,
-        normalize_rewards: bool,
-        max_episode_steps: float | None,
-        seed: int,
+        choices: Translation,
+        groups: Mapping[str, Any],
     ) -> None:
-        check_numbers(gamma, gae_lambda, critic_lr, entropy_weight, max_episode_steps)
-        batch, seed = as_integer("batch", batch, 2), as_integer("seed", seed, 0)
-        critic_epochs = as_integer("critic_epochs", critic_epochs, 0)
-        critic_batch = as_integer("critic_batch", critic_batch, 1)
-        metric_batch = None if metric_batch is None else as_integer("metric_batch", metric_batch, 1)
-        if not isinstance(solver, Solver):
-            raise TypeError(f"solver is {solver!r}, expected a natgrad Solver such as ng.CG(max_steps=10)")
-        if structure is not None and not isinstance(structure, Structure):
-            raise TypeError(
-                f"structure is {structure!r}, expected a natgrad Structure such as ng.Kronecker(0.95), or None"
-            )
-        self.batch, self.gamma, self.gae_lambda, self.seed = batch, gamma, gae_lambda, seed
-        self.solver, self.structure, self.damping = solver, structure or Exact(), as_damping(damping)
-        self.metric_batch, self.entropy_weight = metric_batch, entropy_weight
-        self.worlds = Environments(env, max_episode_steps)
+        self.rollouts: Rollouts = groups["rollouts"]
+        self.natural_step: NaturalStep = groups["natural_step"]
+        self.worlds = Environments(env, self.rollouts.max_episode_steps)
+        self.batch = self.rollouts.batch
+        if choices.steps is not None:
+            self.batch = self.worlds.count * as_integer("n_steps", choices.steps, 1)
+        self.structure, self.damping = self.natural_step.structure or Exact(), as_damping(self.natural_step.damping)
         self.head = head_for(self.worlds.action_space, head)
-        self.generator = torch.Generator().manual_seed(seed)
-        self._build(policy, critic, critic_lr, critic_epochs, critic_batch)
-        self._draws = torch.Generator(self.device).manual_seed(seed)
-        self._predictions = torch.Generator(self.device).manual_seed(seed + 1)
-        self.scale = ObservationScale(self.worlds.shape, normalize_observations and self.worlds.scalable)
-        self.reward_scale = RewardScale(self.worlds.count, gamma, normalize_rewards)
+        self.verbose = choices.verbose
+        self.generator = torch.Generator().manual_seed(self.rollouts.seed)
+        self._build(policy, critic, groups["critic_training"], choices)
+        self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed)
+        self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
+        self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
+        self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards)
         self.history = History()
         self.rollout: Rollout | None = None
         self.steps, self.updates, self._begun = 0, 0, 0
         self._amount, self._memory = self.damping.initial(), None
 
-    def _build(self, policy: Any, critic: nn.Module | None, lr: float, epochs: int, batch: int) -> None:
-        """The networks, checked on an example state; those not given are tanh perceptrons drawn from the generator."""
+    def _build(self, policy: Any, critic: nn.Module | None, training: CriticTraining, choices: Translation) -> None:
+        """The networks, checked on an example state; those not given are perceptrons drawn from the generator."""
         policy = as_policy(policy)
-        if not isinstance(policy, (nn.Module, type(None))) or not isinstance(critic, (nn.Module, type(None))):
-            wrong = policy if not isinstance(policy, (nn.Module, type(None))) else critic
-            raise TypeError(f"policy and critic are torch.nn.Modules or None, {type(wrong).__name__} came")
-        refuse_processes(policy, "policy")
-        refuse_processes(critic, "critic")
-        like = torch.zeros(()) if policy is None else like_first(policy)
+        for name, module in (("policy", policy), ("critic", critic)):
+            check_network(name, module)
+        defaults = Defaults.read(choices, policy)
+        like = torch.zeros((), device=defaults.device) if policy is None else like_first(policy)
         example = like.new_zeros(self.worlds.shape)
         inputs = max(math.prod(self.worlds.shape), 1)
         if policy is None:
             outputs = getattr(self.head, "dimensions", self.head.width)
-            policy = perceptron(inputs, outputs, HIDDEN, 0.01, self.generator, like)
+            policy = defaults.build_policy(inputs, outputs, self.generator, like)
         self.policy, self.device = policy, like.device
         with evaluation(policy):
             self.actor = Actor(policy, self.head, example).to(like.device)
-            rows = self.actor(example.expand(2, *example.shape).contiguous())
-        params = {name: p for name, p in self.actor.named_parameters() if p.requires_grad}
-        if not rows.requires_grad or not params:
-            raise ValueError("policy has no trainable parameter that its outputs depend on; unfreeze at least one")
-        found = torch.autograd.grad(rows.sum(), list(params.values()), allow_unused=True)
-        self.params = {name: p for (name, p), g in zip(params.items(), found, strict=True) if g is not None}
+            self.params = find_acting(self.actor, example)
         if critic is None and not self.actor.valued:
-            critic = perceptron(inputs, 1, HIDDEN, 1.0, self.generator, like)
+            critic = defaults.build_critic(inputs, self.generator, like)
         order: tuple[int, ...] = ()
         if critic is not None:
             with evaluation(critic):
                 order = check_values(critic, example, probe_size(self.head))
-        self.critic = Critic(critic, self.actor, set(self.params), lr, epochs, batch, order)
+        self.critic = Critic(critic, self.actor, set(self.params), training, order)
         self.metric = fisher(self.actor, self.head.family)
 
     @property
@@ -156,7 +128,7 @@ class PolicyLearner(ABC):
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is {type(callback).__name__}, expected a function of the learner")
         goal = self.steps + steps
-        with Progress(steps, progress) as shown:
+        with Progress(steps, self.verbose if progress is None else progress) as shown:
             while self.steps < goal:
                 before = self.steps
                 try:
@@ -182,7 +154,9 @@ class PolicyLearner(ABC):
 
     def _advance(self) -> dict[str, Any]:
         rollout = self._collect()
-        move = self._move(Surrogate(self.actor, rollout, self.entropy_weight), self._choose_metric_states(rollout))
+        move = self._move(
+            Surrogate(self.actor, rollout, self.natural_step.entropy_weight), self._choose_metric_states(rollout)
+        )
         self._amount = self.damping.update(self._amount, move.ratio)
         explained, loss = rollout.explained_variance, self.critic.fit(rollout, self.generator)
         self.rollout = rollout
@@ -204,10 +178,10 @@ class PolicyLearner(ABC):
     def _collect(self) -> Rollout:
         if self.worlds.observations is None:
             self._begun += 1
-        seed = self.seed + 7919 * (self._begun - 1)
+        seed = self.rollouts.seed + 7919 * (self._begun - 1)
         kept = collect(self.actor, self.worlds, self.scale, self.batch, seed, self._draws)
         episodes = self.worlds.episodes()
-        return judged(kept, self.critic, self.reward_scale, self.gamma, self.gae_lambda, episodes)
+        return judged(kept, self.critic, self.reward_scale, self.rollouts.gamma, self.rollouts.gae_lambda, episodes)
 
     def _propose(self, surrogate: Surrogate, states: Tensor) -> Proposal:
         """The step -(F + damping I)^-1 of the loss's gradient, with the exact Fisher along it."""
@@ -219,7 +193,7 @@ class PolicyLearner(ABC):
         params = {name: self.params[name] for name in gradient}
         operator, self._memory = self.structure.update(self._memory, self.metric, params, states)
         amount = self.damping.amount(self._amount, operator)
-        solution = self.solver.solve(operator, g, damping=amount)
+        solution = self.natural_step.solver.solve(operator, g, damping=amount)
         x, exact = solution.value, operator
         if isinstance(self.structure, Exact):
             image = solution.image - amount * x
@@ -231,9 +205,10 @@ class PolicyLearner(ABC):
 
     def _choose_metric_states(self, rollout: Rollout) -> Tensor:
         """The states that the metric is taken over: all, or a draw of `metric_batch`."""
-        if self.metric_batch is None or self.metric_batch >= len(rollout):
+        most = self.natural_step.metric_batch
+        if most is None or most >= len(rollout):
             return rollout.states
-        chosen = torch.randperm(len(rollout), generator=self.generator)[: self.metric_batch]
+        chosen = torch.randperm(len(rollout), generator=self.generator)[:most]
         return rollout.states[chosen.to(rollout.states.device)]
 
     def _row(

@@ -2,97 +2,103 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from natgrad.applications.policy.checks import as_integer, require_positive
+from natgrad.applications.keyword_settings import Group, read_groups
+from natgrad.applications.policy.checks import require_positive
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.learner import PolicyLearner
+from natgrad.applications.policy.sb3_settings import choose_radius, translate_choices
+from natgrad.applications.policy.settings import (
+    Backtracking,
+    CriticTraining,
+    NaturalStep,
+    PolicySettings,
+    Rollouts,
+    TRPOSettings,
+)
 from natgrad.applications.policy.step_rules import MeasuredTrustRegion, NormalisedRate
-from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.rules import Rate, Rule
-from natgrad.solvers import CG, Direct, Solver
-from natgrad.structures import Kronecker, Structure
+from natgrad.solvers import Direct
+from natgrad.structures import Kronecker
 
-ADAPTIVE = LevenbergMarquardt(start=0.01, floor=1e-4, ceiling=10.0)
+RADIUS = 0.01
+OWN = ("policy", "env", "radius", "critic", "head")
+GROUPS = {
+    "rollouts": Group(Rollouts()),
+    "natural_step": Group(NaturalStep()),
+    "critic_training": Group(CriticTraining(), "critic_"),
+}
+TRPO_GROUPS = GROUPS | {"backtracking": Group(Backtracking())}
 
 
 class TRPO(PolicyLearner):
     """Trust region policy optimisation, Schulman et al. 2015: `ng.TRPO(policy, env).learn(100_000)`.
 
-    policy: an `nn.Module` from observations (b, ...) to the action parameters, or to (parameters, value) for a shared
-    critic; None or "MlpPolicy": two tanh layers of 64.   env: a gymnasium environment, vector environment, registered
-    name, or a sequence of them.   radius: bound on the mean KL of an update over the visited states, in nats; every
-    update is measured to be within it, and the policy stays as it was where no step is.
+    Each update is measured to be within the radius, and the policy stays as it was where no step is. Networks run in
+    eval mode. Settings may come as groups, `rollouts=Rollouts(batch=2048, gamma=0.9)`, or one by one, `batch=2048,
+    gamma=0.9`; keywords of stable-baselines3 that mean the same are taken too.
 
-    critic: a module from observations to (b,) or (b, 1), default two tanh layers of 64.   head: the distribution of
-    actions, where the space's own will not do, such as `SquashedGaussianHead()`.   batch: steps per update, all
-    environments together.   gamma, gae_lambda: discount and GAE's weight.   solver, structure: of (F + damping I) x =
-    g; `ng.Kronecker(0.95)` with `ng.Direct()` is K-FAC.   damping: a number or a strategy; the default adapts to the
-    ratios of real to predicted gain and of predicted to real KL.   backtrack, backtracks: factor and number of the line
-    search's trials.   metric_batch: states that the metric is taken over, default all.   entropy_weight: of an entropy
-    bonus in the surrogate.   critic_lr, critic_epochs, critic_batch: of Adam on the critic.   normalize_observations,
-    normalize_rewards: by running moments, saved, and frozen in `predict`.   max_episode_steps: longer episodes are
-    truncated; math.inf: the task has no end.   seed: of all draws and of the environments; the global generators are
-    never used.
+    Args:
+        policy: A module from observations (b, ...) to the action parameters, or to (parameters, value) for a shared
+            critic; None or "MlpPolicy" for two tanh layers of 64.
+        env: A gymnasium environment, vector environment, registered name, or a sequence of them.
+        radius: Bound on the mean KL of an update over the visited states, in nats.
+        critic: A module from observations to (b,) or (b, 1); None for two tanh layers of 64.
+        head: The distribution of actions, where the space's own will not do, such as `SquashedGaussianHead()`.
+        rollouts: A `Rollouts` group.
+        natural_step: A `NaturalStep` group.
+        critic_training: A `CriticTraining` group.
+        backtracking: A `Backtracking` group.
+        batch: Steps per update, all environments together.
+        gamma: Discount of rewards, in [0, 1].
+        gae_lambda: GAE's weight, in [0, 1].
+        normalize_observations: Scale observations by running moments, saved, and frozen in `predict`.
+        normalize_rewards: Scale rewards by the standard deviation of their running discounted sum.
+        max_episode_steps: Longer episodes are truncated; math.inf for a task without an end.
+        seed: Of all draws and of the environments; the global generators are never used.
+        solver: Of (F + damping I) x = g.
+        structure: How F is held between updates; `ng.Kronecker(0.95)` with `ng.Direct()` is K-FAC.
+        damping: A number in nats per squared unit of a parameter, or an ng damping; the default adapts to the ratios
+            of real to predicted gain and of predicted to real KL.
+        metric_batch: States that F is taken over; None for all.
+        entropy_weight: Of an entropy bonus in the surrogate.
+        critic_lr: Adam's learning rate on the critic.
+        critic_epochs: Passes over a batch.
+        critic_batch: States per step of Adam.
+        backtrack: Factor between two trials of the line search.
+        backtracks: Number of its trials.
 
-    Networks run in eval mode. ValueError for a radius that is not positive, outputs of the wrong shape, a space
-    without a head.
+    Raises:
+        ValueError: For a number out of range, outputs of the wrong shape, a space without a head.
+        TypeError: For an unknown keyword; the sentence names the nearest one, or what to write for one of
+            stable-baselines3.
+
+    Example:
+        ```python
+        agent = ng.TRPO(None, "CartPole-v1", batch=512)
+        agent.learn(1024)
+        ```
     """
 
     def __init__(
         self,
         policy: nn.Module | str | None,
         env: Any,
-        radius: float = 0.01,
+        radius: float = RADIUS,
         *,
         critic: nn.Module | None = None,
         head: Head | None = None,
-        batch: int = 1024,
-        gamma: float = 0.99,
-        gae_lambda: float = 0.95,
-        solver: Solver = CG(rtol=1e-3, max_steps=10),
-        structure: Structure | None = None,
-        damping: float | Damping = ADAPTIVE,
-        backtrack: float = 0.8,
-        backtracks: int = 10,
-        metric_batch: int | None = None,
-        entropy_weight: float = 0.0,
-        critic_lr: float = 1e-3,
-        critic_epochs: int = 10,
-        critic_batch: int = 128,
-        normalize_observations: bool = True,
-        normalize_rewards: bool = True,
-        max_episode_steps: float | None = None,
-        seed: int = 0,
+        **settings: Unpack[TRPOSettings],
     ) -> None:
-        require_positive("radius", radius)
-        require_positive("backtrack", backtrack)
-        if not backtrack < 1:
-            raise ValueError(f"backtrack is {backtrack}, expected a factor between 0 and 1")
-        self.radius, self.backtrack, self.backtracks = radius, backtrack, as_integer("backtracks", backtracks, 1)
-        super().__init__(
-            policy,
-            env,
-            critic=critic,
-            head=head,
-            batch=batch,
-            gamma=gamma,
-            gae_lambda=gae_lambda,
-            solver=solver,
-            structure=structure,
-            damping=damping,
-            metric_batch=metric_batch,
-            entropy_weight=entropy_weight,
-            critic_lr=critic_lr,
-            critic_epochs=critic_epochs,
-            critic_batch=critic_batch,
-            normalize_observations=normalize_observations,
-            normalize_rewards=normalize_rewards,
-            max_episode_steps=max_episode_steps,
-            seed=seed,
-        )
+        choices = translate_choices("TRPO", dict(settings))
+        groups = read_groups("TRPO", TRPO_GROUPS, choices.choices, OWN)
+        self.radius = choose_radius(radius, choices.radius, RADIUS)
+        search: Backtracking = groups["backtracking"]
+        self.backtrack, self.backtracks = search.backtrack, search.backtracks
+        super().__init__(policy, env, critic, head, choices, groups)
 
     @property
     def rule(self) -> Rule:
@@ -103,61 +109,43 @@ class TRPO(PolicyLearner):
 class NaturalPolicyGradient(PolicyLearner):
     """The natural policy gradient, Kakade 2001: theta + rate (F + damping I)^-1 g, without a line search.
 
-    radius: rate = sqrt(2 radius / g^T (F + damping I)^-1 g), Rajeswaran et al. 2017, so that the quadratic model of the
-    mean KL is at most the radius; the real one is measured and logged, and may be above it.   lr: a rate instead of
-    that. A step after which the policy is not finite is not taken. The rest: as in `TRPO`.
+    rate = sqrt(2 radius / g^T (F + damping I)^-1 g), Rajeswaran et al. 2017, so that the quadratic model of the mean
+    KL is at most the radius; the real one is measured and logged, and may be above it. A step after which the policy is
+    not finite is not taken.
+
+    Args:
+        policy: A module from observations (b, ...) to the action parameters, or to (parameters, value) for a shared
+            critic; None or "MlpPolicy" for two tanh layers of 64.
+        env: A gymnasium environment, vector environment, registered name, or a sequence of them.
+        radius: Bound on the quadratic model of an update's mean KL, in nats.
+        lr: A rate instead of that.
+        critic: A module from observations to (b,) or (b, 1); None for two tanh layers of 64.
+        head: The distribution of actions, where the space's own will not do.
+        settings: As for `TRPO`, the line search's left out.
+
+    Raises:
+        ValueError: For a number out of range, outputs of the wrong shape, a space without a head.
+        TypeError: For an unknown keyword.
     """
 
     def __init__(
         self,
         policy: nn.Module | str | None,
         env: Any,
-        radius: float = 0.01,
+        radius: float = RADIUS,
         *,
         lr: float | None = None,
         critic: nn.Module | None = None,
         head: Head | None = None,
-        batch: int = 1024,
-        gamma: float = 0.99,
-        gae_lambda: float = 0.95,
-        solver: Solver = CG(rtol=1e-3, max_steps=10),
-        structure: Structure | None = None,
-        damping: float | Damping = ADAPTIVE,
-        metric_batch: int | None = None,
-        entropy_weight: float = 0.0,
-        critic_lr: float = 1e-3,
-        critic_epochs: int = 10,
-        critic_batch: int = 128,
-        normalize_observations: bool = True,
-        normalize_rewards: bool = True,
-        max_episode_steps: float | None = None,
-        seed: int = 0,
+        **settings: Unpack[PolicySettings],
     ) -> None:
-        require_positive("radius", radius)
+        choices = translate_choices("NaturalPolicyGradient", dict(settings))
+        groups = read_groups("NaturalPolicyGradient", GROUPS, choices.choices, (*OWN, "lr"))
         if lr is not None:
             require_positive("lr", lr)
-        self.radius, self.lr, self.rate = radius, lr, 1.0 if lr is None else lr
-        super().__init__(
-            policy,
-            env,
-            critic=critic,
-            head=head,
-            batch=batch,
-            gamma=gamma,
-            gae_lambda=gae_lambda,
-            solver=solver,
-            structure=structure,
-            damping=damping,
-            metric_batch=metric_batch,
-            entropy_weight=entropy_weight,
-            critic_lr=critic_lr,
-            critic_epochs=critic_epochs,
-            critic_batch=critic_batch,
-            normalize_observations=normalize_observations,
-            normalize_rewards=normalize_rewards,
-            max_episode_steps=max_episode_steps,
-            seed=seed,
-        )
+        self.radius, self.lr = choose_radius(radius, choices.radius, RADIUS), lr
+        self.rate = 1.0 if lr is None else lr
+        super().__init__(policy, env, critic, head, choices, groups)
 
     @property
     def rule(self) -> Rule:
@@ -168,17 +156,25 @@ class NaturalPolicyGradient(PolicyLearner):
 def acktr(
     policy: nn.Module | str | None,
     env: Any,
-    radius: float = 0.01,
+    radius: float = RADIUS,
     *,
     decay: float = 0.95,
-    damping: float = 0.01,
-    **choices: Any,
+    **settings: Any,
 ) -> NaturalPolicyGradient:
     """The natural policy gradient with K-FAC's Fisher, a Kronecker product per layer: ACKTR's step for the policy.
 
-    decay: of the factors' running averages, per update.   radius: bounds the KL by the exact Fisher's quadratic model.
-    choices: as for `NaturalPolicyGradient`. The critic is fitted by Adam. Wu, Mansimov, Grosse, Liao & Ba 2017.
+    The critic is fitted by Adam.
+
+    Args:
+        policy: As for `NaturalPolicyGradient`.
+        env: As for `NaturalPolicyGradient`.
+        radius: Bounds the KL by the exact Fisher's quadratic model, in nats.
+        decay: Of the factors' running averages, per update.
+        settings: As for `NaturalPolicyGradient`; `damping` is 0.01 unless given.
+
+    Reference:
+        Wu, Mansimov, Grosse, Liao & Ba 2017.
     """
-    return NaturalPolicyGradient(
-        policy, env, radius, structure=Kronecker(decay, factored=True), solver=Direct(), damping=damping, **choices
-    )
+    step = NaturalStep(Direct(), Kronecker(decay, factored=True), 0.01)
+    choices: dict[str, Any] = {"natural_step": step, **settings}
+    return NaturalPolicyGradient(policy, env, radius, **choices)

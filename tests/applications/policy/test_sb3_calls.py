@@ -34,6 +34,102 @@ def test_the_default_network_has_their_name_too(kind: Any):
             agent_of(name, kind=kind)
 
 
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "n_steps": ({"n_steps": 32}, {"batch": 64}),  # of two environments
+    "target_kl": ({"target_kl": 0.002}, {"radius": 0.002}),
+    "learning_rate": ({"learning_rate": 1e-2, "batch_size": 16}, {"critic_lr": 1e-2, "critic_batch": 16}),
+    "critic": ({"n_critic_updates": 3}, {"critic_epochs": 3}),
+    "solver": ({"cg_max_steps": 2, "cg_damping": 0.1}, {"solver": ng.CG(rtol=1e-3, max_steps=2), "damping": 0.1}),
+    "line search": (
+        {"line_search_shrinking_factor": 0.5, "line_search_max_iter": 3},
+        {"backtrack": 0.5, "backtracks": 3},
+    ),
+    "entropy": ({"ent_coef": 0.01}, {"entropy_weight": 0.01}),
+    "nothing": (
+        {"verbose": 0, "tensorboard_log": None, "device": "cpu", "use_sde": False, "normalize_advantage": True},
+        {},
+    ),
+    "network": ({"policy_kwargs": {"net_arch": [64, 64], "activation_fn": nn.Tanh, "ortho_init": True}}, {}),
+    "both": ({"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_settings_that_mean_the_same_give_the_same_agent(name: str):
+    found = []
+    for choices in SAME[name]:
+        common = {"seed": 0} if "n_steps" in choices else {"seed": 0, "batch": 64}
+        agent = ng.TRPO("MlpPolicy", [Walk(), Walk()], **common | choices)
+        agent.learn(64, progress=False)
+        found.append(agent)
+    first, second = found
+    assert first.batch == second.batch == 64
+    assert first.history["kl"] == second.history["kl"]
+    assert first.history["critic_loss"] == second.history["critic_loss"]
+    for one, other in zip(first.actor.parameters(), second.actor.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_default_networks_have_the_layers_that_were_asked_for():
+    shape = {"net_arch": {"pi": [5], "vf": [7, 3]}, "activation_fn": nn.ReLU}
+    agent = agent_of("MlpPolicy", policy_kwargs=shape)
+    widths = [
+        [m.out_features for m in net.modules() if isinstance(m, nn.Linear)]
+        for net in (agent.policy, agent.critic.module)
+    ]
+    assert widths == [[5, 1], [7, 3, 1]]
+    assert any(isinstance(m, nn.ReLU) for m in agent.policy.modules())
+
+
+TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
+    "schedule": ({"learning_rate": lambda left: left}, "learning_rate is a schedule: give a number"),
+    "twice": ({"target_kl": 0.02, "radius": 0.03}, "radius and target_kl were given"),
+    "both batches": ({"n_steps": 32, "batch": 64}, "n_steps and batch, which both count"),
+    "both names": ({"ent_coef": 0.0, "entropy_weight": 0.0}, "entropy_weight and ent_coef, which mean the same"),
+    "sde": ({"use_sde": True}, "no 'use_sde': draws are independent"),
+    "log": ({"tensorboard_log": "runs"}, "no 'tensorboard_log': write the history where you like in callback="),
+    "subsample": ({"sub_sampling_factor": 2}, "no 'sub_sampling_factor': metric_batch=256"),
+    "PPO": ({"clip_range": 0.2}, "no 'clip_range': radius= bounds the KL"),
+    "epochs": ({"n_epochs": 10}, "no 'n_epochs': the policy moves once per batch, and critic_epochs="),
+    "std": ({"policy_kwargs": {"log_std_init": -1}}, "no 'log_std_init': write head="),
+    "extractor": (
+        {"policy_kwargs": {"features_extractor_class": nn.Linear}},
+        "no 'features_extractor_class'.*write the",
+    ),
+    "sizes": ({"policy_kwargs": {"net_arch": ["lstm"]}}, "net_arch is"),
+    "misspelt": ({"bacth": 32}, "no 'bacth': did you mean 'batch'"),
+    "unknown": ({"zzz": 32}, "no 'zzz': its keywords are policy, env, radius"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_other_settings_are_answered_by_what_to_write(name: str):
+    choices, words = TRANSLATED[name]
+    with pytest.raises(TypeError, match=words):
+        ng.TRPO("MlpPolicy", Walk(), **choices)
+
+
+def test_networks_are_not_changed_by_settings_of_the_default_ones():
+    for choices, words in (
+        ({"device": "cpu"}, r"policy\.to\(device\)"),
+        ({"policy_kwargs": {"net_arch": [3]}}, "policy_kwargs is"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            agent_of(nn.Linear(2, 1), **choices)
+    with pytest.raises(TypeError, match="critic_lr= is the critic's rate"):
+        agent_of(kind=ng.NaturalPolicyGradient, learning_rate=1e-3)
+    with pytest.raises(TypeError, match="takes no 'backtrack'"):
+        agent_of(kind=ng.NaturalPolicyGradient, backtrack=0.5)
+
+
+def test_verbose_is_progress(capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("natgrad.applications.policy.progress.rich_bar", lambda: None)
+    agent_of(verbose=1).learn(32)
+    assert "32 of 32 steps" in capsys.readouterr().err
+    agent_of(verbose=0).learn(32)
+    assert not capsys.readouterr().err
+
+
 def test_learning_takes_their_words_and_translates_the_others():
     ours, theirs = agent_of(), agent_of()
     ours.learn(64, progress=False)
