@@ -15,43 +15,101 @@ from natgrad.pure import leaves, map_tensors
 class Likelihood(ABC):
     """p(target | outputs). Users write their own with `nll` and `sample`, and `fisher` for the exact metric.
 
-    A model's outputs are laid out as rows (R, m) by `rows`: one row per independent event, m parameters each.
-    The built-in likelihoods take natural parameters (logits, log rates), so that their Fisher form never divides
-    by a probability (Pascanu & Bengio eq. 10, 11 in the logits; the printed form is NaN once y underflows).
+    A model's outputs are laid out as rows (R, m) by `rows`: one row per independent event, m parameters each. The
+    built-in likelihoods take natural parameters (logits, log rates), so that their Fisher form never divides by a
+    probability (Pascanu & Bengio eq. 10, 11 in the logits; the printed form is NaN once y underflows).
+
+    Example:
+        >>> class Laplace(ng.Likelihood):
+        ...     def nll(self, outputs, targets):
+        ...         return (outputs - targets).abs().flatten(1).sum(1)
+        ...     def sample(self, outputs, generator=None):
+        ...         u = torch.rand(outputs.shape, generator=generator) - 0.5
+        ...         return outputs - u.sign() * torch.log1p(-2 * u.abs())
+        >>> model, x = nn.Linear(2, 1), torch.randn(5, 2)
+        >>> ng.sampled_fisher(model, Laplace()).at(ng.trainable(model), x).dense().shape
+        torch.Size([3, 3])
     """
 
     @abstractmethod
     def nll(self, outputs: Any, targets: Any) -> Tensor:
-        """-log p(targets | outputs), one number per row, shape (R,); constants included."""
+        """-log p(targets | outputs), one number per row, constants included.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the likelihood takes them.
+
+        Returns:
+            In nats, shape (R,).
+        """
 
     @abstractmethod
     def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Any:
-        """Targets drawn from p(. | outputs), in the layout that `nll` takes."""
+        """Targets drawn from p(. | outputs), in the layout that `nll` takes.
+
+        Args:
+            outputs: What the model returns.
+            generator: Source of the draws. None: the global one.
+        """
 
     def rows(self, outputs: Any) -> Tensor:
-        """Outputs laid out as (R, m). Default: (b, ...) -> (b, m); a tuple's or dict's tensors side by side."""
+        """Outputs laid out as (R, m). Default: (b, ...) -> (b, m); a tuple's or dict's tensors side by side.
+
+        Args:
+            outputs: What the model returns.
+        """
         parts = [part.reshape(len(part), -1) for part in leaves(outputs)]
         if not parts:
             raise ValueError(f"the model returned {type(outputs).__name__} without a tensor, expected outputs (b, ...)")
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def fisher(self, rows: Tensor) -> Tensor:
-        """E[s s^T] of the score s = d log p / d row, for every row: (R, m) -> (R, m, m)."""
+        """E[s s^T] of the score s = d log p / d row, for every row.
+
+        Args:
+            rows: Outputs laid out as rows, shape (R, m).
+
+        Returns:
+            Shape (R, m, m).
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has no fisher(rows) -> (R, m, m), which the exact metric needs; write it, or use "
             "ng.sampled_fisher(model, likelihood, samples=k), which only needs sample()"
         )
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """Fisher form times tangents, row by row: (R, m), (R, m) -> (R, m)."""
+        """Fisher form times tangents, row by row.
+
+        Args:
+            outputs: Outputs laid out as rows, shape (R, m).
+            tangents: Shape (R, m).
+
+        Returns:
+            Shape (R, m).
+        """
         return torch.einsum("imn,in->im", self.fisher(outputs), tangents)
 
     def root(self, outputs: Tensor) -> Tensor:
-        """F (R, m, q) with E[s s^T] = F F^T for every row."""
+        """F with E[s s^T] = F F^T for every row.
+
+        Args:
+            outputs: Outputs laid out as rows, shape (R, m).
+
+        Returns:
+            Shape (R, m, q).
+        """
         return psd_root(self.fisher(outputs))
 
     def score(self, outputs: Any, targets: Any) -> Tensor:
-        """d log p(targets | outputs) / d row, shape (R, m)."""
+        """d log p(targets | outputs) / d row.
+
+        Args:
+            outputs: What the model returns.
+            targets: As `nll` takes them.
+
+        Returns:
+            Shape (R, m).
+        """
         with torch.enable_grad():
             points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
             total = -self.nll(points, targets).sum()
@@ -59,11 +117,27 @@ class Likelihood(ABC):
         return self.rows(map_tensors(points, lambda _: next(gradients))).detach()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        """KL(p(. | outputs), p(. | other)) for every row, in nats: (R, m), (R, m) -> (R,)."""
+        """KL(p(. | outputs), p(. | other)) for every row, in nats.
+
+        Args:
+            outputs: Outputs laid out as rows, shape (R, m).
+            other: Other outputs, shape (R, m).
+
+        Returns:
+            Shape (R,).
+        """
         raise NotImplementedError(f"{type(self).__name__} has no kl(outputs, other); write it to measure divergences")
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
-        """ValueError if targets cannot have come from this likelihood. Default: accepts anything."""
+        """Check that targets can have come from this likelihood. Default: accepts anything.
+
+        Args:
+            outputs: What the model returns.
+            targets: As `nll` takes them.
+
+        Raises:
+            ValueError: If they cannot.
+        """
 
 
 class DiagonalForm(Likelihood):
@@ -71,7 +145,14 @@ class DiagonalForm(Likelihood):
 
     @abstractmethod
     def curvature(self, outputs: Tensor) -> Tensor:
-        """The form's diagonal: Fisher information of every output, same shape as `outputs`."""
+        """The form's diagonal: Fisher information of every output.
+
+        Args:
+            outputs: Outputs laid out as rows, shape (R, m).
+
+        Returns:
+            Shape (R, m).
+        """
 
     def fisher(self, rows: Tensor) -> Tensor:
         return torch.diag_embed(self.curvature(rows))
@@ -88,7 +169,15 @@ class Separable(DiagonalForm):
 
     @abstractmethod
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """-log p of every entry, same shape as `outputs`."""
+        """-log p of every entry.
+
+        Args:
+            outputs: Shape (b, ...).
+            targets: The same shape.
+
+        Returns:
+            In nats, the same shape.
+        """
 
     def rows(self, outputs: Any) -> Tensor:
         return super().rows(one_tensor(outputs))

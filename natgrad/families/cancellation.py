@@ -39,8 +39,12 @@ def in_double(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def ratio_gap(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
     """r - 1 - log r >= 0 of the ratio r = x / base of positive numbers, to all digits: (r - 1)^2 / 2 near one.
 
-    away: x - base, which the caller may know better than by subtraction.   With e = away / base and t = e / (2 + e) the
-    logarithm is 2 atanh(t), and e - 2 t = e t.
+    With e = away / base and t = e / (2 + e) the logarithm is 2 atanh(t), and e - 2 t = e t.
+
+    Args:
+        x: Positive numbers, any shape.
+        base: Positive numbers, the same shape.
+        away: x - base, which the caller may know better than by subtraction.
     """
     e = away / base
     near = e.abs() < NEAR
@@ -53,7 +57,13 @@ def ratio_gap(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
 
 
 def log_ratio(x: Tensor, base: Tensor, away: Tensor) -> Tensor:
-    """log(x / base) of positive numbers, to all digits; away: x - base."""
+    """log(x / base) of positive numbers, to all digits.
+
+    Args:
+        x: Positive numbers, any shape.
+        base: Positive numbers, the same shape.
+        away: x - base, which the caller may know better than by subtraction.
+    """
     e = away / base
     near = e.abs() < NEAR
     return torch.where(near, torch.log1p(torch.where(near, e, 0.0)), torch.where(near, 1.0, x / base).log())

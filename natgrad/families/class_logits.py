@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import divergence_terms
-from natgrad.families.exponential import ExponentialFamily, check_support
+from natgrad.families.event_checks import check_support
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.natural_likelihood import check_count
 from natgrad.lapack import concrete
 from natgrad.operators import Operator
@@ -21,11 +22,20 @@ LOGITS = "logits are finite numbers, or -inf for classes that cannot come; at le
 
 @dataclass(frozen=True)
 class Multinomial(ExponentialFamily):
-    """Counts x (..., C) of n_trials draws of C classes: T = x, theta = logits, psi = n_trials logsumexp(theta).
+    """Counts x of n_trials draws of C classes: T = x, theta = logits, psi = n_trials logsumexp(theta).
 
-    Adding a constant to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives the
+    A constant added to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives the
     logits whose sum is zero. `SubModel(Multinomial(n, C), range(C - 1))` is the minimal family, the last logit at zero.
     A logit of -inf rules its class out.
+
+    Args:
+        n_trials: How many draws are counted.
+        classes: C.
+
+    Example:
+        >>> family = ng.Multinomial(10, 3)
+        >>> family.expectation(torch.zeros(3))
+        tensor([3.3333, 3.3333, 3.3333])
     """
 
     domain = LOGITS
@@ -118,7 +128,12 @@ class Multinomial(ExponentialFamily):
 class SimplexFisher(Operator):
     """n (diag(y) - y y^T), of rank C - 1, or its pseudo-inverse P diag(1 / y) P / n with P = I - 1 1^T / C (dual).
 
-    y: probabilities (C,); those of 0 have rows of zeros in both, and P is that of the others.   Products in O(C).
+    Products cost O(C).
+
+    Args:
+        y: Probabilities, shape (C,). Those of 0 have rows of zeros in both, and P is that of the others.
+        trials: n.
+        dual: The pseudo-inverse.
     """
 
     def __init__(self, y: Tensor, trials: int = 1, dual: bool = False) -> None:

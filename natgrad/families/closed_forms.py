@@ -15,8 +15,10 @@ Product = Callable[[Tensor], Tensor]
 class Closed(Operator):
     """G given by its products, and G^-1 by its own where they are known.
 
-    product, inverse_product: (..., n) -> (..., n), linear and symmetric.   like: a tensor (n,) of the same dtype and
-    device.
+    Args:
+        like: A tensor (n,) of the same dtype and device.
+        product: v -> G v, (..., n) -> (..., n), linear and symmetric.
+        inverse_product: v -> G^-1 v, or None.
     """
 
     def __init__(self, like: Tensor, product: Product, inverse_product: Product | None = None) -> None:

@@ -9,32 +9,52 @@ import torch
 from torch import Tensor
 
 from natgrad.families.closed_forms import Closed
-from natgrad.families.exponential import ExponentialFamily, say_singular
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.lapack import require_solution
 from natgrad.operators import Operator
 
 
 class Coordinates(ABC):
-    """Coordinates xi (..., n) of a family's distributions, one to one with its natural parameters theta (..., n).
+    """Coordinates xi of a family's distributions, one to one with its natural parameters theta.
 
     A subclass writes `natural` (xi -> theta) and `of` (theta -> xi), both differentiable; it overrides what it knows in
     closed form. Vectors are velocities (d xi / dt: steps, natural gradients), covectors are derivatives (dF / d xi).
+
+    Attributes:
+        family: The exponential family.
     """
 
     family: ExponentialFamily
 
     @abstractmethod
     def natural(self, xi: Tensor) -> Tensor:
-        """theta of xi."""
+        """theta of xi.
+
+        Args:
+            xi: These coordinates, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+        """
 
     @abstractmethod
     def of(self, theta: Tensor) -> Tensor:
-        """xi of theta."""
+        """xi of theta.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+        """
 
     def fisher(self, xi: Tensor) -> Operator:
-        """J^T I_theta J with J = d theta / d xi, at xi (n,): by products, no matrix is formed beside the family's own.
+        """The Fisher matrix J^T I_theta J with J = d theta / d xi, by products alone.
 
         Its inverse is J^-1 I_theta^-1 J^-T where the family's has a closed form.
+
+        Args:
+            xi: One point, shape (n,).
         """
         theta = self.natural(self.single(xi)).detach()
         inner = self.family.fisher(theta)
@@ -47,38 +67,92 @@ class Coordinates(ABC):
         )
 
     def covariance(self, xi: Tensor) -> Tensor:
-        """The Fisher matrix in xi as matrices, (..., n) -> (..., n, n), with gradients."""
+        """The Fisher matrix in xi as matrices, with gradients.
+
+        Args:
+            xi: These coordinates, shape (..., n).
+
+        Returns:
+            Shape (..., n, n).
+        """
         flat = xi.reshape(-1, xi.shape[-1])
         jacobian = torch.func.vmap(torch.func.jacrev(self.natural))(flat)
         found = jacobian.mT @ self.family.covariance(self.natural(flat)) @ jacobian
         return found.view(*xi.shape, xi.shape[-1])
 
     def vector_to_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
-        """d theta = J d xi at xi (..., n)."""
+        """d theta = J d xi.
+
+        Args:
+            xi: Where, shape (..., n).
+            vector: d xi, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+        """
         return Change.at(self.natural, xi).push(vector)
 
     def vector_from_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
-        """d xi = J^-1 d theta at xi (..., n)."""
+        """d xi = J^-1 d theta.
+
+        Args:
+            xi: Where, shape (..., n).
+            vector: d theta, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+        """
         return Change.at(self.of, self.natural(xi)).push(vector)
 
     def covector_from_natural(self, xi: Tensor, covector: Tensor) -> Tensor:
-        """dF / d xi = J^T dF / d theta at xi (..., n)."""
+        """dF / d xi = J^T dF / d theta.
+
+        Args:
+            xi: Where, shape (..., n).
+            covector: dF / d theta, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+        """
         return Change.at(self.natural, xi).pull(covector)
 
     def covector_to_natural(self, xi: Tensor, covector: Tensor) -> Tensor:
-        """dF / d theta = J^-T dF / d xi at xi (..., n)."""
+        """dF / d theta = J^-T dF / d xi.
+
+        Args:
+            xi: Where, shape (..., n).
+            covector: dF / d xi, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+        """
         return Change.at(self.of, self.natural(xi)).pull(covector)
 
     def natural_gradient(self, xi: Tensor, gradient: Tensor) -> Tensor:
-        """I_xi^-1 dF / d xi at xi (n,): the same direction in every system of coordinates."""
+        """I_xi^-1 dF / d xi: the same direction in every system of coordinates.
+
+        Args:
+            xi: Where, shape (n,).
+            gradient: dF / d xi, shape (n,).
+
+        Returns:
+            Shape (n,).
+        """
         fisher = self.fisher(xi)
         inverse = fisher.inverse(0.0)
         if inverse is not None:
             return inverse @ gradient
-        return require_solution(fisher.dense(), gradient, say_singular(self.family))
+        return require_solution(fisher.dense(), gradient, self.family.explain_singular())
 
     def single(self, xi: Tensor) -> Tensor:
-        """xi as it is. ValueError unless its shape is (n,)."""
+        """xi as it is, checked to be one point.
+
+        Args:
+            xi: These coordinates.
+
+        Raises:
+            ValueError: Unless its shape is (n,).
+        """
         if not isinstance(xi, Tensor) or not xi.is_floating_point() or xi.dim() != 1:
             came = f"has shape {tuple(xi.shape)}, {xi.dtype}" if isinstance(xi, Tensor) else f"is {type(xi).__name__}"
             raise ValueError(
@@ -98,7 +172,12 @@ class Change:
 
     @classmethod
     def at(cls, change: Callable[[Tensor], Tensor], point: Tensor) -> Change:
-        """Of change, (..., n) -> (..., m), a function of every row by itself; more rows of v than points: batches."""
+        """The derivative of a map at a point; vectors with more rows than points are batches.
+
+        Args:
+            change: A function (..., n) -> (..., m) of every row by itself.
+            point: Shape (..., n).
+        """
 
         def spread(v: Tensor) -> Tensor:
             return point.expand(*v.shape[: v.dim() - point.dim()], *point.shape)
@@ -116,7 +195,11 @@ class Change:
 
 
 class Natural(Coordinates):
-    """theta itself."""
+    """The natural parameters theta themselves.
+
+    Args:
+        family: The exponential family.
+    """
 
     def __init__(self, family: ExponentialFamily) -> None:
         self.family = family
@@ -132,7 +215,16 @@ class Natural(Coordinates):
 
 
 class Expectation(Coordinates):
-    """eta = E[T]: probabilities of bits and classes, rates of counts, means of x and its products."""
+    """eta = E[T]: probabilities of bits and classes, rates of counts, means of x and its products.
+
+    Args:
+        family: The exponential family.
+
+    Example:
+        >>> coordinates = ng.families.Expectation(ng.Bernoulli(2))
+        >>> coordinates.of(torch.zeros(2))
+        tensor([0.5000, 0.5000])
+    """
 
     def __init__(self, family: ExponentialFamily) -> None:
         self.family = family
@@ -148,7 +240,13 @@ class Expectation(Coordinates):
 
 
 class Mapped(Coordinates):
-    """Coordinates by two functions of your own: natural(xi) -> theta and of(theta) -> xi, (..., n) each."""
+    """Coordinates by two functions of your own.
+
+    Args:
+        family: The exponential family.
+        natural: xi -> theta, (..., n) -> (..., n), differentiable.
+        of: Its inverse, theta -> xi.
+    """
 
     def __init__(
         self, family: ExponentialFamily, natural: Callable[[Tensor], Tensor], of: Callable[[Tensor], Tensor]
@@ -163,17 +261,52 @@ class Mapped(Coordinates):
 
 
 def convert(xi: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
-    """The same distributions in other coordinates, (..., n) -> (..., n)."""
+    """The same distributions in other coordinates.
+
+    Args:
+        xi: Points in the source's coordinates, shape (..., n).
+        source: Coordinates of a family.
+        target: Other coordinates of the same family.
+
+    Returns:
+        Shape (..., n).
+
+    Example:
+        >>> normal = ng.Normal()
+        >>> theta = normal.from_mean_std(torch.tensor(1.0), torch.tensor(2.0))
+        >>> ng.families.convert(theta, ng.families.Natural(normal), ng.families.MeanStd(normal))
+        tensor([1., 2.])
+    """
     return target.of(source.natural(xi))
 
 
 def convert_vector(xi: Tensor, vector: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
-    """The same velocity at source's xi (..., n) in other coordinates: d xi' = (d xi' / d xi) d xi."""
+    """The same velocity in other coordinates: d xi' = (d xi' / d xi) d xi.
+
+    Args:
+        xi: Where, in the source's coordinates, shape (..., n).
+        vector: d xi, shape (..., n).
+        source: Coordinates of a family.
+        target: Other coordinates of the same family.
+
+    Returns:
+        d xi', shape (..., n).
+    """
     return Change.at(lambda at: convert(at, source, target), xi).push(vector)
 
 
 def convert_covector(xi: Tensor, covector: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
-    """The same derivative at source's xi (..., n) in other coordinates: dF / d xi' = (d xi / d xi')^T dF / d xi."""
+    """The same derivative in other coordinates: dF / d xi' = (d xi / d xi')^T dF / d xi.
+
+    Args:
+        xi: Where, in the source's coordinates, shape (..., n).
+        covector: dF / d xi, shape (..., n).
+        source: Coordinates of a family.
+        target: Other coordinates of the same family.
+
+    Returns:
+        dF / d xi', shape (..., n).
+    """
     return Change.at(lambda at: convert(at, target, source), convert(xi, source, target)).pull(covector)
 
 
@@ -183,9 +316,22 @@ def fisher_in(
     xi: Tensor,
     of: Callable[[Tensor], Tensor] | None = None,
 ) -> Operator:
-    """J^T I_theta J of any differentiable map natural: xi (m,) -> theta (n,), m <= n too: a curved sub-family.
+    """J^T I_theta J of any differentiable map from xi to theta; with m <= n it is that of a curved sub-family.
 
-    of: the inverse map, if it has one: then the operator's inverse is closed where the family's is.
+    Args:
+        family: The exponential family.
+        natural: xi -> theta, (m,) -> (n,), m <= n.
+        xi: Where, shape (m,).
+        of: The inverse map, if it has one: then the operator's inverse is closed where the family's is.
+
+    Returns:
+        An operator of size m.
+
+    Example:
+        >>> normal = ng.Normal()
+        >>> path = lambda xi: normal.from_mean_std(xi[0], xi[0].exp())
+        >>> ng.families.fisher_in(normal, path, torch.tensor([0.0])).dense()  # 1 / std^2 + 2
+        tensor([[3.]])
     """
     if of is not None:
         return Mapped(family, natural, of).fisher(xi)

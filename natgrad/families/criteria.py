@@ -18,7 +18,11 @@ from natgrad.pure import leaves, map_tensors
 
 @dataclass(frozen=True)
 class Entrywise(Likelihood):
-    """A separable likelihood with every entry as a row of its own, so that each can carry a weight."""
+    """A separable likelihood with every entry as a row of its own, so that each can carry a weight.
+
+    Args:
+        family: The separable likelihood.
+    """
 
     family: Likelihood
 
@@ -49,7 +53,11 @@ class Entrywise(Likelihood):
 
 @dataclass(frozen=True)
 class PoissonRate(Likelihood):
-    """Poisson counts with the rate itself as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / rate."""
+    """Poisson counts with the rate itself as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / rate.
+
+    Args:
+        eps: Added to the rate before it is divided by.
+    """
 
     eps: float = 1e-8
 
@@ -74,8 +82,13 @@ class Criterion:
     The loss's mean form is sum_i w_i nll_i over rows, sum_i w_i = 1 up to the criterion's own conventions; the metric
     of the mean loss is sum_i w_i J_i^T M_i J_i. The value that the user sees is `scale` times the mean form.
 
-    weigh: (outputs, targets) -> unnormalised row weights (R,) and the normaliser of the mean, a scalar tensor;
-    None for uniform weights.   summed: True under reduction='sum'.   entrywise: the mean runs over single entries.
+    Args:
+        family: The likelihood that the loss stands for.
+        loss: The mean loss, (outputs, targets) -> scalar tensor.
+        weigh: (outputs, targets) -> unnormalised row weights (R,) and the normaliser of the mean, a scalar tensor.
+            None: equal weights.
+        summed: True under reduction='sum'.
+        entrywise: The mean runs over single entries.
     """
 
     family: Likelihood
@@ -85,12 +98,25 @@ class Criterion:
     entrywise: bool = False
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
-        """The loss as the user wrote it, a scalar tensor. ValueError for targets that the likelihood cannot produce."""
+        """The loss as the user wrote it, a scalar tensor.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+
+        Raises:
+            ValueError: For targets that the likelihood cannot produce.
+        """
         self.family.check_targets(outputs, targets)
         return self.loss(outputs, targets)
 
     def slope(self, outputs: Any, targets: Any) -> Any:
-        """Gradient of the mean loss in the outputs, in the outputs' own layout."""
+        """Gradient of the mean loss in the outputs, in the outputs' own layout.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+        """
         with torch.enable_grad():
             points = map_tensors(outputs, lambda t: t.detach().requires_grad_())
             total = self.value(points, targets) / self.scale(outputs, targets)
@@ -98,7 +124,15 @@ class Criterion:
         return map_tensors(points, lambda _: next(gradients).detach())
 
     def weights(self, outputs: Any, targets: Any = None) -> Tensor:
-        """Row weights w (R,) of the mean loss; uniform where targets are unknown (a metric on unlabelled data)."""
+        """Row weights w of the mean loss; equal where targets are unknown (a metric on unlabelled data).
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them, or None.
+
+        Returns:
+            Shape (R,).
+        """
         rows = self.family.rows(outputs)
         uniform = torch.full((len(rows),), 1 / max(len(rows), 1), dtype=rows.dtype, device=rows.device)
         if targets is None or self.weigh is None:
@@ -109,7 +143,12 @@ class Criterion:
         return weights / total
 
     def scale(self, outputs: Any, targets: Any) -> Tensor | float:
-        """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'."""
+        """Loss as the user wrote it over its mean form: 1, or the normaliser under reduction='sum'.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+        """
         if not self.summed:
             return 1.0
         rows = self.family.rows(outputs)
@@ -120,8 +159,11 @@ class Criterion:
     def nats(self, outputs: Any) -> float:
         """Nats per example in one unit of the mean loss.
 
-        The entries of one example for losses that average over entries. 1 for classes, whose event is a position (a
-        token), and for `ng` likelihoods, whose mean is over rows.
+        It is the number of entries of one example for losses that average over entries. It is 1 for classes, whose
+        event is a position (a token), and for `ng` likelihoods, whose mean is over rows.
+
+        Args:
+            outputs: What the model returns.
         """
         if not (isinstance(self.family, Entrywise) or self.entrywise):
             return 1.0
@@ -134,8 +176,17 @@ def as_criterion(criterion: Any) -> Criterion:
     CrossEntropyLoss and NLLLoss -> Categorical, BCEWithLogitsLoss -> Bernoulli, MSELoss -> Gaussian(sqrt(1/2)),
     GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss -> Poisson; with weight,
     pos_weight, ignore_index, label_smoothing, reduction 'mean' or 'sum', and sequence dimensions.
-    TypeError for a loss that is not a likelihood, and for a subclass of one, which may compute anything; ValueError
-    for reduction='none'.
+
+    Args:
+        criterion: A `torch.nn` loss, an `ng` likelihood, or a `Criterion`.
+
+    Raises:
+        TypeError: For a loss that is not a likelihood, and for a subclass of one, which may compute anything.
+        ValueError: For reduction='none'.
+
+    Example:
+        >>> ng.families.as_criterion(nn.CrossEntropyLoss()).family
+        IgnoringCategorical(classes=None, dim=1, ignore_index=-100)
     """
     if isinstance(criterion, type):
         raise TypeError(
@@ -167,7 +218,11 @@ def describe(thing: Any) -> str:
 
 
 def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
-    """Class logits (b, C, ...), targets as class numbers or class probabilities."""
+    """Class logits (b, C, ...), targets as class numbers or class probabilities.
+
+    Args:
+        criterion: The loss of `torch.nn`.
+    """
     smoothing = criterion.label_smoothing
 
     def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,7 +254,11 @@ def nll_loss(criterion: nn.NLLLoss) -> Criterion:
 
 @dataclass(frozen=True)
 class IgnoringCategorical(Categorical):
-    """Class logits whose targets may carry an `ignore_index`."""
+    """Class logits whose targets may carry an `ignore_index`.
+
+    Args:
+        ignore_index: The target that stands for none.
+    """
 
     ignore_index: int = -100
 

@@ -7,18 +7,11 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
 from natgrad.families.closed_forms import Closed
+from natgrad.families.event_checks import centre_examples, check_moments, check_width, floating_dtype
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.natural_likelihood import check_count
-from natgrad.families.normal import (
-    LOG_2PI,
-    check_moments,
-    checked_factor,
-    floating,
-    half_log_det,
-    inverse_from,
-    mean_of_examples,
-    points,
-)
+from natgrad.families.normal import LOG_2PI
+from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
 from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
@@ -28,9 +21,18 @@ class DiagonalNormal(ExponentialFamily):
 
     T = (x_i; x_i^2), theta = (mu_i / s_i^2; -1 / (2 s_i^2)), eta = (mu_i; s_i^2 + mu_i^2), s_i the standard deviations.
 
-    Far off the origin theta holds the mean to |mu| eps, which are |mu| / s * eps deviations (.006 in float32 at
-    |mu| / s = 1e5), and eta loses the variance where |mu| / s passes eps^-1/2 (3000 in float32). Nothing more is lost:
+    Far off the origin theta holds the mean to |mu| eps, which are |mu| / s * eps deviations (.006 in float32 at |mu| /
+    s = 1e5), and eta loses the variance where |mu| / s passes eps^-1/2 (3000 in float32). Nothing more is lost:
     log_prob, entropy and kl work on deviations from the mean, and mle does not go through eta.
+
+    Args:
+        d: Number of variables.
+
+    Example:
+        >>> normal = ng.families.DiagonalNormal(2)
+        >>> theta = normal.from_mean_std(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]))
+        >>> normal.mean_std(theta)
+        (tensor([0., 1.]), tensor([1., 2.]))
     """
 
     domain = "theta = (mean / variance; -1 / (2 variance)): the second half must be negative"
@@ -40,7 +42,7 @@ class DiagonalNormal(ExponentialFamily):
         self.d, self.size = d, 2 * d
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = points(self.as_numbers(x, torch.get_default_dtype()), self.d)
+        x = check_width(self.as_numbers(x, torch.get_default_dtype()), self.d)
         return torch.cat([x, x.square()], dim=-1)
 
     def log_partition(self, theta: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class DiagonalNormal(ExponentialFamily):
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         linear, half = self.check(theta).split(self.d, dim=-1)
-        x = points(self.as_numbers(x, theta.dtype), self.d)
+        x = check_width(self.as_numbers(x, theta.dtype), self.d)
         squares = (x + linear / (2 * half)).square() * half
         return (squares + 0.5 * ((-2 * half).log() - LOG_2PI)).sum(-1)
 
@@ -71,11 +73,11 @@ class DiagonalNormal(ExponentialFamily):
         return (0.5 * ratio_gap(-goal, -half, -turned) - 0.25 * away.square() / goal).sum(-1)
 
     def mle(self, x: Tensor) -> Tensor:
-        mean, centred = mean_of_examples(x, self.d)
+        mean, centred = centre_examples(x, self.d)
         variance = centred.square().mean(0)
         if not bool((variance > 0).all()):
             raise ValueError("x has a variable that does not vary, expected examples of a distribution with a density")
-        return torch.cat([mean / variance, -0.5 / variance], dim=-1).to(floating(x))
+        return torch.cat([mean / variance, -0.5 / variance], dim=-1).to(floating_dtype(x))
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         mean, variance = self._moments(theta)
@@ -83,19 +85,35 @@ class DiagonalNormal(ExponentialFamily):
         return mean + variance.sqrt() * z
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
-        """theta (..., 2 d) of means (..., d) and standard deviations (..., d) > 0."""
-        mean, std = torch.broadcast_tensors(points(mean, self.d), points(std, self.d))
+        """theta of means and standard deviations.
+
+        Args:
+            mean: Shape (..., d).
+            std: Positive, shape (..., d).
+
+        Returns:
+            Shape (..., 2 d).
+        """
+        mean, std = torch.broadcast_tensors(check_width(mean, self.d), check_width(std, self.d))
         if concrete(std) and not bool(((std > 0) & torch.isfinite(std) & torch.isfinite(mean)).all()):
             raise ValueError("mean and std must be finite numbers, std > 0: a distribution with a density")
         return torch.cat([mean / std.square(), -0.5 / std.square()], dim=-1)
 
     def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and standard deviations, (..., d) each."""
+        """Means and standard deviations, (..., d) each.
+
+        Args:
+            theta: Natural parameters, shape (..., 2 d).
+        """
         mean, variance = self._moments(self.check(theta))
         return mean, variance.sqrt()
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and the diagonal Sigma (..., d, d)."""
+        """mu (..., d) and the diagonal Sigma (..., d, d).
+
+        Args:
+            theta: Natural parameters, shape (..., 2 d).
+        """
         mean, variance = self._moments(self.check(theta))
         return mean, torch.diag_embed(variance)
 
@@ -149,13 +167,28 @@ class DiagonalNormal(ExponentialFamily):
 
 
 class Normal(DiagonalNormal):
-    """One variable: T = (x, x^2), theta = (mu / s^2, -1 / (2 s^2)), eta = (mu, s^2 + mu^2). x is (..., 1)."""
+    """One variable: T = (x, x^2), theta = (mu / s^2, -1 / (2 s^2)), eta = (mu, s^2 + mu^2). x is (..., 1).
+
+    Example:
+        >>> normal = ng.Normal()
+        >>> theta = normal.from_mean_std(torch.tensor(1.0), torch.tensor(2.0))
+        >>> normal.expectation(theta)
+        tensor([1., 5.])
+    """
 
     def __init__(self) -> None:
         super().__init__(1)
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
-        """theta (..., 2) of means and standard deviations (...) > 0."""
+        """theta of means and standard deviations.
+
+        Args:
+            mean: Shape (...).
+            std: Positive, shape (...).
+
+        Returns:
+            Shape (..., 2).
+        """
         return super().from_mean_std(torch.as_tensor(mean).unsqueeze(-1), torch.as_tensor(std).unsqueeze(-1))
 
     def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +201,11 @@ class Normal(DiagonalNormal):
 
 
 class FixedCovarianceNormal(ExponentialFamily):
-    """N(mu, Sigma) with a known covariance Sigma (d, d): T = x, theta = Sigma^-1 mu, eta = mu, Fisher matrix Sigma."""
+    """N(mu, Sigma) with a known covariance Sigma: T = x, theta = Sigma^-1 mu, eta = mu, Fisher matrix Sigma.
+
+    Args:
+        covariance: Sigma, positive definite, shape (d, d).
+    """
 
     def __init__(self, covariance: Tensor) -> None:
         if not isinstance(covariance, Tensor) or covariance.dim() != 2:
@@ -177,11 +214,11 @@ class FixedCovarianceNormal(ExponentialFamily):
         check_moments(covariance[0], covariance, len(covariance))
         self.d = self.size = len(covariance)
         # in float64, so that a theta in float64 is not served with the factor of float32
-        self._factor = checked_factor(covariance if covariance.device.type == "mps" else covariance.double())
+        self._factor = factor_covariance(covariance if covariance.device.type == "mps" else covariance.double())
         self._sigma, self._precision = covariance, inverse_from(self._factor)
 
     def statistics(self, x: Tensor) -> Tensor:
-        return points(self.as_numbers(x, self._sigma.dtype), self.d)
+        return check_width(self.as_numbers(x, self._sigma.dtype), self.d)
 
     def log_partition(self, theta: Tensor) -> Tensor:
         return 0.5 * (self.check_shape(theta, "theta") * self._times(self._sigma, theta)).sum(-1)
@@ -208,7 +245,11 @@ class FixedCovarianceNormal(ExponentialFamily):
         return -0.5 * self.d - self.log_partition(theta) - self._constant(theta)  # E[x^T P x] = d + mu^T P mu
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and Sigma (..., d, d)."""
+        """mu (..., d) and Sigma (..., d, d).
+
+        Args:
+            theta: Natural parameters, shape (..., d).
+        """
         mean = self.expectation(theta)
         return mean, self._sigma.to(mean).expand(*mean.shape, self.d)
 

@@ -22,7 +22,7 @@ from natgrad.families.class_logits import (
     simplex_forms,
     weigh_logs,
 )
-from natgrad.families.exponential import check_support
+from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
 from natgrad.families.natural_likelihood import ENUMERATED, Entries, NaturalLikelihood, check_count
 from natgrad.lapack import concrete
@@ -31,10 +31,19 @@ from natgrad.operators import Operator
 
 @dataclass(frozen=True, repr=False)
 class Bernoulli(Entries):
-    """Independent bits with logits r: Fisher form diag(y (1 - y)), y = sigmoid(r) (Pascanu & Bengio eq. 10 in r).
+    """Independent bits with logits r: Fisher form diag(y (1 - y)), y = sigmoid(r).
 
-    As an exponential family T = x in {0, 1}^n, theta = r, psi = sum softplus(theta), eta = y.   n: how many bits; None
-    takes what theta has.
+    As an exponential family T = x in {0, 1}^n, theta = r, psi = sum softplus(theta), eta = y.
+
+    Args:
+        n: How many bits. None takes what theta has.
+
+    Reference:
+        Pascanu & Bengio 2013, eq. 10, in the logits.
+
+    Example:
+        >>> ng.Bernoulli(2).expectation(torch.zeros(2))
+        tensor([0.5000, 0.5000])
     """
 
     n: int | None = None
@@ -47,7 +56,7 @@ class Bernoulli(Entries):
         return self.n
 
     def statistics(self, x: Tensor) -> Tensor:
-        return check_support(sized(x, self.n, "bits"), (x >= 0) & (x <= 1), "bits, 0 or 1")
+        return check_support(check_width(x, self.n, "bits"), (x >= 0) & (x <= 1), "bits, 0 or 1")
 
     def log_partition(self, theta: Tensor) -> Tensor:
         return softplus(self.check_shape(theta, "theta")).sum(-1)
@@ -104,8 +113,14 @@ class Bernoulli(Entries):
 class Poisson(Entries):
     """Independent counts with log rates r: Fisher form diag(exp r).
 
-    As an exponential family T = x, theta = r, psi = sum exp(theta), h = 1 / x!, eta = exp(theta).   n: how many counts;
-    None takes what theta has.
+    As an exponential family T = x, theta = r, psi = sum exp(theta), h = 1 / x!, eta = exp(theta).
+
+    Args:
+        n: How many counts. None takes what theta has.
+
+    Example:
+        >>> ng.Poisson(2).expectation(torch.tensor([0.0, 1.0]))
+        tensor([1.0000, 2.7183])
     """
 
     n: int | None = None
@@ -120,7 +135,7 @@ class Poisson(Entries):
     _sized = "Poisson(3)"
 
     def statistics(self, x: Tensor) -> Tensor:
-        x = sized(x, self.n, "counts")
+        x = check_width(x, self.n, "counts")
         return check_support(x, (x >= 0) & (x == x.round()), "counts 0, 1, 2, ...")
 
     def log_partition(self, theta: Tensor) -> Tensor:
@@ -179,17 +194,27 @@ class Poisson(Entries):
 
 @dataclass(frozen=True, repr=False)
 class Categorical(NaturalLikelihood):
-    """One of C classes with logits r: Fisher form diag(y) - y y^T, y = softmax(r) (Pascanu & Bengio eq. 11 in r).
+    """One of C classes with logits r: Fisher form diag(y) - y y^T, y = softmax(r).
 
-    dim: the class axis of the outputs; -1 for (b, ..., C), 1 for torch's (b, C, ...). A row is one position.
-    targets: class numbers, shaped like the outputs without the class axis, or class probabilities shaped like the
-    outputs. The root is F = diag(sqrt y) - y sqrt(y)^T, (C x C), of rank C - 1.
+    A row is one position. Targets are class numbers, shaped like the outputs without the class axis, or class
+    probabilities shaped like the outputs. The root is F = diag(sqrt y) - y sqrt(y)^T, (C x C), of rank C - 1.
 
     As an exponential family x is a class number (...,), T its indicator (..., C), theta = r (..., C), psi = logsumexp,
     eta = y. A constant added to all logits changes nothing: the Fisher matrix has rank C - 1, and `natural(eta)` gives
-    the logits whose sum is zero. classes: C, which `statistics` needs. `SubModel(Categorical(C), range(C - 1))` is the
-    minimal family, with the last logit at zero. A logit of -inf rules its class out (a mask): it is never drawn, has
-    log p = -inf, and neither gradients nor the Fisher form see it.
+    the logits whose sum is zero. `SubModel(Categorical(C), range(C - 1))` is the minimal family, with the last logit at
+    zero. A logit of -inf rules its class out (a mask): it is never drawn, has log p = -inf, and neither gradients nor
+    the Fisher form see it.
+
+    Args:
+        classes: C, which `statistics` needs. None takes what the logits have.
+        dim: The class axis of the outputs: -1 for (b, ..., C), 1 for torch's (b, C, ...).
+
+    Reference:
+        Pascanu & Bengio 2013, eq. 11, in the logits.
+
+    Example:
+        >>> ng.Categorical().nll(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
+        tensor([0.6931])
     """
 
     classes: int | None = None
@@ -208,7 +233,14 @@ class Categorical(NaturalLikelihood):
         return are_logits(theta)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Indicators of class numbers (...,); indicators or class probabilities (..., C) are taken as they are."""
+        """Indicators of class numbers; indicators or class probabilities (..., C) are taken as they are.
+
+        Args:
+            x: Class numbers (...,), or indicators (..., C).
+
+        Returns:
+            Shape (..., C).
+        """
         x = class_numbers(x, self.size)
         if x.is_floating_point():
             return x
@@ -315,14 +347,6 @@ class Categorical(NaturalLikelihood):
     def __repr__(self) -> str:
         parts = [] if self.classes is None else [str(self.classes)]
         return f"Categorical({', '.join(parts if self.dim == -1 else [*parts, f'dim={self.dim}'])})"
-
-
-def sized(x: Tensor, n: int | None, what: str) -> Tensor:
-    """x (..., n) as it is. ValueError for another number of entries."""
-    if not isinstance(x, Tensor) or x.dim() == 0 or (n is not None and x.shape[-1] != n):
-        came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
-        raise ValueError(f"x {came}, expected {what} (..., {'n' if n is None else n})")
-    return x
 
 
 def class_numbers(x: Tensor, classes: int) -> Tensor:

@@ -16,8 +16,12 @@ LARGEST = 2**22
 class Tables:
     """Functions T_c of cliques of variables, written out: what they are at every state of their clique.
 
-    values: of every variable.   cliques: positions, each ascending.   functions: of x (..., k) of the clique's k
-    variables, -> (...). A state is the positions of the values, (..., n) integers.
+    A state is the positions of the values, (..., n) integers.
+
+    Args:
+        values: The values of every variable.
+        cliques: Positions of variables, each ascending.
+        functions: Of x (..., k), the values of the clique's k variables, -> (...).
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.families.newton import find_natural, newton
 from natgrad.lapack import concrete, require_inverse
-from natgrad.linalg import psd_root
+from natgrad.linalg import psd_root, symmetrise
 from natgrad.operators import Dense, Operator
 
 
@@ -20,6 +20,23 @@ class ExponentialFamily(ABC):
     methods. eta = E[T] = grad psi are the expectation coordinates; Hess psi = Cov(T) is the Fisher matrix in theta, its
     inverse that in eta. A subclass sets `size` and writes `statistics`, `log_partition` and `draw`; it overrides what
     it knows in closed form.
+
+    Attributes:
+        size: n.
+        domain: What an error message says of the theta that are inside.
+
+    Example:
+        >>> class Laplace(ng.ExponentialFamily):  # p(x) = exp(theta |x|) (-theta / 2), theta < 0
+        ...     size = 1
+        ...     def statistics(self, x):
+        ...         return x.abs()
+        ...     def log_partition(self, theta):
+        ...         return (2 / -theta[..., 0]).log()
+        ...     def draw(self, theta, count, generator=None):
+        ...         u = torch.rand(count, *theta.shape, generator=generator) - 0.5
+        ...         return u.sign() * torch.log1p(-2 * u.abs()) / theta
+        >>> Laplace().fisher(torch.tensor([-2.0])).dense()
+        tensor([[0.2500]])
     """
 
     size: int
@@ -27,71 +44,168 @@ class ExponentialFamily(ABC):
 
     @abstractmethod
     def statistics(self, x: Tensor) -> Tensor:
-        """T(x), (..., event) -> (..., n)."""
+        """T(x), shape (..., n).
+
+        Args:
+            x: Shape (..., event).
+        """
 
     @abstractmethod
     def log_partition(self, theta: Tensor) -> Tensor:
-        """psi(theta), (..., n) -> (...); infinite outside of the domain."""
+        """psi(theta), shape (...); infinite outside of the domain.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
 
     @abstractmethod
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent x (count, ..., event)."""
+        """Independent draws x; what a subclass writes. `sample` checks theta and calls it.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+            count: How many for every theta.
+            generator: Source of the draws. None: the global one.
+
+        Returns:
+            Shape (count, ..., event).
+        """
 
     def sample(self, theta: Tensor, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n independent draws for every theta (..., size): (n, ..., event). No gradients."""
+        """Independent draws for every theta, without gradients.
+
+        Args:
+            theta: Natural parameters, shape (..., size).
+            n: How many for every theta.
+            generator: Source of the draws. None: the global one.
+
+        Returns:
+            Shape (n, ..., event).
+        """
         if not isinstance(n, int) or n < 1:
             raise ValueError(f"n is {n!r}, expected the number of draws, an integer >= 1")
         with torch.no_grad():
             return self.draw(self.check(theta), n, generator)
 
     def inside(self, theta: Tensor) -> Tensor:
-        """Whether psi(theta) is finite, (..., n) -> (...) of bool. Default: for every finite theta."""
+        """Whether psi(theta) is finite, shape (...). Default: for every finite theta.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
         return torch.isfinite(theta).all(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
-        """log h(x), (..., event) -> (...). Default: zero."""
+        """log h(x), shape (...). Default: zero.
+
+        Args:
+            x: Shape (..., event).
+        """
         found = self.statistics(x)
         return found.new_zeros(found.shape[:-1])
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        """E[log h(x)], (..., n) -> (...). Default: zero."""
+        """E[log h(x)], shape (...). Default: zero.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
         return theta.new_zeros(theta.shape[:-1])
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        """log p(x; theta), constants included; batch shapes broadcast."""
+        """log p(x; theta), constants included; batch shapes broadcast.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+            x: Shape (..., event).
+
+        Returns:
+            In nats, shape (...).
+        """
         theta, x = self.check(theta), self.as_numbers(x, theta.dtype)
         return (theta * self.statistics(x)).sum(-1) - self.log_partition(theta) + self.log_base(x)
 
     def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Integers (counts, bits) in that floating dtype; what is floating-point stays as it is."""
+        """Integers (counts, bits) in that floating dtype; what is floating-point stays as it is.
+
+        Args:
+            x: Shape (..., event).
+            dtype: A floating dtype.
+        """
         return x if not isinstance(x, Tensor) or x.is_floating_point() else x.to(dtype)
 
     def outcomes(self, theta: Tensor) -> Tensor:
-        """All x that can come, (S, event), where they are few: theta (..., n) tells the size. ValueError otherwise."""
+        """All x that can come, where they are few.
+
+        Args:
+            theta: Natural parameters, shape (..., n), which tell the size.
+
+        Returns:
+            Shape (S, event).
+
+        Raises:
+            ValueError: Where they are too many.
+        """
         raise ValueError(f"{self!r} has no list of outcomes: they are infinitely many; draw with sample(theta, n)")
 
     def expectation(self, theta: Tensor) -> Tensor:
-        """eta = E[T(x)] = grad psi(theta), (..., n) -> (..., n)."""
+        """eta = E[T(x)] = grad psi(theta).
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+        """
         return torch.func.grad(lambda t: self.log_partition(t).sum())(self.check(theta))
 
     def natural(self, eta: Tensor) -> Tensor:
-        """theta with E[T] = eta, (..., n) -> (..., n). Default: Newton's method, which stays inside the domain.
+        """theta with E[T] = eta. Default: Newton's method, which stays inside the domain.
 
-        ValueError where it does not arrive: eta is then on the boundary of what expectations can be, or beyond.
+        Args:
+            eta: Expectation parameters, shape (..., n).
+
+        Returns:
+            Shape (..., n).
+
+        Raises:
+            ValueError: Where Newton's method does not arrive: eta is then on the boundary of what expectations can be,
+                or beyond.
         """
         flat = self.check_finite(eta, "eta").reshape(-1, eta.shape[-1])
         return find_natural(self, flat).view(eta.shape)
 
     def invert(self, eta: Tensor) -> Tensor:
-        """theta (b, n) of eta (b, n), without gradients: Newton's method from `guess`, unless a family knows better."""
+        """theta of eta, without gradients: Newton's method from `guess`, unless a family knows better.
+
+        Args:
+            eta: Expectation parameters, shape (b, n).
+
+        Returns:
+            Shape (b, n).
+        """
         return newton(self, eta, self.guess(eta))
 
     def guess(self, eta: Tensor) -> Tensor:
-        """Where Newton's method starts, (b, n) -> (b, n), inside the domain; a new tensor. Default: zero."""
+        """Where Newton's method starts, inside the domain. Default: zero.
+
+        Args:
+            eta: Expectation parameters, shape (b, n).
+
+        Returns:
+            A new tensor, shape (b, n).
+        """
         return torch.zeros_like(eta)
 
     def covariance(self, theta: Tensor) -> Tensor:
-        """Cov(T) = Hess psi(theta) as matrices, (..., n) -> (..., n, n)."""
+        """Cov(T) = Hess psi(theta) as matrices.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., n, n).
+        """
         theta = self.check(theta)
         if not theta.numel():
             return theta.new_empty(*theta.shape, theta.shape[-1])  # an empty batch, which vmap cannot take
@@ -99,54 +213,117 @@ class ExponentialFamily(ABC):
         return torch.func.vmap(torch.func.hessian(self.log_partition))(flat).view(*theta.shape, theta.shape[-1])
 
     def fisher(self, theta: Tensor) -> Operator:
-        """The Fisher matrix in the natural parameters of one distribution, theta (n,)."""
-        return Dense(symmetric(self.covariance(self.single(theta, "theta"))).detach())
+        """The Fisher matrix in the natural parameters of one distribution.
+
+        Args:
+            theta: Natural parameters, shape (n,).
+        """
+        return Dense(symmetrise(self.covariance(self.single(theta, "theta"))).detach())
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
-        """The Fisher matrix in the expectation parameters, eta (n,): the inverse of that in the natural ones."""
+        """The Fisher matrix in the expectation parameters: the inverse of that in the natural ones.
+
+        Args:
+            eta: Expectation parameters, shape (n,).
+        """
         theta = self.natural(self.single(eta, "eta"))
-        return Dense(symmetric(require_inverse(self.covariance(theta), say_singular(self))).detach())
+        return Dense(symmetrise(require_inverse(self.covariance(theta), self.explain_singular())).detach())
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """Cov(T) times tangents, row by row, (R, n), (R, n) -> (R, n): the family as a form on a model's outputs."""
+        """Cov(T) times tangents, row by row: the family as a form on a model's outputs.
+
+        Args:
+            outputs: Natural parameters, shape (R, n).
+            tangents: Shape (R, n).
+
+        Returns:
+            Shape (R, n).
+        """
         return (self.covariance(outputs) @ tangents.unsqueeze(-1)).squeeze(-1)
 
     def root(self, outputs: Tensor) -> Tensor:
-        """F (R, n, n) with Cov(T) = F F^T for every row."""
+        """F with Cov(T) = F F^T for every row.
+
+        Args:
+            outputs: Natural parameters, shape (R, n).
+
+        Returns:
+            Shape (R, n, n).
+        """
         return psd_root(self.covariance(outputs))
 
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        """KL(p(.; theta), p(.; other)) in nats, (..., n), (..., n) -> (...): the Bregman divergence of psi.
+        """KL(p(.; theta), p(.; other)) in nats: the Bregman divergence of psi.
 
         The default subtracts values of psi from one another, and loses the digits in which these agree; families that
         know a form without cancellation override it.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+            other: Other natural parameters, shape (..., n).
+
+        Returns:
+            Shape (...).
         """
         theta, other = self.check(theta), self.check(other)
         slope = self.expectation(theta)
         return self.log_partition(other) - self.log_partition(theta) - (slope * (other - theta)).sum(-1)
 
     def bregman(self, theta: Tensor, other: Tensor) -> Tensor:
-        """psi(theta) - psi(other) - grad psi(other) . (theta - other), which is KL(p(.; other), p(.; theta))."""
+        """psi(theta) - psi(other) - grad psi(other) . (theta - other), which is KL(p(.; other), p(.; theta)).
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+            other: Other natural parameters, shape (..., n).
+
+        Returns:
+            Shape (...).
+        """
         return self.kl(other, theta)
 
     def conjugate(self, eta: Tensor) -> Tensor:
-        """phi(eta) = theta . eta - psi(theta) = -H - E[log h], the Legendre transform of psi, (..., n) -> (...)."""
+        """phi(eta) = theta . eta - psi(theta) = -H - E[log h], the Legendre transform of psi.
+
+        Args:
+            eta: Expectation parameters, shape (..., n).
+
+        Returns:
+            Shape (...).
+        """
         theta = self.natural(eta)
         return -self.entropy(theta) - self.mean_log_base(theta)
 
     def entropy(self, theta: Tensor) -> Tensor:
-        """-E[log p] in nats, (..., n) -> (...): psi - theta . eta - E[log h]."""
+        """-E[log p] = psi - theta . eta - E[log h], in nats, shape (...).
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
         theta = self.check(theta)
         return self.log_partition(theta) - (theta * self.expectation(theta)).sum(-1) - self.mean_log_base(theta)
 
     def mle(self, x: Tensor) -> Tensor:
-        """Maximum likelihood over the first dimension of x (b, ..., event): the theta whose E[T] is the mean of T."""
+        """Maximum likelihood over the first dimension of x: the theta whose E[T] is the mean of T.
+
+        Args:
+            x: Examples, shape (b, ..., event).
+
+        Returns:
+            Shape (..., n).
+        """
         if len(x) == 0:
             raise ValueError("x is empty, expected at least one example")
         return self.natural(self.statistics(self.as_numbers(x, torch.get_default_dtype())).mean(0))
 
     def check(self, theta: Tensor) -> Tensor:
-        """theta as it is. ValueError for another size, or outside the domain."""
+        """theta as it is, checked.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Raises:
+            ValueError: For another size, or outside the domain.
+        """
         self.check_shape(theta, "theta")
         if concrete(theta) and not bool(self.inside(theta.detach()).all()):
             raise ValueError(f"theta is outside the natural parameters of {self!r}: {self.domain}")
@@ -156,7 +333,15 @@ class ExponentialFamily(ABC):
     """What `inside` asks for, in words."""
 
     def check_shape(self, value: Tensor, name: str) -> Tensor:
-        """The value as it is. ValueError unless it is a floating tensor (..., n)."""
+        """The value as it is, checked to be a floating tensor (..., n).
+
+        Args:
+            value: What came.
+            name: The argument's name in the error message.
+
+        Raises:
+            ValueError: For anything else.
+        """
         if not isinstance(value, Tensor) or not value.is_floating_point():
             came = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{name} is {came}, expected a floating-point tensor (..., {self.size})")
@@ -167,13 +352,29 @@ class ExponentialFamily(ABC):
         return value
 
     def check_finite(self, value: Tensor, name: str) -> Tensor:
-        """The value as it is. ValueError for another shape, or entries that are no finite numbers."""
+        """The value as it is, checked to be finite and of shape (..., n).
+
+        Args:
+            value: What came.
+            name: The argument's name in the error message.
+
+        Raises:
+            ValueError: For another shape, or entries that are no finite numbers.
+        """
         if concrete(self.check_shape(value, name)) and not bool(torch.isfinite(value.detach()).all()):
             raise ValueError(f"{name} has entries that are not finite, expected means of the statistics of {self!r}")
         return value
 
     def single(self, value: Tensor, name: str) -> Tensor:
-        """The value as it is. ValueError unless its shape is (n,)."""
+        """The value as it is, checked to be one point.
+
+        Args:
+            value: What came.
+            name: The argument's name in the error message.
+
+        Raises:
+            ValueError: Unless its shape is (n,).
+        """
         if self.check_shape(value, name).dim() != 1:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, expected ({self.size},): an operator is that of one "
@@ -181,22 +382,9 @@ class ExponentialFamily(ABC):
             )
         return value
 
-
-def symmetric(matrix: Tensor) -> Tensor:
-    """(A + A^T) / 2 of the last two dimensions."""
-    return (matrix + matrix.mT) / 2
-
-
-def say_singular(family: ExponentialFamily) -> str:
-    """What is said of a theta whose Fisher matrix has no inverse."""
-    return (
-        f"the Fisher matrix of {family!r} is singular in this dtype: expected theta off the edge of its domain, where "
-        "distributions no longer differ, and statistics that do not depend on one another"
-    )
-
-
-def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:
-    """x as it is. ValueError unless `allowed`, of any shape, holds everywhere; nothing is said within torch.func."""
-    if concrete(allowed) and not bool(allowed.all()):
-        raise ValueError(f"x has entries outside of what the family can give, expected {words}")
-    return x
+    def explain_singular(self) -> str:
+        """What an error message says of a theta whose Fisher matrix has no inverse."""
+        return (
+            f"the Fisher matrix of {self!r} is singular in this dtype: expected theta off the edge of its domain, "
+            "where distributions no longer differ, and statistics that do not depend on one another"
+        )

@@ -15,9 +15,22 @@ from natgrad.families.cancellation import exp_gap, ratio_gap
 
 @dataclass(frozen=True)
 class Gaussian(Separable):
-    """N(outputs, std^2), independent entries. Fisher form I / std^2 (Pascanu & Bengio eq. 9, mended: beta^-2).
+    """N(outputs, std^2), independent entries. Fisher form I / std^2.
 
-    std: beta in the paper. A squared loss sum (r - t)^2 corresponds to std = sqrt(1/2). ValueError unless std > 0.
+    Args:
+        std: Standard deviation of every entry, positive; beta in the paper. A squared loss sum (r - t)^2 corresponds to
+            std = sqrt(1/2).
+
+    Raises:
+        ValueError: Unless std > 0.
+
+    Reference:
+        Pascanu & Bengio 2013, eq. 9, mended: beta^-2.
+
+    Example:
+        >>> ng.Gaussian(2.0).fisher(torch.zeros(1, 2))
+        tensor([[[0.2500, 0.0000],
+                 [0.0000, 0.2500]]])
     """
 
     std: float = 1.0
@@ -46,8 +59,10 @@ class Gaussian(Separable):
 class HeteroscedasticGaussian(DiagonalForm):
     """N(mean, variance) with both predicted: outputs are a tuple (mean, spread), each (b, ...).
 
-    log_variance: spread is log sigma^2 (no positivity to enforce, the default) or sigma^2 itself.
     Fisher form diag(1 / v, 1/2), or diag(1 / v, 1 / (2 v^2)) in the variance. A row is one entry: (mean, spread).
+
+    Args:
+        log_variance: True: spread is log sigma^2 (no positivity to enforce). False: spread is sigma^2 itself.
     """
 
     log_variance: bool = True

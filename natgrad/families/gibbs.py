@@ -16,8 +16,10 @@ from natgrad.families.natural_likelihood import check_count
 class Gibbs:
     """How a field is drawn where its sums are too large.
 
-    burn_in: sweeps over all variables before the first draw, from independent uniform starts.   chains: at most; with
-    fewer draws than that every draw has a chain of its own.   thinning: sweeps between draws of one chain.
+    Args:
+        burn_in: Sweeps over all variables before the first draw, from independent uniform starts.
+        chains: Chains, at most. With fewer draws than that every draw has a chain of its own.
+        thinning: Sweeps between draws of one chain.
     """
 
     burn_in: int = 200
@@ -30,7 +32,17 @@ class Gibbs:
         check_count(self.thinning, "thinning", "sweeps")
 
     def draw(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-        """States (count, ..., n): draws from one chain are count / chains apart, and depend on one another."""
+        """States: draws from one chain are count / chains apart, and depend on one another.
+
+        Args:
+            tables: The field's functions.
+            theta: Natural parameters, shape (..., m).
+            count: How many for every theta.
+            generator: Source of the draws. None: the global one.
+
+        Returns:
+            Positions of the values, shape (count, ..., n).
+        """
         flat = theta.reshape(-1, theta.shape[-1])
         chains = min(self.chains, count)
         groups = coloured(len(tables.counts), tables.cliques)
@@ -51,7 +63,11 @@ class Gibbs:
 class Sweep:
     """One draw of every variable given the others, by lists of neighbours; states are kept inside.
 
-    groups: variables without a common clique.   theta: (B, m); chains: of each.
+    Args:
+        tables: The field's functions.
+        groups: Variables without a common clique, drawn at once.
+        theta: Natural parameters, shape (B, m).
+        chains: Chains of each theta.
     """
 
     def __init__(self, tables: Tables, groups: list[list[int]], theta: Tensor, chains: int) -> None:

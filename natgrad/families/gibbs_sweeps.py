@@ -19,8 +19,13 @@ class PairSweep:
     """One draw of every variable given the others, where no clique has more than two; states are kept inside.
 
     A state is written as one 0 or 1 per value of a variable but its first (columns), so that the energies of a
-    variable's values are a constant and one row of a matrix times the state. groups: variables without a common
-    clique, drawn at once; columns lie in their order.   theta: (B, m); chains: of each.
+    variable's values are a constant and one row of a matrix times the state.
+
+    Args:
+        tables: The field's functions.
+        groups: Variables without a common clique, drawn at once. Columns lie in their order.
+        theta: Natural parameters, shape (B, m).
+        chains: Chains of each theta.
     """
 
     def __init__(self, tables: Tables, groups: list[list[int]], theta: Tensor, chains: int) -> None:
@@ -97,8 +102,14 @@ def fits_pairs(tables: Tables) -> bool:
 def pair_energies(tables: Tables, order: Tensor, theta: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Constants (B, N, 1) and a symmetric matrix (B, N, N): energies of values, less those of the first value.
 
-    Columns are the variables in that order, `width` each; missing values have zeros. The table T of a pair gives
-    T_vw - T_v0 - T_0w + T_00 to the matrix, and T_v0 - T_00 and T_0w - T_00 to the constants.
+    The table T of a pair gives T_vw - T_v0 - T_0w + T_00 to the matrix, and T_v0 - T_00 and T_0w - T_00 to the
+    constants.
+
+    Args:
+        tables: The field's functions.
+        order: The variables in the order of their columns.
+        theta: Natural parameters, shape (B, m).
+        width: Columns of each variable; missing values have zeros.
     """
     n, values = len(tables.counts), torch.arange(width + 1)
     rank = torch.empty(n, dtype=torch.long)

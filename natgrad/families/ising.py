@@ -16,12 +16,20 @@ from natgrad.families.natural_likelihood import check_count
 class Ising(MarkovField):
     """p(x) proportional to exp(sum_c theta_c prod_{i in c} x_i), x_i one of two values.
 
-    n: variables.   cliques: tuples of variables, each with one parameter; default all singles, then all pairs row by
-    row.   values: the lower first; (-1, 1) or (0, 1), or others.   gibbs: settings of Gibbs sampling.
-
     log_partition, expectation and Fisher are exact, and draws independent, for about 20 variables with any cliques and
-    for any number in chains, trees and narrow grids; see `MarkovField` for what happens beyond. Cliques of one
-    variable alone give the independence model.
+    for any number in chains, trees and narrow grids; see `MarkovField` for what happens beyond. Cliques of one variable
+    alone give the independence model.
+
+    Args:
+        n: Number of variables.
+        cliques: Tuples of variables, each with one parameter. Default: all singles, then all pairs row by row.
+        values: The two values, the lower first: (-1, 1), (0, 1) or others.
+        gibbs: Settings of Gibbs sampling.
+
+    Example:
+        >>> field = ng.Ising(3, cliques=[(0, 1), (1, 2)])
+        >>> field.expectation(torch.tensor([0.5, -0.5]))  # tanh(0.5), tanh(-0.5)
+        tensor([ 0.4621, -0.4621])
     """
 
     def __init__(

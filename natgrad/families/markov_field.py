@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.families.class_logits import classes_kl
 from natgrad.families.closed_forms import Closed
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
-from natgrad.families.exponential import ExponentialFamily, symmetric
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs
 from natgrad.linalg import symmetrise
 from natgrad.operators import Dense, Operator
@@ -27,14 +27,23 @@ MATRIX = 512
 class MarkovField(ExponentialFamily):
     """p(x) proportional to exp(sum_c theta_c f_c(x_c)): functions f_c of cliques x_c of a few variables each.
 
-    values: for every variable the numbers it can be, such as [(0, 1), (0, 1, 2)].   terms: (clique, function), the
-    clique as positions of variables, the function of x (..., k), its k values in ascending order of the variables,
-    -> (...). Every term has one parameter; none may be constant, or a sum of the others, if `natural` is to be unique.
+    Every term has one parameter. None may be constant, or a sum of the others, if `natural` is to be unique.
 
     Sums over all states are exact where they can be: written out for few states, else by elimination of one variable
     after the other, for chains, trees and narrow grids of any length (tables of at most 4 million entries); gradients
     flow through both. Draws are then independent. Elsewhere `sample` is Gibbs sampling, `estimate` gives means with
-    their errors, and what needs the sum is refused.   gibbs: its settings; given, it is used everywhere.
+    their errors, and what needs the sum is refused.
+
+    Args:
+        values: For every variable the numbers it can be, such as [(0, 1), (0, 1, 2)].
+        terms: (clique, function) each. The clique is positions of variables. The function maps x (..., k), its k values
+            in ascending order of the variables, to (...).
+        gibbs: Settings of Gibbs sampling. Where they are given, it is used everywhere.
+
+    Example:
+        >>> field = ng.MarkovField([(0, 1), (0, 1, 2)], [((0, 1), lambda x: x.prod(-1))])
+        >>> field.log_partition(torch.zeros(1)).exp()  # 6 states
+        tensor(6.0000)
     """
 
     def __init__(
@@ -103,7 +112,7 @@ class MarkovField(ExponentialFamily):
         """Cov(T) at theta (n,): a matrix up to 512 statistics, beyond by products of derivatives alone."""
         point = self.check(self.single(theta, "theta")).detach()
         if self.size <= MATRIX:
-            return Dense(symmetric(self.covariance(point)))
+            return Dense(symmetrise(self.covariance(point)))
         self._need_sums("fisher")
         pull = torch.func.vjp(self.expectation, point)[1]
 
@@ -124,7 +133,14 @@ class MarkovField(ExponentialFamily):
         return super().mle(x)
 
     def probabilities(self, theta: Tensor) -> Tensor:
-        """p of all states, (..., S), in the order of `states`."""
+        """p of all states, in the order of `states`.
+
+        Args:
+            theta: Natural parameters, shape (..., m).
+
+        Returns:
+            Shape (..., S).
+        """
         if self._table is not None:
             return (self.check(theta) @ self._table.to(theta).mT).softmax(-1)
         self._need_list()
@@ -152,10 +168,15 @@ class MarkovField(ExponentialFamily):
         return self.tables.points(places, torch.empty(0, dtype=torch.float64))
 
     def estimate(self, theta: Tensor, n: int, *, generator: torch.Generator | None = None) -> Estimate:
-        """Means and covariance of T at theta (n,) from n draws, with the means' standard errors.
+        """Means and covariance of T from draws, with the means' standard errors.
 
-        Errors come from the means of chains where the draws are Gibbs sampling's, since those of one chain depend on
-        one another; they know nothing of modes that no chain has visited.
+        Where the draws are Gibbs sampling's, those of one chain depend on one another: the errors then come from the
+        means of chains. They know nothing of modes that no chain has visited.
+
+        Args:
+            theta: Natural parameters, shape (m,).
+            n: How many draws.
+            generator: Source of the draws. None: the global one.
         """
         if n < 4:
             raise ValueError(f"n is {n}, expected at least 4 draws: an error comes from their differences")
@@ -183,7 +204,13 @@ class MarkovField(ExponentialFamily):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Means (m,) of the statistics from draws, their standard errors (m,), and Cov(T) (m, m)."""
+    """Means of the statistics from draws, their standard errors, and Cov(T).
+
+    Args:
+        mean: Shape (m,).
+        error: Standard errors of the means, shape (m,).
+        covariance: Cov(T), shape (m, m).
+    """
 
     mean: Tensor
     error: Tensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.families.exponential import ExponentialFamily, say_singular
+from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.regression import natural_slope, regressed
 from natgrad.lapack import require_solution
 
@@ -28,22 +28,42 @@ def natural_gradient_of_mean(
     sampled_from: Tensor | None = None,
     log_weights: Tensor | None = None,
 ) -> Tensor:
-    """I_theta^-1 grad_theta E[f] = Cov(T, T)^-1 Cov(T, f) from draws: ascends f; minus this descends (Malago 2023).
+    """I_theta^-1 grad_theta E[f] = Cov(T, T)^-1 Cov(T, f) from draws: it ascends f; minus it descends.
 
-    theta: (n,).   x: (N, event), draws.   f_values: f(x), (N,), or (N, k) for k functions.   Returns (n,) or (k, n).
-    With a batch of distributions theta is (..., n), x (N, ..., event) as `sample` gives it, f_values (N, ...) or
-    (N, ..., k).
+    With a batch of distributions theta is (..., n), x (N, ..., event) as `sample` gives it, f_values (N, ...) or (N,
+    ..., k). Weights are normalised to sum one.
 
-    method: "regression" is least squares of f on T over the draws: exact for f in the span of T, from n + 1 draws in
-    general position on, whatever their distribution. "fisher" is I_theta^-1 times the unbiased covariance of f and T
-    with the family's own Fisher matrix, for any number of draws. "ridge" is regression with as much shrinkage as
-    left-out draws ask for. Default: regression where there are more (effective) draws than n, else fisher.
-    baseline: what is subtracted from f with method "fisher", which leaves the mean of the estimate as it is: None for
-    the mean of f over the other draws (the unbiased covariance, n - 1), "optimal" for the one of least variance in
-    every component, from the other draws too, or a number. Regression needs none.
-    sampled_from: the theta of earlier draws that are used again, (n,), or (N, n) for one each: they are weighted by
-    p(x; theta) / p(x; sampled_from).   log_weights: the same for draws from anywhere else, (N,), up to a constant.
-    Weights are normalised to sum one. ValueError where fewer than two draws are left in effect.
+    Args:
+        family: The exponential family.
+        theta: Natural parameters, shape (n,).
+        f_values: f(x), shape (N,), or (N, k) for k functions.
+        x: Draws, shape (N, event).
+        method: "regression" is least squares of f on T over the draws: exact for f in the span of T, from n + 1 draws
+            in general position on, whatever their distribution. "fisher" is I_theta^-1 times the unbiased covariance of
+            f and T with the family's own Fisher matrix, for any number of draws. "ridge" is regression with as much
+            shrinkage as left-out draws ask for. None: regression where there are more (effective) draws than n, else
+            fisher.
+        baseline: What is subtracted from f with method "fisher", which leaves the mean of the estimate as it is: None
+            for the mean of f over the other draws (the unbiased covariance, n - 1), "optimal" for the one of least
+            variance in every component, from the other draws too, or a number. Regression needs none.
+        sampled_from: The theta of earlier draws that are used again, shape (n,), or (N, n) for one each: they are
+            weighted by p(x; theta) / p(x; sampled_from).
+        log_weights: The same for draws from anywhere else, shape (N,), up to a constant.
+
+    Returns:
+        Shape (n,), or (k, n) for k functions.
+
+    Raises:
+        ValueError: Where fewer than two draws are left in effect.
+
+    Reference:
+        Malago 2023.
+
+    Example:
+        >>> family, theta = ng.Bernoulli(3), torch.zeros(3)
+        >>> x = family.sample(theta, 20)
+        >>> ng.natural_gradient_of_mean(family, theta, x @ torch.tensor([1.0, 2.0, 3.0]), x)
+        tensor([1.0000, 2.0000, 3.0000])
     """
     draws = Draws.of(family, theta, f_values, x, sampled_from, log_weights)
     if method not in (None, *METHODS):
@@ -71,7 +91,19 @@ def gradient_of_mean(
 ) -> Tensor:
     """grad_theta E[f] = Cov(T, f) from draws, which is the natural gradient in the expectation parameters eta.
 
-    Arguments and shapes as in `natural_gradient_of_mean`. Unbiased for draws from theta, with every baseline.
+    Unbiased for draws from theta, with every baseline.
+
+    Args:
+        family: The exponential family.
+        theta: Natural parameters, shape (n,).
+        f_values: f(x), shape (N,), or (N, k) for k functions.
+        x: Draws, shape (N, event).
+        baseline: As in `natural_gradient_of_mean`.
+        sampled_from: As in `natural_gradient_of_mean`.
+        log_weights: As in `natural_gradient_of_mean`.
+
+    Returns:
+        Shape (n,), or (k, n) for k functions.
     """
     draws = Draws.of(family, theta, f_values, x, sampled_from, log_weights)
     rows = [_covariance(family, each, baseline) for each in draws.each()]
@@ -83,8 +115,17 @@ def exact_natural_gradient_of_mean(
 ) -> Tensor:
     """Cov(T, T)^-1 Cov(T, f) summed over all outcomes of a family that can list them, without draws.
 
-    theta: (..., n).   f: a function of x (S, event) -> (S,) or (S, k), or its values at `family.outcomes(theta)`.
-    Returns (..., n) or (..., k, n); the shortest solution where the statistics depend on one another (Categorical).
+    Args:
+        family: The exponential family.
+        theta: Natural parameters, shape (..., n).
+        f: A function of x (S, event) -> (S,) or (S, k), or its values at `family.outcomes(theta)`.
+
+    Returns:
+        Shape (..., n) or (..., k, n); the shortest solution where the statistics depend on one another (Categorical).
+
+    Example:
+        >>> ng.exact_natural_gradient_of_mean(ng.Bernoulli(2), torch.zeros(2), lambda x: x[:, 0] * x[:, 1])
+        tensor([0.5000, 0.5000])
     """
     x = family.outcomes(family.check(theta))
     values = f(x) if callable(f) else f
@@ -108,8 +149,18 @@ def dual_gradient(
 ) -> Tensor:
     """The natural gradient without a Fisher matrix: it is the plain gradient in the dual coordinates.
 
-    theta=...: the natural gradient at theta of an objective that is a function of eta (..., n) -> (...). eta=...: that
-    at eta of a function of theta. ValueError unless one of the two is given.
+    Args:
+        family: The exponential family.
+        objective: A function (..., n) -> (...) of the dual coordinates: of eta where theta is given, of theta where eta
+            is.
+        theta: Where, in natural parameters, shape (..., n).
+        eta: Where, in expectation parameters, shape (..., n).
+
+    Returns:
+        In the coordinates that were given, shape (..., n).
+
+    Raises:
+        ValueError: Unless one of theta and eta is given.
     """
     if theta is not None and eta is None:
         at = family.expectation(theta)
@@ -123,13 +174,28 @@ def dual_gradient(
 
 
 def effective_draws(log_weights: Tensor) -> Tensor:
-    """1 / sum share^2 of weights (N, ...) -> (...): how many equally weighted draws tell as much."""
+    """1 / sum share^2 of weights: how many equally weighted draws tell as much.
+
+    Args:
+        log_weights: Shape (N, ...), up to a constant.
+
+    Returns:
+        Shape (...).
+    """
     return 1 / torch.softmax(log_weights, dim=0).square().sum(0)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """T (B, N, n), f (B, N, k) and shares (B, N) of B distributions theta (B, n); shape: of the result, without n."""
+    """Statistics, values and shares of draws from B distributions.
+
+    Args:
+        theta: Natural parameters, shape (B, n).
+        statistics: T, shape (B, N, n).
+        values: f, shape (B, N, k).
+        shares: Weights that sum to one, shape (B, N).
+        shape: Of the result, without n.
+    """
 
     theta: Tensor
     statistics: Tensor
@@ -147,7 +213,19 @@ class Draws:
         sampled_from: Tensor | None,
         log_weights: Tensor | None,
     ) -> Draws:
-        """Checked and laid out. ValueError for shapes that do not fit, values that are not finite, too few draws."""
+        """Checked and laid out.
+
+        Args:
+            family: The exponential family.
+            theta: As in `natural_gradient_of_mean`, like the other arguments.
+            f_values: f(x).
+            x: Draws.
+            sampled_from: The theta of earlier draws.
+            log_weights: Of draws from anywhere else.
+
+        Raises:
+            ValueError: For shapes that do not fit, values that are not finite, too few draws.
+        """
         batch, n = family.check(theta).shape[:-1], theta.shape[-1]
         statistics = family.statistics(family.as_numbers(x, theta.dtype)).to(theta.dtype)
         count = len(statistics)
@@ -211,7 +289,7 @@ def _slope(
     inverse = operator.inverse(0.0)
     if inverse is not None:
         return (inverse @ gradient.mT).mT
-    return require_solution(operator.dense(), gradient.mT, say_singular(family)).mT
+    return require_solution(operator.dense(), gradient.mT, family.explain_singular()).mT
 
 
 def _covariance(family: ExponentialFamily, draws: Draws, baseline: float | str | Tensor | None) -> Tensor:

@@ -8,8 +8,10 @@ from torch import Tensor
 from natgrad.families.closed_forms import Closed
 from natgrad.families.coordinates import Coordinates, Mapped
 from natgrad.families.diagonal_normal import DiagonalNormal
-from natgrad.families.normal import MultivariateNormal, check_moments, checked_factor, inverse_from
+from natgrad.families.event_checks import check_moments
+from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.precision_factors import factor_covariance, inverse_from
 from natgrad.lapack import concrete
 from natgrad.operators import Operator
 
@@ -18,18 +20,33 @@ class MeanCovariance(Coordinates):
     """(mu_i; Sigma_ii; Sigma_ij for i < j, row by row) of a `MultivariateNormal`.
 
     The Fisher matrix has the blocks Sigma^-1 and 1/2 tr(P dSigma P dSigma'): products in O(d^3), closed inverse.
+
+    Args:
+        family: The normal distributions.
     """
 
     def __init__(self, family: MultivariateNormal) -> None:
         self.family: MultivariateNormal = full_normal(family)
 
     def split(self, xi: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and Sigma (..., d, d)."""
+        """mu (..., d) and Sigma (..., d, d).
+
+        Args:
+            xi: These coordinates, shape (..., n).
+        """
         d = self.family.d
         return self.family.check_shape(xi, "xi")[..., :d], self.family.unpack(xi[..., d:])
 
     def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """xi of mu (..., d) and Sigma (..., d, d)."""
+        """xi of a mean and a covariance.
+
+        Args:
+            mean: mu, shape (..., d).
+            covariance: Sigma, shape (..., d, d).
+
+        Returns:
+            Shape (..., n).
+        """
         check_moments(mean, covariance, self.family.d)
         return torch.cat([mean, self.family.pack(covariance)], dim=-1)
 
@@ -42,7 +59,7 @@ class MeanCovariance(Coordinates):
     def fisher(self, xi: Tensor) -> Operator:
         d, pack, unpack = self.family.d, self.family.pack, self.family.unpack
         sigma = self.split(self.single(xi))[1].detach()
-        precision = inverse_from(checked_factor(sigma))
+        precision = inverse_from(factor_covariance(sigma))
 
         def product(v: Tensor) -> Tensor:
             return torch.cat([v[..., :d] @ precision, pack(precision @ unpack(v[..., d:]) @ precision / 2, 2.0)], -1)
@@ -56,7 +73,11 @@ class MeanCovariance(Coordinates):
 class MeanCholesky(Coordinates):
     """(mu_i; L_ii; L_ji for i < j, row by row) of a `MultivariateNormal`, Sigma = L L^T with L lower triangular.
 
-    log_diagonal: log L_ii in place of L_ii, so that every xi is a distribution. Products of the Fisher matrix: O(d^3).
+    Products of the Fisher matrix cost O(d^3).
+
+    Args:
+        family: The normal distributions.
+        log_diagonal: log L_ii in place of L_ii, so that every xi is a distribution.
     """
 
     def __init__(self, family: MultivariateNormal, log_diagonal: bool = False) -> None:
@@ -64,7 +85,11 @@ class MeanCholesky(Coordinates):
         self.log_diagonal = log_diagonal
 
     def split(self, xi: Tensor) -> tuple[Tensor, Tensor]:
-        """mu (..., d) and L (..., d, d)."""
+        """mu (..., d) and L (..., d, d).
+
+        Args:
+            xi: These coordinates, shape (..., n).
+        """
         d = self.family.d
         matrix = self.family.unpack(self.family.check_shape(xi, "xi")[..., d:])
         diagonal = xi[..., d : 2 * d]
@@ -78,7 +103,7 @@ class MeanCholesky(Coordinates):
 
     def of(self, theta: Tensor) -> Tensor:
         mean, covariance = self.family.mean_covariance(theta)
-        factor = checked_factor(covariance)
+        factor = factor_covariance(covariance)
         diagonal = factor.diagonal(dim1=-2, dim2=-1)
         entries = self.family.pack(factor.mT)[..., self.family.d :]
         return torch.cat([mean, diagonal.log() if self.log_diagonal else diagonal, entries], dim=-1)
@@ -90,7 +115,10 @@ class MeanCholesky(Coordinates):
 class MeanStd(Coordinates):
     """(mu_i; s_i) of a `Normal`, a `DiagonalNormal` or MultivariateNormal(1); Fisher matrix diag(1 / s_i^2; 2 / s_i^2).
 
-    log_std: log s_i in place of s_i, so that every xi is a distribution; Fisher matrix diag(1 / s_i^2; 2).
+    Args:
+        family: The normal distributions.
+        log_std: log s_i in place of s_i, so that every xi is a distribution; the Fisher matrix is then diag(1 / s_i^2;
+            2).
     """
 
     def __init__(self, family: DiagonalNormal | MultivariateNormal, log_std: bool = False) -> None:
@@ -102,7 +130,11 @@ class MeanStd(Coordinates):
         self.family, self.d, self.log_std = family, family.d, log_std
 
     def split(self, xi: Tensor) -> tuple[Tensor, Tensor]:
-        """mu and s, (..., d) each."""
+        """mu and s, (..., d) each.
+
+        Args:
+            xi: These coordinates, shape (..., 2 d).
+        """
         mean, spread = self.family.check_shape(xi, "xi").split(self.d, dim=-1)
         if not self.log_std and concrete(xi) and not bool((spread > 0).all()):
             raise ValueError("xi has standard deviations <= 0")
@@ -128,14 +160,22 @@ class MeanStd(Coordinates):
 
 
 class ShapeRate(Mapped):
-    """(shape, rate) of `Gamma`: theta = (shape - 1, -rate)."""
+    """(shape, rate) of `Gamma`: theta = (shape - 1, -rate).
+
+    Args:
+        family: The gamma distributions.
+    """
 
     def __init__(self, family: Gamma) -> None:
         super().__init__(family, shape_rate, lambda theta: shape_rate_of(family.check(theta)))
 
 
 class ShapeScale(Mapped):
-    """(shape, scale) of `Gamma`, scale = 1 / rate."""
+    """(shape, scale) of `Gamma`, scale = 1 / rate.
+
+    Args:
+        family: The gamma distributions.
+    """
 
     def __init__(self, family: Gamma) -> None:
         def inverted(xi: Tensor) -> Tensor:
@@ -147,14 +187,22 @@ class ShapeScale(Mapped):
 
 
 class Rate(Mapped):
-    """The rate of `Exponential`: theta = -rate. (`Expectation` has its mean.)"""
+    """The rate of `Exponential`: theta = -rate. (`Expectation` has its mean.)
+
+    Args:
+        family: The exponential distributions.
+    """
 
     def __init__(self, family: Exponential) -> None:
         super().__init__(family, lambda xi: family.check(-xi), lambda theta: -family.check(theta))
 
 
 class Concentration(Mapped):
-    """The concentrations alpha of `Beta` and `Dirichlet`: theta = alpha - 1."""
+    """The concentrations alpha of `Beta` and `Dirichlet`: theta = alpha - 1.
+
+    Args:
+        family: The beta or Dirichlet distributions.
+    """
 
     def __init__(self, family: Beta | Dirichlet) -> None:
         super().__init__(family, lambda xi: family.check(xi - 1), lambda theta: family.check(theta) + 1)

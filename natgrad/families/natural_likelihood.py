@@ -19,9 +19,9 @@ ENUMERATED = 20
 class NaturalLikelihood(Likelihood, ExponentialFamily):
     """A likelihood of outputs (R, m) and an exponential family of theta (..., m).
 
-    What the two faces share by name is told apart by the arguments: `fisher(theta)` of one distribution, theta (m,), is
-    an operator, of rows (R, m) the matrices (R, m, m); `sample(theta, n, generator=)` gives n draws, `sample(outputs,
-    generator)` one target per row. Rows are taken at their word, as they come out of a model; theta is checked.
+    Two methods of the two faces share a name, and the arguments tell them apart: `fisher(theta)` of one distribution,
+    theta (m,), is an operator, and of rows (R, m) the matrices (R, m, m); `sample(theta, n, generator=)` gives n draws,
+    `sample(outputs, generator)` one target per row. Rows are not checked, since they come out of a model; theta is.
     """
 
     @property
@@ -51,29 +51,55 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
         return value
 
     def fisher(self, rows: Tensor) -> Any:
-        """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n)."""
+        """Of theta (n,): the Fisher operator. Of rows (R, n): matrices (R, n, n).
+
+        Args:
+            rows: Natural parameters, shape (n,) or (R, n).
+        """
         rows = self.check_shape(rows, "theta")
         return self.operator(self.check(rows)) if rows.dim() == 1 else self.forms(rows)
 
     @abstractmethod
     def forms(self, rows: Tensor) -> Tensor:
-        """Cov(T) of every row, (..., n) -> (..., n, n), unchecked."""
+        """Cov(T) of every row, unchecked.
+
+        Args:
+            rows: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., n, n).
+        """
 
     @abstractmethod
     def operator(self, theta: Tensor) -> Operator:
-        """The Fisher matrix in the natural parameters theta (n,)."""
+        """The Fisher matrix in the natural parameters of one distribution.
+
+        Args:
+            theta: Natural parameters, shape (n,).
+        """
 
     def covariance(self, theta: Tensor) -> Tensor:
         return self.forms(self.check(theta))
 
     def sample(self, outputs: Any, n: Any = None, generator: torch.Generator | None = None) -> Any:
-        """n draws for every theta (..., size), (n, ..., event); without n one target for every row of outputs."""
+        """n draws for every theta (..., size), (n, ..., event); without n one target for every row of outputs.
+
+        Args:
+            outputs: Natural parameters, or what a model returns.
+            n: How many draws. None: one target per row.
+            generator: Source of the draws. None: the global one.
+        """
         if n is None or isinstance(n, torch.Generator):
             return self.targets(outputs, generator if n is None else n)
         return ExponentialFamily.sample(self, outputs, n, generator=generator)
 
     def targets(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """One draw for every row of a model's outputs, in their layout."""
+        """One draw for every row of a model's outputs, in their layout.
+
+        Args:
+            outputs: What the model returns.
+            generator: Source of the draws. None: the global one.
+        """
         return self.draw(outputs.detach(), 1, generator)[0]
 
 

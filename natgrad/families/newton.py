@@ -25,11 +25,18 @@ class Dual(Protocol):
 
 
 def find_natural(family: Dual, eta: Tensor) -> Tensor:
-    """eta (b, n) -> theta (b, n), the inverse of grad psi, with its derivatives.
+    """The inverse of grad psi, with its derivatives.
 
-    In backward mode they are right to any order. Within a transform of torch.func they are those of some more steps
-    of Newton's method, right to the seventh order: torch takes the derivative of a custom function's `jvp` for zero
-    where a second forward mode asks for it.
+    In backward mode they are right to any order. Within a transform of torch.func they are those of some more steps of
+    Newton's method, right to the seventh order: torch takes the derivative of a custom function's `jvp` for zero where
+    a second forward mode asks for it.
+
+    Args:
+        family: What Newton's method asks.
+        eta: Expectation parameters, shape (b, n).
+
+    Returns:
+        theta, shape (b, n).
 
     Raises:
         ValueError: If Newton's method does not arrive.
@@ -81,9 +88,18 @@ def solved(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:
 
 
 def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
-    """theta (b, n) that maximises theta . eta - psi(theta), which is concave, by steps halved until it grows.
+    """theta that maximises theta . eta - psi(theta), which is concave, by steps halved until it grows.
 
-    ValueError if some row's gradient does not vanish.
+    Args:
+        family: What Newton's method asks.
+        eta: Expectation parameters, shape (b, n).
+        theta: Where it starts, inside the domain, shape (b, n).
+
+    Returns:
+        Shape (b, n).
+
+    Raises:
+        ValueError: If some row's gradient does not vanish.
     """
 
     def gain(at: Tensor) -> Tensor:

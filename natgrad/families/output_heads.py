@@ -14,10 +14,20 @@ from natgrad.families.base import Likelihood
 class Heads(Likelihood):
     """Independent heads: Heads((Categorical(), 10), (Gaussian(), 2)) for a model that returns a tuple of outputs.
 
-    heads: (likelihood, width) per output, width: the number of parameters in a row of that head. One tensor (b, sum of
-    widths) is cut into its heads. Targets are a tuple in the same order. The negative log-likelihoods add up, the form
-    is block diagonal.
-    ValueError if a head's rows do not have its width, or if the heads disagree on the number of rows.
+    One tensor (b, sum of widths) is cut into its heads. Targets are a tuple in the same order. The negative
+    log-likelihoods add up, the form is block diagonal.
+
+    Args:
+        *heads: (likelihood, width) per output, width: the number of parameters in a row of that head.
+
+    Raises:
+        ValueError: If a head's rows do not have its width, or if the heads disagree on the number of rows.
+
+    Example:
+        >>> heads = ng.Heads((ng.Categorical(), 3), (ng.Gaussian(), 1))
+        >>> outputs, targets = (torch.zeros(2, 3), torch.zeros(2, 1)), (torch.tensor([0, 2]), torch.zeros(2, 1))
+        >>> heads.nll(outputs, targets)  # log 3 + 1/2 log 2 pi
+        tensor([2.0176, 2.0176])
     """
 
     def __init__(self, *heads: tuple[Likelihood, int]) -> None:

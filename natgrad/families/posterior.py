@@ -19,8 +19,8 @@ class GaussianPosterior(DiagonalForm):
     """q(z | x) = N(mean, diag(exp(log variance))): its loss is beta KL(q || N(0, I)), its metric beta times q's own.
 
     It is no likelihood of targets: `nll` is the KL term, so that a variational autoencoder's whole loss goes through
-    `opt.loss`, and `sample` draws z. The Fisher form of q in (mean, log variance) is diag(1 / variance, 1/2).
-    Outputs are a tuple (mean, log variance), each (b, d), or one tensor (b, 2 d). The target is None: there is none.
+    `opt.loss`, and `sample` draws z. The Fisher form of q in (mean, log variance) is diag(1 / variance, 1/2). Outputs
+    are a tuple (mean, log variance), each (b, d), or one tensor (b, 2 d). The target is None: there is none.
 
     Args:
         beta: Weight of the KL term, 1 for the evidence lower bound.
@@ -29,10 +29,14 @@ class GaussianPosterior(DiagonalForm):
         ValueError: If beta is not positive and finite.
 
     Example:
-        >>> family = ng.Heads((ng.Bernoulli(), 64), (ng.GaussianPosterior(), 2 * 8))
-        >>> opt = ng.kfac(model, family, lr=0.1)
-        >>> logits, posterior = model(x)  # posterior: (mean, log variance), 8 numbers each
-        >>> opt.loss((logits, posterior), (x, None)).backward()
+        >>> family = ng.Heads((ng.Bernoulli(), 6), (ng.GaussianPosterior(), 2 * 2))
+        >>> encode, decode = nn.Linear(6, 4), nn.Linear(2, 6)
+        >>> opt = ng.kfac(nn.ModuleList([encode, decode]), family, lr=0.1)
+        >>> x = torch.randint(2, (5, 6)).float()
+        >>> mean, log_variance = encode(x).chunk(2, dim=1)
+        >>> logits = decode(mean + (log_variance / 2).exp() * torch.randn(5, 2))
+        >>> opt.loss((logits, (mean, log_variance)), (x, None)).backward()
+        >>> opt.step()
     """
 
     beta: float = 1.0

@@ -13,7 +13,13 @@ from natgrad.families.exponential import ExponentialFamily
 class Product(ExponentialFamily):
     """Independent families side by side: theta, T and x are joined along their last dimension.
 
-    families: with the widths of their x, (family, width).
+    Args:
+        *families: (family, width of its x) each.
+
+    Example:
+        >>> pair = ng.Product((ng.Bernoulli(1), 1), (ng.Poisson(1), 1))
+        >>> pair.expectation(torch.zeros(2))
+        tensor([0.5000, 1.0000])
     """
 
     def __init__(self, *families: tuple[ExponentialFamily, int]) -> None:
@@ -25,7 +31,11 @@ class Product(ExponentialFamily):
         self.size = sum(family.size for family in self.families)
 
     def parts(self, theta: Tensor) -> tuple[Tensor, ...]:
-        """theta of every family."""
+        """theta of every family.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
         return theta.split([family.size for family in self.families], dim=-1)
 
     def statistics(self, x: Tensor) -> Tensor:
@@ -90,9 +100,17 @@ class Product(ExponentialFamily):
 class SubModel(ExponentialFamily):
     """A family with all natural parameters at zero except those in `free`: a sparse precision is a graph.
 
-    free: positions in the family's theta; this family's theta holds these alone, and its statistics are those in
-    `free`.   base: a theta of the whole family inside its domain, where zero is not, from which the search for
-    `natural` starts; its other entries must be zero.
+    Args:
+        family: The whole family.
+        free: Positions in the family's theta. This family's theta holds these alone, and its statistics are those in
+            `free`.
+        base: A theta of the whole family inside its domain, where zero is not, from which the search for `natural`
+            starts. Its other entries must be zero.
+
+    Example:
+        >>> minimal = ng.SubModel(ng.Categorical(3), range(2))  # the last logit at zero
+        >>> minimal.expectation(torch.zeros(2))
+        tensor([0.3333, 0.3333])
     """
 
     def __init__(self, family: ExponentialFamily, free: Sequence[int], base: Tensor | None = None) -> None:
@@ -110,7 +128,14 @@ class SubModel(ExponentialFamily):
             raise ValueError("base must be zero outside of free")
 
     def whole(self, theta: Tensor) -> Tensor:
-        """theta of the family, zeros and all."""
+        """theta of the whole family, zeros and all.
+
+        Args:
+            theta: This family's natural parameters, shape (..., k).
+
+        Returns:
+            Shape (..., n).
+        """
         places = torch.tensor(self.free, device=theta.device).expand(theta.shape)
         return theta.new_zeros(*theta.shape[:-1], self.family.size).scatter(-1, places, theta)
 

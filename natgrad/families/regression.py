@@ -15,10 +15,13 @@ RIDGES = tuple(10.0**k for k in range(-7, 3))
 
 @dataclass(frozen=True)
 class Slope:
-    """b (K,), the natural gradient in natural parameters, and how well f is a + b T.
+    """b, the natural gradient in natural parameters, and how well f is a + b T.
 
-    explained: share of f's variance that predictions of the left-out explain, 1 where f lies in the span of T;
-    negative where they are worse than the mean.   ridge: the shrinkage, relative to the mean variance of a statistic.
+    Args:
+        value: b, shape (K,).
+        explained: Share of f's variance that predictions of the left-out explain: 1 where f lies in the span of T,
+            negative where they are worse than the mean.
+        ridge: The shrinkage, relative to the mean variance of a statistic.
     """
 
     value: Tensor
@@ -29,11 +32,20 @@ class Slope:
 def natural_slope(
     statistics: Tensor, values: Tensor, weights: Tensor | None = None, *, ridges: tuple[float, ...] = RIDGES
 ) -> Slope:
-    """Weighted ridge regression of f (N,) on T (N, K), the ridge chosen by the error on left-out draws.
+    """Weighted ridge regression of f on T, the ridge chosen by the error on left-out draws.
 
     In natural parameters the Fisher matrix is Cov(T, T) and the gradient Cov(T, f): the natural gradient is the
-    regression's slope, exact for f in the span of T from N > K draws on, whatever their distribution (Malago
-    2023). Where N is smaller the ridge decides.   weights: (N,), importance weights; default equal.   ridges: to try.
+    regression's slope, exact for f in the span of T from N > K draws on, whatever their distribution. Where N is
+    smaller the ridge decides.
+
+    Args:
+        statistics: T, shape (N, K).
+        values: f, shape (N,).
+        weights: Importance weights, shape (N,). None: equal.
+        ridges: To choose from, relative to the mean variance of a statistic.
+
+    Reference:
+        Malago 2023.
     """
     share = torch.full_like(values, 1 / len(values)) if weights is None else weights / weights.sum()
     root = share.sqrt()
@@ -69,10 +81,18 @@ def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def regressed(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
-    """The weighted least-squares slope, of least norm: T (N, K), f (N, k), shares (N,) with sum one -> (k, K).
+    """The weighted least-squares slope, of least norm.
 
-    Columns are scaled to one size first, so that statistics that hardly vary keep their digits; where they depend on
+    Columns are scaled to one size first, so that statistics that hardly vary keep their digits. Where they depend on
     one another the scaling would choose another of the solutions, and is left out.
+
+    Args:
+        statistics: T, shape (N, K).
+        values: f, shape (N, k).
+        share: Weights that sum to one, shape (N,).
+
+    Returns:
+        Shape (k, K).
     """
     root = share.sqrt().unsqueeze(1)
     centred = (statistics - share @ statistics) * root

@@ -10,24 +10,18 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double
 from natgrad.families.closed_forms import Closed
+from natgrad.families.event_checks import check_moments, check_width
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.newton import find_natural, newton
 from natgrad.families.normal import (
     LOG_2PI,
     POSITIVE,
     GraphNormal,
-    check_moments,
-    checked_factor,
-    half_log_det,
-    inverse_from,
-    outside,
-    points,
-    positive,
-    precision_gap,
-    safe_factor,
+    explain_outside,
 )
+from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from, precision_gap, safe_factor
 from natgrad.families.symmetric_matrices import Pairs
-from natgrad.lapack import concrete, factor_or_nan
+from natgrad.lapack import concrete, factor_or_nan, is_positive_definite
 from natgrad.operators import Operator
 
 
@@ -36,16 +30,39 @@ class SparseNormal(GraphNormal):
 
     T = (x_i; x_i^2; 2 x_i x_j of the edges, in their order), theta = (P mu; -P_ii / 2; -P_ij / 2 of the edges). That of
     the complete graph, row by row, is MultivariateNormal(d). From eta to theta by Newton's method on correlations: the
-    covariance is known on the graph, the precision vanishes beside it (Dempster 1972).
+    covariance is known on the graph, the precision vanishes beside it.
+
+    Args:
+        d: Number of variables.
+        edges: Pairs of different variables.
+
+    Reference:
+        Dempster 1972.
+
+    Example:
+        >>> chain = ng.families.SparseNormal(3, [(0, 1), (1, 2)])
+        >>> chain.size
+        8
     """
 
     def __init__(self, d: int, edges: Iterable[Iterable[int]]) -> None:
         super().__init__(Pairs(d, edges))
 
     def from_mean_precision(self, mean: Tensor, precision: Tensor) -> Tensor:
-        """theta (..., n) of mu (..., d) and P (..., d, d). ValueError unless P is positive definite and sparse."""
+        """theta of a mean and a precision.
+
+        Args:
+            mean: mu, shape (..., d).
+            precision: P, shape (..., d, d).
+
+        Returns:
+            Shape (..., n).
+
+        Raises:
+            ValueError: Unless P is positive definite and zero beside the graph.
+        """
         check_moments(mean, precision, self.d, "precision")
-        checked_factor(precision, "precision is not positive definite, which a distribution with a density needs")
+        factor_covariance(precision, "precision is not positive definite, which a distribution with a density needs")
         if concrete(precision) and not bool((precision[..., self._missing(precision)] == 0).all()):
             raise ValueError("precision has entries that are not zero beside the edges")
         return self.joined(mean, precision)
@@ -68,10 +85,13 @@ class SparseNormal(GraphNormal):
 
 
 class FixedMeanNormal(ExponentialFamily):
-    """N(m, Sigma) with a known mean m (d,), such as zero: n = d (d + 1) / 2 parameters.
+    """N(m, Sigma) with a known mean m, such as zero: n = d (d + 1) / 2 parameters.
 
     With z = x - m: T = (z_i^2; 2 z_i z_j), theta = (-P_ii / 2; -P_ij / 2), eta = (Sigma_ii; 2 Sigma_ij).
-    edges: those of a sparse precision, as in `SparseNormal`; default all.
+
+    Args:
+        mean: m, shape (d,).
+        edges: Those of a sparse precision, as in `SparseNormal`. None: all.
     """
 
     domain = POSITIVE
@@ -86,7 +106,7 @@ class FixedMeanNormal(ExponentialFamily):
 
     def statistics(self, x: Tensor) -> Tensor:
         x = self.as_numbers(x, torch.get_default_dtype())
-        return self.pairs.products(points(x, self.d) - self.mean.to(x))
+        return self.pairs.products(check_width(x, self.d) - self.mean.to(x))
 
     def log_partition(self, theta: Tensor) -> Tensor:
         centred = Centred(self.pairs).log_partition(self.check_shape(theta, "theta"))
@@ -95,7 +115,7 @@ class FixedMeanNormal(ExponentialFamily):
     @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         factor = self.factor(theta)
-        away = points(self.as_numbers(x, theta.dtype), self.d) - self.mean.to(theta)
+        away = check_width(self.as_numbers(x, theta.dtype), self.d) - self.mean.to(theta)
         half = (away.unsqueeze(-2) @ factor).squeeze(-2)
         return half_log_det(factor) - 0.5 * (half.square().sum(-1) + self.d * LOG_2PI)
 
@@ -108,30 +128,58 @@ class FixedMeanNormal(ExponentialFamily):
         return precision_gap(self.factor(theta), self.factor(other))
 
     def factor(self, theta: Tensor) -> Tensor:
-        """L (..., d, d) with L L^T = P. ValueError where P is not positive definite."""
-        return checked_factor(self.precision(self.check_shape(theta, "theta")), outside(self))
+        """L with L L^T = P.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., d, d).
+
+        Raises:
+            ValueError: Where P is not positive definite.
+        """
+        return factor_covariance(self.precision(self.check_shape(theta, "theta")), explain_outside(self))
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        factor = checked_factor(self.precision(theta))
+        factor = factor_covariance(self.precision(theta))
         z = torch.randn(
             count, *theta.shape[:-1], self.d, 1, generator=generator, dtype=theta.dtype, device=theta.device
         )
         return self.mean.to(theta) + torch.linalg.solve_triangular(factor.mT, z, upper=True).squeeze(-1)
 
     def inside(self, theta: Tensor) -> Tensor:
-        return torch.isfinite(theta).all(-1) & positive(self.precision(theta))
+        return torch.isfinite(theta).all(-1) & is_positive_definite(self.precision(theta))
 
     def precision(self, theta: Tensor) -> Tensor:
-        """P (..., d, d)."""
+        """P.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., d, d).
+        """
         return -2 * self.pairs.unpack(theta)
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """m (..., d) and Sigma (..., d, d)."""
+        """m (..., d) and Sigma (..., d, d).
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
         factor = self.factor(theta)
         return self.mean.to(theta).expand(*theta.shape[:-1], self.d), inverse_from(factor)
 
     def from_covariance(self, covariance: Tensor) -> Tensor:
-        """theta (..., n) of Sigma (..., d, d), of which only the entries on the graph count."""
+        """theta of a covariance.
+
+        Args:
+            covariance: Sigma, shape (..., d, d), of which only the entries on the graph count.
+
+        Returns:
+            Shape (..., n).
+        """
         check_moments(self.mean, covariance, self.d)
         return self.natural(self.pairs.pack(covariance, 2.0))
 
@@ -142,7 +190,7 @@ class FixedMeanNormal(ExponentialFamily):
         spread = self.check_finite(eta, "eta")
         if not self.pairs.complete:
             return self.pairs.pack(sparse_precision(self.pairs, spread) / -2)
-        return self.pairs.pack(inverse_from(checked_factor(self.pairs.unpack(spread, 2.0))) / -2)
+        return self.pairs.pack(inverse_from(factor_covariance(self.pairs.unpack(spread, 2.0))) / -2)
 
     def covariance(self, theta: Tensor) -> Tensor:
         return Centred(self.pairs).covariance(self.check(theta))
@@ -189,16 +237,24 @@ class Centred:
 
     def inside(self, theta: Tensor) -> Tensor:
         """Whether P is positive definite."""
-        return positive(-2 * self.pairs.unpack(theta))
+        return is_positive_definite(-2 * self.pairs.unpack(theta))
 
     def __repr__(self) -> str:
         return f"a normal on {len(self.pairs.edges)} edges"
 
 
 def sparse_precision(pairs: Pairs, spread: Tensor) -> Tensor:
-    """P (..., d, d) on the graph whose inverse has the entries Sigma_ii, 2 Sigma_ij of `spread` there.
+    """P on the graph whose inverse has given entries there.
 
-    ValueError where there is none: no positive definite matrix has these entries.
+    Args:
+        pairs: The graph.
+        spread: Sigma_ii, 2 Sigma_ij on the graph, shape (..., size).
+
+    Returns:
+        Shape (..., d, d).
+
+    Raises:
+        ValueError: Where there is none: no positive definite matrix has these entries.
     """
     variances = spread[..., : pairs.d]
     if concrete(spread) and not bool((variances > 0).all()):

@@ -12,7 +12,12 @@ from torch import Tensor
 class Pairs:
     """Which entries (i, j), i <= j, of a symmetric matrix (d, d) are kept: all i = j, then the edges in their order.
 
-    edges: pairs of different variables; default all, row by row. ValueError for others.
+    Args:
+        d: Size of the matrix.
+        edges: Pairs of different variables. None: all, row by row.
+
+    Raises:
+        ValueError: For an edge that is no such pair.
     """
 
     def __init__(self, d: int, edges: Iterable[Iterable[int]] | None = None) -> None:

@@ -17,6 +17,10 @@ class Manifold(ABC):
 
     Leading dimensions are batches and broadcast. A subclass gives the metric (`inner`, `natural`), geodesics (`exp`,
     `log`), Levi-Civita transport, and which points are inside. Angles, lengths and times follow.
+
+    Attributes:
+        event: How many trailing dimensions a point has.
+        domain: What an error message says of the points that are inside.
     """
 
     event: int = 1
@@ -26,40 +30,108 @@ class Manifold(ABC):
 
     @abstractmethod
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """The metric, <first, second> at the point, (...)."""
+        """The metric: <first, second> at the point.
+
+        Args:
+            point: Shape (..., event).
+            first: A tangent at the point.
+            second: A tangent at the point.
+
+        Returns:
+            Shape (...).
+        """
 
     @abstractmethod
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        """The natural gradient G^-1 g of a function whose partial derivatives in these coordinates are `gradient`."""
+        """The natural gradient G^-1 g of a function.
+
+        Args:
+            point: Shape (..., event).
+            gradient: g, the partial derivatives in these coordinates.
+
+        Returns:
+            A tangent at the point.
+        """
 
     @abstractmethod
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """Where the geodesic that starts with that velocity is at time 1."""
+        """Where the geodesic that starts with that velocity is at time 1.
+
+        Args:
+            point: Where it starts, shape (..., event).
+            tangent: Its velocity.
+        """
 
     @abstractmethod
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """The velocity with which the geodesic from `point` reaches `other` at time 1."""
+        """The velocity with which the geodesic from `point` reaches `other` at time 1.
+
+        Args:
+            point: Where it starts, shape (..., event).
+            other: Where it arrives.
+
+        Returns:
+            A tangent at `point`.
+        """
 
     @abstractmethod
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        """A tangent carried in parallel along the geodesic from `point` to `other`: lengths and angles stay."""
+        """A tangent carried in parallel along the geodesic from `point` to `other`: lengths and angles stay.
+
+        Args:
+            point: Where the geodesic starts, shape (..., event).
+            other: Where it arrives.
+            vector: A tangent at `point`.
+
+        Returns:
+            A tangent at `other`.
+        """
 
     @abstractmethod
     def inside(self, point: Tensor) -> Tensor:
-        """Whether the point is one of the open manifold, (...) of bool."""
+        """Whether the point is one of the open manifold.
+
+        Args:
+            point: Shape (..., event).
+
+        Returns:
+            Booleans, shape (...).
+        """
 
     def norm(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """sqrt(<v, v>), (...): in units of sqrt(2 KL)."""
+        """sqrt(<v, v>), in units of sqrt(2 KL).
+
+        Args:
+            point: Shape (..., event).
+            tangent: v, a tangent at the point.
+
+        Returns:
+            Shape (...).
+        """
         return length(self.inner(point, tangent, tangent))
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        """Length of the geodesic between them, (...)."""
+        """Length of the geodesic between two points.
+
+        Args:
+            point: Where it starts, shape (..., event).
+            other: Where it arrives.
+
+        Returns:
+            Shape (...).
+        """
         return self.norm(point, self.log(point, other))
 
     def geodesic(self, point: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
         """The point at time t of the geodesic from `point` (t = 0) to `other` (t = 1).
 
-        t: a number, or a tensor (T,) for T points along a new first dimension, (T, ..., event).
+        Args:
+            point: Where it starts, shape (..., event).
+            other: Where it is at time 1.
+            t: A number, or a tensor (T,) for T points along a new first dimension.
+
+        Returns:
+            Shape (..., event), or (T, ..., event).
         """
         velocity = self.log(point, other)
         if not isinstance(t, Tensor) or t.dim() == 0:
@@ -67,15 +139,30 @@ class Manifold(ABC):
         return self.exp(point, t.reshape(-1, *(1,) * velocity.dim()) * velocity)
 
     def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(point, tangent), and the vector carried there in parallel."""
+        """exp(point, tangent), and the vector carried there in parallel.
+
+        Args:
+            point: Where the geodesic starts, shape (..., event).
+            tangent: Its velocity.
+            vector: Another tangent at the point.
+        """
         other = self.exp(point, tangent)
         return other, self.transport(point, other, vector)
 
     def retract(self, point: Tensor, tangent: Tensor) -> Tensor:
         """A cheap step that starts as the geodesic does and is inside for a tangent of any length.
 
-        Where round-off or overflow spoils even that, the tangent is shortened until it does not. ValueError for a point
-        that is not inside or a tangent that is not finite.
+        Where round-off or overflow spoils even that, the tangent is shortened until it does not.
+
+        Args:
+            point: Where the step starts, shape (..., event).
+            tangent: Its velocity.
+
+        Returns:
+            A point inside.
+
+        Raises:
+            ValueError: For a point that is not inside or a tangent that is not finite.
         """
         self.check(point)
         if not bool(torch.isfinite(tangent).all()):
@@ -90,26 +177,56 @@ class Manifold(ABC):
         return torch.where(self.widen(self.inside(found)), found, point)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """The retraction's formula. Default: the geodesic."""
+        """The retraction's formula. Default: the geodesic.
+
+        Args:
+            point: Where the step starts, shape (..., event).
+            tangent: Its velocity.
+        """
         return self.exp(point, tangent)
 
     def translate(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        """A cheap transport: the components kept, projected where tangents are restricted, and the length restored."""
+        """A cheap transport: the components kept, projected where tangents are restricted, and the length restored.
+
+        Args:
+            point: Where the vector is, shape (..., event).
+            other: Where it goes.
+            vector: A tangent at `point`.
+
+        Returns:
+            A tangent at `other`.
+        """
         moved = self.project(other, vector)
         before, after = self.norm(point, vector), self.norm(other, moved)
         factor = torch.where(after > 0, before / torch.where(after > 0, after, 1.0), 0.0)
         return self.widen(factor) * moved
 
     def project(self, point: Tensor, vector: Tensor) -> Tensor:
-        """The nearest tangent at the point. Default: every vector is one."""
+        """The nearest tangent at the point. Default: every vector is one.
+
+        Args:
+            point: Shape (..., event).
+            vector: The point's shape.
+        """
         return vector
 
     def widen(self, numbers: Tensor) -> Tensor:
-        """One number per point, (...), with the trailing dimensions of a point."""
+        """One number per point, with the trailing dimensions of a point.
+
+        Args:
+            numbers: Shape (...).
+        """
         return numbers.reshape(*numbers.shape, *(1,) * self.event)
 
     def check(self, point: Tensor) -> Tensor:
-        """The point as it is. ValueError unless it is inside."""
+        """The point as it is, checked to be inside.
+
+        Args:
+            point: Shape (..., event).
+
+        Raises:
+            ValueError: Unless it is inside.
+        """
         if not isinstance(point, Tensor) or not point.is_floating_point():
             came = point.dtype if isinstance(point, Tensor) else type(point).__name__
             raise TypeError(f"a point of {self!r} is {came}, expected a floating-point tensor")
@@ -118,7 +235,11 @@ class Manifold(ABC):
         return point
 
     def refusal(self, point: Tensor) -> str:
-        """What is said of a point that is not inside."""
+        """What an error message says of a point that is not inside.
+
+        Args:
+            point: Shape (..., event).
+        """
         return f"a point of shape {tuple(point.shape)} is not of {self!r}: expected {self.domain}"
 
     def __repr__(self) -> str:

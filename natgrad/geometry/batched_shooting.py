@@ -19,27 +19,57 @@ class Way(Protocol):
     """From where velocities (k, n) lead, and where they should, for k pairs of points."""
 
     def reach(self, velocity: Tensor) -> Tensor:
-        """Where the geodesics with these velocities, (..., k, n), are at time 1; NaN where that is nowhere."""
+        """Where the geodesics with these velocities are at time 1; NaN where that is nowhere.
+
+        Args:
+            velocity: Shape (..., k, n).
+        """
         ...
 
     def target(self, part: Tensor) -> Tensor:
-        """The points at these parts (k,) of the ways, (k, n)."""
+        """The points at these parts of the ways.
+
+        Args:
+            part: From 0 (the start) to 1 (the end), shape (k,).
+
+        Returns:
+            Shape (k, n).
+        """
         ...
 
     def guess(self, part: Tensor) -> Tensor:
-        """First velocities towards them, (k, n)."""
+        """First velocities towards them.
+
+        Args:
+            part: From 0 (the start) to 1 (the end), shape (k,).
+
+        Returns:
+            Shape (k, n).
+        """
         ...
 
     def size(self, misfit: Tensor) -> Tensor:
-        """Length of misfits, (k, n) -> (k,)."""
+        """Length of misfits.
+
+        Args:
+            misfit: Shape (k, n).
+
+        Returns:
+            Shape (k,).
+        """
         ...
 
 
 def shoot(way: Callable[[Tensor], Way], like: Tensor, tolerance: float) -> Tensor:
-    """The velocities v with reach(v) = target(1), shaped as `like` (b, n), by Newton's method along paths of targets.
+    """The velocities v with reach(v) = target(1), by Newton's method along paths of targets.
 
-    way: of some of the rows, by their numbers.   The whole way is tried at once; where that fails, half of it first,
-    and so on, every row by itself. NaN in rows where 2^-12 of the way is still too much, or 60 rounds were not enough.
+    The whole way is tried at once; where that fails, half of it first, and so on, every row by itself. NaN in rows
+    where 2^-12 of the way is still too much, or 60 rounds were not enough.
+
+    Args:
+        way: The ways of some of the rows, by their numbers.
+        like: A tensor (b, n) of the shape, dtype and device of the velocities.
+        tolerance: Length of the misfit that is allowed.
     """
     begun, part, velocity = like.new_zeros(len(like)), like.new_ones(len(like)), torch.zeros_like(like)
     for _ in range(ROUNDS):

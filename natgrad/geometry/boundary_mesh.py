@@ -50,9 +50,16 @@ class Equation(Protocol):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Linear maps of x'' (N,) at the nodes: to x - line, to x' - away, to x'(0) - away, and to a mesh twice as fine.
+    """Linear maps of x'' at the nodes: to x - line, to x' - away, to x'(0) - away, and to a mesh twice as fine.
 
     Polynomials of degree 7 on elements of one length; line and away are the straight way and its velocity.
+
+    Args:
+        nodes: Times in [0, 1], shape (N,).
+        place: To x - line at the nodes.
+        speed: To x' - away at the nodes.
+        first: To x'(0) - away.
+        refined: To x'' at the nodes of a mesh twice as fine.
     """
 
     nodes: Tensor
@@ -63,11 +70,18 @@ class Mesh:
 
 
 def connect_far(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> Tensor:
-    """x'(0) of solutions from start (b, n) at time 0 to end at time 1; NaN in rows where none was found.
+    """x'(0) of solutions from start at time 0 to end at time 1; NaN in rows where none was found.
 
-    equation: of some of the rows, by their numbers.   The end moves along the equation's first path as far as Newton's
-    method follows, on a coarse mesh; then the mesh is refined until |x'| is constant along the way. The work is
-    bounded: at most 12 rounds of 15 steps.
+    The end moves along the equation's first path as far as Newton's method follows, on a coarse mesh; then the mesh is
+    refined until |x'| is constant along the way. The work is bounded: at most 12 rounds of 15 steps.
+
+    Args:
+        equation: The equation of some of the rows, by their numbers.
+        start: Shape (b, n).
+        end: Shape (b, n).
+
+    Returns:
+        Shape (b, n).
     """
     found, n = torch.full_like(start, torch.nan), start.shape[1]
     if MESHES[0] * DEGREE * n > UNKNOWNS:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.normal_manifold import Normals
-from natgrad.geometry.stable_functions import length, matrix_sqrt, symmetric
+from natgrad.geometry.stable_functions import length, matrix_sqrt
 from natgrad.lapack import eigh, require_factor, require_inverse
+from natgrad.linalg import symmetrise
 from natgrad.operators import Operator
 
 
@@ -19,6 +20,16 @@ class Wasserstein(Manifold):
     tr(L dSigma) with S L + L S = dSigma; lengths are in the units of x. Matter moves along straight lines under the
     linear map I + L, so that geodesics are closed; they reach singular covariances at finite distances, from which
     `exp` comes back; `retract` never gets there. `log` goes the shortest way.
+
+    Args:
+        d: Number of variables.
+
+    Example:
+        >>> manifold = ng.geometry.Wasserstein(2)
+        >>> a = manifold.join(torch.zeros(2), torch.eye(2))
+        >>> b = manifold.join(torch.tensor([3.0, 4.0]), torch.eye(2))
+        >>> manifold.distance(a, b)
+        tensor(5.)
     """
 
     domain = Normals.domain
@@ -28,15 +39,31 @@ class Wasserstein(Manifold):
         self.d, self.size = d, self.normals.size
 
     def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The point of a mean (..., d) and a symmetric matrix (..., d, d); of a tangent too."""
+        """The point of a mean and a symmetric matrix; of a tangent too.
+
+        Args:
+            mean: Shape (..., d).
+            covariance: Shape (..., d, d).
+
+        Returns:
+            Shape (..., d + d (d + 1) / 2).
+        """
         return self.normals.join(mean, covariance)
 
     def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too."""
+        """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too.
+
+        Args:
+            point: Shape (..., d + d (d + 1) / 2).
+        """
         return self.normals.split(point)
 
     def metric(self, point: Tensor) -> Operator:
-        """The metric at one point (n,) as an operator; its inverse is closed."""
+        """The metric at one point as an operator; its inverse is closed.
+
+        Args:
+            point: Shape (n,).
+        """
         if point.shape != (self.size,):
             raise ValueError(f"point has shape {tuple(point.shape)}, expected ({self.size},): one distribution")
         return BuresMetric(self, self.check(point).detach())
@@ -47,7 +74,12 @@ class Wasserstein(Manifold):
         return (u * w).sum(-1) + (lyapunov(sigma, v) * z).sum((-2, -1)) / 2
 
     def lower(self, point: Tensor, tangent: Tensor) -> Tensor:
-        """G v, as partial derivatives in these coordinates."""
+        """G v, as partial derivatives in these coordinates.
+
+        Args:
+            point: Shape (..., n).
+            tangent: v, shape (..., n).
+        """
         u, v = self.split(tangent)
         form = lyapunov(self.split(point)[1], v) / 2
         return self.join(u, 2 * form - torch.diag_embed(form.diagonal(dim1=-2, dim2=-1)))
@@ -62,7 +94,7 @@ class Wasserstein(Manifold):
         mean, sigma = self.split(point)
         u, v = self.split(tangent)
         factor = torch.eye(self.d, dtype=point.dtype, device=point.device) + lyapunov(sigma, v)
-        return self.join(mean + u, symmetric(factor @ sigma @ factor))
+        return self.join(mean + u, symmetrise(factor @ sigma @ factor))
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
         (mean, sigma), (end, goal) = self.split(point), self.split(other)
@@ -70,11 +102,19 @@ class Wasserstein(Manifold):
         return self.join(end - mean, pull @ sigma + sigma @ pull)
 
     def plan(self, covariance: Tensor, other: Tensor) -> Tensor:
-        """A (..., d, d), symmetric, with A S A = S': x -> m' + A (x - m) moves the one to the other at least cost."""
+        """A, symmetric, with A S A = S': x -> m' + A (x - m) moves the one to the other at least cost.
+
+        Args:
+            covariance: S, shape (..., d, d).
+            other: S', shape (..., d, d).
+
+        Returns:
+            Shape (..., d, d).
+        """
         factor = require_factor(covariance, f"covariance of shape {tuple(covariance.shape)} is not positive definite")
         root = matrix_sqrt(factor.mT @ other @ factor)
         left = torch.linalg.solve_triangular(factor.mT, root, upper=True)
-        return symmetric(torch.linalg.solve_triangular(factor.mT, left.mT, upper=True))
+        return symmetrise(torch.linalg.solve_triangular(factor.mT, left.mT, upper=True))
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         (mean, sigma), (end, goal) = self.split(point), self.split(other)
@@ -101,7 +141,7 @@ class Wasserstein(Manifold):
         mean, sigma = self.split(point)
         u, v = self.split(tangent)
         factor = torch.linalg.matrix_exp(lyapunov(sigma, v))
-        return self.join(mean + u, symmetric(factor @ sigma @ factor.mT))
+        return self.join(mean + u, symmetrise(factor @ sigma @ factor.mT))
 
     def __repr__(self) -> str:
         return f"Wasserstein({self.d})"
@@ -128,7 +168,15 @@ class BuresMetric(Operator):
 
 
 def lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
-    """L (..., d, d) with S L + L S = R, for positive definite S and symmetric R; gradients flow to both."""
+    """L with S L + L S = R; gradients flow to both.
+
+    Args:
+        matrix: S, positive definite, shape (..., d, d).
+        right: R, symmetric, shape (..., d, d).
+
+    Returns:
+        Shape (..., d, d).
+    """
     values, vectors = eigh(matrix.detach())
     sums = values.unsqueeze(-1) + values.unsqueeze(-2)
 

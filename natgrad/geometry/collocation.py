@@ -23,12 +23,24 @@ def connect(
     tolerance: float,
     invariant: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """x'(0) of the solution from start (b, n) at time 0 to end at time 1; NaN in rows where none was found.
+    """x'(0) of the solution from start at time 0 to end at time 1; NaN in rows where none was found.
 
-    bend(x, x') is f, on (b, N, n). x'' is a polynomial of degree 31, found by iterating x'' <- f(x, x'), accelerated
-    (Anderson 1965): every sweep is one call of f. It converges for ways that are not too long, and its last
-    coefficients tell whether the degree was enough. invariant(x, x'), (b, N, n) -> (b, N), is the same all along a
-    true solution: polynomials that fit the equation at the nodes alone change it.
+    x'' is a polynomial of degree 31, found by iterating x'' <- f(x, x'), accelerated: every sweep is one call of f. It
+    converges for ways that are not too long, and its last coefficients tell whether the degree was enough.
+
+    Args:
+        bend: f(x, x') = x'', on (b, N, n).
+        start: Shape (b, n).
+        end: Shape (b, n).
+        tolerance: Relative size of what is left over.
+        invariant: A function of (x, x'), (b, N, n) -> (b, N), that is the same all along a true solution: polynomials
+            that fit the equation at the nodes alone change it.
+
+    Returns:
+        Shape (b, n).
+
+    Reference:
+        Anderson 1965, for the acceleration.
     """
     place, speed, first, tail, nodes = (m.to(start) for m in _matrices())
     away = (end - start).unsqueeze(1)

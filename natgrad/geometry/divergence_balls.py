@@ -21,10 +21,25 @@ def kl_ball(
     *,
     reverse: bool = False,
 ) -> Tensor:
-    """The points theta' (m, n) with KL(theta, theta') = radius, exactly, one along every direction from theta (n,).
+    """The points theta' with KL(theta, theta') = radius, exactly, one along every direction from theta.
 
-    directions: (m, n), in the natural parameters, or for n = 2 a number of them, evenly spread over the circle.
-    reverse: of KL(theta', theta). NaN along a direction that never gets there (possible only with `reverse`).
+    Args:
+        family: The exponential family.
+        theta: The centre, in natural parameters, shape (n,).
+        radius: In nats.
+        directions: Shape (m, n), in the natural parameters; or, for n = 2, a number of them, evenly spread over the
+            circle.
+        reverse: Of KL(theta', theta).
+
+    Returns:
+        Shape (m, n). NaN along a direction that never gets there (possible only with `reverse`).
+
+    Example:
+        >>> normal = ng.Normal()
+        >>> theta = normal.from_mean_std(torch.tensor(0.0), torch.tensor(1.0))
+        >>> points = ng.geometry.kl_ball(normal, theta, 0.1, directions=4)
+        >>> normal.kl(theta, points)
+        tensor([0.1000, 0.1000, 0.1000, 0.1000])
     """
 
     def divergence(points: Tensor) -> Tensor:
@@ -39,10 +54,19 @@ def kl_ball(
 def level_set(
     divergence: Callable[[Tensor], Tensor], centre: Tensor, radius: float, directions: Tensor | int = 100
 ) -> Tensor:
-    """The first points (m, n) on the rays from centre (n,) where divergence(points), (m, n) -> (m,), reaches radius.
+    """The first points on the rays from a centre where a divergence reaches radius.
 
-    divergence: zero at the centre, growing along the rays, infinite outside of where it is defined. By doubling and
-    bisection, to round-off. NaN where a ray does not get there.
+    By doubling and bisection, to round-off.
+
+    Args:
+        divergence: A function of points, (m, n) -> (m,): zero at the centre, growing along the rays, infinite outside
+            of where it is defined.
+        centre: Shape (n,).
+        radius: In the units of the divergence.
+        directions: Shape (m, n); or, for n = 2, a number of them, evenly spread over the circle.
+
+    Returns:
+        Shape (m, n). NaN where a ray does not get there.
     """
     if not radius > 0:
         raise ValueError(f"radius is {radius}, expected a positive number of nats")
@@ -65,7 +89,12 @@ def level_set(
 
 
 def circle(count: int, centre: Tensor) -> Tensor:
-    """`count` directions (count, 2), evenly spread; the last is the first again, so that a line drawn is closed."""
+    """Directions (count, 2), evenly spread; the last is the first again, so that a line drawn is closed.
+
+    Args:
+        count: How many.
+        centre: A tensor of the dtype and on the device.
+    """
     if len(centre) != 2:
         raise ValueError(f"directions is a number, which serves 2 dimensions; expected a tensor (m, {len(centre)})")
     angles = torch.linspace(0, 2 * math.pi, count, dtype=centre.dtype, device=centre.device)

@@ -15,14 +15,41 @@ EDGE = "the e-projection ran to the edge of the sub-model, where its metric is s
 def e_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
     """(1 - t) theta + t other: the straight line in the natural parameters, log p mixed and normalised.
 
-    t: a number, or (T,) for T points along a new first dimension. From 0 to 1 it stays inside the domain.
+    From 0 to 1 it stays inside the domain.
+
+    Args:
+        family: The exponential family.
+        theta: Where it starts, in natural parameters, shape (..., n).
+        other: Where it is at t = 1, in natural parameters.
+        t: A number, or (T,) for T points along a new first dimension.
+
+    Returns:
+        Shape (..., n), or (T, ..., n).
+
+    Example:
+        >>> ng.geometry.e_geodesic(ng.Bernoulli(1), torch.tensor([0.0]), torch.tensor([4.0]), 0.5)
+        tensor([2.])
     """
     family.check(theta)
     return _between(theta, family.check(other), t)
 
 
 def m_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
-    """theta of (1 - t) E_theta[T] + t E_other[T]: the straight line in the expectations."""
+    """theta of (1 - t) E_theta[T] + t E_other[T]: the straight line in the expectations.
+
+    Args:
+        family: The exponential family.
+        theta: Where it starts, in natural parameters, shape (..., n).
+        other: Where it is at t = 1, in natural parameters.
+        t: A number, or (T,) for T points along a new first dimension.
+
+    Returns:
+        Shape (..., n), or (T, ..., n).
+
+    Example:
+        >>> ng.geometry.m_geodesic(ng.Bernoulli(1), torch.tensor([-1.0]), torch.tensor([1.0]), 0.5)
+        tensor([0.])
+    """
     return family.natural(_between(family.expectation(theta), family.expectation(other), t))
 
 
@@ -33,19 +60,38 @@ def _between(start: Tensor, end: Tensor, t: Tensor | float) -> Tensor:
 
 
 def m_projection(sub: SubModel, theta: Tensor) -> Tensor:
-    """The theta (..., k) of the sub-model nearest in KL(whole, sub): it has the same means of its statistics.
+    """The theta of the sub-model nearest in KL(whole, sub): it has the same means of its statistics.
 
-    theta: of the whole family, (..., n). Unique; for every q of the sub-model KL(p, q) = KL(p, projection) + KL(
-    projection, q), Pythagoras' theorem.
+    It is unique. For every q of the sub-model KL(p, q) = KL(p, projection) + KL(projection, q): Pythagoras' theorem.
+
+    Args:
+        sub: The sub-model.
+        theta: Natural parameters of the whole family, shape (..., n).
+
+    Returns:
+        The sub-model's natural parameters, shape (..., k).
+
+    Example:
+        >>> whole = ng.Ising(2)  # two single variables, and their pair
+        >>> sub = ng.SubModel(whole, [0, 1])  # independent variables
+        >>> ng.geometry.m_projection(sub, torch.tensor([0.5, 0.0, 1.0])).tanh()  # the means of both
+        tensor([0.4621, 0.3519])
     """
     return sub.natural(sub.family.expectation(theta)[..., list(sub.free)])
 
 
 def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> Tensor:
-    """A theta (..., k) of the sub-model where KL(sub, whole) is stationary, by natural gradient steps that descend.
+    """A theta of the sub-model where KL(sub, whole) is stationary, by natural gradient steps that descend.
 
-    theta: of the whole family. start: where to begin, default the m-projection. There may be several: a sub-model is
-    straight in theta, not in the means.
+    There may be several: a sub-model is straight in theta, not in the means.
+
+    Args:
+        sub: The sub-model.
+        theta: Natural parameters of the whole family, shape (..., n).
+        start: Where to begin, shape (..., k). None: the m-projection.
+
+    Returns:
+        The sub-model's natural parameters, shape (..., k).
     """
     found = (m_projection(sub, theta) if start is None else start).detach()
     free, goal = list(sub.free), theta.detach()
@@ -80,9 +126,24 @@ def _descended(sub: SubModel, goal: Tensor, found: Tensor, step: Tensor) -> Tens
 def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: Tensor) -> Tensor:
     """The theta nearest in KL(., theta) among those with E[T_i] = means at the positions: an e-projection.
 
-    theta (..., n) moves at these positions alone (exponential tilting), by Newton's method on the sub-family. means
-    (..., len(positions)). ValueError where they are not reached. Pythagoras: KL(q, theta) = KL(q, found) + KL(found,
-    theta) for every q with these means.
+    theta moves at these positions alone (exponential tilting), by Newton's method on the sub-family. Pythagoras: KL(q,
+    theta) = KL(q, found) + KL(found, theta) for every q with these means.
+
+    Args:
+        family: The exponential family.
+        theta: Natural parameters, shape (..., n).
+        positions: i.
+        means: E[T_i], shape (..., len(positions)).
+
+    Returns:
+        Shape (..., n).
+
+    Raises:
+        ValueError: Where the means are not reached.
+
+    Example:
+        >>> ng.geometry.tilt(ng.Bernoulli(2), torch.zeros(2), [0], torch.tensor([0.5**0.5]))
+        tensor([0.8814, 0.0000])
     """
     found = theta.detach().clone()
     for _ in range(STEPS):
@@ -123,10 +184,22 @@ def mirror_step(
 ) -> Tensor:
     """Mirror descent with the mirror map psi: theta' with grad psi(theta') = grad psi(theta) - rate * gradient.
 
-    gradient: dF / d theta (..., n). It minimises <gradient, theta'> + D_psi(theta', theta) / rate, and is the natural
-    gradient step in the *expectation* parameters, eta - rate * I_eta^-1 dF/d eta, because I_eta^-1 dF/d eta = dF/d
-    theta; in theta the two steps differ. A long step may leave the means that are possible: ValueError, unless
-    `backtracks` allows that many halvings of the rate (for the whole batch).
+    It minimises <gradient, theta'> + D_psi(theta', theta) / rate, and is the natural gradient step in the *expectation*
+    parameters, eta - rate * I_eta^-1 dF/d eta, because I_eta^-1 dF/d eta = dF/d theta; in theta the two steps differ.
+
+    Args:
+        family: The exponential family.
+        theta: Natural parameters, shape (..., n).
+        gradient: dF / d theta, shape (..., n).
+        rate: The step length.
+        backtracks: How many halvings of the rate (for the whole batch) are allowed, where a long step leaves the means
+            that are possible.
+
+    Returns:
+        theta', shape (..., n).
+
+    Raises:
+        ValueError: If the step leaves the means that are possible.
     """
     if not rate > 0:
         raise ValueError(f"rate is {rate}, expected a positive number")

@@ -23,7 +23,6 @@ from natgrad.families import (
     Product,
     SubModel,
 )
-from natgrad.families.exponential import say_singular
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.boundary_mesh import connect_far
 from natgrad.geometry.collocation import connect
@@ -35,8 +34,8 @@ from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
 from natgrad.geometry.product_manifold import Together
 from natgrad.geometry.shooting import Shooting
-from natgrad.geometry.stable_functions import symmetric
 from natgrad.lapack import invert_or_nan, require_inverse, require_solution, solve_or_nan
+from natgrad.linalg import symmetrise
 
 NEAR_TOLERANCE = 1e-12
 """Misfit of the equation at which the first sweeps end."""
@@ -49,6 +48,14 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
     `Exponential`, `Normal`, `DiagonalNormal`, `MultivariateNormal(1)`, normals of a known mean or covariance, an
     `Ising` of single variables, products of these; `MultivariateNormal(d)` but for the way to a given point. Any other
     family by its geodesic equation.
+
+    Args:
+        family: The exponential family.
+
+    Example:
+        >>> manifold = ng.geometry.fisher_rao(ng.Bernoulli(1))
+        >>> manifold.distance(torch.tensor([0.0]), torch.tensor([2.0]))  # 2 |arcsin sqrt a - arcsin sqrt b|
+        tensor(0.8658)
     """
     if isinstance(family, Product):
         return Together(*((fisher_rao(part), part.size) for part in family.families))
@@ -91,11 +98,14 @@ def _sub_model(family: SubModel) -> Manifold:
 
 
 class NaturalParameters(Shooting):
-    """Any exponential family, points theta (..., n), by the equations of its geodesics.
+    """Any exponential family, points theta, by the equations of its geodesics.
 
     theta'' = -1/2 I^-1 (D_theta' I) theta': the Christoffel symbols are half the third derivatives of psi, raised.
-    Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` by collocation,
-    for far points on a mesh, coarse to fine.
+    Integrated adaptively, to 1e-11; NaN where a geodesic leaves the domain; `log` by collocation, for far points on a
+    mesh, coarse to fine.
+
+    Args:
+        family: The exponential family.
     """
 
     def __init__(self, family: ExponentialFamily) -> None:
@@ -107,7 +117,7 @@ class NaturalParameters(Shooting):
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         metric = self.family.covariance(point)
-        return require_solution(metric, gradient.unsqueeze(-1), say_singular(self.family)).squeeze(-1)
+        return require_solution(metric, gradient.unsqueeze(-1), self.family.explain_singular()).squeeze(-1)
 
     def inside(self, point: Tensor) -> Tensor:
         return torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
@@ -226,18 +236,31 @@ class Geodesics:
 
 
 class Charted(Manifold):
-    """A known manifold seen in the natural parameters of a family: points and tangents go there and come back."""
+    """A known manifold seen in the natural parameters of a family: points and tangents go there and come back.
+
+    Args:
+        family: The exponential family.
+        manifold: The known manifold.
+    """
 
     def __init__(self, family: ExponentialFamily, manifold: Manifold) -> None:
         self.family, self.manifold, self.domain = family, manifold, family.domain
 
     @abstractmethod
     def there(self, theta: Tensor) -> Tensor:
-        """theta -> the known manifold's point."""
+        """theta -> the known manifold's point.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
 
     @abstractmethod
     def back(self, point: Tensor) -> Tensor:
-        """The known manifold's point -> theta."""
+        """The known manifold's point -> theta.
+
+        Args:
+            point: Of the known manifold.
+        """
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         at, u = self._push(point, first)
@@ -357,7 +380,7 @@ class NormalTheta(Charted):
         if isinstance(self.manifold, Normals):
             mean, covariance = self.manifold.split(point)
             assert isinstance(self.family, MultivariateNormal)
-            precision = symmetric(invert_or_nan(covariance))
+            precision = symmetrise(invert_or_nan(covariance))
             return torch.cat([(precision @ mean.unsqueeze(-1)).squeeze(-1), self.family.pack(-precision / 2)], dim=-1)
         mean, deviation = point.unbind(-1)
         return torch.stack([mean / deviation.square(), -0.5 / deviation.square()], dim=-1)

@@ -16,15 +16,27 @@ class Straightened(Manifold):
 
     @abstractmethod
     def straight(self, point: Tensor) -> Tensor:
-        """y(x), entry by entry."""
+        """y(x), entry by entry.
+
+        Args:
+            point: x, shape (..., n).
+        """
 
     @abstractmethod
     def bent(self, line: Tensor) -> Tensor:
-        """x(y), entry by entry."""
+        """x(y), entry by entry.
+
+        Args:
+            line: y, shape (..., n).
+        """
 
     @abstractmethod
     def slope(self, point: Tensor) -> Tensor:
-        """dy/dx > 0, entry by entry."""
+        """dy/dx > 0, entry by entry.
+
+        Args:
+            point: x, shape (..., n).
+        """
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return (self.slope(point).square() * first * second).sum(-1)
@@ -67,9 +79,12 @@ class Rates(Straightened):
 
 
 class Scales(Straightened):
-    """Independent rates (or means) of Exponential distributions, each > 0: metric d rate^2 / rate^2.
+    """Independent rates (or means) of Exponential distributions, each > 0: metric shape d rate^2 / rate^2.
 
-    shape: of Gamma distributions of a known shape, whose metric is that times larger. Distance sqrt(shape) |log a / b|.
+    The distance is sqrt(shape) |log a / b|.
+
+    Args:
+        shape: Of Gamma distributions of a known shape, whose metric is that times larger.
     """
 
     domain = "positive rates (..., n)"
@@ -117,7 +132,11 @@ class Bits(Straightened):
 
 
 class Location(Manifold):
-    """Means (..., d) of normals with a known covariance (d, d): Euclidean, the distance is Mahalanobis'."""
+    """Means of normals with a known covariance: Euclidean, the distance is Mahalanobis'.
+
+    Args:
+        covariance: Shape (d, d).
+    """
 
     domain = "finite means (..., d)"
 

@@ -48,7 +48,8 @@ class LogRates(Straightened):
 class Logits(LogRates):
     """Independent bits, points logits (..., n): metric p (1 - p) d theta^2, distance 2 |arcsin sqrt a - arcsin sqrt b|.
 
-    width: of variables with two values that far apart, whose theta is logit / width.
+    Args:
+        width: Of variables with two values that far apart, whose theta is logit / width.
     """
 
     domain = "logits (..., n) whose probabilities are above zero, and below one, as numbers"
@@ -87,6 +88,9 @@ class ClassLogits(Manifold):
 
     A constant added to all logits is of no length: the metric is singular along it. Geodesics change it evenly, so that
     `exp` undoes `log`; tangents have the sum zero elsewhere.
+
+    Args:
+        trials: Of a multinomial distribution.
     """
 
     domain = "logits (..., C) whose probabilities are above zero as numbers"

@@ -15,10 +15,26 @@ from natgrad.geometry.base import Manifold
 class Descent:
     """Natural gradient descent with heavy-ball momentum on a manifold.
 
-    step(point, gradient, velocity) -> (point, velocity): v <- momentum * v + natural gradient, point <- point moved by
-    -lr v, v carried there. The step is `retract`, which never leaves the domain for any rate. transport: "cheap" for
-    `translate`, "parallel" for `transport`. What changes is returned: keep it for a checkpoint. At points so extreme
-    that a direction overflows, it is left out.
+    v <- momentum * v + natural gradient, point <- point moved by -lr v, v carried there. The step is `retract`, which
+    never leaves the domain for any rate. What changes is returned: keep it for a checkpoint. At points so extreme that
+    a direction overflows, that direction is left out.
+
+    Args:
+        manifold: Where the points lie.
+        lr: The learning rate.
+        momentum: Share of the last velocity that is kept, 0 <= momentum < 1.
+        transport: "cheap" carries v by `translate`, "parallel" by `transport`.
+
+    Raises:
+        ValueError: For a number out of range.
+
+    Example:
+        >>> descent = ng.geometry.Descent(ng.geometry.Simplex(), lr=0.1, momentum=0.0)
+        >>> point, velocity = torch.full((3,), 1 / 3), None
+        >>> for _ in range(3):
+        ...     point, velocity = descent.step(point, torch.tensor([1.0, 0.0, 0.0]), velocity)
+        >>> bool(point[0] < 1 / 3), round(float(point.sum()), 4)
+        (True, 1.0)
     """
 
     manifold: Manifold
@@ -35,7 +51,16 @@ class Descent:
             raise ValueError(f"transport is {self.transport!r}, expected 'cheap' or 'parallel'")
 
     def step(self, point: Tensor, gradient: Tensor, velocity: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One step from partial derivatives at the point. velocity: what the last step returned, None at first."""
+        """One step from partial derivatives at the point.
+
+        Args:
+            point: Shape (..., event).
+            gradient: Partial derivatives at the point, the same shape.
+            velocity: What the last step returned, None at first.
+
+        Returns:
+            The new point and the new velocity.
+        """
         if not bool(torch.isfinite(gradient).all()):
             raise ValueError("gradient is not finite: look for a NaN in the loss")
         natural = self.manifold.natural(point, gradient)

@@ -9,8 +9,9 @@ from natgrad.geometry.batched_shooting import shoot
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
 from natgrad.geometry.shooting import Shooting, scale
-from natgrad.geometry.stable_functions import matrix_log, positive_definite, symmetric
+from natgrad.geometry.stable_functions import matrix_log, positive_definite
 from natgrad.lapack import factor_or_nan, invert_or_nan, require_factor, solve_or_nan
+from natgrad.linalg import symmetrise
 
 ARRIVED = 1e-11
 """Misfit at which shooting has arrived."""
@@ -25,6 +26,9 @@ class Normals(Shooting):
     matrix of size 2 d + 1, defined for tangents of any length; `log` and `distance` shoot with it; transport is an
     ordinary differential equation. `retract` moves P + P' + (P' Sigma P' + (P u) (P u)^T) / 2, right to second order
     and positive definite for every step. For d = 1 see `HalfPlane`, which is closed throughout.
+
+    Args:
+        d: Number of variables.
     """
 
     domain = "(mean; Sigma_ii; Sigma_ij) with a positive definite Sigma"
@@ -36,14 +40,26 @@ class Normals(Shooting):
         self._first, self._second = torch.triu_indices(d, d, 1)
 
     def join(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The point of a mean (..., d) and a symmetric matrix (..., d, d); of a tangent too."""
+        """The point of a mean and a symmetric matrix; of a tangent too.
+
+        Args:
+            mean: Shape (..., d).
+            covariance: Shape (..., d, d).
+
+        Returns:
+            Shape (..., d + d (d + 1) / 2).
+        """
         pairs = covariance[..., self._first, self._second]
         diagonal = covariance.diagonal(dim1=-2, dim2=-1)
         batch = torch.broadcast_shapes(mean.shape[:-1], diagonal.shape[:-1])
         return torch.cat([x.expand(*batch, x.shape[-1]) for x in (mean, diagonal, pairs)], dim=-1)
 
     def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too."""
+        """Mean (..., d) and covariance (..., d, d) of a point; of a tangent too.
+
+        Args:
+            point: Shape (..., d + d (d + 1) / 2).
+        """
         mean, diagonal, pairs = point.split([self.d, self.d, self.size - 2 * self.d], dim=-1)
         places = (self._first * self.d + self._second).to(point.device).expand(pairs.shape)
         upper = pairs.new_zeros(*pairs.shape[:-1], self.d**2).scatter(-1, places, pairs)
@@ -62,7 +78,11 @@ class Normals(Shooting):
         return self.join((sigma @ slope.unsqueeze(-1)).squeeze(-1), 2 * sigma @ curve @ sigma)
 
     def covector(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """(g, G) with dF = g . d mean + tr(G dSigma), of partial derivatives (..., n) in these coordinates."""
+        """(g, G) with dF = g . d mean + tr(G dSigma).
+
+        Args:
+            gradient: Partial derivatives in these coordinates, shape (..., n).
+        """
         slope, curve = self.split(gradient)
         return slope, (curve + torch.diag_embed(curve.diagonal(dim1=-2, dim2=-1))) / 2
 
@@ -70,8 +90,8 @@ class Normals(Shooting):
         mean, factor = self.split(point)[0], self._factor(point)
         end, spread, speed, growth = self._from_standard(*self.whitened(factor, tangent))
         return (
-            self.join(mean + _times(factor, end), symmetric(factor @ spread @ factor.mT)),
-            self.join(_times(factor, speed), symmetric(factor @ growth @ factor.mT)),
+            self.join(mean + _times(factor, end), symmetrise(factor @ spread @ factor.mT)),
+            self.join(_times(factor, speed), symmetrise(factor @ growth @ factor.mT)),
         )
 
     def aim(self, point: Tensor, other: Tensor) -> Tensor:
@@ -81,7 +101,7 @@ class Normals(Shooting):
         away, spread = _solve(factor, away - mean), whiten(factor, spread)
         velocity = shoot(lambda rows: FromStandard(self, away[rows], spread[rows]), point, ARRIVED)
         found, curve = self.split(velocity)
-        return self.join(_times(factor, found), symmetric(factor @ curve @ factor.mT))
+        return self.join(_times(factor, found), symmetrise(factor @ curve @ factor.mT))
 
     def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         n = self.size
@@ -103,8 +123,8 @@ class Normals(Shooting):
         u, v = self.whitened(factor, tangent)
         eye = torch.eye(self.d, dtype=point.dtype, device=point.device)
         precision = eye - v + (v @ v + u.unsqueeze(-1) * u.unsqueeze(-2)) / 2  # P' = -v where Sigma = I
-        sound = positive_definite(symmetric(precision))
-        safe = torch.where(sound[..., None, None], symmetric(precision), eye)
+        sound = positive_definite(symmetrise(precision))
+        safe = torch.where(sound[..., None, None], symmetrise(precision), eye)
         half = factor @ invert_or_nan(factor_or_nan(safe)).mT
         found = self.join(mean + _times(factor, u + _times(v, u) / 2), half @ half.mT)
         return torch.where(sound.unsqueeze(-1), found, torch.nan)
@@ -114,7 +134,12 @@ class Normals(Shooting):
         return require_factor(self.split(point)[1], self.refusal(point))
 
     def whitened(self, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        """(L^-1 u, L^-1 V L^-T) of a tangent (u, V), L L^T = Sigma."""
+        """(L^-1 u, L^-1 V L^-T) of a tangent (u, V), L L^T = Sigma.
+
+        Args:
+            factor: L, shape (..., d, d).
+            tangent: (u, V) as coordinates, shape (..., n).
+        """
         u, v = self.split(tangent)
         return _solve(factor, u), whiten(factor, v)
 
@@ -136,12 +161,12 @@ class Normals(Shooting):
         )
         grown = torch.linalg.matrix_exp(matrix)
         moved = matrix @ grown
-        precision, linear = symmetric(grown[..., :d, :d]), grown[..., :d, d]
+        precision, linear = symmetrise(grown[..., :d, :d]), grown[..., :d, d]
         covariance = invert_or_nan(precision)
         mean = _times(covariance, linear)
-        growth = -covariance @ symmetric(moved[..., :d, :d]) @ covariance
+        growth = -covariance @ symmetrise(moved[..., :d, :d]) @ covariance
         speed = _times(covariance, moved[..., :d, d]) + _times(growth, linear)
-        return mean, symmetric(covariance), speed, growth
+        return mean, symmetrise(covariance), speed, growth
 
     def _bend(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """d/dt of a vector carried along: mean (V P w + W P u) / 2, Sigma (V P W + W P V - u w^T - w u^T) / 2."""
@@ -152,7 +177,7 @@ class Normals(Shooting):
         solved = torch.cholesky_solve(torch.cat([u.unsqueeze(-1), w.unsqueeze(-1), z], dim=-1), factor)
         mean = (_times(v, solved[..., 1]) + _times(z, solved[..., 0])) / 2
         outer = u.unsqueeze(-1) * w.unsqueeze(-2)
-        found = self.join(mean, symmetric(v @ solved[..., 2:] - outer))
+        found = self.join(mean, symmetrise(v @ solved[..., 2:] - outer))
         return torch.where(self.inside(point).unsqueeze(-1), found, torch.nan)
 
     def __repr__(self) -> str:
@@ -160,7 +185,13 @@ class Normals(Shooting):
 
 
 class FromStandard:
-    """The ways from N(0, I) to N(m_i, S_i), m (k, d), S (k, d, d), along N(s m, I + s (S - I)): see `Way`."""
+    """The ways from N(0, I) to N(m_i, S_i) along N(s m, I + s (S - I)): see `Way`.
+
+    Args:
+        normals: The manifold.
+        away: m, shape (k, d).
+        spread: S, shape (k, d, d).
+    """
 
     def __init__(self, normals: Normals, away: Tensor, spread: Tensor) -> None:
         self.normals, self.away, self.spread = normals, away, spread

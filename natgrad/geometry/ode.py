@@ -20,12 +20,29 @@ def integrate(
     atol: float = 1e-12,
     steps: int = STEPS,
 ) -> Tensor:
-    """x(span) of dx/dt = field(x) from x(0) = start, (..., m); one step length for the whole batch.
+    """x(span) of dx/dt = field(x) from x(0) = start; one step length for the whole batch.
 
     Gragg's midpoint rule extrapolated to order 16 (Bulirsch & Stoer), all columns of the table in one batch: 16 calls
-    of the field per step, and few steps.
-    A row whose field is not finite or not tame however short the step, as on the edge of a domain, becomes NaN.
-    Gradients flow through the steps. RuntimeError after that many steps, tried ones included.
+    of the field per step, and few steps. A row whose field is not finite or not tame however short the step, as on the
+    edge of a domain, becomes NaN. Gradients flow through the steps.
+
+    Args:
+        field: x -> dx/dt, (..., m) -> (..., m).
+        start: x(0), shape (..., m).
+        span: Time.
+        rtol: Relative tolerance of a step.
+        atol: Absolute tolerance of a step.
+        steps: At most, tried ones included.
+
+    Returns:
+        Shape (..., m).
+
+    Raises:
+        RuntimeError: After that many steps.
+
+    Example:
+        >>> ng.geometry.integrate(lambda x: -x, torch.tensor([1.0]))
+        tensor([0.3679])
     """
     state, time, step = start, 0.0, span
     slope = field(state)

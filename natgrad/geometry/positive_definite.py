@@ -6,16 +6,20 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import length, matrix_log, matrix_sqrt, positive_definite, symmetric
+from natgrad.geometry.stable_functions import length, matrix_log, matrix_sqrt, positive_definite
 from natgrad.lapack import eigh, factor_or_nan, require_factor
+from natgrad.linalg import symmetrise
 
 
 class PositiveDefinite(Manifold):
     """Matrices S (..., d, d); metric scale * tr(S^-1 U S^-1 V), which A S A^T leaves as it is for every A.
 
-    With scale 1/2 the Fisher metric of centred normals, or of a known mean, the same for S their covariance or their
-    precision. Complete: `exp` is defined for tangents of any length. `gradient` in `natural` is the symmetric matrix
-    with dF = tr(gradient dS), as autograd gives it. `retract` is S + V + V S^-1 V / 2, right to second order.
+    With scale 1/2 it is the Fisher metric of centred normals, or of a known mean: the same for S their covariance or
+    their precision. Complete: `exp` is defined for tangents of any length. `gradient` in `natural` is the symmetric
+    matrix with dF = tr(gradient dS), as autograd gives it. `retract` is S + V + V S^-1 V / 2, right to second order.
+
+    Args:
+        scale: Of the metric.
     """
 
     event = 2
@@ -33,7 +37,7 @@ class PositiveDefinite(Manifold):
         )
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        return point @ symmetric(gradient) @ point / self.scale
+        return point @ symmetrise(gradient) @ point / self.scale
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         factor = self._factor(point)
@@ -64,7 +68,7 @@ class PositiveDefinite(Manifold):
         return second_order(point, tangent)
 
     def project(self, point: Tensor, vector: Tensor) -> Tensor:
-        return symmetric(vector)
+        return symmetrise(vector)
 
     def _factor(self, point: Tensor) -> Tensor:
         return require_factor(point, self.refusal(point))
@@ -77,10 +81,10 @@ def second_order(point: Tensor, tangent: Tensor) -> Tensor:
     """S + V + V S^-1 V / 2 = (S + (S + V) S^-1 (S + V)) / 2: positive definite for every V."""
     factor = factor_or_nan(point)
     half = torch.linalg.solve_triangular(factor, point + tangent, upper=False)
-    return symmetric(point + half.mT @ half) / 2
+    return symmetrise(point + half.mT @ half) / 2
 
 
 def whiten(factor: Tensor, matrix: Tensor) -> Tensor:
     """L^-1 A L^-T, symmetric."""
     left = torch.linalg.solve_triangular(factor, matrix, upper=False)
-    return symmetric(torch.linalg.solve_triangular(factor, left.mT, upper=False))
+    return symmetrise(torch.linalg.solve_triangular(factor, left.mT, upper=False))

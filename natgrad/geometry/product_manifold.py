@@ -14,7 +14,8 @@ from natgrad.geometry.stable_functions import length
 class Together(Manifold):
     """Points of several manifolds joined along one dimension, (..., total); squared lengths add.
 
-    parts: (manifold, size) with the entries of one of its points; matrices are laid out row by row.
+    Args:
+        *parts: (manifold, size) with the entries of one of its points; matrices are laid out row by row.
     """
 
     domain = "the points of all parts joined, each inside its own"

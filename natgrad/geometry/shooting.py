@@ -17,19 +17,37 @@ class Shooting(Manifold):
 
     @abstractmethod
     def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-        """The geodesic at time 1: where it is, and its velocity there."""
+        """The geodesic at time 1: where it is, and its velocity there.
+
+        Args:
+            point: Where it starts, shape (..., n).
+            tangent: Its velocity there.
+        """
 
     @abstractmethod
     def aim(self, point: Tensor, other: Tensor) -> Tensor:
-        """`log`, for detached points (b, n), in float64 where there is one; NaN in rows without a way."""
+        """`log`, for detached points, in float64 where there is one; NaN in rows without a way.
+
+        Args:
+            point: Where the geodesics start, shape (b, n).
+            other: Where they arrive, shape (b, n).
+        """
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         return self.arrive(point, tangent)[0]
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """As a number: no gradients; computed in float64. NaN, and a warning, for pairs of a batch without a way.
+        """The velocity with which the geodesic from `point` reaches `other`, without gradients, computed in float64.
 
-        ValueError where no pair has one: the points are too far apart for the work that is allowed.
+        Args:
+            point: Where it starts, shape (..., n).
+            other: Where it arrives.
+
+        Returns:
+            A tangent at `point`. NaN, and a warning, for pairs of a batch without a way.
+
+        Raises:
+            ValueError: Where no pair has a way: the points are too far apart for the work that is allowed.
         """
         point, other = torch.broadcast_tensors(self.check(point).detach(), self.check(other).detach())
         flat, goal = (x.reshape(-1, point.shape[-1]) for x in (point, other))

@@ -14,7 +14,15 @@ class Simplex(Manifold):
 
     2 sqrt(p) lies on a sphere of radius 2: geodesics are great circles and the distance is 2 sqrt(trials) arccos sum
     sqrt(p_i q_i). The faces are at finite distances: `exp` comes back from them, `retract` (p_i exp(v_i / p_i),
-    normalised) never gets there. trials: of a multinomial distribution.
+    normalised) never gets there.
+
+    Args:
+        trials: Of a multinomial distribution.
+
+    Example:
+        >>> simplex = ng.geometry.Simplex()
+        >>> simplex.natural(torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 0.0, 0.0]))
+        tensor([ 0.2500, -0.1250, -0.1250])
     """
 
     domain = "positive probabilities (..., k) of sum 1"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.lapack import eigh, is_positive_definite
+from natgrad.linalg import symmetrise
 
 
 def length(square: Tensor) -> Tensor:
@@ -51,12 +52,17 @@ def _root(square: Tensor) -> Tensor:
 
 
 def of_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
-    """f(A) for symmetric A (..., d, d) through its eigenvalues; exact first derivatives, for equal eigenvalues too.
+    """f(A) for symmetric A through its eigenvalues; exact first derivatives, for equal eigenvalues too.
 
     The derivative is that of Daleckii and Krein: V (K o (V^T dA V)) V^T, with K the divided differences of f. Second
     derivatives are not those of f.
+
+    Args:
+        function: f, entry by entry.
+        slope: f', entry by entry.
+        matrix: A, shape (..., d, d).
     """
-    symmetric = (matrix + matrix.mT) / 2
+    symmetric = symmetrise(matrix)
     values, vectors = eigh(symmetric.detach())
     gap = values.unsqueeze(-1) - values.unsqueeze(-2)
     mean = (values.unsqueeze(-1) + values.unsqueeze(-2)) / 2
@@ -76,11 +82,6 @@ def matrix_log(matrix: Tensor) -> Tensor:
 def matrix_sqrt(matrix: Tensor) -> Tensor:
     """A^1/2 of positive definite A (..., d, d)."""
     return of_matrix(torch.sqrt, lambda x: 0.5 / x.sqrt(), matrix)
-
-
-def symmetric(matrix: Tensor) -> Tensor:
-    """(A + A^T) / 2 of the last two dimensions."""
-    return (matrix + matrix.mT) / 2
 
 
 def positive_definite(matrix: Tensor) -> Tensor:

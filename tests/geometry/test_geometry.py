@@ -39,7 +39,8 @@ from natgrad.geometry import (
     fisher_rao,
     integrate,
 )
-from natgrad.geometry.stable_functions import length, symmetric
+from natgrad.geometry.stable_functions import length
+from natgrad.linalg import symmetrise
 
 
 def draws(*shape, seed=0):
@@ -121,7 +122,7 @@ def tangent(manifold, point, seed):
 def _parts(manifold, vector):
     pieces = vector.split(manifold.sizes, -1)
     return [
-        symmetric(p.unflatten(-1, (2, 2))) if m.event == 2 else p
+        symmetrise(p.unflatten(-1, (2, 2))) if m.event == 2 else p
         for m, p in zip(manifold.manifolds, pieces, strict=True)
     ]
 
@@ -165,7 +166,7 @@ def test_natural_gradient_represents_the_derivative(case):
     manifold, point, _ = CASES[case]
     weights = draws(*point.shape, seed=9)
     if manifold.event == 2:
-        weights = symmetric(weights)
+        weights = symmetrise(weights)
     v = tangent(manifold, point, 7)
     derivative = (weights * v).flatten(-manifold.event).sum(-1)
     if case == "together":
