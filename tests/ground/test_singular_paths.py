@@ -14,7 +14,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications import flows
 from natgrad.applications.search.full_covariance import Full
-from natgrad.applications.search.sparse import regressions
+from natgrad.applications.search.sparse import regress_blocks
 from natgrad.applications.search.xnes import XNES
 from natgrad.applications.variational.targets import inducing
 from natgrad.families import (
@@ -122,7 +122,7 @@ FAMILIES: dict[str, Callable[[Tensor], Any]] = {
     "slopes of coordinates": lambda a: flows.expectation_coordinates(PLANE).slope(moments_of(a)),
 }
 RUNS: dict[str, Callable[[Tensor], Any]] = {
-    "sparse search": lambda a: list(regressions([bordered(a)]).values()),
+    "sparse search": lambda a: list(regress_blocks([bordered(a)]).values()),
     "full search": lambda a: Full().whiten({"root": a}, U),
     "xnes": lambda a: XNES().whiten({"shape": a}, U),
     "variational": lambda a: ng.variational(lambda z: -z.square().sum(-1) / 2, 2, covariance=a).step(),

@@ -16,7 +16,13 @@ from natgrad.linalg import all_finite
 
 @dataclass(frozen=True)
 class Best:
-    """The best point so far: x (d,), its value fun (inf before the first), and after how many evaluations it came."""
+    """The best point so far.
+
+    Attributes:
+        x: The point, shape (d,).
+        fun: Its value; infinity before the first evaluation.
+        nfev: Number of evaluations after which it was found.
+    """
 
     x: Tensor
     fun: float
@@ -26,7 +32,14 @@ class Best:
 class Search(ABC):
     """A distribution that is moved towards better points: `X = s.ask()`, evaluate, `s.tell(X, F)`, until `s.stop()`.
 
-    Lower is better. NaN counts as infinitely bad. Searches with the same seed and the same values told are equal.
+    Lower is better. NaN counts as infinitely bad. Two searches with the same seed that are told the same values are
+    equal.
+
+    Attributes:
+        best: The best point so far.
+        popsize: Candidates per generation.
+        nfev: Evaluations told so far.
+        nit: Generations told so far.
     """
 
     best: Best
@@ -36,11 +49,23 @@ class Search(ABC):
 
     @abstractmethod
     def ask(self) -> Tensor:
-        """Candidates X (popsize, d) drawn from the distribution."""
+        """Candidates drawn from the distribution.
+
+        Returns:
+            A tensor of shape (popsize, d).
+        """
 
     def tell(self, X: Tensor, F: Tensor) -> None:
-        """Move the distribution by the values F (popsize,) of the candidates X (popsize, d), the ones asked for."""
-        points, values = self._checked(X, F)
+        """Move the distribution by the values of the candidates that `ask` gave.
+
+        Args:
+            X: Candidates, shape (popsize, d).
+            F: Their values, shape (popsize,); lower is better, NaN is infinitely bad.
+
+        Raises:
+            ValueError: If X or F has another shape, or X has entries that are not finite.
+        """
+        points, values = self._check_candidates(X, F)
         self.nfev += len(values)
         self.nit += 1
         self._remember(points, values)
@@ -56,18 +81,22 @@ class Search(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the search that gave `state` was, bit for bit."""
+        """Continue where the search that gave `state` was, bit for bit.
+
+        Args:
+            state: From `state_dict` of a search built with the same arguments.
+        """
 
     @abstractmethod
     def measures(self) -> dict[str, float]:
         """Sizes of the distribution, for the history: a number per name."""
 
     def renew(self, popsize: int, run: int) -> Search:
-        """A search built with the same arguments, but of another population and with draws of its own.
+        """A search built with the same arguments, but with another population and with its own draws.
 
         Args:
             popsize: Candidates per generation.
-            run: Number of the restart, from 1; with the search's seed it gives the new one's.
+            run: Number of the restart, from 1; with the search's seed it gives the new seed.
 
         Raises:
             TypeError: If this kind of search does not know its arguments.
@@ -80,13 +109,13 @@ class Search(ABC):
 
     @abstractmethod
     def _move(self, points: Tensor, values: Tensor) -> None:
-        """Update the distribution; both are checked."""
+        """Update the distribution by points (popsize, d) and values (popsize,), which are already checked."""
 
     @abstractmethod
     def _dim(self) -> int:
-        """d."""
+        """The number of variables d."""
 
-    def _checked(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points = as_tensor(X, "X").to(self.best.x.device)
         values = as_values(F, "F").to(points.device)
         if points.dim() != 2 or points.shape[1] != self._dim():
@@ -108,7 +137,15 @@ class Search(ABC):
 
 
 def as_values(values: Any, name: str) -> Tensor:
-    """Objective values as a float64 tensor, from a tensor, an array or a list of numbers. ValueError for others."""
+    """Objective values as a float64 tensor, without a graph.
+
+    Args:
+        values: A tensor, an array or a list of numbers.
+        name: Of the argument, for the message.
+
+    Raises:
+        ValueError: If they are no real numbers.
+    """
     if isinstance(values, (list, tuple)) and any(isinstance(v, (str, bytes)) for v in values):
         raise ValueError(f"{name} has strings, expected numbers, lower is better; NaN for an evaluation that failed")
     try:
@@ -124,7 +161,17 @@ def as_values(values: Any, name: str) -> Tensor:
 
 
 def as_count(value: Any, name: str, least: int, why: str) -> int:
-    """A whole number of at least `least`, NumPy's too. ValueError for anything else."""
+    """A whole number, NumPy's too.
+
+    Args:
+        value: What the caller gave.
+        name: Of the argument, for the message.
+        least: The smallest number allowed.
+        why: What the number means, for the message.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -135,19 +182,41 @@ def as_count(value: Any, name: str, least: int, why: str) -> int:
 
 
 def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
-    """A population size. ValueError if a generation could not be ranked."""
+    """A population size.
+
+    Args:
+        popsize: What the caller gave; None stands for the default.
+        default: Candidates per generation.
+        least: The smallest number that can be ranked.
+
+    Raises:
+        ValueError: If a generation could not be ranked.
+    """
     if popsize is None:
         return default
     return as_count(popsize, "popsize", least, f"a generation is ranked; None stands for {default}")
 
 
 def next_seed(generator: torch.Generator, run: int) -> int:
-    """The seed of a restart: the same for the same first seed, and far from those of other runs."""
+    """The seed of a restart: the same for the same first seed, and far from those of other runs.
+
+    Args:
+        generator: Of the first search.
+        run: Number of the restart, from 1.
+    """
     return (generator.initial_seed() + run * 0x9E3779B97F4A7C15) % 2**62
 
 
 def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
-    """A generator of its own: seeded by `seed`, or from the global generator where that is None."""
+    """A generator that belongs to one search.
+
+    Args:
+        seed: Its seed; None draws one from torch's global generator.
+        device: Where it draws.
+
+    Raises:
+        ValueError: If the seed is no integer.
+    """
     generator = torch.Generator(device=device)
     if seed is None:
         return generator.manual_seed(int(torch.randint(2**62, ()).item()))

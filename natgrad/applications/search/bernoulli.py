@@ -12,26 +12,36 @@ from natgrad.applications.search.base import next_seed
 from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Monomials
 from natgrad.applications.search.rank_weights import CGA, PBIL, renew_update
-from natgrad.applications.search.relaxation import ranked_step
+from natgrad.applications.search.relaxation import take_ranked_step
 
 TRUSTED = 0.9  # share of f's variance below which a regression that stands still is no longer followed
 DOUBT = 0.3  # rate of the ranks then, for the best quarter
 
 
 class BernoulliSearch(BitSearch):
-    """Minimum over x in {0, 1}^n by independent bits, each 1 with a probability of its own.
+    """Minimum over x in {0, 1}^n by independent bits: bit i is 1 with probability p_i.
 
-    The natural gradient by regression takes f's values at their word. Where single bits explain less than nine tenths
-    of f and no better value came for long, the rest of the run looks at ranks instead, as `PBIL(.3)` does.
+    The natural gradient by regression trusts the values of f. Where single bits explain less than nine tenths of f and
+    no better value came for long, the rest of the run uses ranks instead, as `PBIL(.3)` does. `probabilities` (n,) is
+    the present distribution.
 
     Args:
-        n: Bits.
-        popsize: Default n / 4, at least 20.
-        seed: Of its own generator.
-        update: None for that, or `PBIL(rate)`, `CGA(population)`, which rank from the beginning.
-        margin: Probabilities stay within [margin, 1 - margin], default 1 / n.
+        n: Number of bits.
+        popsize: Candidates per generation; default n / 4, at least 20.
+        seed: Of the search's own generator; None for another one each time.
+        update: `PBIL(rate)` or `CGA(population)`, which use ranks from the beginning; None for the regression.
+        margin: Probabilities stay within [margin, 1 - margin]; default 1 / n.
 
-    `probabilities` (n,) is the present distribution.
+    Raises:
+        ValueError: If n or popsize is too small, or the margin is not between 0 and 1/2.
+
+    Example:
+        >>> search = ng.BernoulliSearch(30, seed=0)
+        >>> while search.stop() is None and search.best.fun > -30:
+        ...     X = search.ask()  # bits, (popsize, 30)
+        ...     search.tell(X, -X.sum(1))
+        >>> search.best.fun
+        -30.0
     """
 
     def __init__(
@@ -59,7 +69,7 @@ class BernoulliSearch(BitSearch):
 
     @property
     def probabilities(self) -> Tensor:
-        """P(x_i = 1), (n,)."""
+        """P(x_i = 1), shape (n,)."""
         return torch.sigmoid(2 * self.theta)
 
     def ask(self) -> Tensor:
@@ -71,13 +81,13 @@ class BernoulliSearch(BitSearch):
         if self.update is None and not self._doubting:
             super()._move(points, values)
             return
-        self._watch(points, values)
+        self._count_equal_values(points, values)
         update = PBIL(DOUBT, max(1, self.popsize // 4)) if self.update is None else self.update
-        moved = ranked_step(self.probabilities, points, values, update, self._dim())
+        moved = take_ranked_step(self.probabilities, points, values, update, self._dim())
         self.theta = 0.5 * torch.logit(moved.clamp(self.margin, 1 - self.margin))
 
     def _stands_still(self) -> bool:
-        """True if the regression leaves much of f unexplained, and has found nothing better for long."""
+        """True if the regression leaves much of f unexplained and has found nothing better for long."""
         since = self.nfev - self.best.nfev
         poor = self.slope is not None and self.slope.explained < TRUSTED
         return poor and since >= max(200, 5 * self._dim())

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import as_count, as_popsize
-from natgrad.applications.search.monomials import Monomials, draw
+from natgrad.applications.search.monomials import Monomials, draw_signs
 from natgrad.applications.search.relaxation import Relaxation
 
 
 class BitSearch(Relaxation):
-    """A Markov random field p(s) ~ exp(theta T(s)) over bits x, with products of the signs s = 2 x - 1 as T."""
+    """A Markov random field p(s) ~ exp(theta T(s)) over bits x, with products of the signs s = 2 x - 1 as T.
+
+    Args:
+        n: Number of bits.
+        monomials: The products of signs T.
+        popsize: Candidates per generation.
+        seed: Of the search's own generator.
+        limit: Largest absolute value of any parameter.
+    """
 
     def __init__(self, n: int, monomials: Monomials, popsize: int, seed: int | None, limit: float) -> None:
         self.limit = limit
@@ -25,20 +33,20 @@ class BitSearch(Relaxation):
     def ask(self) -> Tensor:
         n = self._dim()
         start = 2.0 * torch.randint(0, 2, (self.popsize, n), generator=self._generator).to(torch.float64) - 1
-        return (draw(self.monomials, self.theta, start, self.sweeps, self._generator) + 1) / 2
+        return (draw_signs(self.monomials, self.theta, start, self.sweeps, self._generator) + 1) / 2
 
     def statistics(self, points: Tensor) -> Tensor:
         return self.monomials.values(2 * points - 1)
 
-    def _limited(self, theta: Tensor) -> Tensor:
+    def _limit_parameters(self, theta: Tensor) -> Tensor:
         return theta.clamp(-self.limit, self.limit)
 
-    def _free_of_limits(self, direction: Tensor) -> Tensor:
+    def _drop_limited(self, direction: Tensor) -> Tensor:
         at_limit = self.theta.abs() >= self.limit * (1 - 1e-9)
         return torch.where(at_limit & (self.theta * direction < 0), 0.0, direction)
 
-    def _checked(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
-        points, values = super()._checked(X, F)
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points, values = super()._check_candidates(X, F)
         if not bool(((points == 0) | (points == 1)).all()):
             raise ValueError("X has entries other than 0 and 1, expected the bits that ask() gave")
         return points, values
@@ -52,10 +60,22 @@ class BitSearch(Relaxation):
 
 
 def as_bits(n: int) -> int:
-    """The number of bits. ValueError unless it is one."""
+    """The number of bits.
+
+    Args:
+        n: What the caller gave.
+
+    Raises:
+        ValueError: If it is no integer >= 1.
+    """
     return as_count(n, "n", 1, "the number of bits")
 
 
 def as_bit_popsize(popsize: int | None, n: int) -> int:
-    """Default: a quarter of the bits, at least 20."""
+    """Candidates per generation; default a quarter of the bits, at least 20.
+
+    Args:
+        popsize: What the caller gave, or None.
+        n: Number of bits.
+    """
     return as_popsize(popsize, max(20, n // 4))

@@ -10,18 +10,34 @@ from torch import Tensor
 
 from natgrad.applications.search.base import as_count, as_popsize, next_seed
 from natgrad.applications.search.rank_weights import CGA, PBIL, renew_update
-from natgrad.applications.search.relaxation import Relaxation, ranked_step
+from natgrad.applications.search.relaxation import Relaxation, take_ranked_step
 
 
 class CategoricalSearch(Relaxation):
-    """Minimum over x with x_i in {0, ..., sizes_i - 1} by independent variables, each with probabilities of its own.
+    """Minimum over x with x_i in {0, ..., sizes_i - 1} by independent variables with a probability for every value.
 
-    sizes: how many values each variable has.   popsize: default a quarter of all values, at least 20.   seed: of its
-    own generator.   update: None for the natural gradient by regression, which takes f's values at their word, or
-    `PBIL(rate)`, `CGA(population)`, which rank.   margin: least probability of every value, default 1 / n shared by the
-    other values of a variable: none ever dies.
+    Candidates are the numbers of the values, as float64 (popsize, n). `probabilities` is a list of tensors (sizes_i,).
 
-    Candidates are numbers of values, as float64 (popsize, n). `probabilities` is a list of tensors (sizes_i,).
+    Args:
+        sizes: How many values each variable has, n integers >= 2.
+        popsize: Candidates per generation; default a quarter of all values, at least 20.
+        seed: Of the search's own generator; None for another one each time.
+        update: `PBIL(rate)` or `CGA(population)`, which use ranks; None for the natural gradient by regression, which
+            trusts the values of f.
+        margin: Least probability of every value, so that none is lost; default 1 / n, shared by the other values of a
+            variable.
+
+    Raises:
+        ValueError: If sizes, popsize or margin do not fit.
+
+    Example:
+        >>> goal = torch.tensor([2, 0, 3])
+        >>> search = ng.applications.search.CategoricalSearch((3, 4, 5), seed=0)
+        >>> for _ in range(30):
+        ...     X = search.ask()  # numbers of values, (popsize, 3)
+        ...     search.tell(X, (X != goal).sum(1))
+        >>> search.best.x.tolist()
+        [2.0, 0.0, 3.0]
     """
 
     def __init__(
@@ -61,23 +77,29 @@ class CategoricalSearch(Relaxation):
         return torch.stack(columns, 1).to(torch.float64)
 
     def statistics(self, points: Tensor) -> Tensor:
-        """One column per value of each variable, 1 where it is taken."""
+        """Indicators of the values, shape (N, total): one column per value of each variable.
+
+        Args:
+            points: Numbers of values, shape (N, n).
+        """
         found = points.new_zeros(len(points), len(self._owner))
         return found.scatter_(1, points.long() + self._start, 1.0)
 
-    def _free(self) -> int:
+    def _count_free(self) -> int:
         return len(self._owner) - len(self.sizes)  # the columns of a variable add up to one
 
     def _move(self, points: Tensor, values: Tensor) -> None:
         if self.update is None:
             super()._move(points, values)
             return
-        self._watch(points, values)
+        self._count_equal_values(points, values)
         mean, samples = self._flat_probabilities(), self.statistics(points)
-        self.theta = self._floored(ranked_step(mean, samples, values, self.update, len(self.sizes)).clamp(min=0)).log()
+        self.theta = self._raise_to_least(
+            take_ranked_step(mean, samples, values, self.update, len(self.sizes)).clamp(min=0)
+        ).log()
 
-    def _limited(self, theta: Tensor) -> Tensor:
-        return self._floored(self._softmax(theta)).log()
+    def _limit_parameters(self, theta: Tensor) -> Tensor:
+        return self._raise_to_least(self._softmax(theta)).log()
 
     def _flat_probabilities(self) -> Tensor:
         return self._softmax(self.theta)
@@ -87,19 +109,19 @@ class CategoricalSearch(Relaxation):
         top = torch.full((len(self.sizes),), -torch.inf, dtype=theta.dtype)
         top = top.scatter_reduce(0, self._owner, theta, "amax")
         odds = (theta - top[self._owner]).exp()
-        return odds / self._sums(odds)
+        return odds / self._sum_by_variable(odds)
 
-    def _floored(self, probabilities: Tensor) -> Tensor:
-        """At least the least, the rest shrunk in proportion to its excess; the same where nothing is below."""
+    def _raise_to_least(self, probabilities: Tensor) -> Tensor:
+        """Probabilities (total,) of at least the margin; the excess above it is shrunk in proportion."""
         excess = (probabilities - self._least).clamp(min=0)
-        return self._least + excess * (1 - self._sums(self._least)) / self._sums(excess)
+        return self._least + excess * (1 - self._sum_by_variable(self._least)) / self._sum_by_variable(excess)
 
-    def _sums(self, columns: Tensor) -> Tensor:
-        """Sum over a variable's columns, in each of them."""
+    def _sum_by_variable(self, columns: Tensor) -> Tensor:
+        """The sum over the columns of a variable, repeated in each of them."""
         return columns.new_zeros(len(self.sizes)).index_add_(0, self._owner, columns)[self._owner]
 
-    def _checked(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
-        points, values = super()._checked(X, F)
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points, values = super()._check_candidates(X, F)
         if not bool(((points == points.floor()) & (points >= 0) & (points < torch.tensor(self.sizes))).all()):
             raise ValueError("X has entries that are no numbers of values, expected what ask() gave: 0 to sizes_i - 1")
         return points, values
@@ -114,7 +136,15 @@ class CategoricalSearch(Relaxation):
 
 
 def least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
-    """(total,) from one margin for all values, or by default 1 / n for all values of a variable but one."""
+    """The least probability of every value, shape (total,).
+
+    Args:
+        counts: How many values each variable has, shape (n,).
+        margin: One number for all; None for 1 / n, shared by all values of a variable but one.
+
+    Raises:
+        ValueError: If the margins of a variable would add up to 1 or more.
+    """
     each = counts.to(torch.float64)
     if margin is None:
         least = torch.minimum(1 / (len(counts) * (each - 1).clamp(min=1)), 1 / (2 * each))
@@ -128,7 +158,14 @@ def least_probabilities(counts: Tensor, margin: float | None) -> Tensor:
 
 
 def as_sizes(sizes: Any) -> list[int]:
-    """Numbers of values. ValueError unless there are at least two of them for each of at least one variable."""
+    """How many values each variable has, as a list.
+
+    Args:
+        sizes: What the caller gave: a sequence, an array or a tensor.
+
+    Raises:
+        ValueError: If there is no variable, or one has fewer than two values.
+    """
     if not isinstance(sizes, Sequence) and not hasattr(sizes, "tolist"):
         raise ValueError(f"sizes is {sizes!r}, expected how many values each variable has, such as (3, 3, 5)")
     found = [as_count(size, "sizes", 2, "how many values a variable has") for size in sizes]

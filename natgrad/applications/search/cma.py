@@ -17,16 +17,26 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.model import GaussianModel, State
-from natgrad.applications.search.ranking import Ranking, effective, log_weights
+from natgrad.applications.search.ranking import Ranking, effective_count, log_weights
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Rates and weights of covariance matrix adaptation, table 1 of Hansen 2016.
+    """Rates and weights of covariance matrix adaptation.
 
-    recombination: (popsize,), of the mean: positive, adding up to 1, then zeros.   weights: (popsize,), of the
-    covariance, with negative ones.   mueff: of the recombination.   c_sigma, d_sigma: rate and damping of sigma.
-    c_c: rate of the path; c_1, c_mu: of the covariance.   chi: E |N(0, I)|.
+    Attributes:
+        recombination: Weights of the mean, shape (popsize,): positive with sum 1, then zeros.
+        weights: Weights of the covariance, shape (popsize,), with negative ones.
+        mueff: How many equally weighted candidates the recombination is worth.
+        c_sigma: Rate of the path that controls sigma.
+        d_sigma: Damping of sigma.
+        c_c: Rate of the path of the covariance.
+        c_1: Rate of the rank-one update.
+        c_mu: Rate of the rank-mu update.
+        chi: E |N(0, I)|.
+
+    Reference:
+        Hansen 2016, table 1.
     """
 
     recombination: Tensor
@@ -41,15 +51,24 @@ class Constants:
 
 
 @lru_cache(maxsize=64)
-def constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -> Constants:
-    """The constants for d variables; `statistics` is how many entries of the covariance are learned.
+def adaptation_constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -> Constants:
+    """The constants for d variables.
 
-    With fewer than d (d + 1) / 2 of them c_1 and c_mu grow: by (d + 2) / 3 for the d of a diagonal, as in Ros and
-    Hansen 2008, and in inverse proportion between. rate: multiplies both, which then add up to at most 1.
+    With fewer than d (d + 1) / 2 learned entries, c_1 and c_mu grow: by (d + 2) / 3 for the d entries of a diagonal,
+    and in inverse proportion between the two.
+
+    Args:
+        d: Number of variables.
+        popsize: Candidates per generation.
+        statistics: How many entries of the covariance are learned.
+        rate: Multiplies c_1 and c_mu, whose sum stays at most 1.
+
+    Reference:
+        Hansen 2016, table 1; Ros & Hansen 2008 for the diagonal.
     """
     raw = log_weights(popsize)
     positive = raw.clamp(min=0) / raw.clamp(min=0).sum()
-    mueff = effective(positive)
+    mueff = effective_count(positive)
     faster = rate * max(1.0, (d + 2) / 3 * d / statistics)
     c_1 = min(0.5, faster * 2 / ((d + 1.3) ** 2 + mueff))
     c_mu = min(1 - c_1, faster * 2 * (0.25 + mueff + 1 / mueff - 2) / ((d + 2) ** 2 + mueff))
@@ -58,7 +77,7 @@ def constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -> Const
     c_sigma = min(0.5, (mueff + 2) / (d + mueff + 3))
     return Constants(
         recombination=positive,
-        weights=torch.where(raw > 0, positive, _negative(raw, d, mueff, c_1, c_mu)),
+        weights=torch.where(raw > 0, positive, _negative_weights(raw, d, mueff, c_1, c_mu)),
         mueff=mueff,
         c_sigma=c_sigma,
         d_sigma=1 + 2 * max(0.0, math.sqrt((mueff - 1) / (d + 1)) - 1) + c_sigma,
@@ -69,31 +88,50 @@ def constants(d: int, popsize: int, statistics: int, rate: float = 1.0) -> Const
     )
 
 
-def _negative(raw: Tensor, d: int, mueff: float, c_1: float, c_mu: float) -> Tensor:
+def _negative_weights(raw: Tensor, d: int, mueff: float, c_1: float, c_mu: float) -> Tensor:
     """The weights of the worse half, as large as keeps the covariance positive. Hansen 2016, eq. 50-53."""
     negative = raw.clamp(max=0)
     if not bool(negative.any()) or c_mu == 0:
         return negative
-    bounds = (1 + c_1 / c_mu, 1 + 2 * effective(negative) / (mueff + 2), (1 - c_1 - c_mu) / (d * c_mu))
+    bounds = (1 + c_1 / c_mu, 1 + 2 * effective_count(negative) / (mueff + 2), (1 - c_1 - c_mu) / (d * c_mu))
     return negative / negative.abs().sum() * min(bounds)
 
 
 class Adaptation(GaussianModel):
-    """Base of the models that CMA moves: they differ in which entries of the covariance they keep."""
+    """Base of the models that CMA moves; they differ in which entries of the covariance they keep.
+
+    Attributes:
+        rate: Multiplies the learning rates of the covariance.
+    """
 
     rate: float
 
     @abstractmethod
     def statistics(self, d: int) -> int:
-        """How many entries of the covariance are learned."""
+        """How many entries of the covariance are learned.
+
+        Args:
+            d: Number of variables.
+        """
 
     @abstractmethod
     def begin(self, mean: Tensor) -> State:
-        """What holds the covariance, at the identity."""
+        """The part of the state that holds the covariance, at the identity.
+
+        Args:
+            mean: The starting point, shape (d,).
+        """
 
     @abstractmethod
     def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
-        """keep C + sum_i weights_i rows_i rows_i^T, for rows (k, d): the parts of the state that change."""
+        """keep C + sum_i weights_i rows_i rows_i^T, as the parts of the state that change.
+
+        Args:
+            state: The present state.
+            keep: Factor of the present covariance C.
+            rows: Steps and the path, shape (k, d).
+            weights: One per row, shape (k,).
+        """
 
     def start(self, mean: Tensor, sigma: float, popsize: int) -> State:
         zeros = torch.zeros_like(mean)
@@ -101,7 +139,7 @@ class Adaptation(GaussianModel):
 
     def advance(self, state: State, normals: Tensor, steps: Tensor, ranking: Ranking) -> State:
         popsize, d = steps.shape
-        c = constants(d, popsize, self.statistics(d), self.rate)
+        c = adaptation_constants(d, popsize, self.statistics(d), self.rate)
         age = state["age"] + 1
         recombination = ranking.share(c.recombination.to(steps.device))
         step = recombination @ steps
@@ -139,6 +177,13 @@ class Adaptation(GaussianModel):
 
 
 def check_rate(rate: float) -> None:
-    """ValueError unless it is a positive number."""
+    """Check that a rate is a positive number.
+
+    Args:
+        rate: What the caller gave.
+
+    Raises:
+        ValueError: If it is not.
+    """
     if not 0 < rate < math.inf:
         raise ValueError(f"rate is {rate}, expected a number > 0: it multiplies the learning rates, 1 leaves them")

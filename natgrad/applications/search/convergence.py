@@ -17,9 +17,15 @@ from natgrad.applications.search.model import State
 class Tolerances:
     """When a Gaussian search stops; 0 or None switches a criterion off.
 
-    tolx: all standard deviations below tolx sigma0.   tolfun: the best values of the last generations, and all values
-    of this one, within tolfun.   stagnation: stop when neither bests nor medians get better over a long time.
-    flat: generations in a row in which all values were equal.   maxiter: generations, None for no limit.
+    Args:
+        tolx: Stop when all standard deviations are below tolx times sigma0.
+        tolfun: Stop when the best values of the last generations and all values of this one lie within tolfun.
+        flat: Stop after this many generations in a row in which all values were equal.
+        stagnation: Stop when neither the best nor the median values get better over a long time.
+        maxiter: Largest number of generations; None for no limit.
+
+    Raises:
+        ValueError: If a tolerance is negative.
     """
 
     tolx: float = 1e-11
@@ -34,8 +40,16 @@ class Tolerances:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number >= 0; 0 switches it off")
 
 
-class Watch:
-    """Looks at each generation and says when to stop."""
+class ConvergenceMonitor:
+    """Records each generation and says when to stop.
+
+    Args:
+        tolerances: The criteria.
+        d: Number of variables.
+        popsize: Candidates per generation.
+        sigma0: The standard deviation at the start.
+        patience: Multiplies the numbers of generations over which trends are judged.
+    """
 
     def __init__(self, tolerances: Tolerances, d: int, popsize: int, sigma0: float, patience: int = 1) -> None:
         self.tolerances, self.sigma0 = tolerances, sigma0
@@ -46,8 +60,14 @@ class Watch:
         self._flat = self._count = 0
         self._verdict: str | None = None
 
-    def see(self, values: Tensor, spread: float, state: State) -> None:
-        """One generation's values (popsize,), the largest standard deviation, and the state after it."""
+    def record(self, values: Tensor, spread: float, state: State) -> None:
+        """Take one generation into account.
+
+        Args:
+            values: Of the candidates, shape (popsize,).
+            spread: The largest standard deviation.
+            state: Of the distribution after the generation.
+        """
         ordered = values.sort().values.tolist()
         best, worst, median = ordered[0], ordered[-1], ordered[len(ordered) // 2]
         self._count += 1
@@ -55,13 +75,13 @@ class Watch:
         self._recent.append(best)
         self._history.append((best, median))
         del self._history[:-20000]
-        self._verdict = self._judge(best, worst, spread, state)
+        self._verdict = self._find_reason(best, worst, spread, state)
 
-    def verdict(self) -> str | None:
+    def reason_to_stop(self) -> str | None:
         """Why to stop, or None."""
         return self._verdict
 
-    def _judge(self, best: float, worst: float, spread: float, state: State) -> str | None:
+    def _find_reason(self, best: float, worst: float, spread: float, state: State) -> str | None:
         t = self.tolerances
         if t.maxiter is not None and self._count >= t.maxiter:
             return f"maxiter: {self._count} generations"
@@ -81,7 +101,10 @@ class Watch:
         return None
 
     def _stagnates(self) -> bool:
-        """Whether neither bests nor medians fell from the first to the last third of the last fifth of the history."""
+        """True if neither best nor median values fell over the last fifth of the history.
+
+        The medians of its first and of its last third are compared.
+        """
         if len(self._history) < self._patience or self._count % 10:
             return False
         window = self._history[-max(int(self._patience), len(self._history) // 5) :]
@@ -90,7 +113,7 @@ class Watch:
         return all(statistics.median(g[i] for g in late) >= statistics.median(g[i] for g in early) for i in (0, 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been seen."""
+        """What has been recorded."""
         return {
             "recent": list(self._recent),
             "history": list(self._history),
@@ -99,7 +122,11 @@ class Watch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there.
+
+        Args:
+            state: From `state_dict`.
+        """
         self._recent.clear()
         self._recent.extend(state["recent"])
         self._history = [tuple(pair) for pair in state["history"]]

@@ -1,4 +1,4 @@
-"""From the search's own coordinates, which know no bounds, to the points that the user sees, and back."""
+"""From the search's own coordinates, which have no bounds, to the points that the user sees, and back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from torch import Tensor
 class Domain:
     """Boxes and scales: x = fold(scale u), within lower <= x <= upper.
 
-    scale, lower, upper: (d,).   integer: (d,) of bool, the variables that are rounded.   The fold is the identity but
-    for a margin beside each bound, where it is a parabola that is flat on the bound; beyond it is mirrored. So every
-    point of the space has an image in the box, and a minimum on the bound looks like a smooth one.
+    The fold is the identity, except in a margin beside each bound, where it is a parabola that is flat on the bound.
+    Beyond the bound it is mirrored. So every point of the space has an image in the box, and a minimum on the bound
+    looks like a smooth one.
+
+    Attributes:
+        scale: Of each variable, shape (d,).
+        lower: Lower bounds, shape (d,); -infinity for none.
+        upper: Upper bounds, shape (d,); infinity for none.
+        integer: True for the variables that are rounded, shape (d,).
+        bounded: True if any bound is finite.
+        mixed: True if any variable is rounded.
     """
 
     scale: Tensor
@@ -27,12 +35,23 @@ class Domain:
 
     @staticmethod
     def of(scale: Tensor, lower: Tensor, upper: Tensor, integer: Tensor) -> Domain:
-        """With what is asked at every generation looked up once: whether there are bounds, or integers."""
+        """A domain that knows whether it has bounds or integers, which every generation asks.
+
+        Args:
+            scale: Of each variable, shape (d,).
+            lower: Lower bounds, shape (d,).
+            upper: Upper bounds, shape (d,).
+            integer: True for the variables that are rounded, shape (d,).
+        """
         bounded = bool(torch.isfinite(lower).any() or torch.isfinite(upper).any())
         return Domain(scale, lower, upper, integer, bounded, bool(integer.any()))
 
     def points(self, latent: Tensor) -> Tensor:
-        """x (..., d) for u (..., d)."""
+        """x of u.
+
+        Args:
+            latent: u, the search's own coordinates, shape (..., d).
+        """
         x = latent * self.scale
         if self.bounded:
             x = torch.where(self.integer, x, fold(x, self.lower, self.upper))
@@ -41,15 +60,27 @@ class Domain:
         return torch.maximum(torch.minimum(x, self.upper), self.lower) if self.bounded else x
 
     def latent(self, points: Tensor) -> Tensor:
-        """A u (..., d) with x as its image."""
+        """A u whose image is x.
+
+        Args:
+            points: x within the bounds, shape (..., d).
+        """
         x = points
         if self.bounded:
             x = torch.where(self.integer, x, unfold(x, self.lower, self.upper))
         return x / self.scale
 
 
-def margins(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Width of the parabola beside each bound (d,): (1 + |bound|) / 20, at most a quarter of the interval."""
+def fold_widths(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Width of the parabola beside each bound: (1 + |bound|) / 20, at most a quarter of the interval.
+
+    Args:
+        lower: Lower bounds, shape (d,).
+        upper: Upper bounds, shape (d,).
+
+    Returns:
+        The widths at the lower and at the upper bounds, (d,) each.
+    """
     quarter = (upper - lower) / 4
     low, high = ((1 + bound.abs()) / 20 for bound in (lower, upper))
     ones = torch.ones_like(lower)
@@ -60,8 +91,14 @@ def margins(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """Any real x to lower <= x <= upper: the identity inside, parabolas at the bounds, mirrored beyond."""
-    a, b = margins(lower, upper)
+    """Any real x brought to lower <= x <= upper: unchanged inside, parabolas at the bounds, mirrored beyond.
+
+    Args:
+        x: Shape (..., d).
+        lower: Lower bounds, shape (d,).
+        upper: Upper bounds, shape (d,).
+    """
+    a, b = fold_widths(lower, upper)
     first, last = lower - a, upper + b
     length = last - first
     both = torch.isfinite(length)
@@ -75,15 +112,29 @@ def fold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def unfold(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """The inverse of `fold` that lies nearest to the box."""
-    a, b = margins(lower, upper)
+    """The inverse of `fold` that lies nearest to the box.
+
+    Args:
+        x: Within the bounds, shape (..., d).
+        lower: Lower bounds, shape (d,).
+        upper: Upper bounds, shape (d,).
+    """
+    a, b = fold_widths(lower, upper)
     low = lower - a + 2 * (a * (x - lower).clamp(min=0)).sqrt()
     high = upper + b - 2 * (b * (upper - x).clamp(min=0)).sqrt()
     return torch.where(x < lower + a, low, torch.where(x > upper - b, high, x))
 
 
 def as_point(value: Any, name: str) -> Tensor:
-    """A float64 vector (d,), on the device of a tensor. ValueError unless it is one, and finite."""
+    """A float64 vector (d,), on the device of a tensor.
+
+    Args:
+        value: What the caller gave.
+        name: Of the argument, for the message.
+
+    Raises:
+        ValueError: If it is no vector, or not finite.
+    """
     point = as_tensor(value, name)
     if point.dim() != 1 or not len(point):
         raise ValueError(f"{name} has shape {tuple(point.shape)}, expected a vector (d,) with d >= 1")
@@ -94,7 +145,15 @@ def as_point(value: Any, name: str) -> Tensor:
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """A float64 tensor on the device of a tensor. TypeError for what is no array of numbers."""
+    """A float64 tensor, on the device of a tensor, without a graph.
+
+    Args:
+        value: What the caller gave.
+        name: Of the argument, for the message.
+
+    Raises:
+        TypeError: If it is no array of numbers.
+    """
     try:
         return torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -102,7 +161,15 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 
 def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
-    """A common sigma and scales (d,) of geometric mean 1, from a number or one standard deviation per variable."""
+    """A common sigma and scales (d,) of geometric mean 1.
+
+    Args:
+        sigma0: A number, or one standard deviation per variable (d,).
+        x0: The starting point, shape (d,).
+
+    Raises:
+        ValueError: If sigma0 has another shape, or is not positive and finite.
+    """
     sigmas = as_tensor(sigma0, "sigma0").to(x0.device)
     if sigmas.shape not in (torch.Size([]), x0.shape):
         raise ValueError(f"sigma0 has shape {tuple(sigmas.shape)}, expected a number or one per variable {(len(x0),)}")
@@ -115,9 +182,14 @@ def as_scales(sigma0: Any, x0: Tensor) -> tuple[float, Tensor]:
 
 
 def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper (d,) from a pair (lower, upper) of numbers or vectors, None for none, or an array (2, d) of them.
+    """Lower and upper bounds, (d,) each.
 
-    ValueError if they are inverted.
+    Args:
+        bounds: A pair (lower, upper) of numbers, vectors (d,) or None, an array (2, d), or None for no bounds.
+        x0: The starting point, shape (d,).
+
+    Raises:
+        ValueError: If bounds have another shape or are inverted, or x0 lies outside.
     """
     if bounds is None:
         return torch.full_like(x0, -torch.inf), torch.full_like(x0, torch.inf)
@@ -136,7 +208,16 @@ def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
-    """ValueError unless lower < upper and x0 lies between."""
+    """Check that lower < upper and that x0 lies between.
+
+    Args:
+        lower: Lower bounds, shape (d,).
+        upper: Upper bounds, shape (d,).
+        x0: The starting point, shape (d,).
+
+    Raises:
+        ValueError: If not.
+    """
     wrong = (~(lower < upper)).nonzero()
     if len(wrong):
         i = int(wrong[0])
@@ -152,8 +233,16 @@ def check_bounds(lower: Tensor, upper: Tensor, x0: Tensor) -> None:
         )
 
 
-def as_integer(integers: Any, x0: Tensor) -> Tensor:
-    """(d,) of bool from None, indices, or a mask."""
+def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
+    """True for the variables that are rounded, shape (d,).
+
+    Args:
+        integers: Indices of variables, a mask (d,), or None for no variable.
+        x0: The starting point, shape (d,).
+
+    Raises:
+        ValueError: If it is something else, or names a variable that does not exist.
+    """
     mask = torch.zeros(len(x0), dtype=torch.bool, device=x0.device)
     if integers is None:
         return mask
@@ -171,8 +260,17 @@ def as_integer(integers: Any, x0: Tensor) -> Tensor:
     return mask
 
 
-def whole(lower: Tensor, upper: Tensor, integer: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of integer variables at integers. ValueError where none lies between."""
+def round_bounds(lower: Tensor, upper: Tensor, integer: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of integer variables moved inwards to integers.
+
+    Args:
+        lower: Lower bounds, shape (d,).
+        upper: Upper bounds, shape (d,).
+        integer: True for the variables that are rounded, shape (d,).
+
+    Raises:
+        ValueError: If no integer lies between two bounds.
+    """
     lower, upper = torch.where(integer, lower.ceil(), lower), torch.where(integer, upper.floor(), upper)
     wrong = (integer & (lower > upper)).nonzero()
     if len(wrong):

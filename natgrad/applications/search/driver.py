@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import Search, as_count, as_popsize
+from natgrad.applications.search.black_box import BlackBox, Function, Pool
 from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.domain import as_point
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.gaussian import Bounds
 from natgrad.applications.search.model import GaussianModel
 from natgrad.applications.search.noise import NoiseHandling, Repeated
-from natgrad.applications.search.objective import Function, Objective, Pool
 from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
-from natgrad.applications.search.runs import GaussianRuns, GivenRuns, Journey, Runs, SearchResult
+from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
 
 
 def minimize(
@@ -48,71 +48,121 @@ def minimize(
     """Minimum of a black box f by natural gradient search with a Gaussian, or with a search that is given.
 
     Ctrl-C ends the search with the result so far. Evaluations that fail, by an exception or by giving NaN, None, a
-    tuple, a string or an array of another shape, are counted in the result's `failures`, rank last, and are warned of
-    once; where none of 20 generations had a value, the result says so.
+    tuple, a string or an array of another shape, are counted in the result's `failures` and rank last; one warning
+    tells of the first. If none of 20 generations had a value, the search ends and the result says so.
 
     Args:
-        f: Values (popsize,) of a batch of points (popsize, d), or the value of one point (d,). Gets tensors, gives
-            tensors, arrays or numbers.
-        x0: Where to start, as for `GaussianSearch`; or a search of any kind, such as `BernoulliSearch(n)`, in the
-            place of x0, sigma0, popsize, bounds, integers, model, tolerances and seed.
-        sigma0: As for `GaussianSearch`, and so are popsize, bounds, integers, model, tolerances and seed.
-        noise: True or a `NoiseHandling` where f differs between two evaluations of a point: they are then repeated as
-            needed, ftarget is meant for the median of a generation, and the result is the distribution's centre.
+        f: Values (popsize,) of a batch of points (popsize, d), or the value of one point (d,). It gets tensors and
+            gives tensors, arrays or numbers.
+        x0: Where to start, shape (d,); or a search of any kind, such as `BernoulliSearch(n)`, in the place of x0,
+            sigma0, popsize, bounds, integers, model, tolerances and seed.
+        sigma0: The standard deviation at the start, a number or one per variable (d,): about a third of the distance
+            at which the minimum may lie.
+        popsize: Candidates per generation; default 4 + floor(3 ln d).
+        bounds: (lower, upper), each a number, a vector (d,) or None.
+        integers: Indices of the variables that are rounded, or a mask (d,).
+        model: How the covariance is stored and moved, default `Full()`; see `GaussianSearch`.
+        noise: True or a `NoiseHandling` if two evaluations of a point differ. They are then repeated as needed, ftarget
+            applies to the median of a generation, and the result is the distribution's centre.
         ftarget: Stop at a value as low.
-        maxfevals: Bound on evaluations, default none.
-        restarts: A number, `IPOP(times)`, `BIPOP(times)` or their names. They start at x0, or anywhere within bounds if
-            all are finite; a search that was given is built anew with their populations. None: a given search of bits
-            or categories starts again while there are a target that it did not meet and a budget; others do not.
-        callback: Called with the search after each generation; stops if it returns True.
-        vectorized: True if f takes batches, False if it takes one point, None to find out: f is then asked with a
-            batch of one, with the whole batch and, where these do not fit, with a point. These calls, at most four
-            more than the points need, count as evaluations.
+        maxfevals: Bound on evaluations; default none.
+        restarts: A number, `IPOP(times)`, `BIPOP(times)` or their names. Restarts begin at x0, or anywhere within
+            bounds if all are finite; a search that was given is built anew with their populations. None: a given search
+            of bits or categories starts again while it has a target to meet and a budget; others do not.
+        tolerances: When a run stops, `Tolerances(...)`.
+        callback: Called with the search after each generation; the search stops if it returns True.
+        seed: Of all draws; None for another one each time.
+        vectorized: True if f takes batches, False if it takes one point, None to find out: f is then called with a
+            batch of one, with the whole batch and, if these do not fit, with a point. These calls, at most four more
+            than the points need, count as evaluations.
         executor: Evaluates points in parallel, one by one. Points that a lost worker had are evaluated elsewhere.
-        checkpoint: A file that is written every `checkpoint_every` generations and at the end, and from which the same
-            call goes on, bit for bit.
+        checkpoint: A file that is written every `checkpoint_every` generations and at the end. The same call continues
+            from it, bit for bit.
+        checkpoint_every: Generations between two writes.
+
+    Returns:
+        The best point, its value, the counts, why the search ended, and its history.
 
     Raises:
         TypeError: If f is no function, or cannot be pickled and the executor's processes need that.
+        ValueError: If an argument does not fit, such as inverted bounds or a budget below one generation.
+
+    Example:
+        >>> result = ng.minimize(lambda X: (X - 1).square().sum(1), [3.0, -2.0], sigma0=1.0, seed=0)
+        >>> result.success, round(float(result.x[0]), 4)
+        (True, 1.0)
     """
     chosen = {"popsize": popsize, "bounds": bounds, "integers": integers, "model": model, "tolerances": tolerances}
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
-    runs = as_runs(x0, sigma0, chosen, as_restarts(restarts), seed)
-    objective = Objective(f, vectorized, executor)
-    check_goals(ftarget, maxfevals, runs.popsize, objective.asking, callback)
+    factory = as_run_factory(x0, sigma0, chosen, as_restarts(restarts), seed)
+    objective = BlackBox(f, vectorized, executor)
+    check_goals(ftarget, maxfevals, factory.popsize, objective.asking, callback)
     as_count(checkpoint_every, "checkpoint_every", 1, "a number of generations")
     objective.limit = math.inf if maxfevals is None else float(maxfevals)
     handling = as_handling(noise)
-    journey = Journey(runs, objective, None if handling is None else Repeated(objective, handling))
+    runs = SearchRuns(factory, objective, None if handling is None else Repeated(objective, handling))
     file = None if checkpoint is None else Path(checkpoint)
     if file is not None and file.exists():
-        journey.load_state_dict(torch.load(file, weights_only=True))
+        runs.load_state_dict(torch.load(file, weights_only=True))
     try:
-        while (ending := journey.ending(ftarget, maxfevals)) is None:
-            journey.generation()
-            if callback is not None and callback(journey.search) is True:
-                ending = "callback: it returned True"
-                break
-            if file is not None and journey.nit % checkpoint_every == 0:
-                save(journey, file)
+        ending = run_to_ending(runs, ftarget, maxfevals, callback, file, checkpoint_every)
     except KeyboardInterrupt:
         ending = "interrupted: the result is what was found so far"
     finally:
         objective.close()
     if file is not None:
-        save(journey, file)
-    return journey.result(ending, ftarget)
+        save_checkpoint(runs, file)
+    return runs.result(ending, ftarget)
 
 
-def as_runs(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts, seed: int | None) -> Runs:
-    """Runs of Gaussian searches, or of the search that was given as x0."""
+def run_to_ending(
+    runs: SearchRuns,
+    ftarget: float | None,
+    maxfevals: float | None,
+    callback: Callable[[Search], Any] | None,
+    file: Path | None,
+    every: int,
+) -> str:
+    """Run generations until all runs are over. Returns why they are.
+
+    Args:
+        runs: The runs.
+        ftarget: Stop at a value as low.
+        maxfevals: Bound on evaluations.
+        callback: Called with the search after each generation; stops if it returns True.
+        file: The checkpoint.
+        every: Generations between two writes of the checkpoint.
+    """
+    while (ending := runs.find_ending(ftarget, maxfevals)) is None:
+        runs.run_generation()
+        if callback is not None and callback(runs.search) is True:
+            return "callback: it returned True"
+        if file is not None and runs.nit % every == 0:
+            save_checkpoint(runs, file)
+    return ending
+
+
+def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts, seed: int | None) -> RunFactory:
+    """A factory of Gaussian searches, or of searches like the one that was given as x0.
+
+    Args:
+        x0: A point (d,), or a search.
+        sigma0: The standard deviation at the start, for a point.
+        chosen: Further arguments that belong to a Gaussian search, None where they are not given.
+        restarts: Says the populations of the runs.
+        seed: Of a Gaussian search.
+
+    Raises:
+        ValueError: If sigma0 is missing, or an argument is given beside a search.
+        TypeError: If the model is none.
+    """
     if isinstance(x0, Search):
         others = {"sigma0": sigma0, "seed": seed, **chosen}
         wrong = [name for name, value in others.items() if value is not None]
         if wrong:
             raise ValueError(f"{wrong[0]} is given beside a {type(x0).__name__}, to whose arguments it belongs")
-        return GivenRuns(x0, restarts)
+        return GivenRunFactory(x0, restarts)
     if sigma0 is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
     start = as_point(x0, "x0")
@@ -121,11 +171,18 @@ def as_runs(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts, se
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
     size = as_popsize(chosen["popsize"], model.popsize(len(start)))
     settings = {name: chosen[name] for name in ("bounds", "integers", "tolerances")} | {"model": model}
-    return GaussianRuns(start, sigma0, settings, restarts, size, seed)
+    return GaussianRunFactory(start, sigma0, settings, restarts, size, seed)
 
 
 def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
-    """True stands for the defaults."""
+    """How noise is handled; None if there is none.
+
+    Args:
+        noise: True stands for the defaults.
+
+    Raises:
+        TypeError: If it is no truth value and no `NoiseHandling`.
+    """
     if isinstance(noise, NoiseHandling):
         return noise
     if not isinstance(noise, bool):
@@ -134,7 +191,19 @@ def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
 
 
 def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int, callback: Any) -> None:
-    """ValueError for a target that is no number, and for a budget that does not pay for one generation."""
+    """Check the target, the budget and the callback.
+
+    Args:
+        ftarget: A number, or None.
+        maxfevals: A number, or None.
+        popsize: Candidates of the first generation.
+        asking: Evaluations that find out how f takes points.
+        callback: A function, or None.
+
+    Raises:
+        ValueError: If the target is no number, or the budget does not pay for one generation.
+        TypeError: If the callback is no function.
+    """
     if ftarget is not None and (not isinstance(ftarget, (Real, Tensor)) or math.isnan(ftarget)):
         came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
         raise ValueError(f"ftarget is {came}, expected a number, or None for no target")
@@ -149,8 +218,13 @@ def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int, callbac
         raise TypeError(f"callback is {type(callback).__name__}, expected a function of the search")
 
 
-def save(journey: Journey, file: Path) -> None:
-    """Write a checkpoint; a crash in between leaves the old one."""
+def save_checkpoint(runs: SearchRuns, file: Path) -> None:
+    """Write a checkpoint; a crash in between leaves the old one.
+
+    Args:
+        runs: What is saved.
+        file: Its place.
+    """
     partial = file.with_name(file.name + ".part")
-    torch.save(journey.state_dict(), partial)
+    torch.save(runs.state_dict(), partial)
     partial.replace(file)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.cma import Adaptation, check_rate, constants
+from natgrad.applications.search.cma import Adaptation, adaptation_constants, check_rate
 from natgrad.applications.search.model import State, eye_like
 from natgrad.linalg import eigh, solve_psd, symmetrise
 
@@ -18,8 +18,10 @@ CONDITION = 1e14
 class Full(Adaptation):
     """Covariance matrix adaptation with d (d + 1) / 2 entries: the default, up to some hundreds of variables.
 
-    Invariant under rotations of the space.   rate: multiplies the learning rates of the covariance; it stays positive
-    definite for any.
+    Invariant under rotations of the space.
+
+    Args:
+        rate: Multiplies the learning rates of the covariance, which stays positive definite for any.
     """
 
     rate: float = 1.0
@@ -46,11 +48,11 @@ class Full(Adaptation):
     def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
         covariance = torch.addmm(state["covariance"], rows.mT * weights, rows, beta=keep)
         d, age = rows.shape[1], state["age"] + 1
-        c = constants(d, len(rows) - 1, self.statistics(d), self.rate)
+        c = adaptation_constants(d, len(rows) - 1, self.statistics(d), self.rate)
         # the root is made anew once the covariance has moved by about a tenth of 1 / d: Hansen 2016, B.2
         if age - state["rooted"] <= 1 / (10 * d * (c.c_1 + c.c_mu)):
             return {"covariance": covariance}
-        return {**rooted(symmetrise(covariance)), "rooted": age}
+        return {**take_root(symmetrise(covariance)), "rooted": age}
 
     def trouble(self, state: State) -> str | None:
         if state["condition"] > CONDITION:
@@ -58,8 +60,15 @@ class Full(Adaptation):
         return None
 
 
-def rooted(covariance: Tensor) -> State:
-    """C and its symmetric root C^1/2, whose eigenvalues are kept above lambda_max / 1e15."""
+def take_root(covariance: Tensor) -> State:
+    """C and its symmetric root C^1/2, with eigenvalues of at least lambda_max / 1e15.
+
+    Args:
+        covariance: C, shape (d, d).
+
+    Returns:
+        The parts of the state: covariance, root and condition number.
+    """
     values, vectors = eigh(covariance)
     largest = float(values[-1])
     floor = largest / (10 * CONDITION)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import Best, Search, as_popsize, new_generator, next_seed
-from natgrad.applications.search.convergence import Tolerances, Watch
-from natgrad.applications.search.domain import Domain, as_bounds, as_integer, as_point, as_scales, whole
+from natgrad.applications.search.convergence import ConvergenceMonitor, Tolerances
+from natgrad.applications.search.domain import Domain, as_bounds, as_integer_mask, as_point, as_scales, round_bounds
 from natgrad.applications.search.full_covariance import Full
-from natgrad.applications.search.integer_margin import with_margin
+from natgrad.applications.search.integer_margin import keep_integer_margin
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
 
@@ -22,15 +22,35 @@ Bounds = tuple[Any, Any] | list[Any] | Tensor | None
 class GaussianSearch(Search):
     """Search by a Gaussian N(mean, sigma^2 C) whose parameters follow the natural gradient of the expected rank.
 
-    x0: (d,), where to start.   sigma0: the standard deviation to start with, a number or one per variable (d,): about a
-    third of the distance at which you would look for the minimum.   popsize: candidates per generation, default
-    4 + floor(3 ln d).   seed: of the search's own generator.   bounds: (lower, upper), each a number, a vector (d,) or
-    None; every candidate lies within.   integers: indices of the variables that are rounded, or a mask (d,); integers
-    other than the present one keep a chance of 1 / (popsize d) at least (Hamano et al. 2022), and steps count as
-    rounded.   model: how C is stored and moved, default `Full()`.   tolerances: when to stop.
+    Everything is float64, on the device of x0.
 
-    Everything is float64, on the device of x0. ValueError for an x0 that is not finite or out of bounds, inverted
-    bounds, a sigma0 that is not positive, a popsize below 2.
+    Args:
+        x0: Where to start, shape (d,).
+        sigma0: The standard deviation at the start, a number or one per variable (d,): about a third of the distance at
+            which you would look for the minimum.
+        popsize: Candidates per generation; default 4 + floor(3 ln d).
+        seed: Of the search's own generator; None for another one each time.
+        bounds: (lower, upper), each a number, a vector (d,) or None; every candidate lies within.
+        integers: Indices of the variables that are rounded, or a mask (d,). Other integers than the present one keep a
+            chance of at least 1 / (popsize d), and steps count as rounded.
+        model: How C is stored and moved: `Full()` (default), `Separable()`, `LowRank()`, `SparsePrecision(edges)` or
+            `XNES()` from `ng.applications.search`.
+        tolerances: When to stop, `Tolerances(...)`.
+
+    Raises:
+        ValueError: If x0 is not finite or out of bounds, bounds are inverted, sigma0 is not positive, or popsize is
+            below 2.
+
+    Reference:
+        Hansen 2016; Ollivier et al. 2017; Hamano et al. 2022 for integers.
+
+    Example:
+        >>> search = ng.GaussianSearch([3.0, -2.0], sigma0=1.0, seed=0)
+        >>> while search.stop() is None:
+        ...     X = search.ask()  # (popsize, 2)
+        ...     search.tell(X, ((X - 1) ** 2).sum(1))
+        >>> search.best.fun < 1e-10
+        True
     """
 
     def __init__(
@@ -48,9 +68,9 @@ class GaussianSearch(Search):
         start = as_point(x0, "x0")
         sigma, scale = as_scales(sigma0, start)
         lower, upper = as_bounds(bounds, start)
-        integer = as_integer(integers, start)
+        integer = as_integer_mask(integers, start)
         self._arguments = (start, sigma0, bounds, integers, model, tolerances)
-        self.domain = Domain.of(scale, *whole(lower, upper, integer), integer)
+        self.domain = Domain.of(scale, *round_bounds(lower, upper, integer), integer)
         self.model = Full() if model is None else model
         self.model.check(len(start))
         self.popsize = as_popsize(popsize, self.model.popsize(len(start)))
@@ -64,7 +84,9 @@ class GaussianSearch(Search):
         self._asked: tuple[Tensor, Tensor, Tensor] | None = None
         chosen = Tolerances() if tolerances is None else tolerances
         # a better integer comes with a chance of about 1 / popsize in a generation: equal values say less
-        self._watch = Watch(chosen, len(start), self.popsize, sigma, patience=3 if self.domain.mixed else 1)
+        self._monitor = ConvergenceMonitor(
+            chosen, len(start), self.popsize, sigma, patience=3 if self.domain.mixed else 1
+        )
 
     @property
     def state(self) -> State:
@@ -99,7 +121,7 @@ class GaussianSearch(Search):
         return self.mean
 
     def stop(self) -> str | None:
-        return self.model.trouble(self._state) or self._watch.verdict()
+        return self.model.trouble(self._state) or self._monitor.reason_to_stop()
 
     def measures(self) -> dict[str, float]:
         """`sigma`, and the `condition` number of the covariance where it is known."""
@@ -113,7 +135,7 @@ class GaussianSearch(Search):
             "generator": self._generator.get_state(),
             "best": (self.best.x, self.best.fun, self.best.nfev),
             "counts": (self.nfev, self.nit, self.popsize),
-            "watch": self._watch.state_dict(),
+            "watch": self._monitor.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,16 +151,16 @@ class GaussianSearch(Search):
         self._generator.set_state(state["generator"])
         self.best = Best(*state["best"])
         self.nfev, self.nit, _ = state["counts"]
-        self._watch.load_state_dict(state["watch"])
+        self._monitor.load_state_dict(state["watch"])
 
     def _dim(self) -> int:
         return len(self.best.x)
 
     def _move(self, points: Tensor, values: Tensor) -> None:
         ranking = Ranking.of(values)
-        normals, steps = self._drawn(points)
+        normals, steps = self._recover_draws(points)
         if self.domain.mixed:
-            normals, steps = self._rounded(points, normals, steps)
+            normals, steps = self._measure_rounded_steps(points, normals, steps)
         self._asked = None
         if not ranking.flat:
             order = ranking.order
@@ -147,32 +169,32 @@ class GaussianSearch(Search):
             self._state = self._state | {"sigma": self.sigma * 1.2}
         if self.domain.mixed:
             self._keep_margin()
-        self._watch.see(values, self._spread(), self._state)
+        self._monitor.record(values, self._largest_deviation(), self._state)
 
-    def _drawn(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z behind the points; those that were not asked for are taken as injected."""
+    def _recover_draws(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z behind the points; points that were not asked for are treated as injected."""
         if self._asked is not None:
             asked, normals, steps = self._asked
             if torch.equal(points, asked):
                 return normals, steps
             same = (points == asked).all(1, keepdim=True)
-            z, y = self._injected(points)
+            z, y = self._shorten_foreign_steps(points)
             return torch.where(same, normals, z), torch.where(same, steps, y)
-        return self._injected(points)
+        return self._shorten_foreign_steps(points)
 
-    def _rounded(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z with the steps to the integers that were evaluated, where these are others than the centre's.
+    def _measure_rounded_steps(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z with the steps to the integers that were evaluated, where these differ from those of the centre.
 
-        A draw of 0.6 was evaluated at 1. Were its step 0.6, the mean would stay at 0 however much better 1 is, and the
-        deviation would shrink below the grid.
+        A draw of 0.6 was evaluated at 1. If its step were 0.6, the mean would stay at 0 however much better 1 is, and
+        the deviation would shrink below the grid.
         """
         whole = (self.domain.latent(points) - self._state["mean"]) / (self.sigma * self._state["stretch"])
         moved = self.domain.integer & (points != self.mean)
         steps = torch.where(moved, whole, steps)
         return torch.where(moved.any(1, keepdim=True), self.model.whiten(self._state, steps), normals), steps
 
-    def _injected(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """z and A z of foreign points, shortened to the length that draws have: Hansen 2011."""
+    def _shorten_foreign_steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """z and A z of points from elsewhere, shortened to the length of typical draws: Hansen 2011."""
         steps = (self.domain.latent(points) - self._state["mean"]) / self.sigma
         if self.domain.mixed:
             steps = steps / self._state["stretch"]
@@ -182,7 +204,7 @@ class GaussianSearch(Search):
         return normals * shrink, steps * shrink
 
     def _keep_margin(self) -> None:
-        """Move means and stretch deviations of integer variables, for the sake of the other integers."""
+        """Move the means and stretch the deviations of integer variables, so that other integers keep a chance."""
         variances = self.model.variances(self._state)
         if variances is None:
             raise ValueError(
@@ -190,7 +212,7 @@ class GaussianSearch(Search):
             )
         domain, chosen = self.domain, self.domain.integer
         unit = (self.sigma * variances.sqrt() * domain.scale)[chosen]
-        mean, deviation = with_margin(
+        mean, deviation = keep_integer_margin(
             (self._state["mean"] * domain.scale)[chosen],
             unit * self._state["stretch"][chosen],
             domain.lower[chosen],
@@ -201,7 +223,7 @@ class GaussianSearch(Search):
         moved[chosen], stretch[chosen] = mean / domain.scale[chosen], deviation / unit
         self._state = self._state | {"mean": moved, "stretch": stretch}
 
-    def _spread(self) -> float:
+    def _largest_deviation(self) -> float:
         """The largest standard deviation, in the search's own coordinates."""
         variances = self.model.variances(self._state)
         return self.sigma * (1.0 if variances is None else float(variances.max()) ** 0.5)

@@ -1,4 +1,4 @@
-"""What a search went through, generation by generation."""
+"""What happened in a search, generation by generation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 
 class History:
-    """Lists of equal length, one entry per generation: `history["nfev"]`, `["best"]`, `["median"]`, `["run"]`, sizes.
+    """Lists of equal length with one entry per generation.
 
-    best: the best value so far.   median: of the generation.   run: number of the restart, from 0.   The search's own
-    measures, such as `sigma` and `condition`, are None in generations that have none.
+    `history["nfev"]` are evaluations, `["best"]` the best value so far, `["median"]` that of the generation, `["run"]`
+    the number of the restart, from 0. The search's own measures, such as `sigma` and `condition`, are None in
+    generations that have none.
     """
 
     def __init__(self) -> None:
@@ -27,11 +28,15 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """The columns."""
+        """The names of the lists."""
         return list(self._columns)
 
     def add(self, **measures: Any) -> None:
-        """One generation."""
+        """Append one generation.
+
+        Args:
+            **measures: A value per name.
+        """
         length = len(self)
         for name, value in measures.items():
             self._columns.setdefault(name, [None] * length).append(value)
@@ -42,8 +47,12 @@ class History:
     def plot(self, target: float | None = None) -> Any:
         """A matplotlib figure of values and sizes over evaluations; grey lines are restarts.
 
-        target: the minimum where it is known, subtracted from the values, on a logarithmic axis. Without it the axis is
-        logarithmic where all values are positive. Needs matplotlib.
+        Args:
+            target: The minimum where it is known; it is subtracted from the values, on a logarithmic axis. Without it
+                the axis is logarithmic if all values are positive.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
         """
         from matplotlib.figure import Figure  # an extra: only where a picture is asked for
 
@@ -51,9 +60,9 @@ class History:
         left, right = figure.subplots(1, 2)
         floor = 0.0 if target is None else target
         for name in ("median", "best"):
-            left.plot(self["nfev"], [finite(value - floor) for value in self[name]], label=name)
+            left.plot(self["nfev"], [hide_infinite(value - floor) for value in self[name]], label=name)
         logarithmic = target is not None or all(value > 0 for value in self["best"])
-        left.set(xlabel="evaluations", ylabel=minus("f", floor), yscale="log" if logarithmic else "linear")
+        left.set(xlabel="evaluations", ylabel=label_difference("f", floor), yscale="log" if logarithmic else "linear")
         for name in self.names[4:]:
             right.plot(self["nfev"], self[name], label=name)
         right.set(xlabel="evaluations", yscale="log")
@@ -70,19 +79,32 @@ class History:
         return [self["nfev"][k - 1] for k in range(1, len(runs)) if runs[k] != runs[k - 1]]
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """The columns, for a checkpoint."""
+        """The lists, for a checkpoint."""
         return {name: list(column) for name, column in self._columns.items()}
 
     def load_state_dict(self, state: dict[str, list[Any]]) -> None:
-        """Go on from there."""
+        """Continue from there.
+
+        Args:
+            state: From `state_dict`.
+        """
         self._columns = {name: list(column) for name, column in state.items()}
 
 
-def finite(value: float) -> float | None:
-    """The value, or None where there is nothing to draw."""
+def hide_infinite(value: float) -> float | None:
+    """The value, or None if it cannot be drawn.
+
+    Args:
+        value: Any number.
+    """
     return value if math.isfinite(value) else None
 
 
-def minus(name: str, floor: float) -> str:
-    """`f - 3`, `f + 3` for -3, `f` for 0."""
+def label_difference(name: str, floor: float) -> str:
+    """`f - 3`, `f + 3` for -3, `f` for 0.
+
+    Args:
+        name: Of the first number, f.
+        floor: What is subtracted.
+    """
     return name if floor == 0 else f"{name} {'-' if floor > 0 else '+'} {abs(floor):.6g}"

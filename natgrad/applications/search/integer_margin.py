@@ -6,15 +6,27 @@ import torch
 from torch import Tensor
 
 
-def with_margin(mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+def keep_integer_margin(
+    mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, margin: float
+) -> tuple[Tensor, Tensor]:
     """Means and standard deviations (k,) of integer variables, moved so that other integers keep a chance.
 
     A variable is rounded from N(mean, deviation^2). Between its bounds, the integers below and those above its present
-    one get a chance of margin / 2 each; at a bound, those on the other side get `margin`. Hamano et al. 2022.
+    one get a chance of margin / 2 each; at a bound, those on the other side get `margin`.
+
+    Args:
+        mean: Shape (k,).
+        deviation: Standard deviations, shape (k,).
+        lower: Lower bounds, integers or -infinity, shape (k,).
+        upper: Upper bounds, integers or infinity, shape (k,).
+        margin: The least chance of leaving the present integer.
+
+    Reference:
+        Hamano et al. 2022.
     """
     mode = torch.maximum(torch.minimum(mean.round(), upper), lower)
     low, high = mode - 0.5, mode + 0.5
-    inner_mean, inner_deviation = between(mean, deviation, low, high, margin)
+    inner_mean, inner_deviation = keep_inner_margin(mean, deviation, low, high, margin)
     reach = -normal_quantile(torch.full_like(mean, margin)) * deviation
     at_lower, at_upper = mode <= lower, mode >= upper
     edge_mean = torch.where(at_lower, torch.maximum(mean, high - reach), torch.minimum(mean, low + reach))
@@ -22,8 +34,18 @@ def with_margin(mean: Tensor, deviation: Tensor, lower: Tensor, upper: Tensor, m
     return torch.where(edge, edge_mean, inner_mean), torch.where(edge, deviation, inner_deviation)
 
 
-def between(mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, margin: float) -> tuple[Tensor, Tensor]:
-    """The case between bounds: P(x < low) and P(x > high) at least margin / 2, by mean and deviation together."""
+def keep_inner_margin(
+    mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, margin: float
+) -> tuple[Tensor, Tensor]:
+    """The case between bounds: P(x < low) and P(x > high) of at least margin / 2, by mean and deviation together.
+
+    Args:
+        mean: Shape (k,).
+        deviation: Standard deviations, shape (k,).
+        low: Where the present integer begins, shape (k,).
+        high: Where it ends, shape (k,).
+        margin: The least chance of leaving it.
+    """
     below = torch.special.ndtr((low - mean) / deviation)
     above = torch.special.ndtr((mean - high) / deviation)
     least = margin / 2
@@ -40,5 +62,9 @@ def between(mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, margin: 
 
 
 def normal_quantile(chance: Tensor) -> Tensor:
-    """Phi^-1, for chances in (0, 1)."""
+    """Phi^-1, the quantiles of N(0, 1).
+
+    Args:
+        chance: Numbers in (0, 1).
+    """
     return torch.special.ndtri(chance.clamp(1e-300, 1 - 1e-16))

@@ -1,4 +1,4 @@
-"""Many variables: a covariance of a few remembered directions."""
+"""Many variables: a covariance from a few remembered directions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.model import GaussianModel, State
-from natgrad.applications.search.ranking import Ranking, effective, log_weights
+from natgrad.applications.search.ranking import Ranking, effective_count, log_weights
 
 
 @dataclass(frozen=True)
 class LowRank(GaussianModel):
-    """Limited-memory matrix adaptation, LM-MA-ES, Loshchilov et al. 2017: time and memory d times `directions`.
+    """Limited-memory matrix adaptation, LM-MA-ES: time and memory d times `directions`.
 
     A = P_1 ... P_m with P_j = (1 - c_j) I + c_j v_j v_j^T, where the v_j are evolution paths of different length: no
-    matrix is stored. Its rates are made for tens of variables at least.   directions: m, None for 4 + floor(3 ln d).
+    matrix is stored. Its rates are made for tens of variables at least.
+
+    Args:
+        directions: m; None for 4 + floor(3 ln d).
+
+    Reference:
+        Loshchilov et al. 2017.
     """
 
     directions: int | None = None
@@ -45,7 +51,7 @@ class LowRank(GaussianModel):
         return normals
 
     def _factors(self, state: State) -> list[tuple[float, Tensor]]:
-        """(c_j, v_j); in the first generations only the first few are in use."""
+        """The pairs (c_j, v_j); in the first generations only the first few are in use."""
         d = len(state["mean"])
         in_use = min(state["age"], len(state["paths"]))
         return [(min(0.5, 1 / (1.5**j * d)), state["paths"][j]) for j in range(in_use)]
@@ -54,7 +60,7 @@ class LowRank(GaussianModel):
         popsize, d = normals.shape
         positive = log_weights(popsize).clamp(min=0)
         positive = positive / positive.sum()
-        mueff = effective(positive)
+        mueff = effective_count(positive)
         weights = ranking.share(positive.to(normals.device))
         step = weights @ normals
         c_sigma = min(0.5, 2 * popsize / d)

@@ -14,7 +14,7 @@ from natgrad.applications.search.base import as_count, next_seed
 from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Clique, Monomials
 from natgrad.applications.search.regression import Slope, natural_slope
-from natgrad.applications.search.relaxation import bounded
+from natgrad.applications.search.relaxation import replace_infinite_values
 
 EXPLAINED = 0.95  # a structure that explains as much of f is settled
 STRENGTH = 12.0  # of any coefficient: exp(-24) against 1
@@ -23,15 +23,36 @@ STRENGTH = 12.0  # of any coefficient: exp(-24) against 1
 class MarkovSearch(BitSearch):
     """Minimum over x in {0, 1}^n by a Markov random field, moved by the exact natural gradient of E_p[f].
 
-    n: bits.   cliques: groups of bits that f may depend on jointly; all products within each are statistics. If f is a
-    sum of functions of these groups, it lies in the span of the statistics, the slope is exact once there are more
-    draws than statistics, and the flow has no other end than the minimum.   popsize: default n / 4, at least 20.
-    seed: of its own generator.
+    If f is a sum of functions of the cliques, it lies in the span of the statistics. The slope is then exact once there
+    are more draws than statistics, and the flow ends nowhere but in the minimum.
 
-    cliques=None: they are learned from uniform draws. Pairs whose product correlates with what is not yet explained are
-    joined, the strongest first, to groups of at most `largest` bits; all pairs at once are tried when there are enough
-    draws for them. This goes on until the statistics explain 95 % of the variance of left-out draws, or for `patience`
-    evaluations, default 200 n. Dependence that shows in no pair (parity) is not found.
+    With cliques=None they are learned from uniform draws. Pairs whose product correlates with the part of f that is not
+    yet explained are joined, the strongest first, to groups of at most `largest` bits. When there are enough draws, all
+    pairs at once are tried too. This goes on until the statistics explain 95 % of the variance of left-out draws, or
+    for `patience` evaluations. Dependence that shows in no pair (parity) is not found.
+
+    Args:
+        n: Number of bits.
+        cliques: Groups of bits that f may depend on jointly, such as [(0, 1), (1, 2)]; all products within each are
+            statistics. None to learn them.
+        popsize: Candidates per generation; default n / 4, at least 20.
+        seed: Of the search's own generator; None for another one each time.
+        largest: Most bits of a group that is learned.
+        patience: Evaluations after which learning ends; default 200 n.
+
+    Raises:
+        ValueError: If a clique names a bit that does not exist, or has more than 12 bits; or a number is too small.
+
+    Reference:
+        Malago 2023, on stochastic relaxation.
+
+    Example:
+        >>> search = ng.MarkovSearch(12, [(i, i + 1) for i in range(11)], seed=0)
+        >>> for _ in range(20):
+        ...     X = search.ask()  # bits, (popsize, 12)
+        ...     search.tell(X, (X[:, 1:] == X[:, :-1]).sum(1))  # neighbours should differ
+        >>> search.best.fun
+        0.0
     """
 
     def __init__(
@@ -78,7 +99,9 @@ class MarkovSearch(BitSearch):
         if count < self._next:
             return
         self._next = int(1.15 * count)
-        self.monomials, self.slope = learned(2 * self._points - 1, bounded(self._values), self.largest)
+        self.monomials, self.slope = learn_structure(
+            2 * self._points - 1, replace_infinite_values(self._values), self.largest
+        )
         self.theta = torch.zeros(len(self.monomials), dtype=torch.float64)
         if self.slope.explained >= EXPLAINED or count >= self.patience:
             self.settled = True
@@ -92,31 +115,52 @@ class MarkovSearch(BitSearch):
         self.settled, self._next = state["learning"]
 
 
-def learned(signs: Tensor, values: Tensor, largest: int) -> tuple[Monomials, Slope]:
-    """The structure, of a few, whose statistics explain f (N,) best at left-out draws, uniform signs (N, n)."""
+def learn_structure(signs: Tensor, values: Tensor, largest: int) -> tuple[Monomials, Slope]:
+    """The structure whose statistics explain f best at left-out draws, out of a few.
+
+    Args:
+        signs: Uniform draws, shape (N, n).
+        values: f of them, shape (N,).
+        largest: Most bits of a group.
+
+    Returns:
+        The statistics, and the slope of f on them.
+    """
     n = signs.shape[1]
-    found = [fitted(Monomials.within(n, []), signs, values)]
+    found = [fit_structure(Monomials.within(n, []), signs, values)]
     for _ in range(3):  # what is explained no longer hides the rest
         monomials, slope = max(found, key=lambda pair: pair[1].explained)
         residual = values - monomials.values(signs) @ slope.value
-        pairs = suspects(signs, residual) + [s for s in monomials.sets if len(s) == 2]
-        candidate = Monomials.of(n, {*monomials.sets, *joined(n, pairs, largest)})
+        pairs = find_correlated_pairs(signs, residual) + [s for s in monomials.sets if len(s) == 2]
+        candidate = Monomials.of(n, {*monomials.sets, *join_pairs(n, pairs, largest)})
         if candidate.sets == monomials.sets or len(candidate) > 2 * len(values):
             break
-        found.append(fitted(candidate, signs, values))
+        found.append(fit_structure(candidate, signs, values))
     everything = n + n * (n - 1) // 2
     if 1.2 * everything < len(values) < 2 * everything and everything <= 1000:  # more draws would change little
-        found.append(fitted(Monomials.within(n, combinations(range(n), 2)), signs, values))
+        found.append(fit_structure(Monomials.within(n, combinations(range(n), 2)), signs, values))
     return max(found, key=lambda pair: pair[1].explained)
 
 
-def fitted(monomials: Monomials, signs: Tensor, values: Tensor) -> tuple[Monomials, Slope]:
-    """A structure with its slope."""
+def fit_structure(monomials: Monomials, signs: Tensor, values: Tensor) -> tuple[Monomials, Slope]:
+    """A structure with the slope of f on its statistics.
+
+    Args:
+        monomials: The structure.
+        signs: Draws, shape (N, n).
+        values: f of them, shape (N,).
+    """
     return monomials, natural_slope(monomials.values(signs), values)
 
 
-def suspects(signs: Tensor, residual: Tensor, chance: float = 0.05) -> list[Clique]:
-    """Pairs whose product correlates with the residual, strongest first; by Bonferroni's bound."""
+def find_correlated_pairs(signs: Tensor, residual: Tensor, chance: float = 0.05) -> list[Clique]:
+    """Pairs of bits whose product correlates with the residual, the strongest first; by Bonferroni's bound.
+
+    Args:
+        signs: Draws, shape (N, n).
+        residual: The part of f that is not explained, shape (N,).
+        chance: That any pair is found where none correlates.
+    """
     count, n = signs.shape
     centred = residual - residual.mean()
     deviation = float(centred.square().mean().sqrt())
@@ -130,8 +174,14 @@ def suspects(signs: Tensor, residual: Tensor, chance: float = 0.05) -> list[Cliq
     return [(int(i), int(j)) for i, j in places[order].tolist()]
 
 
-def joined(n: int, pairs: Sequence[Clique], largest: int) -> set[Clique]:
-    """The pairs, and all products within the groups that they form, as long as a group has at most `largest` bits."""
+def join_pairs(n: int, pairs: Sequence[Clique], largest: int) -> set[Clique]:
+    """The pairs, and all products within the groups that they form.
+
+    Args:
+        n: Number of bits.
+        pairs: In the order in which they are joined.
+        largest: Most bits of a group; a pair that would make a larger one joins nothing.
+    """
     group = {i: {i} for i in range(n)}
     for i, j in pairs:
         union = group[i] | group[j]
@@ -143,7 +193,15 @@ def joined(n: int, pairs: Sequence[Clique], largest: int) -> set[Clique]:
 
 
 def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:
-    """Groups of bits. ValueError for bits that do not exist, and groups whose products are too many."""
+    """Groups of bits, as lists.
+
+    Args:
+        cliques: What the caller gave.
+        n: Number of bits.
+
+    Raises:
+        ValueError: If a bit does not exist, or a group has more than 12 bits.
+    """
     found = []
     for clique in cliques:
         try:

@@ -17,7 +17,10 @@ ENUMERATED = 12  # bits of a component up to which its states are listed
 class Monomials:
     """T_k(s) = product of s_i over i in the k-th set, for signs s in {-1, +1}^n.
 
-    sets: in order of size.   index: (K, order), padded with n, where a column of ones is added.
+    Attributes:
+        n: Number of signs.
+        sets: In order of size.
+        index: The sets as rows (K, order), padded with n, where a column of ones is added.
     """
 
     n: int
@@ -26,7 +29,12 @@ class Monomials:
 
     @staticmethod
     def of(n: int, sets: Iterable[Clique]) -> Monomials:
-        """Distinct sets, singles first."""
+        """The products over distinct sets, single signs first.
+
+        Args:
+            n: Number of signs.
+            sets: Of the numbers of signs.
+        """
         chosen = tuple(sorted(set(sets), key=lambda s: (len(s), s)))
         order = max((len(s) for s in chosen), default=1)
         rows = [[*s, *[n] * (order - len(s))] for s in chosen]
@@ -34,7 +42,12 @@ class Monomials:
 
     @staticmethod
     def within(n: int, cliques: Iterable[Sequence[int]]) -> Monomials:
-        """All products within each clique, and every single bit."""
+        """All products within each clique, and every single sign.
+
+        Args:
+            n: Number of signs.
+            cliques: Groups of the numbers of signs.
+        """
         sets: set[Clique] = {(i,) for i in range(n)}
         for clique in cliques:
             members = sorted(set(clique))
@@ -45,25 +58,19 @@ class Monomials:
         return len(self.sets)
 
     def values(self, signs: Tensor) -> Tensor:
-        """T (N, K) of signs (N, n)."""
+        """T, shape (N, K).
+
+        Args:
+            signs: s, shape (N, n).
+        """
         padded = torch.cat([signs, torch.ones_like(signs[:, :1])], 1)
         found = padded[:, self.index[:, 0]]
         for column in range(1, self.index.shape[1]):
             found = found * padded[:, self.index[:, column]]
         return found
 
-    def moved(self, theta: Tensor, other: Monomials) -> Tensor:
-        """theta (K,) of this as coefficients of `other`; those of sets that it lacks are lost."""
-        place = {s: k for k, s in enumerate(self.sets)}
-        kept = [(k, place[s]) for k, s in enumerate(other.sets) if s in place]
-        found = torch.zeros(len(other), dtype=theta.dtype)
-        if kept:
-            mine, theirs = zip(*kept, strict=True)
-            found[list(mine)] = theta[list(theirs)]
-        return found
-
     def components(self) -> list[list[int]]:
-        """Groups of bits that no set joins."""
+        """Groups of signs that no set joins."""
         root = list(range(self.n))
 
         def find(i: int) -> int:
@@ -81,17 +88,24 @@ class Monomials:
         return list(groups.values())
 
 
-def draw(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator) -> Tensor:
+def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator) -> Tensor:
     """Signs (N, n) from p(s) ~ exp(theta T(s)).
 
-    Components of at most `ENUMERATED` bits are drawn exactly, from the list of their states; the others by Gibbs
-    sampling: `sweeps` over all their bits from the signs `start` (N, n), while theta is brought up from zero.
+    Components of at most `ENUMERATED` signs are drawn exactly, from the list of their states; the others by Gibbs
+    sampling, while theta is brought up from zero.
+
+    Args:
+        monomials: T.
+        theta: Shape (K,).
+        start: Signs at which Gibbs sampling starts, shape (N, n).
+        sweeps: Rounds of Gibbs sampling over all signs.
+        generator: Of the draws.
     """
     signs = start.clone()
     rest: list[int] = []
     for group in monomials.components():
         if len(group) <= ENUMERATED:
-            signs[:, group] = enumerated(monomials, theta, group, len(start), generator)
+            signs[:, group] = draw_from_list(monomials, theta, group, len(start), generator)
         else:
             rest += group
     own = {i: (monomials.index == i).any(1).nonzero().squeeze(1) for i in rest}
@@ -107,9 +121,19 @@ def draw(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, genera
     return padded[:, : monomials.n]
 
 
-def enumerated(monomials: Monomials, theta: Tensor, group: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Exact draws (count, len(group)) of one component."""
-    states = all_signs(len(group))
+def draw_from_list(
+    monomials: Monomials, theta: Tensor, group: list[int], count: int, generator: torch.Generator
+) -> Tensor:
+    """Exact draws (count, len(group)) of one component, from the list of its states.
+
+    Args:
+        monomials: T.
+        theta: Shape (K,).
+        group: The numbers of its signs.
+        count: How many draws.
+        generator: Of the draws.
+    """
+    states = list_signs(len(group))
     place = {i: k for k, i in enumerate(group)}
     own = [k for k, s in enumerate(monomials.sets) if s[0] in place]
     local = Monomials.of(len(group), [tuple(place[i] for i in monomials.sets[k]) for k in own])
@@ -119,7 +143,11 @@ def enumerated(monomials: Monomials, theta: Tensor, group: list[int], count: int
     return states[torch.multinomial(probabilities, count, replacement=True, generator=generator)]
 
 
-def all_signs(n: int) -> Tensor:
-    """The 2^n states as signs (2^n, n)."""
+def list_signs(n: int) -> Tensor:
+    """The 2^n states as signs, shape (2^n, n).
+
+    Args:
+        n: Number of signs.
+    """
     bits = (torch.arange(2**n).unsqueeze(1) >> torch.arange(n)) & 1
     return 2.0 * bits.to(torch.float64) - 1

@@ -1,4 +1,4 @@
-"""Objectives with noise: evaluated as often as the ranking of the candidates needs to mean something."""
+"""Objectives with noise: evaluated as often as a meaningful ranking of the candidates needs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import as_count
-from natgrad.applications.search.objective import Objective
+from natgrad.applications.search.black_box import BlackBox
 
 CHUNK = 4096  # rows handed to f at once
 
 
 @dataclass(frozen=True)
 class NoiseHandling:
-    """How often a noisy f is evaluated: Hansen et al. 2009, uncertainty handling for evolution strategies.
+    """How often a noisy f is evaluated: uncertainty handling for evolution strategies.
 
     In each generation some of the candidates are evaluated twice. If their places in the ranking differ by more than
-    chance would let them where the noise is harmless, the evaluations per point grow, else they shrink.
+    they would where the noise is harmless, the evaluations per point grow, else they shrink.
 
-    share: of the candidates, evaluated twice, at least two of them.   threshold: of the change of places, in (0, 1):
-    smaller means more evaluations.   growth: factor of the evaluations per point.   most: bound on them.
+    Args:
+        share: Of the candidates that are evaluated twice, in (0, 1]; at least two of them are.
+        threshold: Of the change of places, in (0, 1]; smaller means more evaluations.
+        growth: Factor by which the evaluations per point grow or shrink.
+        most: Bound on the evaluations per point; None for no bound.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    Reference:
+        Hansen et al. 2009.
     """
 
     share: float = 0.3
@@ -43,37 +52,44 @@ class NoiseHandling:
 
 
 class Repeated:
-    """f evaluated several times per point: `F = repeated(X)` are means, and how many it takes is adapted.
+    """f evaluated several times per point: `F = repeated(X)` are means, over as many evaluations as it takes.
 
-    Where `search.ask()` gives X, `search.tell(X, F)`. Evaluations that failed are left out of the means; a point at
-    which all did is infinitely bad.
+    For `search.tell(X, repeated(X))`. Evaluations that failed are left out of the means; a point at which all failed is
+    infinitely bad.
 
     Args:
-        f: Values (N,) of a batch (N, d), or the value of one point (d,); or an `Objective`.
-        handling: How.
-        vectorized: True if f takes batches, False if it takes a point, None to ask.
+        f: Values (N,) of a batch (N, d), or the value of one point (d,); or a `BlackBox`.
+        handling: How often; default `NoiseHandling()`.
+        vectorized: True if f takes batches, False if it takes a point, None to find out.
 
     Attributes:
-        evaluations: Per point, at present.
-        nfev: Calls of f so far.
         change: The last excess of the change of places over its limit.
+
+    Example:
+        >>> f = ng.applications.search.Repeated(lambda X: X.square().sum(1) + 0.1 * torch.randn(len(X)))
+        >>> search = ng.GaussianSearch([1.0, 1.0], 0.5, seed=0)
+        >>> for _ in range(50):
+        ...     X = search.ask()
+        ...     search.tell(X, f(X))
+        >>> f.nfev > 50 * search.popsize
+        True
     """
 
     def __init__(
         self,
-        f: Callable[[Tensor], Any] | Objective,
+        f: Callable[[Tensor], Any] | BlackBox,
         handling: NoiseHandling | None = None,
         *,
         vectorized: bool | None = None,
     ) -> None:
-        self.objective = f if isinstance(f, Objective) else Objective(f, vectorized)
+        self.objective = f if isinstance(f, BlackBox) else BlackBox(f, vectorized)
         self.handling = NoiseHandling() if handling is None else handling
         self.change = 0.0
         self._wanted = 1.0
 
     @property
     def nfev(self) -> int:
-        """Calls of f so far, each row of a batch being one."""
+        """Calls of f so far; each row of a batch is one."""
         return self.objective.nfev
 
     @property
@@ -82,12 +98,21 @@ class Repeated:
         return round(self._wanted)
 
     def cost(self, popsize: int) -> int:
-        """Evaluations that the next generation takes."""
-        return self.evaluations * (popsize + self._twice(popsize))
+        """Evaluations that the next generation takes.
+
+        Args:
+            popsize: Candidates per generation.
+        """
+        return self.evaluations * (popsize + self._count_repeated(popsize))
 
     def __call__(self, X: Tensor) -> Tensor:
+        """Means (popsize,) over the evaluations of each point, and the next number of these.
+
+        Args:
+            X: Candidates, shape (popsize, d).
+        """
         values = self.mean(X, self.evaluations)
-        twice = self._twice(len(X))
+        twice = self._count_repeated(len(X))
         again = self.mean(X[:twice], self.evaluations)
         self.change = rank_change(values, again, self.handling.threshold)
         growth = self.handling.growth if self.change > 0 else 1 / self.handling.growth
@@ -96,13 +121,18 @@ class Repeated:
         return torch.cat([(values[:twice] + again) / 2, values[twice:]])
 
     def mean(self, X: Tensor, count: int) -> Tensor:
-        """Means (N,) of `count` evaluations of each point, of those that have a value."""
+        """Means (N,) of `count` evaluations of each point, over those that have a value; infinity if none has.
+
+        Args:
+            X: Points, shape (N, d).
+            count: Evaluations per point.
+        """
         rows = X.repeat(count, 1)
         values = torch.cat([self.objective.evaluate(part) for part in rows.split(CHUNK)])
         means = values.reshape(count, len(X)).nanmean(0)
         return torch.where(means.isnan(), torch.inf, means)
 
-    def _twice(self, popsize: int) -> int:
+    def _count_repeated(self, popsize: int) -> int:
         return min(popsize, max(2, round(self.handling.share * popsize)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +140,11 @@ class Repeated:
         return {"wanted": self._wanted, "change": self.change, "objective": self.objective.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there.
+
+        Args:
+            state: From `state_dict`.
+        """
         self._wanted, self.change = state["wanted"], state["change"]
         self.objective.load_state_dict(state["objective"])
 
@@ -118,9 +152,16 @@ class Repeated:
 def rank_change(values: Tensor, again: Tensor, threshold: float) -> float:
     """Mean excess of the change of places between two evaluations; above zero, noise decides the ranking.
 
-    values: (N,), first evaluations.   again: (k,), second ones of the first k points. Both are ranked in one list of
-    N + k values; a point's change is the number of places between its two values, and its limit the
-    threshold-quantile / 2 of the changes that a random place would give. Hansen et al. 2009, table 1.
+    Both are ranked in one list of N + k values. A point's change is the number of places between its two values, and
+    its limit the threshold-quantile / 2 of the changes that a random place would give.
+
+    Args:
+        values: First evaluations, shape (N,).
+        again: Second evaluations of the first k points, shape (k,).
+        threshold: In (0, 1]; smaller allows less change.
+
+    Reference:
+        Hansen et al. 2009, table 1.
     """
     places = midranks(torch.cat([values, again]))
     first, second = places[: len(again)], places[len(values) :]
@@ -134,7 +175,11 @@ def rank_change(values: Tensor, again: Tensor, threshold: float) -> float:
 
 
 def midranks(values: Tensor) -> Tensor:
-    """Places (N,) from 1 in ascending order; equal values share the mean of theirs."""
+    """Places (N,) from 1 in ascending order; equal values get the mean of their places.
+
+    Args:
+        values: Shape (N,).
+    """
     below = (values < values.unsqueeze(1)).sum(1)
     upto = (values <= values.unsqueeze(1)).sum(1)
     return (below + upto + 1).to(torch.float64) / 2

@@ -14,9 +14,28 @@ class ProductSearch(Search):
     """Minimum over points whose columns belong to several searches, such as a Gaussian and a categorical one.
 
     The Fisher matrix of a product is block diagonal: its natural gradient is that of each part, all ranked by the same
-    values. Candidates are the parts' beside one another; all parts have one popsize. Parts that look at ranks fit
-    (`GaussianSearch`; `BernoulliSearch` and `CategoricalSearch` with `update=`): the regression of f on one part's
-    statistics takes what the others do for noise.
+    values. Candidates are those of the parts, side by side. Parts that use ranks fit (`GaussianSearch`;
+    `BernoulliSearch` and `CategoricalSearch` with `update=`). The regression of f on one part's statistics does not: it
+    takes what the other parts do for noise.
+
+    Args:
+        *parts: Searches with the same popsize.
+
+    Raises:
+        TypeError: If a part is no search, or there is none.
+        ValueError: If the popsizes differ.
+
+    Example:
+        >>> s = ng.applications.search
+        >>> numbers = ng.GaussianSearch([0.0, 0.0], 1.0, popsize=20, seed=0)
+        >>> bits = ng.BernoulliSearch(5, popsize=20, seed=0, update=s.PBIL(0.3))
+        >>> search = s.ProductSearch(numbers, bits)
+        >>> for _ in range(60):
+        ...     X = search.ask()
+        ...     z, b = search.split(X)
+        ...     search.tell(X, (z - 1).square().sum(1) - b.sum(1))
+        >>> search.best.fun < -4.99
+        True
     """
 
     def __init__(self, *parts: Search) -> None:
@@ -39,7 +58,11 @@ class ProductSearch(Search):
         return torch.cat([part.ask() for part in self.parts], 1)
 
     def split(self, X: Tensor) -> tuple[Tensor, ...]:
-        """The columns (..., d_k) of each part."""
+        """The columns of each part, (..., d_k).
+
+        Args:
+            X: Candidates, shape (..., d).
+        """
         return X.split(self._widths, -1)
 
     def stop(self) -> str | None:
@@ -51,7 +74,7 @@ class ProductSearch(Search):
         return torch.cat([part.centre() for part in self.parts])
 
     def measures(self) -> dict[str, float]:
-        """Those of the parts."""
+        """The measures of the parts."""
         return {name: value for part in self.parts for name, value in part.measures().items()}
 
     def state_dict(self) -> dict[str, Any]:

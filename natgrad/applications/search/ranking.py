@@ -1,4 +1,4 @@
-"""What a ranking is worth: weights of the candidates from best to worst, and of ties."""
+"""Weights of the candidates from best to worst, and of equal ones."""
 
 from __future__ import annotations
 
@@ -10,17 +10,32 @@ from torch import Tensor
 
 
 def default_popsize(d: int) -> int:
-    """4 + floor(3 ln d), Hansen's default."""
+    """4 + floor(3 ln d), Hansen's default.
+
+    Args:
+        d: Number of variables.
+    """
     return 4 + int(3 * math.log(d))
 
 
 def log_weights(popsize: int) -> Tensor:
-    """w'_i = ln((popsize + 1) / 2) - ln i, (popsize,), best first; the worse half is negative. Hansen 2016, eq. 49."""
+    """w'_i = ln((popsize + 1) / 2) - ln i, shape (popsize,), best first; the worse half is negative.
+
+    Args:
+        popsize: Candidates per generation.
+
+    Reference:
+        Hansen 2016, eq. 49.
+    """
     return math.log((popsize + 1) / 2) - torch.arange(1, popsize + 1, dtype=torch.float64).log()
 
 
-def effective(weights: Tensor) -> float:
-    """mu_eff = (sum |w|)^2 / sum w^2: how many equally weighted candidates are worth as much."""
+def effective_count(weights: Tensor) -> float:
+    """mu_eff = (sum |w|)^2 / sum w^2: how many equally weighted candidates are worth as much.
+
+    Args:
+        weights: Shape (popsize,).
+    """
     return float(weights.abs().sum().square() / weights.square().sum())
 
 
@@ -28,8 +43,9 @@ def effective(weights: Tensor) -> float:
 class Ranking:
     """The order of a batch of objective values, best first, and which of them are equal.
 
-    order: (popsize,) indices.   ties: (popsize,) for each place the number of its group of equal values, or None where
-    all values differ.
+    Attributes:
+        order: Indices of the candidates, best first, shape (popsize,).
+        ties: For each place the number of its group of equal values, shape (popsize,); None if all values differ.
     """
 
     order: Tensor
@@ -37,7 +53,11 @@ class Ranking:
 
     @staticmethod
     def of(values: Tensor) -> Ranking:
-        """Of objective values (popsize,), lower is better; NaN counts as infinitely bad."""
+        """The ranking of objective values.
+
+        Args:
+            values: Shape (popsize,); lower is better, NaN counts as infinitely bad.
+        """
         ordered, order = torch.sort(torch.where(values.isnan(), torch.inf, values), stable=True)
         new = ordered[1:] != ordered[:-1]
         if bool(new.all()):
@@ -46,11 +66,18 @@ class Ranking:
 
     @property
     def flat(self) -> bool:
-        """Whether all values are equal: a ranking without any information."""
+        """True if all values are equal: a ranking without any information."""
         return self.ties is not None and int(self.ties[-1]) == 0
 
     def share(self, weights: Tensor) -> Tensor:
-        """Weights by place (popsize,), those of equal values averaged: Ollivier et al. 2017, eq. 7."""
+        """Weights by place, with equal ones for equal values: their mean.
+
+        Args:
+            weights: By place, shape (popsize,).
+
+        Reference:
+            Ollivier et al. 2017, eq. 7.
+        """
         if self.ties is None:
             return weights
         groups = int(self.ties[-1]) + 1

@@ -13,10 +13,16 @@ SEARCHED = (1e-13, 1e-10, *RIDGES)  # smaller ridges: coefficients of one f may 
 
 
 def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-    """b_k t_k^2 / (1 + t_k^2) with t_k the coefficient b_k in units of its standard error, (K,).
+    """b_k t_k^2 / (1 + t_k^2) with t_k the coefficient b_k in units of its standard error, shape (K,).
 
-    What the draws hardly tell from noise hardly moves; where f lies in the span of T, the errors are zero. The error is
-    that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
+    A coefficient that hardly differs from noise hardly moves; where f lies in the span of T, the errors are zero. The
+    error is that of a regression whose statistics do not correlate: residual variance / (effective draws * Var T_k).
+
+    Args:
+        slope: b, with the share of f's variance that it explains.
+        statistics: T of the draws, shape (N, K).
+        values: f of the draws, shape (N,).
+        weights: Of the draws, shape (N,).
     """
     share = weights / weights.sum()
     spread = share @ (statistics - share @ statistics).square()
@@ -27,11 +33,14 @@ def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tens
     return slope.value * (size / (size + error).clamp(min=1e-300))
 
 
-def reuse(log_ratios: list[Tensor]) -> Tensor:
-    """Weights (N,) of draws from earlier distributions, from log p(x) - log q_g(x) by generation, up to constants.
+def weigh_past_draws(log_ratios: list[Tensor]) -> Tensor:
+    """Weights (N,) of draws from earlier distributions q_g, for expectations under the present p.
 
-    Within a generation they are normalised, so that no partition function is needed; a generation counts for its
+    Within a generation they are normalised, so that no partition function is needed. A generation counts for its
     effective number of draws.
+
+    Args:
+        log_ratios: log p(x) - log q_g(x) up to a constant, one tensor per generation.
     """
     parts = []
     for ratio in log_ratios:

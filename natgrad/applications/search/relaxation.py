@@ -1,4 +1,4 @@
-"""Search of finitely many points by the natural gradient of E_p[f] itself, f's values taken at their word."""
+"""Search of finitely many points by the natural gradient of E_p[f] itself: f counts by its values, not by ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.applications.search.base import Best, Search, new_generator
 from natgrad.applications.search.rank_weights import CGA, PBIL
 from natgrad.applications.search.ranking import Ranking
-from natgrad.applications.search.regression import SEARCHED, Slope, natural_slope, reuse, shrink_slope
+from natgrad.applications.search.regression import SEARCHED, Slope, natural_slope, shrink_slope, weigh_past_draws
 
 MORE = 1.2  # draws per statistic before the first step
 SAME = 20  # generations of equal values after which nothing more is expected
@@ -27,11 +27,18 @@ class Relaxation(Search):
     """An exponential family p(x) ~ exp(theta T(x)) over finitely many points, moved by the natural gradient of E_p[f].
 
     theta <- theta - rate b with the slope b of f on T over the draws so far, reweighted to the present p. The rate
-    gives the step the length 1/2 rate^2 Var(b T) = entropy exp(-6 (1 - explained)) nats, the entropy being that of the
-    uniform distribution: where T explains f, it goes for the minimum at once, where it explains half of it the step is
-    a twentieth of that. Nor is it longer than what a generation tells, popsize / statistics * explained / (1 -
-    explained) nats. Coefficients that may be noise are shrunk, and those that push a parameter beyond its limit do not
-    count in the length, so that light weights get their turn once the heavy ones are settled.
+    gives the step the length 1/2 rate^2 Var(b T) = entropy exp(-6 (1 - explained)) nats, where `explained` is the share
+    of f's variance that T explains. If T explains f, the step goes for the minimum at once; if it explains half of it,
+    the step is a twentieth of that. The step is never longer than what a generation tells, popsize / statistics *
+    explained / (1 - explained) nats. Coefficients that may be noise are shrunk. Those that push a parameter beyond its
+    limit do not count in the length, so that light weights move once the heavy ones are settled.
+
+    Args:
+        d: Number of variables.
+        statistics: Number of statistics K.
+        popsize: Candidates per generation.
+        seed: Of the search's own generator.
+        entropy: Of the uniform distribution, in nats.
     """
 
     entropy: float
@@ -51,10 +58,14 @@ class Relaxation(Search):
 
     @abstractmethod
     def statistics(self, points: Tensor) -> Tensor:
-        """T (N, K) of points (N, d)."""
+        """T, shape (N, K).
+
+        Args:
+            points: Shape (N, d).
+        """
 
     @abstractmethod
-    def _limited(self, theta: Tensor) -> Tensor:
+    def _limit_parameters(self, theta: Tensor) -> Tensor:
         """Parameters (K,) brought back to where no probability is too close to 0 or 1."""
 
     @property
@@ -81,34 +92,34 @@ class Relaxation(Search):
         return len(self.best.x)
 
     def _move(self, points: Tensor, values: Tensor) -> None:
-        self._watch(points, values)
+        self._count_equal_values(points, values)
         self._points = torch.cat([self._points, points])
         self._values = torch.cat([self._values, values])
         self._log_q = torch.cat([self._log_q, self.statistics(points) @ self.theta])
         self._born = torch.cat([self._born, torch.full((len(values),), self.nit)])
         self._update()
 
-    def _watch(self, points: Tensor, values: Tensor) -> None:
+    def _count_equal_values(self, points: Tensor, values: Tensor) -> None:
         self._same = self._same + 1 if bool((values == values[0]).all()) else 0
         self._collapsed = bool((points == points[0]).all())
 
     def _update(self) -> None:
         """One natural gradient step."""
         statistics = self.statistics(self._points)
-        if not self._enough(self._free()):
+        if not self._has_enough_draws(self._count_free()):
             return
         weights = self._weights(statistics)
-        values = scaled(bounded(self._values))
-        self.slope = self._exact(statistics, values) or natural_slope(
-            *merged(self._points, statistics, values, weights), ridges=SEARCHED
+        values = scale_to_unit_range(replace_infinite_values(self._values))
+        self.slope = self._rescale_exact_slope(statistics, values) or natural_slope(
+            *merge_repeated_points(self._points, statistics, values, weights), ridges=SEARCHED
         )
-        self.theta = self._stepped(statistics, values, weights, self.slope)
-        self._forget(statistics)
+        self.theta = self._take_step(statistics, values, weights, self.slope)
+        self._forget_light_draws(statistics)
 
-    def _exact(self, statistics: Tensor, values: Tensor) -> Slope | None:
+    def _rescale_exact_slope(self, statistics: Tensor, values: Tensor) -> Slope | None:
         """The last slope in the present unit, if it predicts every draw: f lies in the span, and it stays exact.
 
-        A new fit would know less: most draws from before the first step have been forgotten.
+        A new fit would know less, since most draws from before the first step have been forgotten.
         """
         if self.slope is None or len(self.slope.value) != statistics.shape[1]:
             return None
@@ -119,14 +130,14 @@ class Relaxation(Search):
             return None
         return Slope(unit * self.slope.value, self.slope.explained, self.slope.ridge)
 
-    def _free(self) -> int:
+    def _count_free(self) -> int:
         """How many of the statistics are independent."""
         return len(self.theta)
 
-    def _enough(self, count: int) -> bool:
-        """Whether the first, uniform draws are more than the statistics: below that the slope is not exact.
+    def _has_enough_draws(self, count: int) -> bool:
+        """True if the first, uniform draws are more than the statistics; otherwise the slope is not exact.
 
-        Steps on fewer were seen to concentrate on patterns that happened to be drawn, and to end there.
+        Steps on fewer draws were seen to concentrate on patterns that happened to be drawn, and to end there.
         """
         if self.slope is not None:
             return True
@@ -136,28 +147,30 @@ class Relaxation(Search):
     def _weights(self, statistics: Tensor) -> Tensor:
         log_ratio = statistics @ self.theta - self._log_q
         sizes = torch.unique_consecutive(self._born, return_counts=True)[1].tolist()
-        return reuse(list(log_ratio.split(sizes)))
+        return weigh_past_draws(list(log_ratio.split(sizes)))
 
-    def _stepped(self, statistics: Tensor, values: Tensor, weights: Tensor, slope: Slope) -> Tensor:
-        direction = self._free_of_limits(shrink_slope(slope, statistics, values, weights))
+    def _take_step(self, statistics: Tensor, values: Tensor, weights: Tensor, slope: Slope) -> Tensor:
+        direction = self._drop_limited(shrink_slope(slope, statistics, values, weights))
         share = weights / weights.sum()
         image = statistics @ direction
         variance = float(share @ (image - share @ image).square())
         if not variance > 0:
             return self.theta
-        return self._limited(self.theta - math.sqrt(2 * self._radius(slope.explained) / variance) * direction)
+        return self._limit_parameters(
+            self.theta - math.sqrt(2 * self._find_radius(slope.explained) / variance) * direction
+        )
 
-    def _radius(self, explained: float) -> float:
+    def _find_radius(self, explained: float) -> float:
         """Nats of a step; at least those at which nothing is explained, or symmetric functions would have no step."""
         left = 1 - min(1.0, max(0.0, explained))
-        told = NATS * self.popsize / self._free() * (1 - left) / max(left, 1e-12)
+        told = NATS * self.popsize / self._count_free() * (1 - left) / max(left, 1e-12)
         return self.entropy * min(math.exp(-6 * left), max(math.exp(-6), told / self.entropy))
 
-    def _free_of_limits(self, direction: Tensor) -> Tensor:
+    def _drop_limited(self, direction: Tensor) -> Tensor:
         """The direction without the parameters that it pushes against their limit: they would use up the step."""
         return direction
 
-    def _forget(self, statistics: Tensor) -> None:
+    def _forget_light_draws(self, statistics: Tensor) -> None:
         weights = self._weights(statistics)
         kept = (weights > KEPT * weights.max()) | (self._born == self.nit)
         self._points, self._values = self._points[kept], self._values[kept]
@@ -187,20 +200,36 @@ class Relaxation(Search):
         self.slope = None if state["slope"] is None else Slope(*state["slope"])
 
 
-def ranked_step(mean: Tensor, samples: Tensor, values: Tensor, update: PBIL | CGA, n: int) -> Tensor:
+def take_ranked_step(mean: Tensor, samples: Tensor, values: Tensor, update: PBIL | CGA, n: int) -> Tensor:
     """mean + sum_i w_i (T_i - mean), a natural gradient step on the expected weight of the rank.
 
-    In expectation coordinates.   mean: E_p[T], (K,).   samples: T (popsize, K).   values: (popsize,).   n: variables.
+    Args:
+        mean: The expectation coordinates E_p[T], shape (K,).
+        samples: T of the candidates, shape (popsize, K).
+        values: f of the candidates, shape (popsize,).
+        update: Says the weights w.
+        n: Number of variables.
     """
     ranking = Ranking.of(values)
     weights = ranking.share(update.weights(len(values), n))
     return mean + weights @ (samples[ranking.order] - mean)
 
 
-def merged(points: Tensor, statistics: Tensor, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def merge_repeated_points(
+    points: Tensor, statistics: Tensor, values: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """One row per distinct point, with the sum of its weights and the mean of its values.
 
     A point that was drawn twice would predict itself when one of the two is left out.
+
+    Args:
+        points: Shape (N, d).
+        statistics: T of the points, shape (N, K).
+        values: f of the points, shape (N,).
+        weights: Shape (N,).
+
+    Returns:
+        Statistics, values and weights of the distinct points.
     """
     distinct, place = torch.unique(points, dim=0, return_inverse=True)
     if len(distinct) == len(points):
@@ -213,15 +242,23 @@ def merged(points: Tensor, statistics: Tensor, values: Tensor, weights: Tensor) 
     return rows, mean, mass
 
 
-def scaled(values: Tensor) -> Tensor:
-    """Finite values (N,) brought to the range 0 to 1: what a search does does not depend on f's unit."""
+def scale_to_unit_range(values: Tensor) -> Tensor:
+    """Values brought to the range 0 to 1, so that a search does not depend on the unit of f.
+
+    Args:
+        values: Finite, shape (N,).
+    """
     values = values / values.abs().max().clamp(min=torch.finfo(values.dtype).tiny)  # differences of huge ones overflow
     least = values.min()
     return (values - least) / (values.max() - least).clamp(min=torch.finfo(values.dtype).tiny)
 
 
-def bounded(values: Tensor) -> Tensor:
-    """Infinitely bad values count as one standard deviation worse than the worst finite one."""
+def replace_infinite_values(values: Tensor) -> Tensor:
+    """Infinitely bad values replaced by one standard deviation above the worst finite one.
+
+    Args:
+        values: Shape (N,).
+    """
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return values

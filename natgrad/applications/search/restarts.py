@@ -10,9 +10,13 @@ from natgrad.applications.search.base import as_count
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a restarted search: its popsize, its sigma as a multiple of sigma0, and its budget (None: none).
+    """One run of a restarted search.
 
-    kind: `first`, `large` or `small`.
+    Args:
+        popsize: Candidates per generation.
+        shrink: Its sigma, as a multiple of sigma0.
+        budget: Most evaluations; None for no bound.
+        kind: `first`, `large` or `small`.
     """
 
     popsize: int
@@ -22,7 +26,11 @@ class Run:
 
 
 class Restarts(ABC):
-    """How often to start again, and with which populations."""
+    """How often to start again, and with which populations.
+
+    Attributes:
+        times: Number of restarts.
+    """
 
     times: int
 
@@ -30,13 +38,27 @@ class Restarts(ABC):
     def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
         """The next run, or None.
 
-        popsize: of the first run.   past: the runs so far, with the evaluations they took.   uniform: draws in [0, 1).
+        Args:
+            popsize: Of the first run.
+            past: The runs so far, each with the evaluations that it took.
+            uniform: Two draws in [0, 1).
         """
 
 
 @dataclass(frozen=True)
 class IPOP(Restarts):
-    """Each run has twice the population of the last: Auger and Hansen 2005.   times: restarts after the first run."""
+    """Restarts with growing populations: each run has `factor` times the population of the last.
+
+    Args:
+        times: Restarts after the first run.
+        factor: At least 1.
+
+    Raises:
+        ValueError: If a number is too small.
+
+    Reference:
+        Auger & Hansen 2005.
+    """
 
     times: int = 9
     factor: float = 2.0
@@ -54,10 +76,19 @@ class IPOP(Restarts):
 
 @dataclass(frozen=True)
 class BIPOP(Restarts):
-    """Large populations, doubled each time, and between them small ones with a small sigma: Hansen 2009.
+    """Restarts with large populations, doubled each time, and between them small ones with a small sigma.
 
-    times: restarts with a large population. A small run comes while all small ones took fewer evaluations than large
-    ones; its population is drawn between the default and half the last large one, its sigma down to a hundredth.
+    A small run comes while all small ones together took fewer evaluations than the large ones. Its population is drawn
+    between the default and half of the last large one, its sigma between a hundredth of sigma0 and sigma0.
+
+    Args:
+        times: Restarts with a large population.
+
+    Raises:
+        ValueError: If it is negative.
+
+    Reference:
+        Hansen 2009.
     """
 
     times: int = 9
@@ -80,7 +111,14 @@ class BIPOP(Restarts):
 
 
 def as_restarts(restarts: Restarts | int | str) -> Restarts:
-    """A number stands for that many restarts of `IPOP`, a name for the defaults of `IPOP` or `BIPOP`."""
+    """The restarts that a number or a name stands for.
+
+    Args:
+        restarts: A number for that many restarts of `IPOP`; "IPOP" or "BIPOP" for their defaults; or `Restarts`.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
     if isinstance(restarts, Restarts):
         return restarts
     named = {"ipop": IPOP, "bipop": BIPOP}

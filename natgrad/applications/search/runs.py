@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import Best, Search, new_generator
+from natgrad.applications.search.black_box import BlackBox
 from natgrad.applications.search.domain import as_bounds
 from natgrad.applications.search.gaussian import GaussianSearch
 from natgrad.applications.search.history import History
 from natgrad.applications.search.noise import Repeated
-from natgrad.applications.search.objective import Objective
 from natgrad.applications.search.restarts import Restarts, Run
 
 HOPELESS = 20  # generations without any value after which no more come
@@ -25,10 +25,15 @@ CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
 class SearchResult:
     """What a search found.
 
-    x: the best point (d,), or where f is noisy, the distribution's centre.   fun: its value, or the mean of values
-    there.   nfev, nit: evaluations and generations, all restarts together.   success: whether ftarget was reached, or
-    without one, whether the last run converged.   message: why it ended.   history: generation by generation.
-    failures: evaluations that gave no value, being NaN, no number at all, or an exception.
+    Attributes:
+        x: The best point, shape (d,); where f is noisy, the distribution's centre.
+        fun: Its value, or where f is noisy the mean of values there.
+        nfev: Evaluations, all restarts together.
+        nit: Generations, all restarts together.
+        success: True if ftarget was reached, or without one, if the last run converged.
+        message: Why it ended.
+        history: Generation by generation.
+        failures: Evaluations that gave no value: NaN, no number at all, or an exception.
     """
 
     x: Tensor
@@ -41,53 +46,83 @@ class SearchResult:
     failures: int = 0
 
 
-class Runs(ABC):
-    """Makes the search of each run."""
+class RunFactory(ABC):
+    """Builds the search of each run.
+
+    Attributes:
+        popsize: Candidates per generation of the first run.
+    """
 
     popsize: int
 
     @abstractmethod
-    def first(self) -> Search:
-        """The search to begin with."""
+    def build_first(self) -> Search:
+        """The search of the first run."""
 
     @abstractmethod
     def build(self, run: Run) -> Search:
-        """One of the same kind, whose state is loaded afterwards."""
+        """A search of the same kind, whose state is loaded afterwards.
+
+        Args:
+            run: The run that it belongs to.
+        """
 
     @abstractmethod
-    def following(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
-        """The next run, or None."""
+    def build_next(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
+        """The next run with its search, or None.
+
+        Args:
+            past: The runs so far, each with the evaluations that it took.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What the choice of restarts depends on."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there.
+
+        Args:
+            state: From `state_dict`.
+        """
 
 
-class GivenRuns(Runs):
-    """A search that was given, and others of its kind with the populations that `restarts` says."""
+class GivenRunFactory(RunFactory):
+    """Builds runs from a search that was given: first itself, then others of its kind.
+
+    Args:
+        search: Of the first run.
+        restarts: Says the populations.
+    """
 
     def __init__(self, search: Search, restarts: Restarts) -> None:
         self.search, self.popsize, self.restarts = search, search.popsize, restarts
         self._number = 0
 
-    def first(self) -> Search:
+    def build_first(self) -> Search:
         return self.search
 
     def build(self, run: Run) -> Search:
         return self.search if run.kind == "first" else self.search.renew(run.popsize, self._number)
 
-    def following(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
+    def build_next(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
         draws = torch.rand(2, generator=torch.Generator().manual_seed(len(past)), dtype=torch.float64).tolist()
         run = self.restarts.next(self.popsize, past, (draws[0], draws[1]))
         self._number = len(past)
         return None if run is None else (run, self.search.renew(run.popsize, self._number))
 
 
-class GaussianRuns(Runs):
-    """Gaussian searches with the populations that `restarts` says; they begin at x0, or anywhere in a finite box."""
+class GaussianRunFactory(RunFactory):
+    """Builds Gaussian searches that start at x0, or for restarts anywhere in a finite box.
+
+    Args:
+        x0: Shape (d,).
+        sigma0: A number or one standard deviation per variable (d,).
+        settings: Further keyword arguments of `GaussianSearch`.
+        restarts: Says the populations.
+        popsize: Of the first run.
+        seed: Of the first search, and of the seeds and starts of the others.
+    """
 
     def __init__(
         self, x0: Tensor, sigma0: Any, settings: dict[str, Any], restarts: Restarts, popsize: int, seed: int | None
@@ -96,25 +131,25 @@ class GaussianRuns(Runs):
         self.seed = seed
         self.generator = new_generator(seed, torch.device("cpu"))
 
-    def first(self) -> Search:
+    def build_first(self) -> Search:
         return self._search(self.popsize, 1.0, self.x0, self.seed)
 
     def build(self, run: Run) -> Search:
         return self._search(run.popsize, run.shrink, self.x0, 0)
 
-    def following(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
+    def build_next(self, past: list[tuple[Run, int]]) -> tuple[Run, Search] | None:
         draws = torch.rand(2, generator=self.generator, dtype=torch.float64).tolist()
         run = self.restarts.next(self.popsize, past, (draws[0], draws[1]))
         if run is None:
             return None
         seed = int(torch.randint(2**62, (), generator=self.generator))
-        return run, self._search(run.popsize, run.shrink, self._anywhere(), seed)
+        return run, self._search(run.popsize, run.shrink, self._draw_start(), seed)
 
     def _search(self, popsize: int, shrink: float, x0: Tensor, seed: int | None) -> GaussianSearch:
         sigma = torch.as_tensor(self.sigma0, dtype=torch.float64) * shrink
         return GaussianSearch(x0, sigma, popsize, seed, **self.settings)
 
-    def _anywhere(self) -> Tensor:
+    def _draw_start(self) -> Tensor:
         lower, upper = as_bounds(self.settings["bounds"], self.x0)
         share = torch.rand(len(self.x0), generator=self.generator, dtype=torch.float64).to(self.x0.device)
         place = lower + share * (upper - lower)
@@ -127,21 +162,27 @@ class GaussianRuns(Runs):
         self.generator.set_state(state["generator"])
 
 
-class Journey:
-    """The present run, those before it, and the best of all."""
+class SearchRuns:
+    """The present run, those before it, and the best point of all.
 
-    def __init__(self, runs: Runs, objective: Objective, repeated: Repeated | None) -> None:
-        self.runs, self.objective, self.repeated = runs, objective, repeated
+    Args:
+        factory: Builds the searches.
+        objective: f.
+        repeated: The same f evaluated several times per point, where it is noisy; else None.
+    """
+
+    def __init__(self, factory: RunFactory, objective: BlackBox, repeated: Repeated | None) -> None:
+        self.factory, self.objective, self.repeated = factory, objective, repeated
         self.history = History()
         self.past: list[tuple[Run, int]] = []
-        self.run, self.search = Run(runs.popsize, 1.0, None, "first"), runs.first()
+        self.run, self.search = Run(factory.popsize, 1.0, None, "first"), factory.build_first()
         self.best = Best(self.search.best.x, torch.inf, 0)
         self.nfev = self.nit = self._began = 0
         self._level = torch.inf  # what ftarget is compared with
         self._settled = Best(self.best.x, torch.inf, 0)  # where f is noisy: the best centre of the runs before
 
-    def generation(self) -> None:
-        """Ask, evaluate, tell, write down."""
+    def run_generation(self) -> None:
+        """Ask, evaluate, tell, and write the history."""
         points = self.search.ask()
         values = self.objective(points) if self.repeated is None else self.repeated(points)
         self.search.tell(points, values)
@@ -162,8 +203,13 @@ class Journey:
     def _noise_measures(self) -> dict[str, float]:
         return {} if self.repeated is None else {"evaluations": float(self.repeated.evaluations)}
 
-    def ending(self, ftarget: float | None, maxfevals: float | None) -> str | None:
-        """Why all runs are over, or None; starts the next run where the last one is over."""
+    def find_ending(self, ftarget: float | None, maxfevals: float | None) -> str | None:
+        """Why all runs are over, or None; starts the next run where the last one is over.
+
+        Args:
+            ftarget: Stop at a value as low; None for no target.
+            maxfevals: Bound on evaluations; None for no bound.
+        """
         if ftarget is not None and self._level <= ftarget:
             return f"ftarget: a value of {self._level:g}, at most {ftarget:g}, was found"
         if self.nit >= HOPELESS and (first := self.objective.hopeless):
@@ -192,7 +238,7 @@ class Journey:
     def _restart(self, why: str) -> str | None:
         """Begin the next run and return None, or say why there is none."""
         past = [*self.past, (self.run, self.nfev - self._began)]
-        following = self.runs.following(past)
+        following = self.factory.build_next(past)
         if following is None:
             return why
         self._settled = self._settle()
@@ -201,7 +247,7 @@ class Journey:
         return None
 
     def _settle(self) -> Best:
-        """The best centre of a run so far, where f is noisy; the mean of its values is no luck of one evaluation."""
+        """The best centre of a run so far, where f is noisy: a mean of values is not the luck of one evaluation."""
         if self.repeated is None or not self.nit:
             return self._settled
         x = self.search.centre()
@@ -209,7 +255,12 @@ class Journey:
         return min(self._settled, found, key=lambda best: best.fun)
 
     def result(self, message: str, ftarget: float | None) -> SearchResult:
-        """The result, with the reason for the end."""
+        """The result.
+
+        Args:
+            message: Why the search ended.
+            ftarget: The target, or None.
+        """
         best = self.best if self.repeated is None else self._settle()
         word = message.split(":")[0]
         success = word in CONVERGED if ftarget is None else self._level <= ftarget
@@ -222,34 +273,41 @@ class Journey:
             "search": self.search.state_dict(),
             "past": [(run.popsize, run.shrink, run.budget, run.kind, used) for run, used in self.past],
             "run": (self.run.popsize, self.run.shrink, self.run.budget, self.run.kind),
-            "counts": (self.nfev, self.nit, self.runs.popsize, self._began),
+            "counts": (self.nfev, self.nit, self.factory.popsize, self._began),
             "best": (self.best.x, self.best.fun, self.best.nfev),
             "level": self._level,
             "settled": (self._settled.x, self._settled.fun, self._settled.nfev),
-            "runs": self.runs.state_dict(),
+            "runs": self.factory.state_dict(),
             "objective": self.objective.state_dict(),
             "noise": None if self.repeated is None else self.repeated.state_dict(),
             "history": self.history.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. ValueError if it belongs to another problem."""
-        if state["best"][0].shape != self.best.x.shape or state["counts"][2] != self.runs.popsize:
+        """Continue from there.
+
+        Args:
+            state: From `state_dict`.
+
+        Raises:
+            ValueError: If it belongs to another problem.
+        """
+        if state["best"][0].shape != self.best.x.shape or state["counts"][2] != self.factory.popsize:
             raise ValueError(
                 f"the checkpoint is of a search with {len(state['best'][0])} variables and popsize "
-                f"{state['counts'][2]}, this one has {len(self.best.x)} and {self.runs.popsize}: choose another file"
+                f"{state['counts'][2]}, this one has {len(self.best.x)} and {self.factory.popsize}: choose another file"
             )
         if (state["noise"] is None) != (self.repeated is None):
             raise ValueError("the checkpoint differs in noise=: choose another file, or the same argument")
         self.past = [(Run(*entry[:4]), entry[4]) for entry in state["past"]]
         self.run = Run(*state["run"])
-        self.search = self.runs.build(self.run)
+        self.search = self.factory.build(self.run)
         self.search.load_state_dict(state["search"])
         self.nfev, self.nit, _, self._began = state["counts"]
         self.objective.load_state_dict(state["objective"])
         self.best, self._level = Best(*state["best"]), state["level"]
         self._settled = Best(*state["settled"])
-        self.runs.load_state_dict(state["runs"])
+        self.factory.load_state_dict(state["runs"])
         if self.repeated is not None:
             self.repeated.load_state_dict(state["noise"])
         self.history.load_state_dict(state["history"])

@@ -13,10 +13,15 @@ from natgrad.applications.search.model import State
 
 @dataclass(frozen=True)
 class Separable(Adaptation):
-    """Covariance matrix adaptation of d variances, Ros and Hansen 2008: time and memory linear in d.
+    """Covariance matrix adaptation of d variances: time and memory linear in d.
 
-    It learns (d + 2) / 3 times as fast as `Full`, and does not see that variables depend on one another.   rate:
-    multiplies its learning rates; variances stay positive for any.
+    It learns (d + 2) / 3 times as fast as `Full`, and does not see that variables depend on one another.
+
+    Args:
+        rate: Multiplies the learning rates; variances stay positive for any.
+
+    Reference:
+        Ros & Hansen 2008.
     """
 
     rate: float = 1.0

@@ -20,13 +20,18 @@ Edges = tuple[tuple[int, int], ...]
 class SparsePrecision(Adaptation):
     """Covariance matrix adaptation of a Gaussian Markov random field: x_i and x_j interact only along an edge.
 
-    The sub-model of the Gaussian with natural parameters zero off the graph. Its natural gradient in expectation
-    coordinates moves the second moments on the edges alone; the rest of the covariance follows from them, as the one
-    of greatest entropy. Once eliminating variables has added the edges that it needs, that is closed: each variable is
-    regressed on its later neighbours, x_i = B_i x_N(i) + sqrt(D_i) z.
+    The sub-model of the Gaussian whose natural parameters are zero off the graph. Its natural gradient in expectation
+    coordinates moves the second moments on the edges alone; the rest of the covariance follows from them, as the one of
+    greatest entropy. Once elimination of variables has added the edges that it needs, this has a closed form: each
+    variable is regressed on its later neighbours, x_i = B_i x_N(i) + sqrt(D_i) z. Memory and time grow with edges and
+    neighbourhoods, not with d^2.
 
-    edges: pairs of variables, such as ((0, 1), (1, 2)) for a chain.   rate: multiplies the learning rates, which are
-    the larger the fewer edges there are. Memory and time grow with edges and neighbourhoods, not with d^2.
+    Args:
+        edges: Pairs of variables, such as ((0, 1), (1, 2)) for a chain.
+        rate: Multiplies the learning rates, which are the larger the fewer edges there are.
+
+    Raises:
+        ValueError: If a pair is no pair of different variables numbered from 0.
     """
 
     edges: Edges
@@ -46,15 +51,15 @@ class SparsePrecision(Adaptation):
             raise ValueError(f"edges name variable {max(max(p) for p in self.edges)}, expected numbers below {d}")
 
     def statistics(self, d: int) -> int:
-        return d + sum(len(later) for _, later in elimination(self.edges, d))
+        return d + sum(len(later) for _, later in eliminate_variables(self.edges, d))
 
     def begin(self, mean: Tensor) -> State:
-        sizes = [rows.shape for rows in groups(self.edges, len(mean))]
+        sizes = [rows.shape for rows in group_by_neighbours(self.edges, len(mean))]
         blocks = [torch.eye(size, dtype=mean.dtype, device=mean.device).repeat(count, 1, 1) for count, size in sizes]
-        return {"blocks": blocks, **regressions(blocks)}
+        return {"blocks": blocks, **regress_blocks(blocks)}
 
     def steps(self, state: State, normals: Tensor) -> Tensor:
-        order = elimination(self.edges, normals.shape[1])
+        order = eliminate_variables(self.edges, normals.shape[1])
         columns: list[Tensor] = [normals] * len(order)
         scaled = torch.empty_like(normals)
         slopes: dict[int, Tensor] = {}
@@ -76,19 +81,23 @@ class SparsePrecision(Adaptation):
 
     def variances(self, state: State) -> Tensor:
         found = torch.empty_like(state["mean"])
-        for rows, blocks in zip(groups(self.edges, len(found)), state["blocks"], strict=True):
+        for rows, blocks in zip(group_by_neighbours(self.edges, len(found)), state["blocks"], strict=True):
             found[rows[:, 0]] = blocks[:, 0, 0]
         return found
 
     def reshape(self, state: State, keep: float, rows: Tensor, weights: Tensor) -> State:
         blocks = []
-        for members, block in zip(groups(self.edges, rows.shape[1]), state["blocks"], strict=True):
+        for members, block in zip(group_by_neighbours(self.edges, rows.shape[1]), state["blocks"], strict=True):
             part = rows[:, members].permute(1, 2, 0)  # (variables, size, k)
             blocks.append(torch.baddbmm(block, part * weights, part.mT, beta=keep))
-        return {"blocks": blocks, **regressions(blocks)}
+        return {"blocks": blocks, **regress_blocks(blocks)}
 
     def precision(self, state: State) -> Tensor:
-        """C^-1 (d, d), written out: zero off the graph and what elimination adds to it."""
+        """C^-1 (d, d), written out: zero off the graph and what elimination adds to it.
+
+        Args:
+            state: Of the search, `search.state`.
+        """
         d = len(state["mean"])
         white = self.whiten(
             state, torch.eye(d, dtype=state["mean"].dtype, device=state["mean"].device)
@@ -96,24 +105,35 @@ class SparsePrecision(Adaptation):
         return white @ white.mT
 
     def _parts(self, state: State, d: int) -> zip[tuple[Tensor, Tensor, Tensor]]:
-        return zip(groups(self.edges, d), state["slopes"], state["deviations"], strict=True)
+        return zip(group_by_neighbours(self.edges, d), state["slopes"], state["deviations"], strict=True)
 
 
-def regressions(blocks: list[Tensor]) -> State:
-    """Slopes B_i and deviations sqrt(D_i) of variables on their later neighbours, from the moments (count, s, s)."""
+def regress_blocks(blocks: list[Tensor]) -> State:
+    """Slopes B_i and deviations sqrt(D_i) of variables on their later neighbours.
+
+    Args:
+        blocks: Second moments of a variable and its later neighbours, shape (count, s, s) for each size s.
+
+    Returns:
+        The parts of the state: slopes and deviations.
+    """
     slopes, deviations = [], []
     for block in blocks:
-        slope = regress(block[:, 1:, 1:], block[:, 1:, 0])
+        slope = regress_on_neighbours(block[:, 1:, 1:], block[:, 1:, 0])
         rest = block[:, 0, 0] - (slope * block[:, 1:, 0]).sum(1)
         slopes.append(slope)
         deviations.append(torch.maximum(rest, 1e-14 * block[:, 0, 0]).sqrt())  # round-off
     return {"slopes": slopes, "deviations": deviations}
 
 
-def regress(moments: Tensor, cross: Tensor) -> Tensor:
-    """M^-1 c, for M (count, s, s) and c (count, s); neighbours that depend on one another share the slope.
+def regress_on_neighbours(moments: Tensor, cross: Tensor) -> Tensor:
+    """M^-1 c; neighbours that depend on one another share the slope.
 
     Solved for variables of deviation one, so that the units of the problem do not decide what is round-off.
+
+    Args:
+        moments: M, shape (count, s, s).
+        cross: c, shape (count, s).
     """
     if not cross.numel():
         return cross
@@ -124,17 +144,30 @@ def regress(moments: Tensor, cross: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def groups(edges: Edges, d: int) -> tuple[Tensor, ...]:
-    """Variables with equally many later neighbours: rows (count, size) of a variable and these, for batched algebra."""
+def group_by_neighbours(edges: Edges, d: int) -> tuple[Tensor, ...]:
+    """Variables with equally many later neighbours, for batched algebra.
+
+    Args:
+        edges: Pairs of variables.
+        d: Number of variables.
+
+    Returns:
+        Rows (count, size) of a variable and its later neighbours, one tensor per size.
+    """
     found: dict[int, list[list[int]]] = {}
-    for i, later in elimination(edges, d):
+    for i, later in eliminate_variables(edges, d):
         found.setdefault(len(later), []).append([i, *later])
     return tuple(torch.tensor(found[size]) for size in sorted(found))
 
 
 @lru_cache(maxsize=16)
-def elimination(edges: Edges, d: int) -> tuple[tuple[int, list[int]], ...]:
-    """Variables in the order of least degree, each with its neighbours that come later, edges added where needed."""
+def eliminate_variables(edges: Edges, d: int) -> tuple[tuple[int, list[int]], ...]:
+    """Variables in the order of least degree, each with its later neighbours, edges added where needed.
+
+    Args:
+        edges: Pairs of variables.
+        d: Number of variables.
+    """
     near: list[set[int]] = [set() for _ in range(d)]
     for i, j in edges:
         near[i].add(j)

@@ -1,4 +1,4 @@
-"""Points evaluated by an executor; those that a lost worker had are evaluated elsewhere."""
+"""Points evaluated by an executor; points that a lost worker had are evaluated elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ class Pool(Protocol):
     """What evaluates points elsewhere: an `Executor`, or a client of Dask, Ray or MPI with the same `submit`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Something with `result()`, which gives fn(*args) or raises what fn raised."""
+        """Something with `result()`, which gives fn(*args) or raises what fn raised.
+
+        Args:
+            fn: A function.
+            *args: Its arguments.
+        """
 
 
 class Workers:
@@ -52,11 +57,15 @@ class Workers:
         self._here = self._warned = False
 
     def evaluate(self, points: Sequence[Tensor]) -> list[Any]:
-        """What f gave at each point, or the exception in its place."""
+        """What f gave at each point, or the exception in its place.
+
+        Args:
+            points: One tensor each.
+        """
         if self._here:
             return [self._evaluate_here(point) for point in points]
         futures = [self._submit(point) for point in points]
-        found = [self._outcome(future) for future in futures]
+        found = [self._wait_for(future) for future in futures]
         lost = [k for k, outcome in enumerate(found) if isinstance(outcome, Lost)]
         if lost:
             self._warn(len(lost), found[lost[0]].error)
@@ -65,7 +74,7 @@ class Workers:
         return found
 
     def close(self) -> None:
-        """Shut down the pool that took the place of a broken one; the given one is its owner's."""
+        """Shut down the pool that replaced a broken one; the given one belongs to its owner."""
         if self._own is not None:
             self._own.shutdown(wait=False, cancel_futures=True)
             self._own = None
@@ -76,7 +85,7 @@ class Workers:
         except LOST as error:
             return Lost(error)
 
-    def _outcome(self, future: Any) -> Any:
+    def _wait_for(self, future: Any) -> Any:
         if isinstance(future, Lost):
             return future
         try:
@@ -90,9 +99,9 @@ class Workers:
             return error
 
     def _evaluate_elsewhere(self, point: Tensor, error: BaseException) -> Any:
-        if isinstance(error, BrokenProcessPool) and pickles(self.f):
+        if isinstance(error, BrokenProcessPool) and can_pickle(self.f):
             return self._evaluate_in_fresh_pool(point)
-        again = self._outcome(self._submit(point))
+        again = self._wait_for(self._submit(point))
         if not isinstance(again, Lost):
             return again
         if isinstance(again.error, TimeoutError):  # here it would take as long, and nobody would stop it
@@ -100,26 +109,26 @@ class Workers:
         return self._evaluate_here(point)
 
     def _evaluate_in_fresh_pool(self, point: Tensor) -> Any:
-        """The outcome in a pool that works, alone in it."""
-        if self._own is None or isinstance(self._outcome(self._own_submit(int)), Lost):
+        """The outcome in a pool that works, where the point is alone."""
+        if self._own is None or isinstance(self._wait_for(self._submit_to_fresh_pool(int)), Lost):
             self._replace()
         if self._own is None:
             return self._evaluate_here(point)
-        outcome = self._outcome(self._submit(point))
+        outcome = self._wait_for(self._submit(point))
         if isinstance(outcome, Lost):
             return RuntimeError(f"the process that evaluates this point dies: {outcome.error}")
         return outcome
 
     def _replace(self) -> None:
-        """A pool like the broken one; none where its processes cannot even receive f."""
+        """Start a pool like the broken one; none if its processes cannot even receive f."""
         self.close()
-        self._own = pool_like(self.executor)
+        self._own = copy_pool(self.executor)
         self.executor = self._own
-        if isinstance(self._outcome(self._own_submit(callable, self.f)), Lost):
+        if isinstance(self._wait_for(self._submit_to_fresh_pool(callable, self.f)), Lost):
             self.close()
             self._here = True
 
-    def _own_submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _submit_to_fresh_pool(self, function: Callable[..., Any], *arguments: Any) -> Any:
         assert self._own is not None
         try:
             return self._own.submit(function, *arguments)
@@ -144,20 +153,33 @@ class Workers:
 
 
 class Lost:
-    """In the place of an outcome: no word of f itself.   error: what the executor raised."""
+    """Stands for an outcome that is missing because the worker failed, not f.
+
+    Args:
+        error: What the executor raised.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 def is_own_timeout(future: Any, error: BaseException) -> bool:
-    """True if f raised the TimeoutError itself: the future is done then, and not merely waited for too long."""
+    """True if f raised the TimeoutError itself: the future is done then, and not merely waited for too long.
+
+    Args:
+        future: What `submit` gave.
+        error: What its `result` raised.
+    """
     done = getattr(future, "done", None)
     return isinstance(error, TimeoutError) and callable(done) and bool(done())
 
 
-def pool_like(executor: Any) -> ProcessPoolExecutor:
-    """A pool of as many processes, started in the same way if the broken one was of this class too."""
+def copy_pool(executor: Any) -> ProcessPoolExecutor:
+    """A pool of as many processes, started in the same way if the broken one was of this class too.
+
+    Args:
+        executor: The broken one.
+    """
     if not isinstance(executor, ProcessPoolExecutor):
         return ProcessPoolExecutor(getattr(executor, "_max_workers", None))
     return ProcessPoolExecutor(
@@ -168,8 +190,12 @@ def pool_like(executor: Any) -> ProcessPoolExecutor:
     )
 
 
-def pickles(f: Any) -> bool:
-    """True if f can be sent to another process."""
+def can_pickle(f: Any) -> bool:
+    """True if f can be sent to another process.
+
+    Args:
+        f: Any object.
+    """
     try:
         check_pickles(f)
     except TypeError:
@@ -178,7 +204,14 @@ def pickles(f: Any) -> bool:
 
 
 def check_pickles(f: Any) -> None:
-    """TypeError if f cannot be sent to another process."""
+    """Check that f can be sent to another process.
+
+    Args:
+        f: Any object.
+
+    Raises:
+        TypeError: If it cannot.
+    """
     try:
         pickle.dumps(f)
     except Exception:  # noqa: BLE001 objects raise what they like here
@@ -195,6 +228,10 @@ def has_argument(function: Callable[..., Any], name: str) -> bool:
     """True if the function has a parameter of that name.
 
     Dask's submit has `pure`: unless it is False, a point that was evaluated before gets its old value without a call.
+
+    Args:
+        function: Any.
+        name: Of the parameter.
     """
     try:
         return name in signature(function).parameters

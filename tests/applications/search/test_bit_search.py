@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import CGA, PBIL, BitSearch, CategoricalSearch, natural_slope
-from natgrad.applications.search.markov import joined, suspects
-from natgrad.applications.search.monomials import Monomials, all_signs, draw
-from natgrad.applications.search.regression import reuse, shrink_slope
+from natgrad.applications.search.markov import find_correlated_pairs, join_pairs
+from natgrad.applications.search.monomials import Monomials, draw_signs, list_signs
+from natgrad.applications.search.regression import shrink_slope, weigh_past_draws
 
 BLOCKS = [range(5 * i, 5 * i + 5) for i in range(4)]
 
@@ -47,7 +47,7 @@ def field(n: int, seed: int = 0) -> tuple[Monomials, Tensor]:
 def test_the_slope_is_the_fisher_matrix_s_solution():
     """Over all states, weighted by p: Cov(T, T)^-1 Cov(T, f), the covariances being derivatives of psi and E_p[f]."""
     monomials, theta = field(4)
-    states = all_signs(4)
+    states = list_signs(4)
     T = monomials.values(states)
     f = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     p = torch.softmax(T @ theta, 0)
@@ -86,13 +86,13 @@ def test_explained_is_the_error_at_draws_left_out(count: int):
 
 def test_reused_draws_have_the_means_of_the_present_distribution():
     monomials, theta = field(4)
-    states = all_signs(4)
+    states = list_signs(4)
     T = monomials.values(states)
     generator = torch.Generator().manual_seed(0)
     start = torch.ones(40_000, 4, dtype=torch.float64)
-    old = draw(monomials, 0.3 * theta, start, 5, generator)
-    older = draw(monomials, -0.2 * theta, start, 5, generator)
-    weights = reuse([monomials.values(old) @ (0.7 * theta), monomials.values(older) @ (1.2 * theta)])
+    old = draw_signs(monomials, 0.3 * theta, start, 5, generator)
+    older = draw_signs(monomials, -0.2 * theta, start, 5, generator)
+    weights = weigh_past_draws([monomials.values(old) @ (0.7 * theta), monomials.values(older) @ (1.2 * theta)])
     expected = torch.softmax(T @ theta, 0) @ T
     found = weights @ monomials.values(torch.cat([old, older]))
     assert_close(found, expected, atol=5 / 40_000**0.5, rtol=0)  # five standard errors of one generation
@@ -103,9 +103,9 @@ def test_draws_have_the_model_s_means(listed: int, monkeypatch: pytest.MonkeyPat
     """By the list of states, and by Gibbs sampling."""
     monkeypatch.setattr("natgrad.applications.search.monomials.ENUMERATED", listed)
     monomials, theta = field(5)
-    T = monomials.values(all_signs(5))
+    T = monomials.values(list_signs(5))
     start = torch.ones(20_000, 5, dtype=torch.float64)
-    signs = draw(monomials, theta, start, 20, torch.Generator().manual_seed(0))
+    signs = draw_signs(monomials, theta, start, 20, torch.Generator().manual_seed(0))
     assert_close(monomials.values(signs).mean(0), torch.softmax(T @ theta, 0) @ T, atol=5 / 20_000**0.5, rtol=0)
 
 
@@ -180,16 +180,16 @@ def test_a_cut_is_found_in_the_complete_pairwise_field():
     def cut(X: Tensor) -> Tensor:
         return -sum((X[:, i] - X[:, j]).abs() for i, j in edges)
 
-    best = float(cut((all_signs(10) + 1) / 2).min())
+    best = float(cut((list_signs(10) + 1) / 2).min())
     assert run(ng.MarkovSearch(10, combinations(range(10), 2), seed=0), cut, best, 300).best.fun == best
 
 
 def test_suspects_are_the_pairs_that_matter():
     signs = 2.0 * torch.randint(0, 2, (2000, 6), generator=torch.Generator().manual_seed(0)).double() - 1
     residual = signs[:, 0] * signs[:, 3] + 0.3 * signs[:, 1] * signs[:, 2] + signs[:, 4]
-    assert suspects(signs, residual) == [(0, 3), (1, 2)]
-    assert joined(6, [(0, 3), (1, 2), (2, 3)], largest=2) == {(0, 3), (1, 2), (2, 3)}
-    assert (0, 1, 2, 3) in joined(6, [(0, 3), (1, 2), (2, 3)], largest=4)
+    assert find_correlated_pairs(signs, residual) == [(0, 3), (1, 2)]
+    assert join_pairs(6, [(0, 3), (1, 2), (2, 3)], largest=2) == {(0, 3), (1, 2), (2, 3)}
+    assert (0, 1, 2, 3) in join_pairs(6, [(0, 3), (1, 2), (2, 3)], largest=4)
 
 
 @pytest.mark.parametrize("make", [lambda: ng.BernoulliSearch(6, seed=0), lambda: ng.MarkovSearch(6, seed=0)])

@@ -24,10 +24,10 @@ from natgrad.applications.search import (
     SparsePrecision,
     Tolerances,
 )
-from natgrad.applications.search.cma import constants
+from natgrad.applications.search.cma import adaptation_constants
 from natgrad.applications.search.domain import fold, unfold
-from natgrad.applications.search.sparse import elimination, groups
-from natgrad.applications.search.xnes import utilities
+from natgrad.applications.search.sparse import eliminate_variables, group_by_neighbours
+from natgrad.applications.search.xnes import rank_utilities
 
 
 def generations(search: ng.GaussianSearch, f, count: int) -> None:
@@ -40,7 +40,7 @@ def generations(search: ng.GaussianSearch, f, count: int) -> None:
 
 
 def test_weights_are_those_of_the_tutorial():
-    c = constants(10, 10, 55)
+    c = adaptation_constants(10, 10, 55)
     raw = [math.log(5.5) - math.log(i) for i in range(1, 11)]
     positive = [w / sum(w for w in raw if w > 0) for w in raw if w > 0]
     mueff = 1 / sum(w * w for w in positive)
@@ -58,7 +58,7 @@ def test_the_rank_mu_update_is_the_natural_gradient_in_mean_and_covariance():
     A = torch.randn(d, d, dtype=torch.float64)
     m, C = torch.randn(d, dtype=torch.float64), A @ A.T + torch.eye(d, dtype=torch.float64)
     x = torch.randn(popsize, d, dtype=torch.float64)
-    w = constants(d, popsize, 3).weights
+    w = adaptation_constants(d, popsize, 3).weights
     lower = torch.tril_indices(d, d)
 
     def log_p(theta: Tensor, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_one_generation_by_hand():
     X = search.ask()
     F = ellipsoid(X)
     search.tell(X, F)
-    c = constants(3, 6, 6)
+    c = adaptation_constants(3, 6, 6)
     y = (X[F.argsort()] - torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)) / 0.7
     step = c.recombination @ y
     path = math.sqrt(c.c_c * (2 - c.c_c) * c.mueff) * step
@@ -484,7 +484,7 @@ def test_xnes_is_the_natural_gradient_to_first_order():
     search.tell(X, F)
     C = 0.25 * shape @ shape.T
     y = X[F.argsort()] - torch.tensor([1.0, -1.0], dtype=torch.float64)
-    u = utilities(popsize)
+    u = rank_utilities(popsize)
     assert_close((search.mean - torch.tensor([1.0, -1.0])) / rate, u @ y, rtol=1e-6, atol=1e-6)
     moved = search.sigma**2 * search.state["shape"] @ search.state["shape"].T
     assert_close((moved - C) / rate, (y.T * u) @ y - u.sum() * C, rtol=1e-3, atol=1e-3)
@@ -495,7 +495,10 @@ def test_separable_is_the_diagonal_of_full():
     d = 3
     full = ng.GaussianSearch(torch.ones(d), 1.0, seed=0, model=Full(rate=(d + 2) / 3))
     diagonal = ng.GaussianSearch(
-        torch.ones(d), 1.0, seed=0, model=Separable(rate=constants(d, 7, 6, (d + 2) / 3).c_1 / constants(d, 7, 3).c_1)
+        torch.ones(d),
+        1.0,
+        seed=0,
+        model=Separable(rate=adaptation_constants(d, 7, 6, (d + 2) / 3).c_1 / adaptation_constants(d, 7, 3).c_1),
     )
     X = full.ask()
     assert torch.equal(X, diagonal.ask())
@@ -509,7 +512,7 @@ def test_a_complete_graph_is_the_full_covariance():
     edges = [(i, j) for i in range(d) for j in range(i)]
     search = ng.GaussianSearch(torch.ones(d), 1.0, seed=0, model=SparsePrecision(edges))
     generations(search, ellipsoid, 12)
-    first = groups(search.model.edges, d)[-1][0]  # the variable with all others as later neighbours
+    first = group_by_neighbours(search.model.edges, d)[-1][0]  # the variable with all others as later neighbours
     inverse = torch.linalg.inv(search.state["blocks"][-1][0])
     assert_close(search.model.precision(search.state)[first][:, first], inverse, rtol=1e-8, atol=1e-8)
 
@@ -523,13 +526,13 @@ def test_the_precision_of_a_chain_is_banded_and_keeps_its_moments():
     assert float(precision[far].abs().max()) < 1e-9 * float(precision.abs().max())
     covariance = torch.linalg.inv(precision)
     assert_close(covariance.diagonal(), search.model.variances(search.state), rtol=1e-6, atol=0)
-    for rows, blocks in zip(groups(search.model.edges, d), search.state["blocks"], strict=True):
+    for rows, blocks in zip(group_by_neighbours(search.model.edges, d), search.state["blocks"], strict=True):
         for row, block in zip(rows, blocks, strict=True):
             assert_close(covariance[row][:, row], block, rtol=1e-5, atol=1e-9)
 
 
 def test_elimination_makes_a_cycle_chordal():
-    order = elimination(CYCLE, 4)
+    order = eliminate_variables(CYCLE, 4)
     assert sum(len(later) for _, later in order) == 5  # four edges and one diagonal
 
 

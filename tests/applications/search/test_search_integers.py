@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import LowRank, Separable
-from natgrad.applications.search.integer_margin import with_margin
+from natgrad.applications.search.integer_margin import keep_integer_margin
 
 
 def phi(x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def test_other_integers_keep_their_chance():
     mean = torch.tensor([0.0, 0.3, 2.9, -0.49, 1.0], dtype=torch.float64)
     deviation = torch.tensor([1e-3, 0.1, 1e-9, 0.02, 3.0], dtype=torch.float64)
     far = torch.full_like(mean, math.inf)
-    m, s = with_margin(mean, deviation, -far, far, 0.01)
+    m, s = keep_integer_margin(mean, deviation, -far, far, 0.01)
     mode = mean.round()
     assert bool((phi((mode - 0.5 - m) / s) >= 0.005 - 1e-9).all())
     assert bool((phi((m - mode - 0.5) / s) >= 0.005 - 1e-9).all())
@@ -32,7 +32,7 @@ def test_other_integers_keep_their_chance():
 
 def test_at_a_bound_the_other_side_keeps_its_chance():
     mean, deviation = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.01, 0.01], dtype=torch.float64)
-    m, s = with_margin(mean, deviation, torch.zeros_like(mean), torch.ones_like(mean), 0.02)
+    m, s = keep_integer_margin(mean, deviation, torch.zeros_like(mean), torch.ones_like(mean), 0.02)
     assert_close(s, deviation)
     assert_close(phi((m[0] - 0.5) / s[0]), torch.tensor(0.02, dtype=torch.float64))
     assert_close(phi((0.5 - m[1]) / s[1]), torch.tensor(0.02, dtype=torch.float64))
@@ -116,7 +116,7 @@ def test_the_distribution_moves_by_the_integers_that_were_evaluated():
     search = ng.GaussianSearch([0.0, 0.2], 1.0, popsize=50, seed=0, integers=[0])
     X = search.ask()
     _, normals, steps = search._asked
-    z, y = search._rounded(X, normals, steps)
+    z, y = search._measure_rounded_steps(X, normals, steps)
     moved = X[:, 0] != 0
     assert bool(moved.any())
     assert_close(search.sigma * search.state["stretch"][0] * y[moved, 0], X[moved, 0])

@@ -1,4 +1,4 @@
-"""Evaluating a black box: in batches or one by one, here or elsewhere; what fails is a worst value, said once."""
+"""Evaluating a black box: in batches or one by one, here or in workers. Where f fails, its value is the worst."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.objective_values import NoNumberError, read_number, read_rows
+from natgrad.applications.search.black_box_values import NoNumberError, read_number, read_rows
 from natgrad.applications.search.workers import Pool as Pool
 from natgrad.applications.search.workers import Workers
 
@@ -21,31 +21,39 @@ ASKING = 4  # evaluations beyond a generation that finding out how f takes point
 
 @dataclass(frozen=True)
 class Reply:
-    """What one call gave: its values (k,), or why there are none."""
+    """What one call of f gave.
+
+    Attributes:
+        values: The values, shape (k,); None if there are none.
+        why: Why there are none.
+    """
 
     values: Tensor | None
     why: str = ""
 
 
-class Objective:
-    """F (popsize,) for X (popsize, d), whatever f does: counted, and infinitely bad where f has no value.
+class BlackBox:
+    """F (popsize,) for X (popsize, d), whatever f does: evaluations are counted, and failed ones are infinitely bad.
 
     A failed evaluation is one that gives NaN, None, a tuple, a string or another thing that is no number, an array of
-    the wrong shape, or an exception. It is counted, ranked last, and a warning says so once.
+    the wrong shape, or an exception. It is counted and ranked last, and one warning tells of the first.
 
-    Whether f takes batches is found out by asking where `vectorized` is None: f gets a batch of one point, then the
-    whole batch, and two of its rows must have the values that they have by themselves; otherwise f gets a point alone.
-    All of these calls count.
+    Where `vectorized` is None, it is found out how f takes points: f gets a batch of one point, then the whole batch,
+    and two of its rows must have the values that they have by themselves; otherwise f gets a point alone. All of these
+    calls count.
 
     Args:
         f: Values (popsize,) of a batch (popsize, d), or the value of one point (d,).
-        vectorized: True if f takes batches, False if it takes a point, None to ask.
+        vectorized: True if f takes batches, False if it takes a point, None to find out.
         executor: Points are submitted to it one by one, as batches of one if f takes batches.
 
     Attributes:
-        nfev: Calls of f, each row of a batch being one.
+        nfev: Calls of f; each row of a batch is one.
         failures: Evaluations without a value.
         limit: Bound on `nfev` for calls beyond the first at a point.
+
+    Raises:
+        TypeError: If f is no function, `vectorized` is no truth value, or the executor cannot submit.
     """
 
     def __init__(self, f: Function, vectorized: bool | None = None, executor: Pool | None = None) -> None:
@@ -65,12 +73,12 @@ class Objective:
 
     @property
     def asking(self) -> int:
-        """Evaluations that the next call takes beyond its points: those that find out how f takes them."""
+        """Evaluations that the next call takes beyond its points, in order to find out how f takes them."""
         return ASKING if self.vectorized is None else 0
 
     @property
     def hopeless(self) -> str | None:
-        """What the first failure was, if no evaluation had a value so far."""
+        """What the first failure was, if no evaluation had a value so far; else None."""
         return self._first if self.points and self.failures == self.points else None
 
     def __call__(self, points: Tensor) -> Tensor:
@@ -78,7 +86,11 @@ class Objective:
         return torch.where(values.isnan(), torch.inf, values)
 
     def evaluate(self, points: Tensor) -> Tensor:
-        """Values (popsize,), NaN where f has none."""
+        """Values (popsize,), NaN where f has none.
+
+        Args:
+            points: X, shape (popsize, d).
+        """
         if self.vectorized is None:
             values = self._find_out(points)
         elif self.vectorized and self.workers is None:
@@ -89,11 +101,13 @@ class Objective:
         self.points += len(points)
         self.failures += int(bad.sum())
         if bool(bad.any()):
-            self._note(f"f is NaN at {int(bad.sum())} of {len(points)} points, {points[bad][0].tolist()[:10]} first")
+            self._warn_once(
+                f"f is NaN at {int(bad.sum())} of {len(points)} points, {points[bad][0].tolist()[:10]} first"
+            )
         return values
 
     def close(self) -> None:
-        """Let go of what was started to evaluate points."""
+        """Release what was started to evaluate points."""
         if self.workers is not None:
             self.workers.close()
 
@@ -102,37 +116,37 @@ class Objective:
         reply = self._ask_batch(points)
         if reply.values is not None:
             return reply.values
-        self._note(reply.why)
+        self._warn_once(reply.why)
         return self._evaluate_each(points)  # the other points still have values
 
     def _evaluate_each(self, points: Tensor) -> Tensor:
         """One by one, as far as the limit allows."""
         count = int(min(len(points), max(0.0, self.limit - self.nfev)))
-        rows = [self._shaped(row) for row in points[:count]]
+        rows = [self._shape_row(row) for row in points[:count]]
         self.nfev += count
-        found = [read_reply(row, outcome) for row, outcome in zip(rows, self._outcomes(rows), strict=True)]
+        found = [read_reply(row, outcome) for row, outcome in zip(rows, self._evaluate_rows(rows), strict=True)]
         for reply in found:
             if reply.values is None:
-                self._note(reply.why)
+                self._warn_once(reply.why)
         values = [math.nan if reply.values is None else float(reply.values) for reply in found]
         values += [math.nan] * (len(points) - count)
         return torch.tensor(values, dtype=torch.float64, device=points.device)
 
-    def _shaped(self, row: Tensor) -> Tensor:
+    def _shape_row(self, row: Tensor) -> Tensor:
         return row.clone().unsqueeze(0) if self.vectorized else row.clone()
 
-    def _outcomes(self, rows: Sequence[Tensor]) -> list[Any]:
+    def _evaluate_rows(self, rows: Sequence[Tensor]) -> list[Any]:
         """What f gave for each, or the exception."""
-        return [call(self.f, row) for row in rows] if self.workers is None else self.workers.evaluate(rows)
+        return [call_function(self.f, row) for row in rows] if self.workers is None else self.workers.evaluate(rows)
 
     def _ask_batch(self, points: Tensor) -> Reply:
         """f on a whole batch, here; not counted."""
-        return read_reply(points, call(self.f, points.clone()))
+        return read_reply(points, call_function(self.f, points.clone()))
 
     # How f takes points.
 
     def _find_out(self, points: Tensor) -> Tensor:
-        """Values, found while asking until one point has an answer; NaN for those that have none."""
+        """Values (popsize,), found while asking until one point has an answer; NaN for the points that have none."""
         values = torch.full((len(points),), math.nan, dtype=torch.float64, device=points.device)
         middle = len(points) // 2  # the first row would hide a function of x - x[0]
         for k in [middle, *(i for i in range(len(points)) if i != middle)]:
@@ -144,7 +158,7 @@ class Objective:
         return values
 
     def _complete(self, points: Tensor, k: int, found: Tensor) -> Tensor:
-        """The values of all, where the answer gave those of all or that of point k."""
+        """The values of all points, where the answer gave those of all or that of point k."""
         if len(found) == len(points):
             return found
         rest = torch.cat([points[:k], points[k + 1 :]])
@@ -152,7 +166,7 @@ class Objective:
         return torch.cat([others[:k], found, others[k:]])
 
     def _ask_about(self, points: Tensor, k: int) -> Tensor | None:
-        """The values of all points or of point k, once `vectorized` is decided; None where f answers neither way."""
+        """The values of all points or of point k, once `vectorized` is decided; None if f answers neither way."""
         batch = self._ask_one(points[k : k + 1])
         whole = self._ask_whole(points) if batch.values is not None and self.workers is None else Reply(None)
         if batch.values is not None and whole.values is not None and self._agrees(whole.values, batch, points, k):
@@ -165,7 +179,7 @@ class Objective:
             return self._decide(True, whole.values)
         if batch.values is not None and (self.workers is not None or len(points) == 1):
             return self._decide(True, batch.values)
-        self._note(f"{alone.why} for a point (d,), and for a batch of one (1, d): {batch.why or whole.why}")
+        self._warn_once(f"{alone.why} for a point (d,), and for a batch of one (1, d): {batch.why or whole.why}")
         return None
 
     def _decide(self, vectorized: bool, values: Tensor) -> Tensor:
@@ -177,7 +191,7 @@ class Objective:
         """f at one point: as (d,), or as a batch of one (1, d)."""
         self.nfev += 1
         rows = [x.clone()]
-        return read_reply(rows[0], self._outcomes(rows)[0])
+        return read_reply(rows[0], self._evaluate_rows(rows)[0])
 
     def _ask_whole(self, points: Tensor) -> Reply:
         """f on the batch; a function of one point fails here or gives one value, in one call."""
@@ -194,7 +208,7 @@ class Objective:
     def _agrees(self, whole: Tensor, batch: Reply, points: Tensor, k: int) -> bool:
         """True if two rows have the values that f gives for them alone, up to round-off and noise.
 
-        Two, since one of them may be what f relates all others to, such as the row with the largest entry.
+        Two rows are tried, since f may relate all others to one of them, such as the row with the largest entry.
         """
         for row, asked in ((k, batch), ((k + 1) % len(points), None)):
             alone = self._ask_one(points[row : row + 1]) if asked is None else asked
@@ -206,7 +220,7 @@ class Objective:
 
     # What is said.
 
-    def _note(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         """Remember the first failure, and warn of it."""
         if not self._first:
             self._first = what
@@ -219,14 +233,23 @@ class Objective:
         return {"vectorized": self.vectorized, "counts": (self.nfev, self.failures, self.points), "first": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; what the caller says of f stays."""
+        """Continue from there; what the caller says of f is kept.
+
+        Args:
+            state: From `state_dict`.
+        """
         self.vectorized = state["vectorized"] if self.vectorized is None else self.vectorized
         self.nfev, self.failures, self.points = state["counts"]
         self._first = state["first"]
 
 
-def call(f: Function, x: Tensor) -> Any:
-    """What f gives, or the exception that it raises."""
+def call_function(f: Function, x: Tensor) -> Any:
+    """What f gives, or the exception that it raises.
+
+    Args:
+        f: Any function of one tensor.
+        x: A point (d,) or a batch (b, d).
+    """
     try:
         return f(x)
     except Exception as error:  # noqa: BLE001 a black box may raise anything
@@ -234,7 +257,12 @@ def call(f: Function, x: Tensor) -> Any:
 
 
 def read_reply(x: Tensor, outcome: Any) -> Reply:
-    """The values of a point (d,) or of a batch (b, d) from what f gave."""
+    """The values of a point or of a batch, from what f gave.
+
+    Args:
+        x: A point (d,) or a batch (b, d).
+        outcome: What f gave for it, or the exception that it raised.
+    """
     if isinstance(outcome, Exception):
         return Reply(None, f"f raised {type(outcome).__name__}: {outcome}")
     try:
@@ -246,7 +274,13 @@ def read_reply(x: Tensor, outcome: Any) -> Reply:
 
 
 def is_near(one: Tensor, other: Tensor, among: Tensor) -> bool:
-    """True if two values are equal up to what float32 and another order of sums change, or both are no number."""
+    """True if two values agree up to the changes by float32 and by another order of sums, or both are no number.
+
+    Args:
+        one: A value.
+        other: A value.
+        among: Values whose spread sets the scale, shape (k,).
+    """
     if not bool(torch.isfinite(one) & torch.isfinite(other)):
         return bool((one == other) | (one.isnan() & other.isnan()))
     finite = among[torch.isfinite(among)]

@@ -1,4 +1,4 @@
-"""What an objective gave, read as numbers: one for a point, one per row of a batch, or why there are none."""
+"""What a black box gave, read as numbers: one for a point, one per row of a batch, or why there are none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,15 @@ def read_rows(found: Any, points: Tensor) -> Tensor:
 
 
 def read_numbers(found: Any, name: str) -> Tensor:
-    """A float64 tensor of any shape. NoNumberError if nothing in it is a number."""
+    """A float64 tensor of any shape.
+
+    Args:
+        found: What f gave.
+        name: How the message calls it.
+
+    Raises:
+        NoNumberError: If nothing in it is a number.
+    """
     if isinstance(found, np.ndarray) and found.dtype == object:
         found = found.tolist()
     if isinstance(found, (list, tuple)):
@@ -76,7 +84,11 @@ def read_numbers(found: Any, name: str) -> Tensor:
 
 
 def read_entry(entry: Any) -> float:
-    """A float, NaN for what is none: None, a word, a pair."""
+    """A float, or NaN for what is no number: None, a word, a pair.
+
+    Args:
+        entry: Anything.
+    """
     if isinstance(entry, WORDS):
         return math.nan
     try:

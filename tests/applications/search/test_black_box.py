@@ -18,7 +18,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.search import CGA, PBIL, Repeated
-from natgrad.applications.search.objective import ASKING, Objective
+from natgrad.applications.search.black_box import ASKING, BlackBox
 
 
 def rosen(x: Any) -> Any:
@@ -77,9 +77,9 @@ def count_calls(f: Callable[[Any], Any]) -> tuple[Callable[[Tensor], Any], list[
     return counted, calls
 
 
-def asked(f: Callable[[Any], Any], b: int, d: int) -> tuple[Objective, Tensor, Tensor]:
+def asked(f: Callable[[Any], Any], b: int, d: int) -> tuple[BlackBox, Tensor, Tensor]:
     X = 0.5 * torch.randn(b, d, generator=torch.Generator().manual_seed(10 * b + d), dtype=torch.float64)
-    objective = Objective(f)
+    objective = BlackBox(f)
     return objective, X, objective(X)
 
 
@@ -120,7 +120,7 @@ def test_every_call_is_counted(name: str, d: int):
     """The calls that find out as well: to a function of one point each is one, to one of batches each row is one."""
     inner = (POINTS | BATCHES)[name]
     calls: list[Tensor] = []
-    objective = Objective(lambda x: (calls.append(x), inner(x))[1])
+    objective = BlackBox(lambda x: (calls.append(x), inner(x))[1])
     X = torch.randn(6, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for _ in range(3):
         objective(X)
@@ -143,7 +143,7 @@ def test_minimize_finds_the_minimum_of_a_function_of_one_point(d: int, popsize: 
 @pytest.mark.parametrize(("f", "vectorized"), [(POINTS["one coordinate"], False), (BATCHES["columns"], True)])
 def test_who_says_it_is_not_asked(f, vectorized: bool):
     calls: list[Tensor] = []
-    objective = Objective(lambda x: (calls.append(x), f(x))[1], vectorized)
+    objective = BlackBox(lambda x: (calls.append(x), f(x))[1], vectorized)
     objective(torch.ones(3, 3, dtype=torch.float64))
     assert [x.dim() for x in calls] == ([2] if vectorized else [1, 1, 1])
     assert objective.nfev == 3
@@ -160,7 +160,7 @@ def test_what_was_found_out_is_kept_in_a_checkpoint(tmp_path):
 
 def test_a_noisy_function_of_batches_stays_one():
     generator = torch.Generator().manual_seed(0)
-    objective = Objective(lambda X: X.square().sum(-1) + torch.randn(len(X), generator=generator))
+    objective = BlackBox(lambda X: X.square().sum(-1) + torch.randn(len(X), generator=generator))
     objective(torch.ones(5, 5, dtype=torch.float64))
     assert objective.vectorized is True
 
