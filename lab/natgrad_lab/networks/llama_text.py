@@ -1,0 +1,144 @@
+"""A small language model of Llama's blocks on Python's own documentation: RMSNorm, rotations, grouped queries, SwiGLU.
+
+The natural gradient in blocks per layer, with its defaults, beside Adam, Muon, SOAP and SGD, each tuned over a grid of
+the same size, on equal seconds of one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from natgrad_lab.experiments import contestants
+from natgrad_lab.experiments.base import Contestant, LabError, Race, Task
+from natgrad_lab.experiments.models import categorical_divergence, mistakes
+from natgrad_lab.networks.char_transformer import examples
+from natgrad_lab.networks.text import SYMBOLS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change."""
+
+    seconds: float = 20.0  # of training per run
+    steps: int | None = None  # an earlier end of every run
+    evaluations: int = 8  # at equal distances of time
+    looked_at: int = 500  # windows of the training and of the test text
+    tuning_seed: int = 100  # of the runs over the grids; the race has seeds 0, 1, 2 ...
+    threads: int | None = 1
+    device: str = "cpu"
+    methods: str = "structures"  # or names of contestants such as kfac,adam
+    layers: int = 2
+    width: int = 128
+    heads: int = 4  # of queries
+    groups: int = 2  # of keys and values: heads / groups queries share one
+    length: int = 64  # characters of a window
+    tied: bool = False  # whether the logits' matrix is the embedding's
+
+
+def tasks(settings: Settings) -> tuple[Task, ...]:
+    """One task: cross-entropy of the next character."""
+    tied = ", tied" if settings.tied else ""
+    return (
+        Task(
+            name="llama",
+            title=f"Next character, Llama of {settings.layers} layers, width {settings.width}{tied}",
+            model=lambda: Llama(
+                len(SYMBOLS), settings.width, settings.heads, settings.groups, settings.layers, settings.tied
+            ),
+            data=lambda: examples(settings.length),
+            criterion=nn.CrossEntropyLoss(),
+            unit="nats per character",
+            divergence=partial(categorical_divergence, dim=1),
+            error=partial(mistakes, dim=1),
+            contestants=contestants.select(settings.methods, among(), contestants.GROUPS),
+        ),
+    )
+
+
+def among() -> Mapping[str, Contestant]:
+    """The grids of `char_transformer`. Embeddings and logits are Adam's where Muon has the rest."""
+    grid = contestants.grid
+    return contestants.by_default(batch=32) | {
+        "adam": contestants.adam(grid(batch=(32,), lr=(3e-3, 0.01))),
+        "muon": contestants.muon(
+            grid(batch=(32,), lr=(0.02, 0.05), adam_lr=(3e-3,)), but=("symbol.weight", "head.weight")
+        ),
+        "soap": contestants.soap(grid(batch=(32,), lr=(0.01, 0.03))),
+        "sgd": contestants.sgd(grid(batch=(32,), lr=(0.1, 0.3))),
+    }
+
+
+class Llama(nn.Module):
+    """Characters (b, t) -> logits (b, symbols, t) of the ones that follow. Touvron et al. 2023."""
+
+    def __init__(self, symbols: int, width: int, heads: int, groups: int, layers: int, tied: bool) -> None:
+        super().__init__()
+        if width % (2 * heads) or heads % groups:
+            raise LabError(
+                f"width is {width}, heads {heads}, groups {groups}: expected heads that divide half the width, and "
+                "groups that divide the heads"
+            )
+        self.symbol = nn.Embedding(symbols, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, groups) for _ in range(layers)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, symbols, bias=False)
+        if tied:
+            nn.init.normal_(self.symbol.weight, std=width**-0.5)  # torch's own would make logits of size width^1/2
+            self.head.weight = self.symbol.weight
+
+    def forward(self, characters: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.symbol(characters)))).mT
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + SwiGLU(norm x), on (b, t, width), without biases."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key, self.value = (nn.Linear(width, groups * self.size, bias=False) for _ in range(2))
+        self.mixed = nn.Linear(width, width, bias=False)
+        inner = 8 * width // 3
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.mixed(self.attention(self.before(hidden)))
+        inside = self.between(hidden)
+        return hidden + self.down(functional.silu(self.gate(inside)) * self.up(inside))
+
+    def attention(self, inside: Tensor) -> Tensor:
+        """(b, t, width) -> (b, t, width): every place looks at itself and at those before it."""
+        query, key, value = (
+            layer(inside).unflatten(2, (many, self.size)).transpose(1, 2)  # (b, many, t, size)
+            for layer, many in ((self.query, self.heads), (self.key, self.groups), (self.value, self.groups))
+        )
+        shared = self.heads // self.groups
+        key, value = (part.repeat_interleave(shared, dim=1) for part in (rotate(key), value))
+        found = functional.scaled_dot_product_attention(rotate(query), key, value, is_causal=True)
+        return found.transpose(1, 2).flatten(2)
+
+
+def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
+    """Pairs of entries of x (b, heads, t, size) turned by angles that grow with the place. Su et al. 2021."""
+    half = x.shape[-1] // 2
+    speeds = base ** (-torch.arange(half, device=x.device, dtype=x.dtype) / half)
+    angles = torch.arange(x.shape[2], device=x.device, dtype=x.dtype)[:, None] * speeds
+    left, right = x[..., :half], x[..., half:]
+    return torch.cat([left * angles.cos() - right * angles.sin(), left * angles.sin() + right * angles.cos()], -1)
+
+
+RACE = Race(
+    "llama_text",
+    "A small Llama on Python's own documentation (a quarter of an hour on one core)",
+    Settings,
+    tasks,
+    title="A small Llama: the natural gradient beside Adam, Muon, SOAP and SGD",
+)
