@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from natgrad.lapack import all_finite, concrete, factor_or_nan, solve_or_nan
 
 NEWTON_STEPS = 100
+FLAT_HALVINGS = 3  # so near the maximum Newton's whole step is right, or round-off leaves nothing
 EXACT_STEPS = 3  # k steps from a solution have its derivatives up to the order 2^k - 1
 
 
@@ -99,35 +99,35 @@ def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
         Shape (b, n).
 
     Raises:
-        ValueError: If some row's gradient does not vanish.
+        ValueError: If some row's residual stays above what round-off leaves, or vanishes only on the domain's edge.
     """
-
-    def gain(at: Tensor) -> Tensor:
-        value = (at * eta).sum(1) - family.log_partition(at)
-        return torch.where(family.inside(at), value, -torch.inf).nan_to_num(nan=-torch.inf)
-
     if not len(eta):
         return theta  # none to find, and no largest residual
-    accuracy = 30 * torch.finfo(eta.dtype).eps
+    eps = torch.finfo(eta.dtype).eps
     left = eta.new_full((), torch.inf)
     for _ in range(NEWTON_STEPS):
-        residual = eta - family.expectation(theta)
+        residual, covariance = eta - family.expectation(theta), family.covariance(theta)
         left = (residual.abs() / (1 + eta.abs())).amax()
-        both = torch.stack([residual, accuracy * eta.abs()], dim=2)
-        step, doubt = torch.cholesky_solve(both, factor_or_nan(family.covariance(theta))).unbind(2)
+        factor = factor_or_nan(covariance)
+        both = torch.stack([residual, 30 * eps * eta.abs()], dim=2)
+        step, doubt = torch.cholesky_solve(both, factor).unbind(2)
         if not all_finite(step):
             break
         # on the edge the residual vanishes too, but theta runs off in steps of about one, or round-off decides on it
         width = 1 + theta.abs()
         steady = bool(((step.abs() <= 1e-3 * width) & (doubt.abs() <= 0.1 * width)).all())
-        if steady and left <= accuracy:
+        if steady and left <= 30 * eps:
             return theta
-        moved = halved(gain, theta, step)
-        if steady and left <= 1e3 * accuracy and torch.equal(moved, theta):
-            return theta  # round-off leaves no more
+        moved = search_line(family, eta, theta, step, (residual * step).sum(1), factor)
+        if torch.equal(moved, theta):
+            # theta rounded in its last digits moves the expectation by Cov(T) |theta| eps: no step gets below that
+            rounded = (covariance.abs() @ theta.abs().unsqueeze(2)).squeeze(2)
+            if steady and bool((residual.abs() <= 1e3 * eps * (30 * (1 + eta.abs()) + rounded)).all()):
+                return theta
+            break
         theta = moved
     else:
-        if left <= 1e3 * accuracy and steady:
+        if left <= 3e4 * eps and steady:
             return theta
     raise ValueError(
         f"eta is not reached: Newton's method left {float(left):.2g}; expected means of the statistics of {family!r} "
@@ -135,13 +135,39 @@ def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
     )
 
 
-def halved(gain: Callable[[Tensor], Tensor], theta: Tensor, step: Tensor) -> Tensor:
-    """theta + step / 2^k for every row, with the least k at which the gain does not fall."""
-    before, rate = gain(theta), torch.ones(len(theta), 1, dtype=theta.dtype, device=theta.device)
-    slack = 10 * torch.finfo(theta.dtype).eps * (1 + before.abs())
-    for _ in range(60):
-        worse = gain(theta + rate * step) < before - slack
-        if not bool(worse.any()):
+def search_line(family: Dual, eta: Tensor, theta: Tensor, step: Tensor, size: Tensor, factor: Tensor) -> Tensor:
+    """theta + step / 2^k for every row, with the least k at which the row gets better.
+
+    Better is a gain theta . eta - psi that does not fall. Near the maximum the gain is flat to round-off; there it is
+    a residual r that gets smaller, measured by r^T Cov(T)^-1 r.
+
+    Args:
+        family: Its psi, expectation and domain.
+        eta: The aim, shape (b, n).
+        theta: The point, inside the domain, shape (b, n).
+        step: Newton's, shape (b, n).
+        size: r^T Cov(T)^-1 r at theta, shape (b,): twice what the step should gain.
+        factor: Cholesky's of Cov(T) at theta, shape (b, n, n).
+    """
+
+    def gain(at: Tensor) -> Tensor:
+        return ((at * eta).sum(1) - family.log_partition(at)).nan_to_num(nan=-torch.inf)
+
+    terms = (theta * eta).abs().sum(1) + family.log_partition(theta).abs()
+    noise = 10 * torch.finfo(theta.dtype).eps * (1 + terms)
+    before, flat = gain(theta), size <= noise
+    rate = torch.ones(len(theta), 1, dtype=theta.dtype, device=theta.device)
+    for k in range(60):
+        trial = theta + rate * step
+        inside = family.inside(trial)
+        trial = torch.where(inside.unsqueeze(1), trial, theta)
+        worse = ~inside | (gain(trial) < before - noise)
+        if bool(flat.any()):
+            residual = (eta - family.expectation(trial)).unsqueeze(2)
+            after = (residual * torch.cholesky_solve(residual, factor)).sum((1, 2))
+            worse = torch.where(flat, ~inside | ~(after <= (1 - rate[:, 0] / 2) * size), worse)
+        stuck = worse & flat & (k >= FLAT_HALVINGS)
+        if not bool((worse & ~stuck).any()):
             break
         rate = torch.where(worse.unsqueeze(1), rate / 2, rate)
-    return theta + rate * step
+    return torch.where(worse.unsqueeze(1), theta, trial)

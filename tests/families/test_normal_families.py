@@ -287,3 +287,32 @@ def test_a_covariance_off_the_graph_is_completed():
     assert_close(found[kept], given[kept])
     assert_close(family.precision(theta)[0, 2], tensor(0.0))
     assert abs(float(found[0, 2]) - 0.5 * -0.4 / 1.5) < 1e-12  # conditional independence given the middle
+
+
+def chain_theta(size: float, seed: int) -> Tensor:
+    """A chain of three correlated variables, means of such a size."""
+    lower = torch.diag(0.3 + draw(3, seed=seed).abs()) + torch.diag(draw(2, seed=seed + 1), -1)
+    precision, mean = lower @ lower.mT, size * draw(3, seed=seed + 2)
+    full = MultivariateNormal(3).from_mean_covariance(mean, torch.linalg.inv(precision))
+    return full[CHAIN_FREE]
+
+
+CHAIN_FREE = [0, 1, 2, 3, 4, 5, 6, 8]
+CHAIN = SubModel(MultivariateNormal(3), CHAIN_FREE, base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("size", [10.0, 100.0])
+def test_newton_reaches_what_round_off_lets_it_reach(size):
+    """The gain is flat to round-off long before the residual is small: terms of 1e4 cancel to 1."""
+    theta = torch.stack([chain_theta(size, seed) for seed in range(0, 36, 3)])
+    error = ((CHAIN.natural(CHAIN.expectation(theta)) - theta).abs() / (1 + theta.abs())).amax(1)
+    assert bool((error <= 100 * torch.linalg.cond(CHAIN.covariance(theta)) * torch.finfo(F64).eps).all())
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_newton_refuses_moments_on_the_edge_and_beyond(size):
+    x = size * draw(3)
+    edge = CHAIN.statistics(x)  # one point: no spread
+    for eta in (edge, edge - 1e-6 * tensor([0.0, 0, 0, 1, 1, 1, 0, 0])):
+        with pytest.raises(ValueError, match="not reached"):
+            CHAIN.natural(eta)
