@@ -96,6 +96,10 @@ class Taps:
         self.paused = until_called
         return list(self.calls) if until_called else self.take()
 
+    def listens(self) -> bool:
+        """True if the pass under way is heard."""
+        return self.armed and not self.paused and not is_evaluating()
+
     def resume(self) -> None:
         """A new pass begins."""
         if self.paused:

@@ -23,6 +23,7 @@ from natgrad.layers.examples import (
 from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.moments import Seen, separate
 from natgrad.layers.passes import passes
+from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Place, Tap, Taps, reached, resume, tap
 from natgrad.layers.traced import Product, Traced, products, second_layers, traced_layers
 from natgrad.metrics import fisher
@@ -93,7 +94,9 @@ class Reader:
         self.refused: set[str] = set()
         self.readings, self.unsure = 0, False
         self.placed: dict[Any, tuple[int, list[Place | None]]] = {}
+        recurrent = {layer.module for layer in self.matrices if layer.module is not None}
         self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
+        self.handles += unroll_recurrence(recurrent, self.taps)
         self.arm(True)
 
     def arm(self, due: bool) -> None:

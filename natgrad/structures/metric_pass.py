@@ -15,6 +15,7 @@ from natgrad.layers.examples import Examples, find_examples, partitions, unplace
 from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen
 from natgrad.layers.passes import passes
+from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Tap, derivatives
 from natgrad.layers.traced import Product, Traced, matrices_of, products, second_layers, traced_layers
 from natgrad.metrics import Metric
@@ -92,6 +93,14 @@ def collect(
     )
 
 
+class Always:
+    """Listens to every pass."""
+
+    def listens(self) -> bool:
+        """True."""
+        return True
+
+
 def model_of(metric: Metric) -> Any:
     """The module or function behind a metric, if it has one."""
     return getattr(metric, "model", None)
@@ -136,7 +145,9 @@ def tapped(
         if output.requires_grad:
             taps.append(Tap.of(known[module], args[0], output))
 
+    listener = Always()
     handles = [module.register_forward_hook(hook) for module in known]
+    handles += unroll_recurrence((layer.module for layer in matrices if layer.module is not None), listener)
     try:
         at = metric.graph if isinstance(metric, ScoreMetric) else metric.at
         pullback = at(params, inputs, random=random)

@@ -303,16 +303,6 @@ def test_every_parameter_moves_and_a_checkpoint_goes_on(recipe: Callable[..., An
     assert opt.state_report().failures == 0
 
 
-def test_a_fused_recurrent_kernel_hides_its_products():
-    model = make("lstm, two layers")[0].float()  # oneDNN has one for float32, cuDNN for GPUs
-    opt = ng.kfac(model, CE)
-    losses = [float(iterate(opt, model, INPUTS.float(), LABELS)) for _ in range(15)]
-    kinds = {row.structure for row in opt.report() if row.parameter.startswith("inner")}
-    fused = torch.backends.mkldnn.is_available()
-    assert kinds == ({"Diagonal"} if fused else {"Kronecker"})
-    assert losses[-1] < losses[0]
-
-
 def test_autocast_reads_float32_factors():
     model = make("transformer")[0].float()
     opt = ng.kfac(model, CE)

@@ -1,0 +1,141 @@
+"""Recurrent modules in float32, which fused kernels hide: the same blocks as in float64, and no trace left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_blocks import assert_blocks
+from models import Case, assert_close, draw, reference_metric
+from optim_models import CE
+from pass_readings import iterate, readings
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import natgrad as ng
+
+X, LABELS = draw(4, 3, 4), torch.tensor([0, 2, 1, 1])
+FUSED = torch.backends.mkldnn.is_available()  # an LSTM in float32 is one node of the graph
+
+
+class Recurrent(nn.Module):
+    """A recurrent module over (b, t, 4), then the sum over positions and a linear layer."""
+
+    def __init__(self, build: Callable[..., Any], lengths: list[int] | None = None, **choices: Any) -> None:
+        super().__init__()
+        self.inner, self.lengths = build(4, 3, **choices), lengths
+        self.out = nn.Linear(choices.get("proj_size", 3) * (2 if choices.get("bidirectional") else 1), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, 4) -> (b, 3)."""
+        first = self.inner.batch_first
+        x = x if first else x.transpose(0, 1)
+        if self.lengths is not None:
+            x = pack_padded_sequence(x, torch.tensor(self.lengths), batch_first=first)
+        found = self.inner(x)[0]
+        if self.lengths is not None:
+            found = pad_packed_sequence(found, batch_first=first)[0]
+        return self.out(found.sum(1 if first else 0))
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "lstm, batch first": lambda: Recurrent(nn.LSTM, batch_first=True),
+    "lstm, two layers, both ways": lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True),
+    "lstm, no biases": lambda: Recurrent(nn.LSTM, bias=False),
+    "lstm, projected": lambda: Recurrent(nn.LSTM, proj_size=2),
+    "lstm, packed": lambda: Recurrent(nn.LSTM, [3, 3, 2, 1], batch_first=True),
+    "gru": lambda: Recurrent(nn.GRU, num_layers=2),
+    "rnn": lambda: Recurrent(nn.RNN, nonlinearity="relu", batch_first=True),
+}
+
+
+def make(name: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return CASES[name]().to(dtype)
+
+
+def kernels(tensor: Tensor) -> set[str]:
+    """The kinds of nodes in a graph."""
+    seen, stack = set(), [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return {node.name() for node in seen}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_single_precision_reads_what_double_precision_does(name: str):
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        model = make(name, dtype)
+        opt = ng.kfac(model, CE, estimate=ng.ExactLabels() if "packed" not in name else ng.Sampled())
+        found[dtype] = {seen.key: seen for seen in readings(opt, model, X.to(dtype), LABELS).layers}
+        if dtype is torch.float32:
+            iterate(opt, model, X.to(dtype), LABELS)
+            assert {row.structure for row in opt.report()} == {"Kronecker"}
+    assert found[torch.float32].keys() == found[torch.float64].keys()
+    for key, seen in found[torch.float64].items():
+        assert_close(found[torch.float32][key].activations.double(), seen.activations, 1e-5)
+        for delta, other in zip(found[torch.float32][key].deltas, seen.deltas, strict=True):
+            assert_close(delta.double(), other, 1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "packed" not in name])
+@pytest.mark.parametrize("build", [ng.Kronecker, ng.EigenKronecker])
+def test_blocks_of_one_example_at_one_position_are_the_fisher_s(build: Any, name: str):
+    case = Case(CASES[name], X[:1, :1])
+    model, params = case.make()
+    operator, _ = build(estimate=ng.ExactLabels()).update(None, ng.fisher(model, case.family), params, case.inputs)
+    assert_blocks(operator, reference_metric(case, model, params))
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "lstm, projected"])
+def test_a_metric_s_own_pass_reads_them_too(name: str):
+    model = make(name, torch.float32)
+    structure = ng.Kronecker(estimate=ng.ExactLabels())
+    _, memory = structure.update(None, ng.fisher(model, CE), ng.trainable(model), X.float())
+    assert {structure.kind_of(key, memory) for key in ng.trainable(model)} == {"Kronecker"}
+
+
+def test_only_passes_that_are_listened_to_do_without_the_fused_kernel():
+    model = make("lstm", torch.float32)
+    opt = ng.kfac(model, CE, update_every=10)
+    hidden = {"MkldnnRnnLayerBackward0"} if FUSED else set()
+    listened = model(X.float())
+    assert not hidden & kernels(listened)
+    opt.zero_grad()
+    opt.loss(listened, LABELS).backward()
+    opt.step()
+    opt._reader.arm(False)
+    assert kernels(model(X.float())) >= hidden
+    assert torch.backends.mkldnn.enabled
+    opt.detach()
+    assert kernels(model(X.float())) >= hidden
+
+
+def test_a_pass_that_fails_leaves_the_kernels_as_they_were():
+    model = make("lstm", torch.float32)
+    opt = ng.kfac(model, CE)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(3, 3, 7))
+    assert torch.backends.mkldnn.enabled
+    assert torch.backends.cudnn.enabled
+    iterate(opt, model, X.float(), LABELS)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copied_model_is_not_listened_to(copied: Any):
+    model = nn.LSTM(4, 3)
+    opt = ng.kfac(model, ng.Gaussian(), outputs=lambda out: out[0])
+    twin = copied(model)
+    found = twin(X.float())[0]
+    assert not FUSED or "MkldnnRnnLayerBackward0" in kernels(found)
+    assert_close(found.detach(), model(X.float())[0].detach(), 1e-5)
+    assert opt is not None
