@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from natgrad.applications.policy.images import channel_order
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.applications.policy.settings import CriticTraining
 from natgrad.linalg import all_finite
+from natgrad.optim.guarded_steps import guard_steps
 from natgrad.pure import run_detached
 
 
@@ -55,8 +57,20 @@ class Critic:
             return self.actor.value(states)
         return self.module(states.permute(self.order)).reshape(-1)
 
-    def fit(self, rollout: Rollout, generator: torch.Generator) -> float:
-        """Train on a rollout's returns. The mean squared error over the last epoch."""
+    def fit(self, rollout: Rollout, generator: torch.Generator) -> tuple[float, bool]:
+        """Train on a rollout's returns; all of it is taken back where a parameter would not be finite.
+
+        Args:
+            rollout: The batch.
+            generator: Of the order of its states.
+
+        Returns:
+            The mean squared error over the last epoch, and whether all was finite.
+        """
+        loss, stands = guard_steps(self.optimizer, lambda: self._pass_through(rollout, generator))
+        return loss, stands and math.isfinite(loss)
+
+    def _pass_through(self, rollout: Rollout, generator: torch.Generator) -> float:
         last = 0.0
         for _ in range(self.training.epochs):
             order = torch.randperm(len(rollout), generator=generator).to(rollout.states.device)

@@ -34,7 +34,9 @@ from natgrad.damping import as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
-from natgrad.pure import run_detached
+from natgrad.optim.accidents import Accidents
+from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
+from natgrad.pure import leaves, run_detached
 from natgrad.rules import Quadratic, Rule, Step
 from natgrad.spaces import Space
 from natgrad.structures import Exact
@@ -65,7 +67,7 @@ class PolicyLearner(ABC):
             self.batch = self.worlds.count * as_integer("n_steps", choices.steps, 1)
         self.structure, self.damping = self.natural_step.structure or Exact(), as_damping(self.natural_step.damping)
         self.head = head_for(self.worlds.action_space, head)
-        self.verbose = choices.verbose
+        self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
         self._build(policy, critic, groups["critic_training"], choices)
         self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed)
@@ -101,6 +103,11 @@ class PolicyLearner(ABC):
                 order = check_values(critic, example, probe_size(self.head))
         self.critic = Critic(critic, self.actor, set(self.params), training, order)
         self.metric = fisher(self.actor, self.head.family)
+
+    @property
+    def failures(self) -> int:
+        """Updates in which a number was not finite: policy or critic stayed as they were."""
+        return self.accidents.count
 
     @property
     @abstractmethod
@@ -142,12 +149,12 @@ class PolicyLearner(ABC):
 
     def _update(self) -> None:
         """One update, or none at all: whatever interrupts it, the state is as before."""
-        start, before = time.perf_counter(), deepcopy(self._state())
+        start, before = time.perf_counter(), deepcopy(write_parts(self._parts()))
         try:
             with evaluation(self.actor, self.critic.module):
                 row = self._advance()
         except BaseException:
-            self._restore(before)
+            read_parts(self._parts(), before, "an update")
             self.worlds.begin_anew()
             raise
         self.history.add({**row, "seconds": time.perf_counter() - start})
@@ -158,7 +165,9 @@ class PolicyLearner(ABC):
             Surrogate(self.actor, rollout, self.natural_step.entropy_weight), self._choose_metric_states(rollout)
         )
         self._amount = self.damping.update(self._amount, move.ratio)
-        explained, loss = rollout.explained_variance, self.critic.fit(rollout, self.generator)
+        explained = rollout.explained_variance
+        loss, fitted = self.critic.fit(rollout, self.generator)
+        self.accidents.meet(move.trouble or (None if fitted else "the critic, fitted to the returns, is not finite"))
         self.rollout = rollout
         self.steps, self.updates = self.steps + len(rollout), self.updates + 1
         entropy = float(self.head.entropy(rollout.rows).mean())
@@ -191,7 +200,9 @@ class PolicyLearner(ABC):
         if not all_finite(g):
             return propose_nothing(space, self._amount)
         params = {name: self.params[name] for name in gradient}
-        operator, self._memory = self.structure.update(self._memory, self.metric, params, states)
+        operator, memory = self.structure.update(self._memory, self.metric, params, states)
+        if all(map(all_finite, leaves(memory))):
+            self._memory = memory
         amount = self.damping.amount(self._amount, operator)
         solution = self.natural_step.solver.solve(operator, g, damping=amount)
         x, exact = solution.value, operator
@@ -320,55 +331,29 @@ class PolicyLearner(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What `save` writes."""
-        history = self.history.state_dict()
-        return {
-            "algorithm": type(self).__name__,
-            **self._state(),
-            "history": history,
-            "worlds": self.worlds.state_dict(),
-        }
+        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
+        return {"algorithm": type(self).__name__, **write_parts(parts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `load` reads."""
         if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
             came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
-        missing = sorted({*self._state(), "history", "worlds"} - state.keys())
-        if missing:
-            raise ValueError(f"the file lacks {missing}: a part of it was lost, or another version wrote it")
-        before = deepcopy(self._state())
-        try:
-            self._restore(state)
-        except Exception as error:  # nothing of another agent's state stays
-            self._restore(before)
-            raise ValueError(f"the file does not fit this agent: {error}") from error
-        self.history.load_state_dict(state["history"])
-        self.worlds.load_state_dict(state["worlds"])
+        parts = self._parts() | {"history": self.history, "worlds": self.worlds}
+        read_parts(parts, state, f"{type(self).__name__}.save()", optional={"accidents"})
 
-    def _state(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, Any]:
+        """What an update changes."""
         return {
-            "actor": self.actor.state_dict(),
-            "critic": self.critic.state_dict(),
-            "scale": self.scale.moments.state_dict(),
-            "reward_scale": self.reward_scale.state_dict(),
-            "generator": self.generator.get_state(),
-            "draws": self._draws.get_state(),
-            "predictions": self._predictions.get_state(),
-            "amount": self._amount,
-            "memory": self._memory,
-            "counts": (self.steps, self.updates, self._begun),
+            "actor": self.actor,
+            "critic": self.critic,
+            "scale": self.scale.moments,
+            "reward_scale": self.reward_scale,
+            "generator": self.generator,
+            "draws": self._draws,
+            "predictions": self._predictions,
+            "amount": Attributes(self, "_amount"),
+            "memory": Attributes(self, "_memory"),
+            "counts": Attributes(self, "steps", "updates", "_begun"),
+            "accidents": Attributes(self.accidents, "count", "in_a_row"),
         }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        try:
-            self.actor.load_state_dict(state["actor"])
-        except RuntimeError as error:
-            raise ValueError(f"the saved policy is another network: {error}") from error
-        self.critic.load_state_dict(state["critic"])
-        self.scale.moments.load_state_dict(state["scale"])
-        self.reward_scale.load_state_dict(state["reward_scale"])
-        generators = {"generator": self.generator, "draws": self._draws, "predictions": self._predictions}
-        for name, generator in generators.items():
-            generator.set_state(state[name].cpu())
-        self._amount, self._memory = state["amount"], state["memory"]
-        self.steps, self.updates, self._begun = state["counts"]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from natgrad.applications.policy.step_rules import leads_down
 from natgrad.applications.policy.surrogate import SurrogateLoss, Trial
-from natgrad.linalg import stays_finite
+from natgrad.linalg import all_finite, stays_finite
 from natgrad.operators import Diagonal
 from natgrad.rules import Quadratic, Rule, Step
-from natgrad.solvers import Solution
+from natgrad.solvers import Solution, Status
 from natgrad.spaces import Space
 
 
@@ -32,6 +32,7 @@ class Move:
         cg_steps: Products of the solver.
         damping: lambda of the solve.
         backtracks: Trials that were rejected.
+        trouble: What was not finite, so that the policy stays as it was; None where all was well.
     """
 
     accepted: bool
@@ -44,6 +45,7 @@ class Move:
     cg_steps: int
     damping: float
     backtracks: int
+    trouble: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,33 @@ def take_step(rule: Rule, proposal: Proposal, loss_at: SurrogateLoss) -> tuple[M
     """
     model = proposal.model
     step = rule.step(model, loss_at, {})[0] if leads_down(model) else model.nothing()
-    point = None
+    point, trouble = None, find_trouble(proposal)
     if bool(step.vector.any()):
         trial, point = loss_at.look_at(step.vector), loss_at.move(step.vector)
         if not trial.is_finite or not all(stays_finite(loss_at.params[name], p) for name, p in point.items()):
-            point = None
-    return point, describe_move(proposal, loss_at.trials, accepted=point is not None)
+            point, trouble = None, "the policy after the step is not finite"
+    elif loss_at.trials and not any(trial.is_finite for trial in loss_at.trials):
+        trouble = "the policy was not finite at any trial of the step"
+    return point, describe_move(proposal, loss_at.trials, accepted=point is not None, trouble=trouble)
 
 
-def describe_move(proposal: Proposal, trials: list[Trial], *, accepted: bool) -> Move:
+def find_trouble(proposal: Proposal) -> str | None:
+    """What is not finite in a proposal."""
+    if proposal.solution is None:
+        return "the gradient of the surrogate is not finite"
+    step = proposal.model.proposal
+    if proposal.solution.status is Status.NON_FINITE or not all_finite(step.vector):
+        return "the solver's step is not finite"
+    return None if all_finite(step.image) else "the metric along the step is not finite"
+
+
+def describe_move(proposal: Proposal, trials: list[Trial], *, accepted: bool, trouble: str | None) -> Move:
     """The record of the last trial, or of no move."""
     ratio = measure_ratio(proposal.model, trials[0]) if trials else math.nan
     steps = 0 if proposal.solution is None else proposal.solution.steps
     solved = proposal.residual, steps, proposal.model.damping
     if not accepted:
-        return Move(False, 0.0, 0.0, 0.0, 0.0, ratio, *solved, len(trials))
+        return Move(False, 0.0, 0.0, 0.0, 0.0, ratio, *solved, len(trials), trouble)
     gain, kl = predict(proposal.model, trials[-1].vector)
     return Move(True, trials[-1].kl, kl, trials[-1].gain, gain, ratio, *solved, len(trials) - 1)
 

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from natgrad.applications.policy.checks import as_integer, is_real, require_positive
 from natgrad.damping import Damping, LevenbergMarquardt, as_damping
+from natgrad.optim.accidents import Accidents, OnTrouble
 from natgrad.solvers import CG, Solver
 from natgrad.structures import Structure
 
@@ -63,6 +64,9 @@ class NaturalStep:
             default adapts to the ratios of real to predicted gain and of predicted to real KL.
         metric_batch: States that F is taken over; None for all.
         entropy_weight: Of an entropy bonus in the surrogate.
+        on_trouble: What an update does whose gradient, step, policy or critic is not finite. "skip": what is not finite
+            is left out and counted in `agent.failures`, with a warning at the fifth in a row and RuntimeError at the
+            25th; "raise": ValueError. Nothing that is not finite is written in either case.
 
     Raises:
         TypeError: For a solver or a structure of another kind.
@@ -74,6 +78,7 @@ class NaturalStep:
     damping: float | Damping = ADAPTIVE
     metric_batch: int | None = None
     entropy_weight: float = 0.0
+    on_trouble: OnTrouble = "skip"
 
     def __post_init__(self) -> None:
         if not isinstance(self.solver, Solver):
@@ -87,6 +92,7 @@ class NaturalStep:
             fix_integers(self, metric_batch=1)
         if not is_real(self.entropy_weight) or not math.isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight is {self.entropy_weight!r}, expected a finite number")
+        Accidents(self.on_trouble)
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class PolicySettings(TypedDict, total=False):
     damping: float | Damping
     metric_batch: int | None
     entropy_weight: float
+    on_trouble: OnTrouble
     critic_lr: float
     critic_epochs: int
     critic_batch: int

@@ -65,6 +65,7 @@ class TRPO(PolicyLearner):
             of real to predicted gain and of predicted to real KL.
         metric_batch: States that F is taken over; None for all.
         entropy_weight: Of an entropy bonus in the surrogate.
+        on_trouble: "skip" leaves out what is not finite and counts it in `agent.failures`; "raise" is a ValueError.
         critic_lr: Adam's learning rate on the critic.
         critic_epochs: Passes over a batch.
         critic_batch: States per step of Adam.
