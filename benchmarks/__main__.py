@@ -33,7 +33,17 @@ class Choices:
     """What the command line says."""
 
     repeats: int
-    seeds: range
+    seeds: range | None  # None: as many as the table usually takes
+    workloads: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    redo: tuple[str, ...] = ()
+    steps: int | None = None
+    seconds: float | None = None
+
+    @property
+    def searched(self) -> range:
+        """The seeds of searches."""
+        return self.seeds or range(10)
 
 
 def table(title: str, rows: Sequence[tuple[str, ...]], heads: tuple[str, ...]) -> None:
@@ -94,30 +104,30 @@ def learning_table(repeats: int) -> None:
 def search_functions(choices: Choices) -> None:
     from benchmarks import search  # needs cma, which no other table does
 
-    title = f"Evaluations to 1e-8, {said(choices.seeds)}"
-    stream(title, search.figures(choices.seeds), search.HEADS)
-    stream(f"{title}, XNES", search.natural_figures(choices.seeds), (*search.HEADS[:2], "cmaes.XNES"))
+    title = f"Evaluations to 1e-8, {said(choices.searched)}"
+    stream(title, search.figures(choices.searched), search.HEADS)
+    stream(f"{title}, XNES", search.natural_figures(choices.searched), (*search.HEADS[:2], "cmaes.XNES"))
 
 
 def search_bbob(choices: Choices) -> None:
     from benchmarks import search
 
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
-    title = f"BBOB to 1e-8 in 5-d and 20-d, {said(choices.seeds)}; f15 with BIPOP, others begun again where they end"
-    stream(title, search.bbob_figures(choices.seeds, cases), search.BBOB_HEADS)
+    title = f"BBOB to 1e-8 in 5-d and 20-d, {said(choices.searched)}; f15 with BIPOP, others begun again where they end"
+    stream(title, search.bbob_figures(choices.searched, cases), search.BBOB_HEADS)
 
 
 def search_bits(choices: Choices) -> None:
     from benchmarks import search_bits
 
-    stream(f"Bits and categories, {said(choices.seeds)}", search_bits.figures(choices.seeds), search_bits.HEADS)
+    stream(f"Bits and categories, {said(choices.searched)}", search_bits.figures(choices.searched), search_bits.HEADS)
 
 
 def search_noise(choices: Choices) -> None:
     from benchmarks import search_noise
 
-    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {said(choices.seeds)}"
-    stream(title, search_noise.figures(choices.seeds), search_noise.HEADS)
+    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {said(choices.searched)}"
+    stream(title, search_noise.figures(choices.searched), search_noise.HEADS)
 
 
 def search_cost(choices: Choices) -> None:
@@ -162,6 +172,29 @@ def wake_sleep_table(repeats: int) -> None:
     table(title, wake_sleep.report(cycles), wake_sleep.HEADS)
 
 
+def step_races(choices: Choices) -> None:
+    from rich.console import Console
+
+    from benchmarks import step
+    from natgrad_lab.data import DataError
+    from natgrad_lab.experiments import Interrupted, LabError
+
+    request = step.Request(
+        choices.workloads,
+        choices.methods or step.Request.methods,
+        choices.steps,
+        choices.seconds,
+        3 if choices.seeds is None else len(choices.seeds),
+        redo=choices.redo,
+    )
+    try:
+        step.carry_out(request, Console())
+    except Interrupted as error:
+        raise SystemExit("stopped; the same command goes on from here") from error
+    except (LabError, DataError) as error:
+        raise SystemExit(str(error)) from error
+
+
 TABLES: dict[str, Callable[[int], None]] = {
     "products": product_tables,
     "solves": solve_tables,
@@ -186,6 +219,14 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
 }
 
 
+RACES: dict[str, Callable[[Choices], None]] = {"step": step_races}  # hours: only where they are named
+
+
+def as_words(text: str) -> tuple[str, ...]:
+    """`char,vit` as two words."""
+    return tuple(text.split(","))
+
+
 def as_seeds(text: str) -> range:
     """`10` for 0 to 9, `10:30` for 10 to 29."""
     first, last = text.split(":") if ":" in text else ("0", text)
@@ -194,10 +235,16 @@ def as_seeds(text: str) -> range:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*TABLES, "search", *SEARCHES]
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(names)}; all by default; search is all search-...")
+    names = [*TABLES, "search", *SEARCHES, *RACES]
+    said = f"of {', '.join(names)}; all but step by default; search is all search-..."
+    parser.add_argument("tables", nargs="*", help=said)
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--seeds", type=as_seeds, default=range(10), help="of searches: 10, or 10:30")
+    parser.add_argument("--seeds", type=as_seeds, help="of searches: 10, or 10:30 [10]; of step: how many [3]")
+    parser.add_argument("--workloads", type=as_words, default=(), help="of step: char,vit [all]")
+    parser.add_argument("--methods", type=as_words, default=(), help="of step [kfac,adam,muon,soap,sgd]")
+    parser.add_argument("--redo", type=as_words, default=(), help="of step: whose finished runs are thrown away")
+    parser.add_argument("--steps", type=int, help="of step: one race of that many [each workload's own]")
+    parser.add_argument("--seconds", type=float, help="of step: one race of that many CPU seconds")
     parser.add_argument("--threads", type=int, default=1)
     choices = parser.parse_args()
     unknown = set(choices.tables) - set(names)
@@ -209,12 +256,21 @@ def main() -> None:
         f"torch {torch.__version__}, {choices.threads} thread(s), float32, CPU {platform.machine()}, medians of "
         f"{choices.repeats} interleaved repeats (quartiles of the paired ratios)"
     )
+    asked = Choices(
+        choices.repeats,
+        choices.seeds,
+        choices.workloads,
+        choices.methods,
+        choices.redo,
+        choices.steps,
+        choices.seconds,
+    )
     for name in choices.tables or [*TABLES, "search"]:
         if name in TABLES:
             TABLES[name](choices.repeats)
             continue
         for part in SEARCHES if name == "search" else [name]:
-            SEARCHES[part](Choices(choices.repeats, choices.seeds))
+            (SEARCHES | RACES)[part](asked)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,244 @@
+"""Races of `ng.kfac` with its defaults beside tuned peers on many networks: `python -m benchmarks step`.
+
+Every peer is tuned over five rates and more where the best is at their edge, on a seed of its own and for the whole
+length of the race; the rate with the lowest training loss at the end is then raced from three other seeds. Everybody's
+rate falls to zero along the same line. Races are of equal steps, or of equal CPU seconds of one thread, evaluations not
+counted. A race is a folder of JSON lines, one file per run: a command that was stopped goes on where it was, and other
+contestants may join later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.peers import BEYOND, PEERS, contestant
+from benchmarks.step_workloads import WORKLOADS
+from natgrad_lab.experiments import Contestant, Examples, Job, LabError, Race, Task, interruptible
+from natgrad_lab.experiments.base import plan
+from natgrad_lab.experiments.progress import Progress
+from natgrad_lab.experiments.race import Runner, choose, final_row, threads
+from natgrad_lab.experiments.records import Folder, Record
+from natgrad_lab.figures import save
+from natgrad_lab.report.plots import draw, plots
+from natgrad_lab.report.summary import result
+
+OURS = ("kfac",)
+HEADS = ("rate", "loss of the last batches", "training loss", "test loss", "steps", "seconds")
+LAST = 20  # batches that the first of the losses is a mean of
+TITLES = {"Muon and Adam": "Muon", "SGD-momentum": "SGD"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one race; its plan holds them, so that one folder never mixes two lengths."""
+
+    steps: int | None
+    seconds: float
+    looked_at: int
+    evaluations: int = 5
+    tuning_seed: int = 100
+    threads: int | None = 1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for. None and (): all that a workload has."""
+
+    workloads: tuple[str, ...] = ()
+    methods: tuple[str, ...] = (*OURS, "adam", "muon", "soap", "sgd")
+    steps: int | None = None
+    seconds: float | None = None
+    seeds: int = 3
+    out: Path = Path("runs/step")
+    redo: tuple[str, ...] = ()  # contestants whose finished runs are thrown away: natgrad's, after a change
+
+
+def races(request: Request) -> Iterator[tuple[str, Race, Settings]]:
+    """(folder's name, race, settings) of every race asked for. LabError for an unknown workload or method."""
+    for word in request.workloads:
+        check("workload", word, WORKLOADS)
+    for word in (*request.methods, *request.redo):
+        check("method", word, (*PEERS, *contestants_of_ours()))
+    for name in request.workloads or WORKLOADS:
+        workload = WORKLOADS[name]
+        for steps, seconds in lengths(request, workload.steps, workload.seconds):
+            title = f"{name}-{steps}-steps" if steps is not None else f"{name}-{seconds:g}-seconds"
+            settings = Settings(steps, seconds, workload.looked_at)
+            yield title, race_of(name, title), settings
+
+
+def lengths(request: Request, steps: Sequence[int], seconds: Sequence[float]) -> Sequence[tuple[int | None, float]]:
+    """(steps, seconds) of the races on one workload."""
+    if request.steps is None and request.seconds is None:
+        return [(many, math.inf) for many in steps] + [(None, length) for length in seconds]
+    asked = [] if request.steps is None else [(request.steps, math.inf)]
+    return asked + ([] if request.seconds is None else [(None, request.seconds)])
+
+
+def race_of(name: str, title: str) -> Race:
+    """The race on one workload, with all contestants there are: who takes part is asked for by name."""
+    workload = WORKLOADS[name]
+
+    def tasks(settings: Settings) -> tuple[Task, ...]:
+        among = tuple(
+            contestant(word, workload.batch, workload.rates.get(word), workload.but)
+            for word in (*contestants_of_ours(), *PEERS)
+        )
+        return (replace(workload.make(), name=name, contestants=among),)
+
+    return Race(title, f"{name} of the step's races", Settings, tasks)
+
+
+def contestants_of_ours() -> tuple[str, ...]:
+    """All that can be raced with their defaults."""
+    from natgrad_lab.experiments.contestants import FAMILY
+
+    return tuple(FAMILY)
+
+
+def carry_out(request: Request, console: Console) -> None:
+    """Run what is missing, race by race, and print each one's table and draw its pictures when it is there.
+
+    Interrupted where Ctrl-C was pressed: the same command goes on.
+    """
+    with interruptible() as stopped:
+        for title, race, settings in races(request):
+            folder = Folder(request.out / title)
+            (task,) = race.tasks(settings)
+            folder.settle(plan(race, (task,), settings))
+            throw_away(folder, task, request)
+            with Progress(Console(stderr=True)) as progress, threads(settings.threads):
+                run(Runner(folder, race, settings, progress, stopped), task, request)
+            show(folder, console)
+
+
+def named(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
+    """Contestants by the words of the command line."""
+    among = dict(zip((*contestants_of_ours(), *PEERS), task.contestants, strict=True))
+    return tuple(one for word, one in among.items() if word in words)
+
+
+def throw_away(folder: Folder, task: Task, request: Request) -> None:
+    """Delete the finished runs of those who are to run again."""
+    for one in named(task, request.redo):
+        for path in folder.records.glob(f"{task.name}.{one.slug}.*"):
+            path.unlink()
+
+
+def run(runner: Runner, task: Task, request: Request) -> None:
+    """Tune those who are tuned, then race everybody from every seed."""
+    asked = replace(task, contestants=named(task, request.methods))
+    many = sum((len(one.grid) - 2 * BEYOND if one.tuned else 0) + request.seeds for one in asked.contestants)
+    runner.watcher.planned({task.name: (many, runner.race.budget(runner.settings, task))})
+    pool = asked.data()
+    best = {one.name: tune(runner, asked, one, pool) if one.tuned else 0 for one in asked.contestants}
+    for seed in range(request.seeds):
+        for one in asked.contestants:
+            runner.carry_out(Job(asked, one, best[one.name], seed, "race"), pool)
+
+
+def tune(runner: Runner, task: Task, one: Contestant, pool: Examples) -> int:
+    """Index of the rate with the lowest training loss: among the five, and on beyond them while the edge is best."""
+    tried: dict[int, Record] = {}
+
+    def attempt(index: int) -> None:
+        tried[index] = runner.carry_out(Job(task, one, index, runner.settings.tuning_seed, "tune"), pool)
+
+    for index in range(BEYOND, len(one.grid) - BEYOND):
+        attempt(index)
+    while True:
+        best = choose([tried[index] for index in sorted(tried)])
+        further = {min(tried): min(tried) - 1, max(tried): max(tried) + 1}.get(best)
+        if further is None or not 0 <= further < len(one.grid):
+            return best
+        attempt(further)
+
+
+def show(folder: Folder, console: Console) -> None:
+    """Print the table of one race, from its records alone, and draw loss against steps and seconds beside them."""
+    records = folder.read_all()
+    console.print(
+        f"\n{folder.path.name}: {folder.plan()['tasks'][0]['title']}, {unit(folder)}", highlight=False, soft_wrap=True
+    )
+    rows = list(figures(records))
+    widths = [max(map(len, column)) for column in zip(("", *HEADS), *rows, strict=True)]
+    for row in [("", *HEADS), *rows]:
+        console.print(
+            "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)), highlight=False, soft_wrap=True
+        )
+    picture(folder, records)
+
+
+def unit(folder: Folder) -> str:
+    """What a loss is counted in."""
+    return folder.plan()["tasks"][0]["unit"]
+
+
+def figures(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
+    """Rows of HEADS, the lowest test loss first: medians over the seeds, lowest and highest behind them."""
+    raced: dict[str, list[Record]] = {}
+    for record in records:
+        if record.header["phase"] == "race":
+            raced.setdefault(record.header["contestant"], []).append(record)
+    tuned = {record.header["contestant"]: set[float]() for record in records if record.header["phase"] == "tune"}
+    for record in records:
+        if record.header["phase"] == "tune":
+            tuned[record.header["contestant"]].add(record.header["choice"]["lr"])
+    for name in sorted(raced, key=lambda name: median(number(r, "test_loss") for r in raced[name])):
+        runs = raced[name]
+        rate = runs[0].header["choice"].get("lr")
+        told = "defaults" if rate is None else f"{rate:g}"
+        if rate is not None and tuned.get(name) and rate in (min(tuned[name]), max(tuned[name])):
+            told += " (at the edge)"
+        columns = [
+            [last_batches(r) for r in runs],
+            *([number(r, n) for r in runs] for n in ("train_loss", "test_loss")),
+        ]
+        ends = (f"{median(r.end[key] for r in runs):.4g}" for key in ("steps", "seconds"))
+        yield (TITLES.get(name, name), told, *(spread(values) for values in columns), *ends)
+
+
+def last_batches(record: Record) -> float:
+    """The mean loss of the last batches, each before its step."""
+    losses = [row["loss"] for row in record.rows if row.get("loss") is not None][-LAST:]
+    return math.inf if record.end["end"] == "not finite" or not losses else sum(losses) / len(losses)
+
+
+def number(record: Record, name: str) -> float:
+    """A number at the end of the run, infinite where it broke down."""
+    value = final_row(record).get(name)
+    return math.inf if value is None or record.end["end"] == "not finite" else value
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median (lowest-highest)."""
+    return f"{median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
+
+
+def picture(folder: Folder, records: Sequence[Record]) -> None:
+    """plots/*.png and *.svg of those contestants that are there."""
+    task = folder.plan()["tasks"][0]
+    present = {record.header["contestant"] for record in records if record.header["phase"] == "race"}
+    there = {**task, "contestants": [one for one in task["contestants"] if one["name"] in present]}
+    found = result(there, records)
+    if found is None:
+        return
+    (folder.path / "plots").mkdir(exist_ok=True)
+    order = [one["name"] for one in there["contestants"]]
+    for plot in plots(found):
+        if plot.name in ("loss-steps", "loss-seconds", "test-seconds"):
+            save(draw(plot, found.entries, order), folder.path / "plots" / f"{found.name}-{plot.name}")
+
+
+def check(kind: str, word: str, known: Any) -> None:
+    """LabError for a word that nothing is named by."""
+    if word not in known:
+        raise LabError(f"{kind} {word!r} is not known, expected some of {', '.join(known)}")

@@ -1,0 +1,155 @@
+"""The networks of `python -m benchmarks step`: what is trained, on what, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from natgrad_lab.experiments import Examples, Task
+from natgrad_lab.experiments.models import categorical_divergence, gaussian_divergence, mistakes
+from natgrad_lab.networks import (
+    autoencoder,
+    char_transformer,
+    fashion_cnn,
+    llama_text,
+    survival,
+    vae_mnist,
+    vit_cifar,
+)
+from natgrad_lab.networks.scaled_blocks import scaled_data, scaled_net
+
+Rates = Mapping[str, tuple[float, ...]]
+# Of losses that are sums over the pixels of an image.
+SUMMED: Rates = {
+    "muon": (0.01, 0.02, 0.05, 0.1, 0.2),
+    "adam": (2e-4, 5e-4, 1e-3, 3e-3, 6e-3),
+    "adamw": (2e-4, 5e-4, 1e-3, 3e-3, 6e-3),
+    "sgd": (1e-4, 3e-4, 1e-3, 3e-3, 0.01),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A task and its budgets.
+
+    make(): the task; its own contestants are not looked at. but: matrices that are Adam's where Muon has the rest.
+    steps, seconds: the lengths of the races; those of seconds are on one thread. rates: a peer's own five.
+    """
+
+    make: Callable[[], Task]
+    batch: int
+    steps: tuple[int, ...]
+    seconds: tuple[float, ...] = ()
+    but: tuple[str, ...] = ()
+    rates: Rates = field(default_factory=dict)
+    looked_at: int = 500
+
+
+def characters(layers: int, width: int) -> Task:
+    return char_transformer.tasks(char_transformer.Settings(methods="adam", layers=layers, width=width))[0]
+
+
+def llama(tied: bool) -> Task:
+    return llama_text.tasks(llama_text.Settings(methods="adam", tied=tied))[0]
+
+
+def cifar(network: str) -> Task:
+    return vit_cifar.tasks(vit_cifar.Settings(methods="adam", networks=network))[0]
+
+
+def deep(data: str, start: str) -> Task:
+    return autoencoder.tasks(autoencoder.Settings(methods="adam", data=data, start=start))[0]
+
+
+def table(name: str, regression: bool, widths: tuple[int, ...], activation: type[nn.Module] = nn.Tanh) -> Task:
+    """A network on one of scikit-learn's tables, standardised; a fifth of the rows to test."""
+    return Task(
+        name=name,
+        title=f"{name}, {'-'.join(map(str, widths))}",
+        model=lambda: dense(widths, activation),
+        data=lambda: rows_of(name, regression),
+        criterion=nn.MSELoss() if regression else nn.CrossEntropyLoss(),
+        unit="squared error" if regression else "nats per row",
+        divergence=gaussian_divergence if regression else categorical_divergence,
+        error=None if regression else mistakes,
+        contestants=(),
+    )
+
+
+def dense(widths: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
+    """Linear layers as torch starts them, with an activation between them."""
+    return nn.Sequential(*[part for a, b in pairwise(widths) for part in (nn.Linear(a, b), activation())][:-1])
+
+
+def rows_of(name: str, regression: bool) -> Examples:
+    """A table by scikit-learn's name for it."""
+    from sklearn import datasets
+
+    x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+    x, y = torch.from_numpy(x).float(), torch.from_numpy(y)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y, cut = x[order], y[order], len(x) * 4 // 5
+    x = (x - x[:cut].mean(0)) / x[:cut].std(0).clamp(min=1e-6)
+    y = ((y - y[:cut].mean()) / y[:cut].std()).float().unsqueeze(1) if regression else y.long()
+    return Examples(x[:cut], y[:cut], x[cut:], y[cut:])
+
+
+def sigmoid() -> Task:
+    """Six layers of sigmoids on the digits: a plateau that plain gradients hardly leave."""
+    made = table("digits", False, (64, *[64] * 6, 10), nn.Sigmoid)
+    return replace(made, name="sigmoid", title="digits, six layers of sigmoids")
+
+
+def scaled(kind: str, gamma: float) -> Task:
+    """Blocks x + gamma f(norm(x))."""
+    dim = -1 if kind == "convolution" else 1
+
+    def data() -> Examples:
+        x, y = scaled_data(kind, 1280)
+        return Examples(x[:1024], y[:1024], x[1024:], y[1024:])
+
+    return Task(
+        name=f"{kind}-{gamma:g}",
+        title=f"blocks with a scale of {gamma:g}, {kind}",
+        model=lambda: scaled_net(kind, gamma),
+        data=data,
+        criterion=nn.CrossEntropyLoss(),
+        unit="nats per label",
+        divergence=partial(categorical_divergence, dim=dim),
+        error=partial(mistakes, dim=dim),
+        contestants=(),
+    )
+
+
+TEXT, LLAMA = ("symbol.weight", "place.weight", "head.weight"), ("symbol.weight", "head.weight")
+WORKLOADS: dict[str, Workload] = {
+    "char": Workload(lambda: characters(2, 128), 32, (200, 400), (30.0,), TEXT, looked_at=64),
+    "char-wide": Workload(lambda: characters(4, 192), 32, (200,), (), TEXT, looked_at=64),
+    "llama": Workload(lambda: llama(False), 32, (200,), (30.0,), LLAMA, looked_at=64),
+    "llama-tied": Workload(lambda: llama(True), 32, (200,), (), LLAMA, looked_at=64),
+    "fashion-cnn": Workload(
+        lambda: fashion_cnn.tasks(fashion_cnn.Settings(methods="adam"))[0], 128, (150, 600), (15.0,), ("9.weight",)
+    ),
+    "resnet": Workload(lambda: cifar("resnet"), 64, (150,), (60.0,), ("head.weight",), looked_at=250),
+    "vit": Workload(lambda: cifar("vit"), 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
+    "autoencoder": Workload(lambda: deep("mnist", "torch"), 500, (80,), (60.0,), rates=SUMMED),
+    "autoencoder-glorot": Workload(lambda: deep("mnist", "glorot"), 500, (80,), (60.0,), rates=SUMMED),
+    "curves": Workload(lambda: deep("curves", "torch"), 500, (80,), (30.0,), rates=SUMMED),
+    "digits-autoencoder": Workload(lambda: deep("digits", "torch"), 256, (200,), (), rates=SUMMED),
+    "vae": Workload(lambda: vae_mnist.tasks(vae_mnist.Settings(methods="adam"))[0], 128, (300,), (20.0,), rates=SUMMED),
+    "digits": Workload(lambda: table("digits", False, (64, 128, 128, 10)), 256, (100,), ()),
+    "wine": Workload(lambda: table("wine", False, (13, 32, 32, 3)), 64, (60,), ()),
+    "cancer": Workload(lambda: table("breast_cancer", False, (30, 32, 32, 2)), 64, (60,), ()),
+    "diabetes": Workload(lambda: table("diabetes", True, (10, 32, 32, 1)), 64, (60,), ()),
+    "sigmoid": Workload(sigmoid, 256, (300,), ()),
+    "survival": Workload(lambda: survival.tasks(survival.Settings(methods="adam"))[0], 128, (200,), (), ("4.weight",)),
+} | {
+    f"{name}-{gamma:g}": Workload(partial(scaled, kind, gamma), 64, (150,), (), but=("symbol.weight", "head.weight"))
+    for name, kind in (("convnext", "convolution"), ("eva", "attention"), ("mamba", "scan"))
+    for gamma in (1e-6, 1e-3, 1.0)
+}
