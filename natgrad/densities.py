@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.derivatives import exact_derivatives
+from natgrad.lapack import is_concrete
 from natgrad.layered_energies import chain_of
 from natgrad.linalg import all_finite
 from natgrad.pure import Call, PureModel, check_call, mixes_examples, run_detached
@@ -24,25 +24,65 @@ class Density(ABC):
     """log p(x; params) + constant over batches X (b, ...), N variables per example.
 
     One method to write; the others come from derivatives of it, and a model with closed forms overrides them.
+
+    Example:
+        >>> class Gaussian(ng.Density):
+        ...     def log_p(self, params, inputs):
+        ...         return -0.5 * (params["precision"] * inputs.square()).sum(1)
+        >>> X = torch.ones(2, 3)
+        >>> Gaussian().scores({"precision": torch.tensor([1.0, 2.0, 3.0])}, X)
+        tensor([[-1., -2., -3.],
+                [-1., -2., -3.]])
     """
 
     @abstractmethod
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
-        """log p of every example, shape (b,), without its constant."""
+        """log p of every example, without its constant.
+
+        Args:
+            params: Name -> tensor.
+            inputs: X, shape (b, ...).
+
+        Returns:
+            Shape (b,).
+        """
 
     def scores(self, params: Params, inputs: Tensor) -> Tensor:
-        """d log p / dx_i of every example, shape (b, N)."""
+        """d log p / dx_i of every example.
+
+        Args:
+            params: Name -> tensor.
+            inputs: X, shape (b, ...).
+
+        Returns:
+            Shape (b, N).
+        """
         with exact_derivatives():
             return torch.func.grad(lambda x: self.log_p(params, x).sum())(inputs).flatten(1)
 
     def curvatures(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-        """d^2 log p / dx_i^2 of every example for the variables in dims (default all), shape (b, len(dims))."""
+        """d^2 log p / dx_i^2 of every example.
+
+        Args:
+            params: Name -> tensor.
+            inputs: X, shape (b, ...).
+            dims: The variables i. None: all.
+
+        Returns:
+            Shape (b, len(dims)).
+        """
         return self.scores_and_curvatures(params, inputs, dims)[1]
 
     def scores_and_curvatures(
         self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Both, (b, N) and (b, len(dims)): one backward pass of the score per variable, all at once."""
+        """Scores (b, N) and curvatures (b, len(dims)): one backward pass of the score per variable, all at once.
+
+        Args:
+            params: Name -> tensor.
+            inputs: X, shape (b, ...).
+            dims: The variables i of the curvatures. None: all.
+        """
         scores, pull = vjp(lambda x: self.scores(params, x), inputs)
         chosen = torch.arange(scores.shape[1]) if dims is None else torch.as_tensor(dims)
         units = torch.eye(scores.shape[1], dtype=scores.dtype, device=scores.device)[chosen.to(scores.device)]
@@ -54,11 +94,28 @@ class Density(ABC):
         return scores, torch.func.vmap(second, randomness="same")(units).mT
 
     def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
-        """d score_i / d params, shape (b, N, K), params flat in their own order; None where no closed form is known."""
+        """d score_i / d params, params flat in their own order; None where no closed form is known.
+
+        Args:
+            params: Name -> tensor, K numbers in all.
+            inputs: X, shape (b, ...).
+
+        Returns:
+            Shape (b, N, K), or None.
+        """
         return None
 
     def ratios(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-        """log p(x) - log p(x with bit i flipped), x in {0, 1}, for the variables in dims (default all), (b, len)."""
+        """log p(x) - log p(x with bit i flipped), x in {0, 1}.
+
+        Args:
+            params: Name -> tensor.
+            inputs: X, shape (b, ...).
+            dims: The variables i. None: all.
+
+        Returns:
+            Shape (b, len(dims)).
+        """
         flat = inputs.flatten(1)
         chosen = torch.arange(flat.shape[1]) if dims is None else torch.as_tensor(dims)
         units = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device)[chosen.to(flat.device)]
@@ -70,12 +127,24 @@ class Density(ABC):
         return self.log_p(params, inputs).unsqueeze(1) - there.mT
 
     def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:
-        """d ratio_i / d params, (b, N, K), params flat in their own order; None where no closed form is known."""
+        """d ratio_i / d params, params flat in their own order; None where no closed form is known.
+
+        Args:
+            params: Name -> tensor, K numbers in all.
+            inputs: X, shape (b, ...).
+
+        Returns:
+            Shape (b, N, K), or None.
+        """
         return None
 
 
 class Plain(Density):
-    """A function log_p(params, x) of one example x (N,) with a scalar back."""
+    """A function log_p(params, x) of one example x (N,) with a scalar back.
+
+    Args:
+        function: The function.
+    """
 
     def __init__(self, function: LogP) -> None:
         self.function = function
@@ -95,7 +164,11 @@ class Plain(Density):
 
 
 class Energy(Density):
-    """A module that maps X (b, ...) to energies (b,) or (b, 1): log p(x) = -energy(x)."""
+    """A module that maps X (b, ...) to energies (b,) or (b, 1): log p(x) = -energy(x).
+
+    Args:
+        module: The module.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -103,7 +176,7 @@ class Energy(Density):
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
         with exact_derivatives():
             energies = PureModel(self.module, Call((inputs,)))(params)
-        return -energies_of(energies, len(inputs))
+        return -read_energies(energies, len(inputs))
 
     def scores_and_curvatures(
         self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None
@@ -115,7 +188,7 @@ class Energy(Density):
         return chain.scores_and_curvatures(params, inputs, dims)
 
 
-def energies_of(outputs: Any, count: int) -> Tensor:
+def read_energies(outputs: Any, count: int) -> Tensor:
     """An energy network's outputs as (b,). ValueError for another shape."""
     if not isinstance(outputs, Tensor) or outputs.shape not in ((count,), (count, 1)):
         came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -129,9 +202,19 @@ def energies_of(outputs: Any, count: int) -> Tensor:
 class Score(nn.Module):
     """x -> d log p / dx for an energy E(x), log p = -E: a module with the energy's parameters, (b, ...) -> (b, ...).
 
-    So that denoising score matching is a regression, and everything that trains one trains an energy:
-    `opt = ng.kfac(ng.Score(energy), nn.MSELoss())` and `loss = opt.loss(score(x + noise * z), -z / noise)`. The Fisher
-    metric of that Gaussian is the score metric.   energy: a module, (b, ...) -> (b,) or (b, 1).
+    With it denoising score matching is a regression, and everything that trains a regression trains an energy. The
+    Fisher metric of the Gaussian in the example is the score metric.
+
+    Args:
+        energy: A module, (b, ...) -> (b,) or (b, 1).
+
+    Example:
+        >>> energy = nn.Sequential(nn.Linear(2, 8), nn.Softplus(), nn.Linear(8, 1))
+        >>> score = ng.Score(energy)
+        >>> opt = ng.kfac(score, nn.MSELoss(), lr=0.1)
+        >>> x, z, noise = torch.randn(20, 2), torch.randn(20, 2), 0.1
+        >>> opt.loss(score(x + noise * z), -z / noise).backward()
+        >>> opt.step()
     """
 
     def __init__(self, energy: nn.Module) -> None:
@@ -141,7 +224,15 @@ class Score(nn.Module):
         self.energy = energy
 
     def forward(self, x: Tensor) -> Tensor:
-        if any(not settled(t) for t in (x, *self.energy.parameters())):  # inside torch.func
+        """d log p / dx.
+
+        Args:
+            x: Shape (b, ...).
+
+        Returns:
+            The shape of x.
+        """
+        if any(not is_concrete(t) for t in (x, *self.energy.parameters())):  # inside torch.func
             return torch.func.grad(lambda y: -self.energies(y).sum())(x)
         with torch.enable_grad():
             point = x if x.requires_grad else x.detach().requires_grad_()
@@ -150,9 +241,16 @@ class Score(nn.Module):
         return found if torch.is_grad_enabled() else found.detach()
 
     def energies(self, x: Tensor) -> Tensor:
-        """E of every example, (b,)."""
+        """E of every example.
+
+        Args:
+            x: Shape (b, ...).
+
+        Returns:
+            Shape (b,).
+        """
         with exact_derivatives():
-            return energies_of(self.energy(x), len(x))
+            return read_energies(self.energy(x), len(x))
 
 
 def vjp(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
@@ -162,7 +260,14 @@ def vjp(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Calla
 
 
 def as_density(log_p: Density | nn.Module | LogP) -> Density:
-    """A function log_p(params, x), an `nn.Module` of energies, or a `Density` as it is. TypeError for anything else."""
+    """A function log_p(params, x), an `nn.Module` of energies, or a `Density` as it is.
+
+    Args:
+        log_p: Any of these.
+
+    Raises:
+        TypeError: For anything else.
+    """
     if isinstance(log_p, Density):
         return log_p
     if isinstance(log_p, nn.Module):
@@ -193,13 +298,13 @@ def check_density(density: Density, params: Params, inputs: Any) -> Tensor:
             )
     else:
         check_call(density.log_p, Call((inputs,)), params)
-    if settled(inputs) and not all_finite(inputs):
+    if is_concrete(inputs) and not all_finite(inputs):
         raise ValueError("X holds a NaN or an infinity; remove these examples first, or mask the variables they are in")
     return inputs
 
 
 @contextmanager
-def guarded(density: Density, params: Params, inputs: Tensor) -> Iterator[None]:
+def guard_derivatives(density: Density, params: Params, inputs: Tensor) -> Iterator[None]:
     """Inside, derivatives are exact; an error of log_p on X that one example raises too is a ValueError about both."""
     try:
         with exact_derivatives():
@@ -226,7 +331,7 @@ def check_mask(mask: Tensor | None, inputs: Tensor) -> Tensor | None:
             f"mask has shape {tuple(mask.shape)}, expected ({size},) for the variables that count, or that of X, "
             f"{tuple(inputs.shape)}"
         )
-    if settled(flat) and not (is_binary(flat) and bool(flat.any())):
+    if is_concrete(flat) and not (is_binary(flat) and bool(flat.any())):
         raise ValueError("mask must hold True for the variables that count and False for the others, at least one True")
     return flat.to(inputs.dtype)
 
@@ -238,7 +343,7 @@ def check_weights(weights: Tensor | None, inputs: Tensor) -> Tensor | None:
     if not isinstance(weights, Tensor) or weights.shape != (len(inputs),):
         came = f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is {type(weights).__name__}"
         raise ValueError(f"weights {came}, expected a tensor ({len(inputs)},): how often each example of X came")
-    if settled(weights) and not (bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
+    if is_concrete(weights) and not (bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
         raise ValueError("weights must be counts or probabilities: finite, none below 0, at least one above")
     return (weights / weights.sum()).to(inputs.device)
 
@@ -247,7 +352,7 @@ def check_continuous(inputs: Tensor) -> None:
     """ValueError for integers, and for data of zeros and ones."""
     if not inputs.is_floating_point():
         raise ValueError(f"X is {inputs.dtype}, expected floating point: score matching differentiates in x")
-    if settled(inputs) and is_binary(inputs) and 0 < float(inputs.mean()) < 1:
+    if is_concrete(inputs) and is_binary(inputs) and 0 < float(inputs.mean()) < 1:
         raise ValueError(
             "X holds only 0 and 1: score matching is for continuous x; use ng.ratio_matching_loss and ng.ratio_metric, "
             "or the denoising loss, which adds noise"
@@ -256,7 +361,7 @@ def check_continuous(inputs: Tensor) -> None:
 
 def check_binary(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     """X in floating point (in dtype if it was not). ValueError unless every entry is 0 or 1."""
-    if settled(inputs) and not is_binary(inputs):
+    if is_concrete(inputs) and not is_binary(inputs):
         low, high = float(inputs.min()), float(inputs.max())
         hint = "map -1 to 0" if (low, high) == (-1.0, 1.0) else "use ng.score_matching_loss for continuous data"
         raise ValueError(f"X has entries between {low:.3g} and {high:.3g}, expected 0 and 1 only; {hint}")
@@ -266,50 +371,3 @@ def check_binary(inputs: Tensor, dtype: torch.dtype) -> Tensor:
 def is_binary(inputs: Tensor) -> bool:
     """Whether every entry is 0 or 1."""
     return bool(((inputs == 0) | (inputs == 1)).all())
-
-
-def settled(tensor: Tensor) -> bool:
-    """Whether values can be looked at: not inside vmap or another transform."""
-    return torch.func.debug_unwrap(tensor) is tensor
-
-
-class Listener(Protocol):
-    """Who wants to know which examples a loss of a density went backward on."""
-
-    def hear(self, log_p: object, inputs: Tensor) -> None:
-        """inputs: X (b, ...), detached."""
-        ...
-
-
-_LISTENERS: weakref.WeakKeyDictionary[object, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-
-
-def listen_to(log_p: object, listener: Listener) -> None:
-    """Tell `listener` at every backward of a loss of log_p. Neither is kept alive; a log_p without weak references is
-    not heard."""
-    try:
-        _LISTENERS.setdefault(_source(log_p), weakref.WeakSet()).add(listener)
-    except TypeError:  # unhashable, or no weak references: the optimizer then asks for observe(X)
-        return
-
-
-def announce(log_p: object, inputs: Tensor, value: Tensor) -> Tensor:
-    """The loss's value, which tells log_p's listeners about X once `backward` reaches it."""
-    if value.requires_grad and settled(value) and settled(inputs):
-        source, kept = _source(log_p), inputs.detach()
-
-        def tell(_: Tensor) -> None:
-            try:
-                listeners = list(_LISTENERS.get(source, ()))
-            except TypeError:
-                return
-            for listener in listeners:
-                listener.hear(log_p, kept)
-
-        value.register_hook(tell)
-    return value
-
-
-def _source(log_p: object) -> object:
-    """What stays the same between two mentions: the object behind a bound method, a new one at each mention."""
-    return getattr(log_p, "__self__", log_p)

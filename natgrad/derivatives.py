@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from natgrad.embedding_bags import embedding_bags
+from natgrad.embedding_bags import look_up_bags
 
 _ACTIVE: ContextVar[bool] = ContextVar("natgrad_exact_derivatives", default=False)
 
@@ -22,15 +22,21 @@ _ACTIVE: ContextVar[bool] = ContextVar("natgrad_exact_derivatives", default=Fals
 def exact_derivatives() -> Iterator[None]:
     """Inside, derivatives of every order are right where torch's own are not: norms written out, plain attention.
 
-    For a loss of your own that differentiates a model in its inputs (a physics-informed network, an energy) and is then
-    trained. In torch 2.13 the third derivative of `nn.LayerNorm`, of `nn.InstanceNorm` and of a batch norm on images in
-    training mode is wrong by up to its own size, and so is the second of `torch.nn.utils.parametrizations.weight_norm`;
-    fused attention, `nn.EmbeddingBag` and `torch.cdist` have no second derivative. The score matching losses,
-    `ng.score_metric`, `ng.Score` and `ng.hessian` do this by themselves. Costs a few microseconds per torch call.
+    It is for a loss of your own that differentiates a model in its inputs (a physics-informed network, an energy) and
+    is then trained. In torch 2.13 the third derivative of `nn.LayerNorm`, of `nn.InstanceNorm` and of a batch norm on
+    images in training mode is wrong by up to its own size, and so is the second of
+    `torch.nn.utils.parametrizations.weight_norm`; fused attention, `nn.EmbeddingBag` and `torch.cdist` have no second
+    derivative. The score matching losses, `ng.score_metric`, `ng.Score` and `ng.hessian` do this by themselves. Costs a
+    few microseconds per torch call.
 
     Example:
+        >>> net, x = nn.Sequential(nn.Linear(1, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(20, 1)
+        >>> x.requires_grad_(True).shape
+        torch.Size([20, 1])
         >>> with ng.exact_derivatives():
-        ...     loss = (laplacian(net, x) + f(x)).square().mean()
+        ...     slope = torch.autograd.grad(net(x).sum(), x, create_graph=True)[0]
+        ...     second = torch.autograd.grad(slope.sum(), x, create_graph=True)[0]
+        ...     loss = (second + x).square().mean()
         >>> loss.backward()
     """
     if _ACTIVE.get():
@@ -195,7 +201,7 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.instance_norm: instance_norm,
     torch.instance_norm: torch_instance_norm,
     torch.cdist: cdist,
-    functional.embedding_bag: embedding_bags,
+    functional.embedding_bag: look_up_bags,
 }
 WEIGHT_NORM = "_weight_norm"
 """What the parametrisation calls: a name of torch's own, which may go."""

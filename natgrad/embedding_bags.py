@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def embedding_bags(
+def look_up_bags(
     input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
@@ -22,7 +22,8 @@ def embedding_bags(
 ) -> Tensor:
     """`functional.embedding_bag`, by a look-up of every token and a sum, mean or maximum over each bag.
 
-    Args are those of torch. The rows of `weight` are taken to keep `max_norm` already, as after a pass of the layer.
+    The arguments are those of torch. The rows of `weight` are taken to keep `max_norm` already, as after a pass of the
+    layer.
 
     Raises:
         ValueError: If `scale_grad_by_freq` is set: what it calls a gradient is the gradient of no function.
@@ -32,7 +33,7 @@ def embedding_bags(
             "an EmbeddingBag has scale_grad_by_freq=True, which scales gradients apart from the function that it "
             "computes, so that no metric belongs to it; build it with scale_grad_by_freq=False"
         )
-    tokens, bags, count = laid_in_bags(input, offsets, include_last_offset)
+    tokens, bags, count = number_bags(input, offsets, include_last_offset)
     kept = torch.ones_like(tokens, dtype=torch.bool)
     if padding_idx is not None:
         kept = tokens != padding_idx % len(weight)
@@ -54,7 +55,7 @@ def embedding_bags(
     return total / sizes.clamp(min=1).unsqueeze(1)
 
 
-def laid_in_bags(input: Tensor, offsets: Tensor | None, include_last: bool) -> tuple[Tensor, Tensor, int]:
+def number_bags(input: Tensor, offsets: Tensor | None, include_last: bool) -> tuple[Tensor, Tensor, int]:
     """Every token, the number of its bag, and how many bags there are."""
     if input.dim() == 2:
         count, size = input.shape

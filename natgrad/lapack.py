@@ -67,7 +67,7 @@ def require_inverse(matrix: Tensor, message: str) -> Tensor:
 def require_solution(matrix: Tensor, rhs: Tensor, message: str) -> Tensor:
     """`solve_or_nan`. ValueError(message) where that is not finite and rhs is; within torch.func it stays NaN."""
     found = solve_or_nan(matrix, rhs)
-    return found if concrete(rhs) and not all_finite(rhs.detach()) else _require(found, message)
+    return found if is_concrete(rhs) and not all_finite(rhs.detach()) else _require(found, message)
 
 
 def require_factor(matrix: Tensor, message: str) -> Tensor:
@@ -76,7 +76,7 @@ def require_factor(matrix: Tensor, message: str) -> Tensor:
 
 
 def _require(found: Tensor, message: str) -> Tensor:
-    if concrete(found) and not all_finite(found.detach()):
+    if is_concrete(found) and not all_finite(found.detach()):
         raise ValueError(message)
     return found
 
@@ -87,10 +87,10 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     It may fail without a word: eigenvectors of a finite matrix (785, 785) of rank 16 came out as NaN in float32.
     NaN throughout for a matrix that is not finite, for that one of a batch. Half precision is computed in float32.
     """
-    if matrix.dtype != at_least_single(matrix.dtype):
+    if matrix.dtype != widen_dtype(matrix.dtype):
         values, vectors = eigh(matrix.float())
         return values.to(matrix.dtype), vectors.to(matrix.dtype)
-    if concrete(matrix) and all_finite(matrix.detach()):
+    if is_concrete(matrix) and all_finite(matrix.detach()):
         return _decompose(matrix)
     fine = _finite(matrix)[..., None]
     values, vectors = _decompose(torch.where(fine.unsqueeze(-1), matrix, 0.0))
@@ -107,7 +107,7 @@ def _try_decomposing(matrix: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | No
         values, vectors = torch.linalg.eigh(matrix)
     except RuntimeError:  # torch.linalg.LinAlgError is one
         return None
-    if concrete(vectors) and not all_finite(vectors.detach()):
+    if is_concrete(vectors) and not all_finite(vectors.detach()):
         return None
     return values.to(like.dtype), vectors.to(like.dtype)
 
@@ -145,7 +145,7 @@ def fit_or_nan(matrix: Tensor, rhs: Tensor) -> Tensor:
     return torch.where(fine, found, torch.nan)
 
 
-def concrete(value: Tensor) -> bool:
+def is_concrete(value: Tensor) -> bool:
     """Whether the numbers are there to look at: not within a transform of torch.func."""
     return torch.func.debug_unwrap(value) is value
 
@@ -164,6 +164,6 @@ def _finite(matrix: Tensor) -> Tensor:
     return (matrix.detach() * 0).sum((-2, -1)) == 0  # inf and NaN times 0 are NaN; isfinite takes twice as long
 
 
-def at_least_single(dtype: torch.dtype) -> torch.dtype:
+def widen_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to factorise in: float32 for half precision, which LAPACK does not have."""
     return torch.promote_types(dtype, torch.float32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.lapack import all_finite, at_least_single, eigh
+from natgrad.lapack import all_finite, eigh, widen_dtype
 
 JITTERS = (0.0, 1e-7, 1e-5, 1e-3)
 
@@ -17,8 +17,11 @@ JITTERS = (0.0, 1e-7, 1e-5, 1e-3)
 class Factor:
     """L (n, n) lower with L L^T = A + jitter I, and the rung of the ladder that it took.
 
-    jitter is absolute. rung 0 is the plain factorisation in A's dtype; `failed` is True when even the last rung
-    did not give a finite factor, and then L is meaningless.
+    Args:
+        lower: L, shape (n, n).
+        jitter: What was added to the diagonal, absolute.
+        rung: The rung of the ladder. 0 is the plain factorisation in A's dtype.
+        failed: True when even the last rung did not give a finite factor, and then L is meaningless.
     """
 
     lower: Tensor
@@ -27,7 +30,11 @@ class Factor:
     failed: bool = False
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """(A + jitter I)^-1 rhs, rhs (n,) or (n, k), in rhs's dtype."""
+        """(A + jitter I)^-1 rhs, in rhs's dtype.
+
+        Args:
+            rhs: Shape (n,) or (n, k).
+        """
         block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
         # two triangular solves: torch.cholesky_solve copies the factor first, 4 to 15 times slower for one vector
         half = torch.linalg.solve_triangular(self.lower, block.to(self.lower.dtype), upper=False)
@@ -69,23 +76,36 @@ def _gram(rows: Tensor, scale: float, out: Tensor, block: int) -> None:
 
 
 def symmetrise(matrix: Tensor) -> Tensor:
-    """(A + A^T) / 2, for (..., n, n)."""
+    """(A + A^T) / 2.
+
+    Args:
+        matrix: A, shape (..., n, n).
+    """
     return (matrix + matrix.mT) / 2
 
 
 def cholesky(matrix: Tensor) -> Factor:
-    """Cholesky factor of a PSD matrix (n, n), read from its lower triangle, climbing a ladder where it fails.
+    """Cholesky factor of a PSD matrix, read from its lower triangle, climbing a ladder where it fails.
 
     Jitter grows relative to the mean diagonal entry, first in the matrix's dtype, then in float64, so that a numerical
-    failure never kills a run. Never raises, whatever the input: look at `failed`.
+    failure never kills a run. It never raises, whatever the input: look at `failed`.
+
+    Args:
+        matrix: A, shape (n, n).
+
+    Example:
+        >>> from natgrad.linalg import cholesky
+        >>> factor = cholesky(torch.ones(2, 2))  # singular
+        >>> factor.failed, factor.rung > 0
+        (False, True)
     """
     scale = float(matrix.diagonal().abs().mean())
     ladder = [
-        (dtype, jitter) for dtype in dict.fromkeys((at_least_single(matrix.dtype), torch.float64)) for jitter in JITTERS
+        (dtype, jitter) for dtype in dict.fromkeys((widen_dtype(matrix.dtype), torch.float64)) for jitter in JITTERS
     ]
     for rung, (dtype, jitter) in enumerate(ladder):
         shift = jitter * scale
-        lower, info = torch.linalg.cholesky_ex(shifted(matrix.to(dtype), shift) if shift else matrix.to(dtype))
+        lower, info = torch.linalg.cholesky_ex(shift_diagonal(matrix.to(dtype), shift) if shift else matrix.to(dtype))
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
             return Factor(lower, shift, rung)
         if not math.isfinite(scale) or not bool(torch.isfinite(matrix.tril()).all()):
@@ -93,8 +113,13 @@ def cholesky(matrix: Tensor) -> Factor:
     return Factor(torch.full_like(matrix, torch.nan), 0.0, len(ladder), failed=True)
 
 
-def shifted(matrix: Tensor, shift: float | Tensor) -> Tensor:
-    """A + shift I as a new matrix (n, n)."""
+def shift_diagonal(matrix: Tensor, shift: float | Tensor) -> Tensor:
+    """A + shift I as a new matrix.
+
+    Args:
+        matrix: A, shape (n, n).
+        shift: A number, or a scalar tensor.
+    """
     result = matrix.clone()
     result.diagonal().add_(shift)
     return result
@@ -106,9 +131,13 @@ def safe_cutoff(size: int, dtype: torch.dtype) -> float:
 
 
 def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:
-    """Minimum-norm least-squares solution A^+ rhs for PSD A (n, n), rhs (n,) or (n, k), by eigendecomposition.
+    """Minimum-norm least-squares solution A^+ rhs for PSD A, by eigendecomposition.
 
     Eigenvalues below n * eps * lambda_max count as zero.
+
+    Args:
+        matrix: A, shape (n, n).
+        rhs: Shape (n,) or (n, k).
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
@@ -120,9 +149,14 @@ def pseudo_solve(matrix: Tensor, rhs: Tensor) -> Tensor:
 
 
 def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor:
-    """(A + damping I)^+ rhs for symmetric A (n, n) with eigenvalues of both signs, rhs (n,), by eigendecomposition.
+    """(A + damping I)^+ rhs for symmetric A with eigenvalues of both signs, by eigendecomposition.
 
     Sums lambda + damping below n * eps of the largest count as zero.
+
+    Args:
+        matrix: A, shape (n, n).
+        rhs: Shape (n,).
+        damping: Added to the eigenvalues.
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
@@ -133,9 +167,13 @@ def solve_symmetric(matrix: Tensor, rhs: Tensor, damping: float = 0.0) -> Tensor
 
 
 def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
-    """(A + damping I)^+ for symmetric A (..., n, n) with eigenvalues of both signs, by eigendecomposition.
+    """(A + damping I)^+ for symmetric A with eigenvalues of both signs, by eigendecomposition.
 
     Sums lambda + damping below n * eps of the largest count as zero.
+
+    Args:
+        matrix: A, shape (..., n, n).
+        damping: Added to the eigenvalues.
     """
     values, vectors = eigh(matrix)
     values = values + damping
@@ -144,7 +182,7 @@ def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
     return symmetrise((vectors * weights.unsqueeze(-2)) @ vectors.mT)
 
 
-def absolute(matrix: Tensor) -> Tensor:
+def take_absolute(matrix: Tensor) -> Tensor:
     """|A| for symmetric A (n, n): the same eigenvectors, absolute eigenvalues."""
     values, vectors = eigh(matrix)
     return symmetrise((vectors * values.abs()) @ vectors.mT)
@@ -158,18 +196,21 @@ def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Tensor:
-    """(A + damping I)^-1 rhs for PSD A (n, n); where A + damping I is numerically singular, the minimum-norm solution.
+    """(A + damping I)^-1 rhs for PSD A; where A + damping I is numerically singular, the minimum-norm solution.
 
-    rhs: (n,) or (n, k). Cholesky if its pivots show no loss of rank, eigenvalues otherwise. Non-finite input
-    gives non-finite output; it does not raise.
+    Cholesky if its pivots show no loss of rank, eigenvalues otherwise. Non-finite input gives non-finite output; it
+    does not raise.
+
+    Args:
+        matrix: A, shape (n, n).
+        rhs: Shape (n,) or (n, k).
+        damping: Added to the diagonal.
     """
     if not len(matrix):
         return torch.zeros_like(rhs)
-    if matrix.dtype != at_least_single(
-        matrix.dtype
-    ):  # judged by bfloat16's eps, a quarter of the spectrum is round-off
+    if matrix.dtype != widen_dtype(matrix.dtype):  # judged by bfloat16's eps, a quarter of the spectrum is round-off
         return solve_psd(matrix.float(), rhs.float(), damping).to(rhs.dtype)
-    damped = shifted(matrix, damping)
+    damped = shift_diagonal(matrix, damping)
     factor = cholesky(damped)
     if factor.failed and not bool(damped.any()):
         return 0 * rhs
@@ -186,18 +227,30 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
 
 
 def psd_root(matrix: Tensor) -> Tensor:
-    """R (..., m, m) with R R^T = A for PSD A (..., m, m); negative round-off eigenvalues count as zero."""
+    """R with R R^T = A for PSD A; negative round-off eigenvalues count as zero.
+
+    Args:
+        matrix: A, shape (..., m, m).
+
+    Returns:
+        Shape (..., m, m).
+    """
     values, vectors = eigh(matrix)
     return vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
 
 
 def woodbury_solve(root: Tensor, rhs: Tensor, damping: float | Tensor) -> Tensor:
-    """(U U^T + damping I)^-1 rhs = (rhs - U (damping I + U^T U)^-1 U^T rhs) / damping, U (n, r), damping > 0.
+    """(U U^T + damping I)^-1 rhs = (rhs - U (damping I + U^T U)^-1 U^T rhs) / damping.
 
-    rhs: (n,) or (n, k). Costs O(n r^2 + r^3). The subtraction cancels digits when damping is small against
-    U^T U; one step of iterative refinement brings them back (relative error 4e-9 -> 3e-15 at damping 1e-8).
+    Costs O(n r^2 + r^3). The subtraction cancels digits when damping is small against U^T U; one step of iterative
+    refinement brings them back (relative error 4e-9 -> 3e-15 at damping 1e-8).
+
+    Args:
+        root: U, shape (n, r).
+        rhs: Shape (n,) or (n, k).
+        damping: A number > 0.
     """
-    gram = shifted(root.mT @ root, damping)
+    gram = shift_diagonal(root.mT @ root, damping)
 
     def solve(right: Tensor) -> Tensor:
         return (right - root @ solve_psd(gram, root.mT @ right)) / damping
@@ -208,9 +261,13 @@ def woodbury_solve(root: Tensor, rhs: Tensor, damping: float | Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class KroneckerEigen:
-    """Eigenbasis of left (..., p, p) (x) right (..., q, q): left = V diag(a) V^T, right = W diag(b) W^T.
+    """Eigenbasis of left (x) right: left = V diag(a) V^T, right = W diag(b) W^T.
 
-    The vectors of a factor that is diagonal already are None.
+    Args:
+        left_values: a, shape (..., p).
+        left_vectors: V, shape (..., p, p). None for a factor that is diagonal already.
+        right_values: b, shape (..., q).
+        right_vectors: W, shape (..., q, q). None for a factor that is diagonal already.
     """
 
     left_values: Tensor
@@ -220,7 +277,12 @@ class KroneckerEigen:
 
     @staticmethod
     def of(left: Tensor, right: Tensor) -> KroneckerEigen:
-        """Both eigendecompositions, eigenvalues clamped at zero. A factor (p,) stands for its diagonal matrix."""
+        """Both eigendecompositions, eigenvalues clamped at zero.
+
+        Args:
+            left: Shape (..., p, p), or (p,) for a diagonal matrix.
+            right: Shape (..., q, q), or (q,) for a diagonal matrix.
+        """
         (a, v), (b, w) = ((factor, None) if factor.dim() == 1 else eigh(factor) for factor in (left, right))
         return KroneckerEigen(a.clamp(min=0), v, b.clamp(min=0), w)
 
@@ -229,17 +291,30 @@ class KroneckerEigen:
         return self.left_values.unsqueeze(-1) * self.right_values.unsqueeze(-2)
 
     def rotate(self, block: Tensor) -> Tensor:
-        """V^T X W: X (..., p, q) in the eigenbasis."""
+        """V^T X W: X in the eigenbasis.
+
+        Args:
+            block: X, shape (..., p, q).
+        """
         turned = block if self.left_vectors is None else self.left_vectors.mT @ block
         return turned if self.right_vectors is None else turned @ self.right_vectors
 
     def unrotate(self, coordinates: Tensor) -> Tensor:
-        """V C W^T, back from the eigenbasis."""
+        """V C W^T, back from the eigenbasis.
+
+        Args:
+            coordinates: C, shape (..., p, q).
+        """
         turned = coordinates if self.left_vectors is None else self.left_vectors @ coordinates
         return turned if self.right_vectors is None else turned @ self.right_vectors.mT
 
     def apply(self, spectrum: Tensor, block: Tensor) -> Tensor:
-        """sum_ij spectrum_ij <X, v_i w_j^T> v_i w_j^T for X (..., p, q)."""
+        """sum_ij spectrum_ij <X, v_i w_j^T> v_i w_j^T.
+
+        Args:
+            spectrum: Shape (..., p, q).
+            block: X, shape (..., p, q).
+        """
         return self.unrotate(spectrum * self.rotate(block))
 
     def vectors(self) -> tuple[Tensor, Tensor]:
@@ -253,17 +328,25 @@ class KroneckerEigen:
 
 
 def pseudo_inverse(matrix: Tensor) -> Tensor:
-    """A^+ for PSD A (..., n, n), by eigendecomposition; eigenvalues below 10 n eps lambda_max count as zero."""
+    """A^+ for PSD A, by eigendecomposition; eigenvalues below 10 n eps lambda_max count as zero.
+
+    Args:
+        matrix: A, shape (..., n, n).
+    """
     values, vectors = eigh(matrix)
     drop = values <= 10 * safe_cutoff(matrix.shape[-1], values.dtype) * values[..., -1:].abs()
     return vectors @ (torch.where(drop, 0, 1 / torch.where(drop, 1, values)).unsqueeze(-1) * vectors.mT)
 
 
 def inverse_psd(matrix: Tensor, damping: float | Tensor = 0.0) -> Tensor:
-    """(A + damping I)^-1 for PSD A (..., n, n), symmetric; where A + damping I is singular, about its pseudo-inverse.
+    """(A + damping I)^-1 for PSD A, symmetric; where A + damping I is singular, about its pseudo-inverse.
 
-    damping: a positive number, or one per matrix (...,). One batched Cholesky where it succeeds; matrices whose pivots
-    show a lost rank climb the ladder of `solve_psd` one by one. Does not raise: not finite for a matrix that is not.
+    One batched Cholesky where it succeeds; matrices whose pivots show a lost rank climb the ladder of `solve_psd` one
+    by one. It does not raise: the inverse of a matrix that is not finite is not finite.
+
+    Args:
+        matrix: A, shape (..., n, n).
+        damping: A number > 0, or one per matrix (...).
     """
     n, shape = matrix.shape[-1], matrix.shape
     lower, info = cholesky_over(damp(matrix, damping))
@@ -290,13 +373,23 @@ def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def damp(matrix: Tensor, damping: float | Tensor) -> Tensor:
-    """A + damping I as a new tensor (..., n, n), at least in float32; damping as for `inverse_psd`."""
-    damped = matrix.to(at_least_single(matrix.dtype), copy=True)
+    """A + damping I as a new tensor, at least in float32.
+
+    Args:
+        matrix: A, shape (..., n, n).
+        damping: As for `inverse_psd`.
+    """
+    damped = matrix.to(widen_dtype(matrix.dtype), copy=True)
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(damping, dtype=damped.dtype).to(damped.device).unsqueeze(-1))
     return damped
 
 
 def damped_inverse(inverse: Tensor, damping: float) -> Tensor:
-    """(A + damping I)^-1 = (I + damping P)^-1 P from P = A^-1 (n, n), symmetric, in O(n^3)."""
-    factor = cholesky(shifted(damping * inverse, 1.0))
+    """(A + damping I)^-1 = (I + damping P)^-1 P from P = A^-1, symmetric, in O(n^3).
+
+    Args:
+        inverse: P, shape (n, n).
+        damping: A number >= 0.
+    """
+    factor = cholesky(shift_diagonal(damping * inverse, 1.0))
     return symmetrise(factor.solve(inverse))

@@ -24,7 +24,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one forward pass, `model(*args, **kwargs)`, apart from the parameters."""
+    """The arguments of one forward pass, `model(*args, **kwargs)`, apart from the parameters.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -34,10 +39,14 @@ class Call:
         return list(leaves((self.args, dict(self.kwargs))))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Call:
-        """The same call with every tensor changed."""
+        """The same call with every tensor changed.
+
+        Args:
+            change: A function of a tensor.
+        """
         return Call(map_tensors(self.args, change), map_tensors(dict(self.kwargs), change))
 
-    def plain(self) -> Any:
+    def unwrap(self) -> Any:
         """As users write it: the one argument, a tuple of several, or a dict of keywords."""
         if self.kwargs:
             return dict(self.kwargs) if not self.args else self
@@ -53,9 +62,13 @@ class Call:
         return sizes[0]
 
     def sample(self, size: int, seed: int, last: bool = False) -> Call:
-        """The call on `size` of its examples, drawn without replacement; as it is if it has no more.
+        """The call on some of its examples, drawn without replacement; as it is if it has no more.
 
-        last: the other end of the drawn order, so that two draws from one seed share no example while there are enough.
+        Args:
+            size: How many examples.
+            seed: Of the draws.
+            last: Take the other end of the drawn order, so that two draws from one seed share no example while there
+                are enough.
         """
         batch = self.batch()
         if size >= batch:
@@ -69,7 +82,11 @@ class Call:
         return self.map(pick)
 
     def chunks(self, size: int) -> Iterator[Call]:
-        """The call over `size` examples at a time: tensors of the batch's leading size are cut, others passed whole."""
+        """The call over some examples at a time: tensors of the batch's leading size are cut, others passed whole.
+
+        Args:
+            size: Examples at a time.
+        """
         batch = self.batch()
 
         def cut(start: int) -> Callable[[Tensor], Tensor]:
@@ -80,7 +97,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Passes:
-    """Several forward passes of one model that one loss was made of, each with the random state before it."""
+    """Several forward passes of one model that one loss was made of, each with the random state before it.
+
+    Args:
+        calls: The passes, in order.
+        randoms: The random state before each, or None.
+    """
 
     calls: tuple[Call, ...]
     randoms: tuple[RandomState | None, ...]
@@ -88,7 +110,12 @@ class Passes:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs with the targets that a loss had on them: a metric that needs none may weigh its rows as the loss does."""
+    """Inputs with the targets that a loss had on them: a metric that needs none may weigh its rows as the loss does.
+
+    Args:
+        inputs: As the model takes them.
+        targets: As the loss takes them.
+    """
 
     inputs: Any
     targets: Any
@@ -98,6 +125,9 @@ def as_call(inputs: Any) -> Call:
     """What users pass as `inputs`: a tensor (one argument), a tuple (several), a dict (keywords), or a `Call`.
 
     Several passes become one call that holds all their arguments: for looking at, not for calling.
+
+    Args:
+        inputs: Any of these.
     """
     if isinstance(inputs, Passes):
         return Call(inputs.calls)
@@ -112,18 +142,26 @@ def as_call(inputs: Any) -> Call:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The global random state of the CPU and of the accelerators in use, taken so that a pass can be replayed."""
+    """The global random state of the CPU and of the accelerators in use, taken so that a pass can be replayed.
+
+    Args:
+        states: Device -> state of its global generator.
+    """
 
     states: Mapping[torch.device, Tensor]
 
     @staticmethod
     def capture(*devices: torch.device) -> RandomState:
-        """The state now. Reads only: the global generators do not move."""
+        """The state now. Reads only: the global generators do not move.
+
+        Args:
+            *devices: Accelerators whose state is taken too.
+        """
         wanted = {torch.device("cpu"), *devices}
         return RandomState({device: _get_state(device) for device in wanted})
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replay(self) -> Iterator[None]:
         """Inside, global draws repeat those that followed `capture`; after it the global state is as it was before."""
         before = {device: _get_state(device) for device in self.states}
         try:
@@ -138,11 +176,21 @@ class RandomState:
 class PureModel:
     """params -> model(params; inputs) as a mathematical function: same params, same outputs.
 
-    model: an `nn.Module`, or a function f(params, *args) with a dict of tensors.
-    call: the inputs.   random: the state at which dropout masks and other global draws are replayed;
-    default: the state now. Buffers (running means, spectral norm vectors) are cloned inside every
-    evaluation, so a batch norm in training mode works under forward- and reverse-mode transforms
-    and leaves its statistics alone. The module's mode (train or eval) is used as it is.
+    Buffers (running means, spectral norm vectors) are cloned inside every evaluation, so a batch norm in training mode
+    works under forward- and reverse-mode transforms and leaves its statistics alone. The module's mode (train or eval)
+    is used as it is.
+
+    Args:
+        model: An `nn.Module`, or a function f(params, *args) with a dict of tensors.
+        call: The inputs.
+        random: The state at which dropout masks and other global draws are replayed. None: the state now.
+
+    Example:
+        >>> from natgrad.pure import PureModel, as_call
+        >>> model = nn.Sequential(nn.Linear(2, 100), nn.Dropout(0.5))
+        >>> f, params = PureModel(model, as_call(torch.ones(1, 2))), ng.trainable(model)
+        >>> torch.equal(f(params), f(params))  # the same mask
+        True
     """
 
     def __init__(self, model: Model, call: Call, random: RandomState | None = None) -> None:
@@ -151,7 +199,12 @@ class PureModel:
         self.random = random or RandomState.capture(*{t.device for t in call.tensors()})
 
     def __call__(self, params: Params) -> Any:
-        with self.random.replayed(), evaluating(), full_precision(params):
+        """What the model returns.
+
+        Args:
+            params: Name -> tensor, for the parameters that differ from the module's own.
+        """
+        with self.random.replay(), mark_evaluation(), full_precision(params):
             if not isinstance(self.model, nn.Module):
                 return self.model(params, *self.call.args, **self.call.kwargs)
             state = frozen_state(self.model, set(params)) | dict(params)
@@ -159,7 +212,12 @@ class PureModel:
 
 
 class SeveralPure(PureModel):
-    """params -> the tuple of what several passes return, each with its own inputs and its own draws."""
+    """params -> the tuple of what several passes return, each with its own inputs and its own draws.
+
+    Args:
+        model: An `nn.Module`, or a function f(params, *args).
+        passes: The passes.
+    """
 
     def __init__(self, model: Model, passes: Passes) -> None:
         super().__init__(model, as_call(passes), passes.randoms[0])
@@ -171,7 +229,13 @@ class SeveralPure(PureModel):
 
 
 def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> PureModel:
-    """The pure function of a pass on these inputs, or of several passes."""
+    """The pure function of a pass on these inputs, or of several passes.
+
+    Args:
+        model: An `nn.Module`, or a function f(params, *args).
+        inputs: As `as_call` takes them, or `Passes`.
+        random: The state at which global draws are replayed. None: the state now.
+    """
     return SeveralPure(model, inputs) if isinstance(inputs, Passes) else PureModel(model, as_call(inputs), random)
 
 
@@ -181,12 +245,12 @@ def run_detached(call: Callable[[], Any]) -> Any:
     For a user's code of which the value alone is wanted. Derivatives can be taken inside, which `torch.no_grad()`
     forbids: many models call `torch.autograd.grad` in their forward pass. Listeners on a model pass over it.
     """
-    with torch.enable_grad(), evaluating():
+    with torch.enable_grad(), mark_evaluation():
         return map_tensors(call(), torch.detach)
 
 
 @contextmanager
-def evaluating() -> Iterator[None]:
+def mark_evaluation() -> Iterator[None]:
     """Inside, `is_evaluating()` holds: a forward pass that belongs to the library and not to the user."""
     token = _EVALUATING.set(True)
     try:
@@ -229,7 +293,9 @@ def full_precision(params: Params) -> torch.autocast:
 def frozen_state(model: nn.Module, given: set[str]) -> dict[str, Tensor]:
     """Detached parameters and cloned buffers: what a pure call may read, and write without consequence.
 
-    given: names that the caller supplies, under any of their names if they are tied; these are left out.
+    Args:
+        model: The module.
+        given: Names that the caller supplies, under any of their names if they are tied; these are left out.
     """
     tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in given}
     params = {name: p.detach() for name, p in model.named_parameters() if id(p) not in tied}

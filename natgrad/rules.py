@@ -288,7 +288,7 @@ class _Bfgs:
 
     def __init__(self, model: Quadratic, basis: Subspace, loss_at: Differentiable, choices: SubspaceSearch) -> None:
         self.basis, self.loss_at, self.choices = basis, loss_at, choices
-        values, vectors = eigh(basis.projected())
+        values, vectors = eigh(basis.project_operator())
         values = values.abs() + model.damping
         # a direction without curvature gets the smallest that the dtype resolves, not an infinite step
         values = values.clamp(min=float(values.max()) * torch.finfo(values.dtype).eps ** 0.5)

@@ -14,8 +14,16 @@ Params = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
-    """One parameter's place in the flat vector: entries start .. stop, row-major in `shape`."""
+class ParameterBlock:
+    """One parameter's place in the flat vector: entries start .. stop, row-major in `shape`.
+
+    Args:
+        name: The parameter's name.
+        shape: Its shape.
+        start: Position of its first entry.
+        stop: Position after its last entry.
+        dtype: Its dtype.
+    """
 
     name: str
     shape: torch.Size
@@ -32,16 +40,27 @@ class Block:
 class Space:
     """The vector space of a dict of parameters: concatenated in the dict's order, each row-major.
 
-    params: name -> tensor, floating point, all on one device. Only shapes, dtypes and names are
-    kept, never the tensors. ValueError for no parameter at all, mixed devices, complex or integer
-    tensors.
+    Only shapes, dtypes and names are kept, never the tensors.
+
+    Args:
+        params: Name -> tensor, floating point, all on one device.
+
+    Raises:
+        ValueError: For no parameter at all, mixed devices, complex or integer tensors.
+
+    Example:
+        >>> space = ng.Space(ng.trainable(nn.Linear(2, 1)))
+        >>> len(space), list(space)
+        (3, ['weight', 'bias'])
+        >>> space.unflatten(torch.tensor([1.0, 2.0, 3.0]))["weight"]
+        tensor([[1., 2.]])
     """
 
     def __init__(self, params: Params) -> None:
         check_parameters(params)
         stops = list(accumulate(p.numel() for p in params.values()))
-        self.blocks: dict[str, Block] = {
-            name: Block(name, p.shape, stop - p.numel(), stop, p.dtype)
+        self.blocks: dict[str, ParameterBlock] = {
+            name: ParameterBlock(name, p.shape, stop - p.numel(), stop, p.dtype)
             for (name, p), stop in zip(params.items(), stops, strict=True)
         }
         self.size: int = stops[-1]
@@ -58,7 +77,14 @@ class Space:
         return f"Space({len(self.blocks)} parameters, {self.size} entries, {self.dtype}, {self.device})"
 
     def flatten(self, tensors: Mapping[str, Tensor | None]) -> Tensor:
-        """Dict of tensors -> (n,), in the space's dtype. A missing name or None counts as zeros."""
+        """Dict of tensors -> vector, in the space's dtype. A missing name or None counts as zeros.
+
+        Args:
+            tensors: Name -> tensor of the parameter's shape.
+
+        Returns:
+            Shape (n,).
+        """
         unknown = set(tensors) - set(self.blocks)
         if unknown:
             raise ValueError(f"tensors has {sorted(unknown)}, which this space does not hold; its names: {list(self)}")
@@ -66,7 +92,11 @@ class Space:
         return torch.cat(parts)
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """(n,) -> dict of views on the vector: no copy, except for parameters of another dtype."""
+        """Vector -> dict of views on it: no copy, except for parameters of another dtype.
+
+        Args:
+            vector: Shape (n,).
+        """
         self.check(vector)
         return {
             name: vector[block.start : block.stop].view(block.shape).to(block.dtype)
@@ -74,7 +104,14 @@ class Space:
         }
 
     def subset(self, names: Iterable[str]) -> Space:
-        """The space of some of the parameters, in this space's order. ValueError for unknown names."""
+        """The space of some of the parameters, in this space's order.
+
+        Args:
+            names: Of parameters.
+
+        Raises:
+            ValueError: For unknown names.
+        """
         wanted = set(names)
         unknown = wanted - set(self.blocks)
         if unknown:
@@ -82,7 +119,14 @@ class Space:
         return Space({name: self._meta(block) for name, block in self.blocks.items() if name in wanted})
 
     def indices(self, names: Iterable[str]) -> Tensor:
-        """Positions of the named parameters' entries in the flat vector, shape (k,), integer."""
+        """Positions of the named parameters' entries in the flat vector.
+
+        Args:
+            names: Of parameters.
+
+        Returns:
+            Integers, shape (k,).
+        """
         wanted = [self.blocks[name] for name in self.subset(names)]
         return torch.cat([torch.arange(b.start, b.stop, device=self.device) for b in wanted])
 
@@ -91,28 +135,50 @@ class Space:
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def check(self, vector: Tensor, name: str = "vector") -> None:
-        """ValueError unless `vector` has shape (n,)."""
+        """Check that a vector belongs to the space.
+
+        Args:
+            vector: What came.
+            name: The argument's name in the error message.
+
+        Raises:
+            ValueError: Unless `vector` has shape (n,).
+        """
         if vector.shape != (self.size,):
             raise ValueError(
                 f"{name} has shape {tuple(vector.shape)}, expected ({self.size},): the space has "
                 f"{self.size} entries; flatten a dict of tensors with space.flatten(...)"
             )
 
-    def _part(self, block: Block, tensor: Tensor | None) -> Tensor:
+    def _part(self, block: ParameterBlock, tensor: Tensor | None) -> Tensor:
         if tensor is None:
             return torch.zeros(block.size, dtype=self.dtype, device=self.device)
         if tensor.shape != block.shape:
             raise ValueError(f"tensors[{block.name!r}] has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
         return (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).to(self.dtype)
 
-    def _meta(self, block: Block) -> Tensor:
+    def _meta(self, block: ParameterBlock) -> Tensor:
         return torch.empty(1, dtype=block.dtype, device=self.device).expand(block.shape)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's trainable parameters, in the order of `named_parameters()`; a tied one appears once.
 
-    ValueError if there are none, or if one is still lazy (not yet materialised by a first forward).
+    Args:
+        model: A module.
+
+    Returns:
+        Name -> parameter.
+
+    Raises:
+        ValueError: If there are none, or if one is still lazy (not yet materialised by a first forward).
+
+    Example:
+        >>> model = nn.Linear(2, 1).requires_grad_(False)
+        >>> model.bias.requires_grad_(True).shape
+        torch.Size([1])
+        >>> list(ng.trainable(model))
+        ['bias']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module; pass a dict of tensors directly")

@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.lapack import eigh
 from natgrad.metrics import Metric, RatioMetric
-from natgrad.metrics.score import examples_of
+from natgrad.metrics.score import unwrap_examples
 from natgrad.operators import Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params, Space
@@ -54,7 +54,7 @@ class PairPreconditioner(Preconditioner):
             raise TypeError("PairPreconditioner(machine) goes with ng.ratio_metric(machine), of the same machine")
         age = memory["age"] if memory else 0
         if not memory or age % self.every == 0:
-            memory = self._factors(metric, params, examples_of(inputs), damping)
+            memory = self._factors(metric, params, unwrap_examples(inputs), damping)
         memory = {**memory, "age": age + 1}
         kept = (memory[name] for name in ("weights", "mean", "values", "vectors"))
         return PairInverse(self.machine, params, *kept), memory

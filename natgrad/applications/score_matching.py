@@ -12,17 +12,17 @@ from torch.autograd.function import once_differentiable
 from natgrad.densities import (
     Density,
     LogP,
-    announce,
     as_density,
     check_binary,
     check_continuous,
     check_density,
     check_mask,
     check_weights,
-    guarded,
-    settled,
+    guard_derivatives,
     vjp,
 )
+from natgrad.lapack import is_concrete
+from natgrad.loss_listeners import announce
 from natgrad.spaces import Params
 
 Term = Callable[[Params, list[int]], Tensor]
@@ -83,7 +83,7 @@ def sliced_score_matching_loss(
     inputs = check_density(density, params, X).detach()
     check_continuous(inputs)
     weights = check_mask(mask, inputs)
-    with guarded(density, params, inputs):
+    with guard_derivatives(density, params, inputs):
         scores, pull = vjp(lambda x: density.scores(params, x), inputs)
         size = (slices, *scores.shape)
         signs = 2 * torch.randint(0, 2, size, generator=generator, device=inputs.device).to(scores.dtype) - 1
@@ -122,7 +122,7 @@ def denoising_score_matching_loss(
     levels = check_noise(noise, inputs)
     z = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
     noisy = inputs + levels.view(-1, *[1] * (inputs.dim() - 1)) * z
-    with guarded(density, params, inputs):
+    with guard_derivatives(density, params, inputs):
         scores = density.scores(params, noisy)
     residuals = scores + z.flatten(1) / levels.view(-1, 1)
     squares = residuals.square() if weights is None else residuals.square() * weights
@@ -164,7 +164,7 @@ def _summed(density: Density, term: Term, params: Params, inputs: Tensor, chunk_
     size = inputs[0].numel()
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size is {chunk_size!r}, expected an integer >= 1 or None")
-    with guarded(density, params, inputs):
+    with guard_derivatives(density, params, inputs):
         if chunk_size is None or chunk_size >= size:
             return term(params, list(range(size)))
         chunks = [list(range(start, min(start + chunk_size, size))) for start in range(0, size, chunk_size)]
@@ -201,7 +201,7 @@ class _Chunks(torch.autograd.Function):
 
 def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
     """ValueError if every second derivative in x is exactly zero: the objective has no lower bound then."""
-    if settled(curvatures) and not bool(curvatures.detach().any()):
+    if is_concrete(curvatures) and not bool(curvatures.detach().any()):
         if not bool(scores.detach().any()):
             raise ValueError("log_p does not depend on x: its derivatives in x are zero at every example")
         raise ValueError(

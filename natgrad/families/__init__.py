@@ -19,7 +19,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.ising import Ising
-from natgrad.families.markov_field import Estimate, MarkovField
+from natgrad.families.markov_field import MarkovField, MomentEstimate
 from natgrad.families.mean_gradient import (
     dual_gradient,
     effective_draws,
@@ -29,10 +29,10 @@ from natgrad.families.mean_gradient import (
 )
 from natgrad.families.named_coordinates import (
     Concentration,
+    ExponentialRate,
     MeanCholesky,
     MeanCovariance,
     MeanStd,
-    Rate,
     ShapeRate,
     ShapeScale,
 )
@@ -42,6 +42,8 @@ from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gam
 from natgrad.families.posterior import GaussianPosterior
 from natgrad.families.product_families import Product, SubModel
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
+
+Estimate, Rate = MomentEstimate, ExponentialRate  # their former names
 
 __all__ = [
     "Bernoulli",
@@ -53,10 +55,10 @@ __all__ = [
     "DiagonalGaussian",
     "DiagonalNormal",
     "Dirichlet",
-    "Estimate",
     "Expectation",
     "Exponential",
     "ExponentialFamily",
+    "ExponentialRate",
     "FixedCovarianceNormal",
     "FixedMeanNormal",
     "Gamma",
@@ -72,13 +74,13 @@ __all__ = [
     "MeanCholesky",
     "MeanCovariance",
     "MeanStd",
+    "MomentEstimate",
     "Multinomial",
     "MultivariateNormal",
     "Natural",
     "Normal",
     "Poisson",
     "Product",
-    "Rate",
     "ShapeRate",
     "ShapeScale",
     "SparseNormal",

@@ -164,7 +164,7 @@ class DiagonalForm(Likelihood):
         return torch.diag_embed(self.curvature(outputs).sqrt())
 
 
-class Separable(DiagonalForm):
+class SeparableLikelihood(DiagonalForm):
     """Outputs that are independent given the input, each with one natural parameter: the form is diagonal."""
 
     @abstractmethod
@@ -180,19 +180,19 @@ class Separable(DiagonalForm):
         """
 
     def rows(self, outputs: Any) -> Tensor:
-        return super().rows(one_tensor(outputs))
+        return super().rows(require_one_tensor(outputs))
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         check_same_shape(outputs, targets)
         return self.entry_nll(outputs, targets).reshape(len(outputs), -1).sum(1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
-        outputs = one_tensor(outputs)
+        outputs = require_one_tensor(outputs)
         check_same_shape(outputs, targets)
         check_range(targets, torch.finfo(outputs.dtype).min, torch.finfo(outputs.dtype).max, "finite numbers")
 
 
-def one_tensor(outputs: Any) -> Tensor:
+def require_one_tensor(outputs: Any) -> Tensor:
     """The model's outputs as the one tensor that they are. ValueError for a tuple or dict of several."""
     if not isinstance(outputs, Tensor):
         raise ValueError(

@@ -13,7 +13,7 @@ from natgrad.families.cancellation import divergence_terms
 from natgrad.families.event_checks import check_support
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.natural_likelihood import check_count
-from natgrad.lapack import concrete
+from natgrad.lapack import is_concrete
 from natgrad.operators import Operator
 
 OUTCOMES = 2**20
@@ -95,7 +95,7 @@ class Multinomial(ExponentialFamily):
         return self.n_trials * self.check(theta).softmax(-1)
 
     def natural(self, eta: Tensor) -> Tensor:
-        return centred_logits(self.check_finite(eta, "eta"), self.n_trials)
+        return centre_logits(self.check_finite(eta, "eta"), self.n_trials)
 
     def covariance(self, theta: Tensor) -> Tensor:
         return self.n_trials * simplex_forms(self.check(theta))
@@ -201,9 +201,9 @@ def simplex_forms(theta: Tensor) -> Tensor:
     return torch.diag_embed(y) - y.unsqueeze(-1) * y.unsqueeze(-2)
 
 
-def centred_logits(eta: Tensor, total: float = 1.0) -> Tensor:
+def centre_logits(eta: Tensor, total: float = 1.0) -> Tensor:
     """The logits with sum zero of mean counts eta (..., C). ValueError unless they are positive with the given sum."""
-    if concrete(eta):
+    if is_concrete(eta):
         slack = 100 * torch.finfo(eta.dtype).eps * eta.shape[-1] * total
         if not bool((eta > 0).all()):
             raise ValueError("eta has entries <= 0, expected the means of all classes to be positive: no finite logit")

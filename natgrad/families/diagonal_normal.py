@@ -12,7 +12,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.natural_likelihood import check_count
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
-from natgrad.lapack import concrete
+from natgrad.lapack import is_concrete
 from natgrad.operators import Operator
 
 
@@ -95,7 +95,7 @@ class DiagonalNormal(ExponentialFamily):
             Shape (..., 2 d).
         """
         mean, std = torch.broadcast_tensors(check_width(mean, self.d), check_width(std, self.d))
-        if concrete(std) and not bool(((std > 0) & torch.isfinite(std) & torch.isfinite(mean)).all()):
+        if is_concrete(std) and not bool(((std > 0) & torch.isfinite(std) & torch.isfinite(mean)).all()):
             raise ValueError("mean and std must be finite numbers, std > 0: a distribution with a density")
         return torch.cat([mean / std.square(), -0.5 / std.square()], dim=-1)
 
@@ -125,7 +125,7 @@ class DiagonalNormal(ExponentialFamily):
     def natural(self, eta: Tensor) -> Tensor:
         mean, second = self.check_finite(eta, "eta").split(self.d, dim=-1)
         variance = second - mean.square()
-        if concrete(eta) and not bool((variance > 0).all()):
+        if is_concrete(eta) and not bool((variance > 0).all()):
             raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
         return torch.cat([mean / variance, -0.5 / variance], dim=-1)
 

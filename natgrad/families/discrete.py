@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.families.base import check_range, check_same_shape, one_tensor
+from natgrad.families.base import check_range, check_same_shape, require_one_tensor
 from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.class_logits import (
     LOGITS,
     SimplexFisher,
     are_logits,
-    centred_logits,
+    centre_logits,
     classes_entropy,
     classes_kl,
     simplex_forms,
@@ -25,7 +25,7 @@ from natgrad.families.class_logits import (
 from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
 from natgrad.families.natural_likelihood import ENUMERATED, Entries, NaturalLikelihood, check_count
-from natgrad.lapack import concrete
+from natgrad.lapack import is_concrete
 from natgrad.operators import Operator
 
 
@@ -65,7 +65,7 @@ class Bernoulli(Entries):
         return self.check(theta).sigmoid()
 
     def natural(self, eta: Tensor) -> Tensor:
-        if concrete(self.check_finite(eta, "eta")) and not bool(((eta > 0) & (eta < 1)).all()):
+        if is_concrete(self.check_finite(eta, "eta")) and not bool(((eta > 0) & (eta < 1)).all()):
             raise ValueError(
                 "eta has entries outside of 0 < eta < 1, expected means of bits: on the edge no logit is finite"
             )
@@ -154,7 +154,7 @@ class Poisson(Entries):
         return self.check(theta).exp()
 
     def natural(self, eta: Tensor) -> Tensor:
-        if concrete(self.check_finite(eta, "eta")) and not bool((eta > 0).all()):
+        if is_concrete(self.check_finite(eta, "eta")) and not bool((eta > 0).all()):
             raise ValueError("eta has entries <= 0, expected positive means of counts: at 0 no log rate is finite")
         return eta.log()
 
@@ -241,7 +241,7 @@ class Categorical(NaturalLikelihood):
         Returns:
             Shape (..., C).
         """
-        x = class_numbers(x, self.size)
+        x = read_class_numbers(x, self.size)
         if x.is_floating_point():
             return x
         return functional.one_hot(x, self.size).to(torch.get_default_dtype())
@@ -254,7 +254,7 @@ class Categorical(NaturalLikelihood):
 
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         log_p = self.check(theta).log_softmax(-1)
-        x = class_numbers(x, theta.shape[-1])
+        x = read_class_numbers(x, theta.shape[-1])
         if x.is_floating_point():
             return weigh_logs(x, log_p.expand(torch.broadcast_shapes(x.shape, log_p.shape)))
         log_p = log_p.expand(*torch.broadcast_shapes(log_p.shape[:-1], x.shape), theta.shape[-1])
@@ -269,7 +269,7 @@ class Categorical(NaturalLikelihood):
         return self.check(theta).softmax(-1)
 
     def natural(self, eta: Tensor) -> Tensor:
-        return centred_logits(self.check_finite(eta, "eta"))
+        return centre_logits(self.check_finite(eta, "eta"))
 
     def forms(self, rows: Tensor) -> Tensor:
         return simplex_forms(rows)
@@ -291,7 +291,7 @@ class Categorical(NaturalLikelihood):
         return torch.arange(theta.shape[-1], device=theta.device)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        outputs = one_tensor(outputs)
+        outputs = require_one_tensor(outputs)
         if outputs.dim() < 2:
             raise ValueError(f"outputs has shape {tuple(outputs.shape)}, expected logits (b, C) or with positions")
         return outputs.movedim(self.dim, -1).flatten(0, -2)
@@ -325,7 +325,7 @@ class Categorical(NaturalLikelihood):
         return classes_entropy(self.check(theta))
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
-        outputs = one_tensor(outputs)
+        outputs = require_one_tensor(outputs)
         if targets.is_floating_point():
             if targets.dim() < outputs.dim():
                 raise ValueError(
@@ -349,7 +349,7 @@ class Categorical(NaturalLikelihood):
         return f"Categorical({', '.join(parts if self.dim == -1 else [*parts, f'dim={self.dim}'])})"
 
 
-def class_numbers(x: Tensor, classes: int) -> Tensor:
+def read_class_numbers(x: Tensor, classes: int) -> Tensor:
     """Class numbers as long integers, indicators as they are. ValueError where they are neither."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is {type(x).__name__}, expected a tensor of class numbers")

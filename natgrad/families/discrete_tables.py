@@ -33,7 +33,7 @@ class Tables:
         self.values, self.cliques = [torch.tensor(v, dtype=torch.float64) for v in values], list(cliques)
         self.counts = [len(v) for v in values]
         self.shapes = [tuple(self.counts[i] for i in clique) for clique in self.cliques]
-        tables = [self._written(*pair) for pair in zip(self.cliques, functions, strict=True)]
+        tables = [self._write_out(*pair) for pair in zip(self.cliques, functions, strict=True)]
         self.flat = torch.cat(tables)
         sizes = [len(table) for table in tables]
         self.sizes, self.owner = sizes, torch.repeat_interleave(torch.tensor(sizes))
@@ -87,7 +87,7 @@ class Tables:
     def joint(self, theta: Tensor) -> Tensor:
         """theta . T at all states, (..., S)."""
         scope = tuple(range(len(self.counts)))
-        total = sum((self._aligned(f, s, scope) for s, f in self._factors(theta)), theta.new_zeros(()))
+        total = sum((self._align_factor(f, s, scope) for s, f in self._factors(theta)), theta.new_zeros(()))
         assert isinstance(total, Tensor)
         return total.expand(*theta.shape[:-1], *self.counts).reshape(*theta.shape[:-1], -1)
 
@@ -113,7 +113,7 @@ class Tables:
         pieces = energies.split(self.sizes, dim=-1)
         return [(c, p.unflatten(-1, s)) for c, p, s in zip(self.cliques, pieces, self.shapes, strict=True)]
 
-    def _aligned(self, factor: Tensor, scope: Clique, wider: Clique) -> Tensor:
+    def _align_factor(self, factor: Tensor, scope: Clique, wider: Clique) -> Tensor:
         batch = factor.shape[: factor.dim() - len(scope)]
         return factor.reshape(*batch, *(self.counts[i] if i in scope else 1 for i in wider))
 
@@ -128,7 +128,7 @@ class Tables:
             scope = tuple(sorted({variable, *(i for s, _ in waiting[variable] for i in s)}))
             joined = theta.new_zeros(*theta.shape[:-1], *(self.counts[i] for i in scope))
             for s, factor in waiting.pop(variable):
-                joined = joined + self._aligned(factor, s, scope)
+                joined = joined + self._align_factor(factor, s, scope)
             found.append((scope, variable, joined))
             rest = tuple(i for i in scope if i != variable)
             if rest:
@@ -136,7 +136,7 @@ class Tables:
                 waiting[min(rest, key=rank.__getitem__)].append((rest, left))
         return found
 
-    def _written(self, clique: Clique, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def _write_out(self, clique: Clique, function: Callable[[Tensor], Tensor]) -> Tensor:
         x = torch.cartesian_prod(*(self.values[i] for i in clique)).view(-1, len(clique))
         found = function(x)
         if not isinstance(found, Tensor) or found.shape != x.shape[:1] or not bool(torch.isfinite(found).all()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.lapack import concrete
+from natgrad.lapack import is_concrete
 
 
 def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
@@ -27,14 +27,14 @@ def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
 
 def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:
     """x as it is. ValueError unless `allowed`, of any shape, holds everywhere; nothing is said within torch.func."""
-    if concrete(allowed) and not bool(allowed.all()):
+    if is_concrete(allowed) and not bool(allowed.all()):
         raise ValueError(f"x has entries outside of what the family can give, expected {words}")
     return x
 
 
 def check_above(value: Tensor, low: float, name: str) -> Tensor:
     """The value as it is. ValueError unless every entry is above `low`."""
-    if concrete(value) and not bool((value > low).all()):
+    if is_concrete(value) and not bool((value > low).all()):
         raise ValueError(f"{name} is {float(value.min()):.4g} at least, expected above {low:g}")
     return value
 
@@ -50,7 +50,7 @@ def check_moments(mean: Tensor, matrix: Tensor, d: int, name: str = "covariance"
             f"mean and {name} have shapes {tuple(mean.shape)} and {tuple(matrix.shape)}, expected (..., {d}) and "
             f"(..., {d}, {d})"
         )
-    if not concrete(mean) or not concrete(matrix):
+    if not is_concrete(mean) or not is_concrete(matrix):
         return
     if not bool(torch.isfinite(mean.detach()).all()):
         raise ValueError("mean has entries that are not finite")

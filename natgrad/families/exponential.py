@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.families.newton import find_natural, newton
-from natgrad.lapack import concrete, require_inverse
+from natgrad.families.newton import find_natural, maximise_by_newton
+from natgrad.lapack import is_concrete, require_inverse
 from natgrad.linalg import psd_root, symmetrise
 from natgrad.operators import Dense, Operator
 
@@ -184,7 +184,7 @@ class ExponentialFamily(ABC):
         Returns:
             Shape (b, n).
         """
-        return newton(self, eta, self.guess(eta))
+        return maximise_by_newton(self, eta, self.guess(eta))
 
     def guess(self, eta: Tensor) -> Tensor:
         """Where Newton's method starts, inside the domain. Default: zero.
@@ -325,7 +325,7 @@ class ExponentialFamily(ABC):
             ValueError: For another size, or outside the domain.
         """
         self.check_shape(theta, "theta")
-        if concrete(theta) and not bool(self.inside(theta.detach()).all()):
+        if is_concrete(theta) and not bool(self.inside(theta.detach()).all()):
             raise ValueError(f"theta is outside the natural parameters of {self!r}: {self.domain}")
         return theta
 
@@ -361,7 +361,7 @@ class ExponentialFamily(ABC):
         Raises:
             ValueError: For another shape, or entries that are no finite numbers.
         """
-        if concrete(self.check_shape(value, name)) and not bool(torch.isfinite(value.detach()).all()):
+        if is_concrete(self.check_shape(value, name)) and not bool(torch.isfinite(value.detach()).all()):
             raise ValueError(f"{name} has entries that are not finite, expected means of the statistics of {self!r}")
         return value
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.families.base import DiagonalForm, Separable, check_same_shape
+from natgrad.families.base import DiagonalForm, SeparableLikelihood, check_same_shape
 from natgrad.families.cancellation import exp_gap, ratio_gap
 
 
 @dataclass(frozen=True)
-class Gaussian(Separable):
+class Gaussian(SeparableLikelihood):
     """N(outputs, std^2), independent entries. Fisher form I / std^2.
 
     Args:

@@ -45,7 +45,7 @@ class Gibbs:
         """
         flat = theta.reshape(-1, theta.shape[-1])
         chains = min(self.chains, count)
-        groups = coloured(len(tables.counts), tables.cliques)
+        groups = colour_variables(len(tables.counts), tables.cliques)
         kind = PairSweep if fits_pairs(tables) else Sweep
         sweep = kind(tables, groups, flat, chains)
         sweep.start(generator)
@@ -123,7 +123,7 @@ class Colour:
         state[:, self.members] = (total + noise).masked_fill(self.missing, -torch.inf).argmax(-1)
 
 
-def coloured(n: int, cliques: list[Clique]) -> list[list[int]]:
+def colour_variables(n: int, cliques: list[Clique]) -> list[list[int]]:
     """Variables in groups without a common clique, greedily, those with most neighbours first."""
     near: list[set[int]] = [set() for _ in range(n)]
     for clique in cliques:

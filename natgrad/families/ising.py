@@ -48,7 +48,7 @@ class Ising(MarkovField):
         if len(set(chosen)) < len(chosen):
             raise ValueError("cliques must be given only once each: a double has no parameter of its own")
         self.values = (float(values[0]), float(values[1]))
-        self._build([self.values] * n, chosen, [product] * len(chosen), gibbs)
+        self._build([self.values] * n, chosen, [multiply_values] * len(chosen), gibbs)
 
     def statistics(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.shape[-1:] != (self.n,):
@@ -62,6 +62,6 @@ class Ising(MarkovField):
         return f"Ising({self.n}, {self.size} cliques, values={self.values})"
 
 
-def product(x: Tensor) -> Tensor:
+def multiply_values(x: Tensor) -> Tensor:
     """prod_i x_i, (..., k) -> (...)."""
     return torch.prod(x, dim=-1)

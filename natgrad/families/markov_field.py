@@ -167,7 +167,7 @@ class MarkovField(ExponentialFamily):
         places = self.tables.every_state()
         return self.tables.points(places, torch.empty(0, dtype=torch.float64))
 
-    def estimate(self, theta: Tensor, n: int, *, generator: torch.Generator | None = None) -> Estimate:
+    def estimate(self, theta: Tensor, n: int, *, generator: torch.Generator | None = None) -> MomentEstimate:
         """Means and covariance of T from draws, with the means' standard errors.
 
         Where the draws are Gibbs sampling's, those of one chain depend on one another: the errors then come from the
@@ -185,7 +185,7 @@ class MarkovField(ExponentialFamily):
         chains = n if iid else min((self.gibbs or Gibbs()).chains, n)
         groups = found[: n // chains * chains].view(-1, chains, self.size).mean(0)
         centred = found - found.mean(0)
-        return Estimate(found.mean(0), groups.std(0) / chains**0.5, symmetrise(centred.mT @ centred / (n - 1)))
+        return MomentEstimate(found.mean(0), groups.std(0) / chains**0.5, symmetrise(centred.mT @ centred / (n - 1)))
 
     def _need_sums(self, what: str) -> None:
         if not self.exact:
@@ -203,7 +203,7 @@ class MarkovField(ExponentialFamily):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MomentEstimate:
     """Means of the statistics from draws, their standard errors, and Cov(T).
 
     Args:

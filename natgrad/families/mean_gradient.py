@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.regression import natural_slope, regressed
+from natgrad.families.regression import natural_slope, regress
 from natgrad.lapack import require_solution
 
 METHODS = ("regression", "ridge", "fisher")
@@ -65,7 +65,7 @@ def natural_gradient_of_mean(
         >>> ng.natural_gradient_of_mean(family, theta, x @ torch.tensor([1.0, 2.0, 3.0]), x)
         tensor([1.0000, 2.0000, 3.0000])
     """
-    draws = Draws.of(family, theta, f_values, x, sampled_from, log_weights)
+    draws = WeightedDraws.of(family, theta, f_values, x, sampled_from, log_weights)
     if method not in (None, *METHODS):
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}, or None to choose by the draws")
     if method == "regression" and draws.count <= draws.size:
@@ -75,7 +75,7 @@ def natural_gradient_of_mean(
         )
     if baseline is not None and method in ("regression", "ridge"):
         raise ValueError(f"baseline is for method 'fisher'; {method!r} subtracts the mean of f by itself")
-    rows = [_slope(family, each, method, baseline) for each in draws.each()]
+    rows = [_estimate_slope(family, each, method, baseline) for each in draws.each()]
     return torch.stack(rows).view(*draws.shape, draws.size)
 
 
@@ -105,7 +105,7 @@ def gradient_of_mean(
     Returns:
         Shape (n,), or (k, n) for k functions.
     """
-    draws = Draws.of(family, theta, f_values, x, sampled_from, log_weights)
+    draws = WeightedDraws.of(family, theta, f_values, x, sampled_from, log_weights)
     rows = [_covariance(family, each, baseline) for each in draws.each()]
     return torch.stack(rows).view(*draws.shape, draws.size)
 
@@ -134,9 +134,9 @@ def exact_natural_gradient_of_mean(
         raise ValueError(f"f gives {came}, expected a tensor ({len(x)},) or ({len(x)}, k): one row per outcome")
     flat = theta.reshape(-1, theta.shape[-1])
     values, statistics = values.to(theta), family.statistics(x).to(theta)
-    columns = _finite(values.reshape(len(x), -1), "f")
+    columns = _require_finite(values.reshape(len(x), -1), "f")
     shares = torch.softmax(torch.stack([family.log_prob(row, x) for row in flat]), dim=-1)
-    found = torch.stack([regressed(statistics, columns, share) for share in shares])
+    found = torch.stack([regress(statistics, columns, share) for share in shares])
     return found.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
 
 
@@ -186,7 +186,7 @@ def effective_draws(log_weights: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Draws:
+class WeightedDraws:
     """Statistics, values and shares of draws from B distributions.
 
     Args:
@@ -212,7 +212,7 @@ class Draws:
         x: Tensor,
         sampled_from: Tensor | None,
         log_weights: Tensor | None,
-    ) -> Draws:
+    ) -> WeightedDraws:
         """Checked and laid out.
 
         Args:
@@ -239,7 +239,7 @@ class Draws:
             raise ValueError(f"f_values is {came}, expected ({', '.join(map(str, (count, *batch)))}) or one more: f(x)")
         if count < LEAST:
             raise ValueError(f"x has {count} draws, expected at least 2: a covariance")
-        values, inner = _finite(f_values.to(theta.dtype), "f_values"), f_values.shape[1 + len(batch) :]
+        values, inner = _require_finite(f_values.to(theta.dtype), "f_values"), f_values.shape[1 + len(batch) :]
         log_share = _log_weights(family, theta, statistics, sampled_from, log_weights)
         shares = torch.softmax(log_share.expand(count, *batch), dim=0)
         return cls(
@@ -260,7 +260,7 @@ class Draws:
         """n."""
         return self.statistics.shape[2]
 
-    def each(self) -> list[Draws]:
+    def each(self) -> list[WeightedDraws]:
         """One by one, T (N, n), f (N, k), shares (N,). ValueError where too few draws are left in effect."""
         effective = 1 / self.shares.square().sum(1)
         if bool(effective.min() < LEAST):
@@ -269,18 +269,18 @@ class Draws:
                 "least 2: theta has moved too far from where they were drawn; draw anew"
             )
         rows = zip(self.theta, self.statistics, self.values, self.shares, strict=True)
-        return [Draws(*row, self.shape) for row in rows]
+        return [WeightedDraws(*row, self.shape) for row in rows]
 
 
-def _slope(
-    family: ExponentialFamily, draws: Draws, method: str | None, baseline: float | str | Tensor | None
+def _estimate_slope(
+    family: ExponentialFamily, draws: WeightedDraws, method: str | None, baseline: float | str | Tensor | None
 ) -> Tensor:
     """(k, n) of one distribution."""
     if method is None:
         effective = float(1 / draws.shares.square().sum())
         method = "regression" if effective > draws.theta.numel() + 1e-6 * effective and baseline is None else "fisher"
     if method == "regression":
-        return regressed(draws.statistics, draws.values, draws.shares)
+        return regress(draws.statistics, draws.values, draws.shares)
     if method == "ridge":
         slopes = [natural_slope(draws.statistics, column, draws.shares).value for column in draws.values.unbind(1)]
         return torch.stack(slopes)
@@ -292,7 +292,7 @@ def _slope(
     return require_solution(operator.dense(), gradient.mT, family.explain_singular()).mT
 
 
-def _covariance(family: ExponentialFamily, draws: Draws, baseline: float | str | Tensor | None) -> Tensor:
+def _covariance(family: ExponentialFamily, draws: WeightedDraws, baseline: float | str | Tensor | None) -> Tensor:
     """Cov(f, T), (k, n), of one distribution."""
     share, values = draws.shares.unsqueeze(1), draws.values
     if baseline is None:
@@ -332,7 +332,7 @@ def _log_weights(
                 f"log_weights has shape {tuple(log_weights.shape)}, expected {tuple(statistics.shape[:-1])}"
             )
         trailing = statistics.dim() - 1 - log_weights.dim()
-        return _finite(log_weights.to(theta.dtype), "log_weights").view(*log_weights.shape, *[1] * trailing)
+        return _require_finite(log_weights.to(theta.dtype), "log_weights").view(*log_weights.shape, *[1] * trailing)
     if sampled_from is None:
         return statistics.new_zeros(statistics.shape[:-1])
     family.check(sampled_from)
@@ -346,7 +346,7 @@ def _log_weights(
     return found if sampled_from.dim() == theta.dim() else found + family.log_partition(sampled_from)
 
 
-def _finite(values: Tensor, name: str) -> Tensor:
+def _require_finite(values: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(values.detach()).all()):
         raise ValueError(
             f"{name} has entries that are not finite, expected numbers; replace them, by the worst of the others say"

@@ -12,7 +12,7 @@ from natgrad.families.event_checks import check_moments
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.precision_factors import factor_covariance, inverse_from
-from natgrad.lapack import concrete
+from natgrad.lapack import is_concrete
 from natgrad.operators import Operator
 
 
@@ -93,13 +93,13 @@ class MeanCholesky(Coordinates):
         d = self.family.d
         matrix = self.family.unpack(self.family.check_shape(xi, "xi")[..., d:])
         diagonal = xi[..., d : 2 * d]
-        if not self.log_diagonal and concrete(xi) and not bool((diagonal > 0).all()):
+        if not self.log_diagonal and is_concrete(xi) and not bool((diagonal > 0).all()):
             raise ValueError("xi has L_ii <= 0, expected a positive diagonal of the Cholesky factor")
         return xi[..., :d], matrix.tril(-1) + torch.diag_embed(diagonal.exp() if self.log_diagonal else diagonal)
 
     def natural(self, xi: Tensor) -> Tensor:
         mean, factor = self.split(xi)
-        return self.family.joined(mean, inverse_from(factor))
+        return self.family.join(mean, inverse_from(factor))
 
     def of(self, theta: Tensor) -> Tensor:
         mean, covariance = self.family.mean_covariance(theta)
@@ -136,7 +136,7 @@ class MeanStd(Coordinates):
             xi: These coordinates, shape (..., 2 d).
         """
         mean, spread = self.family.check_shape(xi, "xi").split(self.d, dim=-1)
-        if not self.log_std and concrete(xi) and not bool((spread > 0).all()):
+        if not self.log_std and is_concrete(xi) and not bool((spread > 0).all()):
             raise ValueError("xi has standard deviations <= 0")
         return mean, spread.exp() if self.log_std else spread
 
@@ -186,7 +186,7 @@ class ShapeScale(Mapped):
         )
 
 
-class Rate(Mapped):
+class ExponentialRate(Mapped):
     """The rate of `Exponential`: theta = -rate. (`Expectation` has its mean.)
 
     Args:

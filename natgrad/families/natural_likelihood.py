@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.families.base import Likelihood, Separable
+from natgrad.families.base import Likelihood, SeparableLikelihood
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.operators import Diagonal, Operator
 
@@ -103,7 +103,7 @@ class NaturalLikelihood(Likelihood, ExponentialFamily):
         return self.draw(outputs.detach(), 1, generator)[0]
 
 
-class Entries(NaturalLikelihood, Separable):
+class Entries(NaturalLikelihood, SeparableLikelihood):
     """Independent entries with one natural parameter each: diagonal Fisher."""
 
     def forms(self, rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from natgrad.lapack import all_finite, concrete, factor_or_nan, solve_or_nan
+from natgrad.lapack import all_finite, factor_or_nan, is_concrete, solve_or_nan
 
 NEWTON_STEPS = 100
 FLAT_HALVINGS = 3  # so near the maximum Newton's whole step is right, or round-off leaves nothing
@@ -41,11 +41,11 @@ def find_natural(family: Dual, eta: Tensor) -> Tensor:
     Raises:
         ValueError: If Newton's method does not arrive.
     """
-    if concrete(eta):
+    if is_concrete(eta):
         return Inversion.apply(eta, family)
     theta = Inversion.apply(eta.detach(), family)
     for _ in range(EXACT_STEPS):
-        theta = theta + solved(family, theta, eta - family.expectation(theta))
+        theta = theta + solve_covariance(family, theta, eta - family.expectation(theta))
     return theta
 
 
@@ -68,12 +68,12 @@ class Inversion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Cov(T)^-1 g."""
-        return solved(ctx.family, ctx.saved_tensors[0], grads[0]), None
+        return solve_covariance(ctx.family, ctx.saved_tensors[0], grads[0]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         """Cov(T)^-1 d eta."""
-        return solved(ctx.family, ctx.saved_tensors[0], tangents[0])
+        return solve_covariance(ctx.family, ctx.saved_tensors[0], tangents[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], eta: Tensor, family: Dual) -> tuple[Tensor, int]:
@@ -82,12 +82,12 @@ class Inversion(torch.autograd.Function):
         return Inversion.apply(many.flatten(0, 1), family).unflatten(0, many.shape[:2]), 0
 
 
-def solved(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:
+def solve_covariance(family: Dual, theta: Tensor, vector: Tensor) -> Tensor:
     """Cov(T)^-1 v for every row; NaN where theta is so near the edge that Cov(T) is singular."""
     return solve_or_nan(family.covariance(theta), vector.unsqueeze(-1)).squeeze(-1)
 
 
-def newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
+def maximise_by_newton(family: Dual, eta: Tensor, theta: Tensor) -> Tensor:
     """theta that maximises theta . eta - psi(theta), which is concave, by steps halved until it grows.
 
     Args:

@@ -200,7 +200,7 @@ class GraphNormal(ExponentialFamily):
         outer = moved * mean.unsqueeze(-2)
         return torch.cat([moved.squeeze(-1), self.pairs.pack(sigma @ turned @ sigma + outer + outer.mT, 2.0)], dim=-1)
 
-    def joined(self, mean: Tensor, precision: Tensor) -> Tensor:
+    def join(self, mean: Tensor, precision: Tensor) -> Tensor:
         """theta of a mean and a precision.
 
         Args:
@@ -254,7 +254,7 @@ class MultivariateNormal(GraphNormal):
             ValueError: Unless Sigma is positive definite.
         """
         check_moments(mean, covariance, self.d)
-        return self.joined(mean, inverse_from(factor_covariance(covariance)))
+        return self.join(mean, inverse_from(factor_covariance(covariance)))
 
     def from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
         return self.from_mean_covariance(mean, covariance)

@@ -80,7 +80,7 @@ def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return basis, sizes, (basis.mT @ matrix) / sizes.unsqueeze(1)
 
 
-def regressed(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
+def regress(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
     """The weighted least-squares slope, of least norm.
 
     Columns are scaled to one size first, so that statistics that hardly vary keep their digits. Where they depend on
@@ -98,13 +98,13 @@ def regressed(statistics: Tensor, values: Tensor, share: Tensor) -> Tensor:
     centred = (statistics - share @ statistics) * root
     target = (values - share @ values) * root
     sizes = torch.linalg.vector_norm(centred, dim=0)
-    found, rank = least_norm(centred / torch.where(sizes > 0, sizes, 1), target)
+    found, rank = solve_least_norm(centred / torch.where(sizes > 0, sizes, 1), target)
     if rank == centred.shape[1]:
         return (found / sizes.unsqueeze(1)).mT
-    return least_norm(centred, target)[0].mT
+    return solve_least_norm(centred, target)[0].mT
 
 
-def least_norm(matrix: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def solve_least_norm(matrix: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """argmin |A X - B| of least norm and the rank of A, by QR and the singular values of R."""
     q, r = torch.linalg.qr(matrix)
     left, sizes, right = svd(r)

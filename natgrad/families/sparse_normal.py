@@ -12,7 +12,7 @@ from natgrad.families.cancellation import in_double
 from natgrad.families.closed_forms import Closed
 from natgrad.families.event_checks import check_moments, check_width
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.newton import find_natural, newton
+from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.families.normal import (
     LOG_2PI,
     POSITIVE,
@@ -21,7 +21,7 @@ from natgrad.families.normal import (
 )
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from, precision_gap, safe_factor
 from natgrad.families.symmetric_matrices import Pairs
-from natgrad.lapack import concrete, factor_or_nan, is_positive_definite
+from natgrad.lapack import factor_or_nan, is_concrete, is_positive_definite
 from natgrad.operators import Operator
 
 
@@ -63,12 +63,12 @@ class SparseNormal(GraphNormal):
         """
         check_moments(mean, precision, self.d, "precision")
         factor_covariance(precision, "precision is not positive definite, which a distribution with a density needs")
-        if concrete(precision) and not bool((precision[..., self._missing(precision)] == 0).all()):
+        if is_concrete(precision) and not bool((precision[..., self._missing(precision)] == 0).all()):
             raise ValueError("precision has entries that are not zero beside the edges")
-        return self.joined(mean, precision)
+        return self.join(mean, precision)
 
     def from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        return self.joined(mean, sparse_precision(self.pairs, self.pairs.pack(covariance, 2.0)))
+        return self.join(mean, sparse_precision(self.pairs, self.pairs.pack(covariance, 2.0)))
 
     def _missing(self, precision: Tensor) -> Tensor:
         kept = torch.ones(self.pairs.size, dtype=precision.dtype, device=precision.device)
@@ -78,7 +78,7 @@ class SparseNormal(GraphNormal):
     def natural(self, eta: Tensor) -> Tensor:
         mean = self.check_finite(eta, "eta")[..., : self.d]
         spread = eta[..., self.d :] - self.pairs.products(mean)
-        return self.joined(mean, sparse_precision(self.pairs, spread))
+        return self.join(mean, sparse_precision(self.pairs, spread))
 
     def __repr__(self) -> str:
         return f"SparseNormal({self.d}, {len(self.pairs.edges)} edges)"
@@ -109,7 +109,7 @@ class FixedMeanNormal(ExponentialFamily):
         return self.pairs.products(check_width(x, self.d) - self.mean.to(x))
 
     def log_partition(self, theta: Tensor) -> Tensor:
-        centred = Centred(self.pairs).log_partition(self.check_shape(theta, "theta"))
+        centred = CentredNormals(self.pairs).log_partition(self.check_shape(theta, "theta"))
         return 0.5 * self.d * LOG_2PI + centred
 
     @in_double
@@ -193,7 +193,7 @@ class FixedMeanNormal(ExponentialFamily):
         return self.pairs.pack(inverse_from(factor_covariance(self.pairs.unpack(spread, 2.0))) / -2)
 
     def covariance(self, theta: Tensor) -> Tensor:
-        return Centred(self.pairs).covariance(self.check(theta))
+        return CentredNormals(self.pairs).covariance(self.check(theta))
 
     def fisher(self, theta: Tensor) -> Operator:
         """The Fisher matrix of theta (n,): products in O(d^3), and its inverse where all pairs are edges."""
@@ -208,14 +208,16 @@ class FixedMeanNormal(ExponentialFamily):
 
 
 @dataclass(frozen=True)
-class Centred:
+class CentredNormals:
     """What Newton's method asks of the centred normals on a graph."""
 
     pairs: Pairs
 
     def invert(self, eta: Tensor) -> Tensor:
         """Newton's method from independent variables of variance one."""
-        return newton(self, eta, torch.where(self.pairs.weights(eta) == 1, -0.5, 0.0).to(eta).expand_as(eta).clone())
+        return maximise_by_newton(
+            self, eta, torch.where(self.pairs.weights(eta) == 1, -0.5, 0.0).to(eta).expand_as(eta).clone()
+        )
 
     def sigma(self, theta: Tensor) -> Tensor:
         """Sigma (..., d, d) of theta = (-P_ii / 2; -P_ij / 2)."""
@@ -257,9 +259,9 @@ def sparse_precision(pairs: Pairs, spread: Tensor) -> Tensor:
         ValueError: Where there is none: no positive definite matrix has these entries.
     """
     variances = spread[..., : pairs.d]
-    if concrete(spread) and not bool((variances > 0).all()):
+    if is_concrete(spread) and not bool((variances > 0).all()):
         raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
     scale = variances.sqrt()
     both = scale[..., pairs.first] * scale[..., pairs.second]
-    found = find_natural(Centred(pairs), (spread / both).reshape(-1, pairs.size)).view(spread.shape)
+    found = find_natural(CentredNormals(pairs), (spread / both).reshape(-1, pairs.size)).view(spread.shape)
     return -2 * pairs.unpack(found / both)

@@ -11,8 +11,10 @@ from natgrad.geometry.momentum import Descent
 from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
-from natgrad.geometry.product_manifold import Together
+from natgrad.geometry.product_manifold import ProductManifold
 from natgrad.geometry.simplex import Simplex
+
+Together = ProductManifold  # its former name
 
 __all__ = [
     "Bits",
@@ -23,10 +25,10 @@ __all__ = [
     "NaturalParameters",
     "Normals",
     "PositiveDefinite",
+    "ProductManifold",
     "Rates",
     "Scales",
     "Simplex",
-    "Together",
     "Wasserstein",
     "e_geodesic",
     "e_projection",

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from natgrad.geometry.stable_functions import length
+from natgrad.geometry.stable_functions import safe_sqrt
 
 SHORTENINGS = 50
 
@@ -108,7 +108,7 @@ class Manifold(ABC):
         Returns:
             Shape (...).
         """
-        return length(self.inner(point, tangent, tangent))
+        return safe_sqrt(self.inner(point, tangent, tangent))
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         """Length of the geodesic between two points.

@@ -88,7 +88,7 @@ def connect_far(equation: Callable[[Tensor], Equation], start: Tensor, end: Tens
         return found
     u, rows = _search(equation, start, end)
     for elements in MESHES:
-        mesh = mesh_of(elements, start)
+        mesh = build_mesh(elements, start)
         if not len(rows):
             break
         path = Path(equation(rows), mesh, start[rows], end[rows] - start[rows])
@@ -97,7 +97,7 @@ def connect_far(equation: Callable[[Tensor], Equation], start: Tensor, end: Tens
         if elements == MESHES[-1] or 2 * elements * DEGREE * n > UNKNOWNS:
             break
         u, rows = mesh.refined @ u[~fine], rows[~fine]
-        path = Path(equation(rows), mesh_of(2 * elements, start), start[rows], end[rows] - start[rows])
+        path = Path(equation(rows), build_mesh(2 * elements, start), start[rows], end[rows] - start[rows])
         u = path.solve(u)
         known = ~torch.isnan(u).flatten(1).any(1)
         u, rows = u[known], rows[known]
@@ -106,7 +106,7 @@ def connect_far(equation: Callable[[Tensor], Equation], start: Tensor, end: Tens
 
 def _search(equation: Callable[[Tensor], Equation], start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """x'' on the first mesh, of the rows where the end was reached, and their numbers."""
-    mesh, first = mesh_of(MESHES[0], start), EvenPath.of(equation(torch.arange(len(start))), start)
+    mesh, first = build_mesh(MESHES[0], start), EvenPath.of(equation(torch.arange(len(start))), start)
     begun, part = start.new_zeros(len(start)), start.new_ones(len(start))
     u = start.new_zeros(len(start), len(mesh.nodes), start.shape[1])
     for _ in range(ROUNDS):
@@ -285,6 +285,6 @@ def _matrices(elements: int) -> tuple[Tensor, ...]:
     return nodes, place - nodes.view(-1, 1) * total, speed - total, -total, refined
 
 
-def mesh_of(elements: int, like: Tensor) -> Mesh:
+def build_mesh(elements: int, like: Tensor) -> Mesh:
     """That many elements, in the dtype and on the device of a tensor."""
     return Mesh(*(each.to(like) for each in _matrices(elements)))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.normal_manifold import Normals
-from natgrad.geometry.stable_functions import length, matrix_sqrt
+from natgrad.geometry.stable_functions import matrix_sqrt, safe_sqrt
 from natgrad.lapack import eigh, require_factor, require_inverse
 from natgrad.linalg import symmetrise
 from natgrad.operators import Operator
@@ -120,7 +120,9 @@ class Wasserstein(Manifold):
         (mean, sigma), (end, goal) = self.split(point), self.split(other)
         factor = require_factor(sigma, self.refusal(point))
         pull = self.plan(sigma, goal) - torch.eye(self.d, dtype=point.dtype, device=point.device)
-        return length((end - mean).square().sum(-1) + (pull @ factor).square().sum((-2, -1)))  # tr((A - I) S (A - I))
+        return safe_sqrt(
+            (end - mean).square().sum(-1) + (pull @ factor).square().sum((-2, -1))
+        )  # tr((A - I) S (A - I))
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         """By the projection onto the gradients at the other point of the field of velocities carried along by matter.

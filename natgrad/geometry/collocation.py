@@ -70,11 +70,11 @@ def _settle(sweep: Callable[[Tensor], Tensor], u: Tensor, tolerance: float) -> t
         if bool((settled | lost).all()):
             break
         pasts, residuals = [*pasts, u][-MEMORY:], [*residuals, residual][-MEMORY:]
-        u = torch.where((settled | lost)[:, None, None], u, _mixed(pasts, residuals))
+        u = torch.where((settled | lost)[:, None, None], u, _mix_pasts(pasts, residuals))
     return u, settled
 
 
-def _mixed(pasts: list[Tensor], residuals: list[Tensor]) -> Tensor:
+def _mix_pasts(pasts: list[Tensor], residuals: list[Tensor]) -> Tensor:
     """The affine combination of the past points whose residuals nearly cancel, moved by what is left."""
     last, residual = pasts[-1], residuals[-1]
     if len(pasts) == 1:

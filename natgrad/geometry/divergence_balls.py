@@ -70,7 +70,7 @@ def level_set(
     """
     if not radius > 0:
         raise ValueError(f"radius is {radius}, expected a positive number of nats")
-    rays = circle(directions, centre) if isinstance(directions, int) else directions
+    rays = spread_directions(directions, centre) if isinstance(directions, int) else directions
     if rays.dim() != 2 or rays.shape[1] != len(centre):
         raise ValueError(f"directions have shape {tuple(rays.shape)}, expected (m, {len(centre)})")
     low, high = rays.new_zeros(len(rays), 1), rays.new_full((len(rays), 1), 1e-6)
@@ -88,7 +88,7 @@ def level_set(
     return torch.where(reached.unsqueeze(1), found, torch.nan)
 
 
-def circle(count: int, centre: Tensor) -> Tensor:
+def spread_directions(count: int, centre: Tensor) -> Tensor:
     """Directions (count, 2), evenly spread; the last is the first again, so that a line drawn is closed.
 
     Args:

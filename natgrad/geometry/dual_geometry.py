@@ -31,7 +31,7 @@ def e_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tenso
         tensor([2.])
     """
     family.check(theta)
-    return _between(theta, family.check(other), t)
+    return _interpolate(theta, family.check(other), t)
 
 
 def m_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
@@ -50,10 +50,10 @@ def m_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tenso
         >>> ng.geometry.m_geodesic(ng.Bernoulli(1), torch.tensor([-1.0]), torch.tensor([1.0]), 0.5)
         tensor([0.])
     """
-    return family.natural(_between(family.expectation(theta), family.expectation(other), t))
+    return family.natural(_interpolate(family.expectation(theta), family.expectation(other), t))
 
 
-def _between(start: Tensor, end: Tensor, t: Tensor | float) -> Tensor:
+def _interpolate(start: Tensor, end: Tensor, t: Tensor | float) -> Tensor:
     if isinstance(t, Tensor) and t.dim():
         t = t.reshape(-1, *(1,) * torch.broadcast_tensors(start, end)[0].dim())
     return start + t * (end - start)
@@ -102,11 +102,11 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
         step = require_solution(metric[..., free, :][..., free], gradient, EDGE).squeeze(-1)
         if bool((step.abs() <= 1e-12 * (1 + found.abs())).all()):
             return found
-        found = _descended(sub, goal, found, step)
+        found = _descend(sub, goal, found, step)
     raise ValueError(f"the e-projection did not settle within {STEPS} steps: give another start")
 
 
-def _descended(sub: SubModel, goal: Tensor, found: Tensor, step: Tensor) -> Tensor:
+def _descend(sub: SubModel, goal: Tensor, found: Tensor, step: Tensor) -> Tensor:
     """found - step / 2^k with the least k at which KL does not rise."""
 
     def divergence(at: Tensor) -> Tensor:
@@ -154,11 +154,13 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
             break  # theta ran off: the means are on the edge, or beyond
         if bool((step.abs() <= 1e-12 * (1 + found[..., positions].abs())).all()):
             return found
-        found = _tilted(family, found, positions, step, means)
+        found = _halve_until_lower(family, found, positions, step, means)
     raise ValueError("means are not reached: expected values in the interior of what these statistics' means can be")
 
 
-def _tilted(family: ExponentialFamily, found: Tensor, positions: list[int], step: Tensor, means: Tensor) -> Tensor:
+def _halve_until_lower(
+    family: ExponentialFamily, found: Tensor, positions: list[int], step: Tensor, means: Tensor
+) -> Tensor:
     """Along the step, halved until psi - means . theta, which is convex, does not rise."""
     places = torch.tensor(positions, device=found.device).expand(step.shape)
 

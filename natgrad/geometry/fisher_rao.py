@@ -32,7 +32,7 @@ from natgrad.geometry.logits import ClassLogits, Logits, LogRates
 from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
-from natgrad.geometry.product_manifold import Together
+from natgrad.geometry.product_manifold import ProductManifold
 from natgrad.geometry.shooting import Shooting
 from natgrad.lapack import invert_or_nan, require_inverse, require_solution, solve_or_nan
 from natgrad.linalg import symmetrise
@@ -58,13 +58,13 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
         tensor(0.8658)
     """
     if isinstance(family, Product):
-        return Together(*((fisher_rao(part), part.size) for part in family.families))
+        return ProductManifold(*((fisher_rao(part), part.size) for part in family.families))
     if isinstance(family, SubModel):
-        return _sub_model(family)
-    return _normal(family) or _discrete(family) or NaturalParameters(family)
+        return _find_sub_model(family)
+    return _find_normal(family) or _find_discrete(family) or NaturalParameters(family)
 
 
-def _discrete(family: ExponentialFamily) -> Manifold | None:
+def _find_discrete(family: ExponentialFamily) -> Manifold | None:
     if isinstance(family, Bernoulli):
         return Logits()
     if isinstance(family, Poisson):
@@ -76,13 +76,13 @@ def _discrete(family: ExponentialFamily) -> Manifold | None:
     return None
 
 
-def _normal(family: ExponentialFamily) -> Manifold | None:
+def _find_normal(family: ExponentialFamily) -> Manifold | None:
     if isinstance(family, Exponential):
         return ExponentialTheta(family, Scales())
     if isinstance(family, MultivariateNormal):
         return NormalTheta(family, HalfPlane() if family.d == 1 else Normals(family.d))
     if isinstance(family, DiagonalNormal):
-        return DiagonalTheta(family, Together(*[(HalfPlane(), 2)] * family.d))
+        return DiagonalTheta(family, ProductManifold(*[(HalfPlane(), 2)] * family.d))
     if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
         return Location(require_inverse(family.known_covariance, f"{family!r} has a covariance without an inverse"))
     if isinstance(family, FixedMeanNormal) and family.size == family.d * (family.d + 1) // 2:
@@ -90,7 +90,7 @@ def _normal(family: ExponentialFamily) -> Manifold | None:
     return None
 
 
-def _sub_model(family: SubModel) -> Manifold:
+def _find_sub_model(family: SubModel) -> Manifold:
     whole = family.family
     if isinstance(whole, Categorical | Multinomial) and family.size == whole.size - 1:
         return HeldTheta(family, fisher_rao(whole))
@@ -181,10 +181,10 @@ class NaturalParameters(Shooting):
             return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
 
         end = integrate(field, start.reshape(-1, start.shape[-1]), steps=steps).view(start.shape)
-        end = torch.where(self._kept(start, end).unsqueeze(-1), end, torch.nan)
+        end = torch.where(self._has_kept_speed(start, end).unsqueeze(-1), end, torch.nan)
         return end[..., :n], end[..., n : 2 * n], end[..., 2 * n :]
 
-    def _kept(self, start: Tensor, end: Tensor) -> Tensor:
+    def _has_kept_speed(self, start: Tensor, end: Tensor) -> Tensor:
         """Whether |theta'| is what it was: a step over the edge, where theta' is infinite, comes out anywhere."""
         before, after = (self._speed(*x.detach().split(self.size, -1)[:2]) for x in (start, end))
         return (after - before).abs() <= 1e-6 * before
@@ -247,7 +247,7 @@ class Charted(Manifold):
         self.family, self.manifold, self.domain = family, manifold, family.domain
 
     @abstractmethod
-    def there(self, theta: Tensor) -> Tensor:
+    def to_chart(self, theta: Tensor) -> Tensor:
         """theta -> the known manifold's point.
 
         Args:
@@ -255,7 +255,7 @@ class Charted(Manifold):
         """
 
     @abstractmethod
-    def back(self, point: Tensor) -> Tensor:
+    def from_chart(self, point: Tensor) -> Tensor:
         """The known manifold's point -> theta.
 
         Args:
@@ -267,23 +267,23 @@ class Charted(Manifold):
         return self.manifold.inner(at, u, self._push(point, second)[1])
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        at = self.there(point)
-        pulled = torch.func.vjp(self.back, at)[1](gradient.expand(point.shape))[0]
+        at = self.to_chart(point)
+        pulled = torch.func.vjp(self.from_chart, at)[1](gradient.expand(point.shape))[0]
         return self._pull(at, self.manifold.natural(at, pulled))[1]
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        return self.back(self.manifold.exp(*self._push(point, tangent)))
+        return self.from_chart(self.manifold.exp(*self._push(point, tangent)))
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        at = self.there(point)
-        return self._pull(at, self.manifold.log(at, self.there(other)))[1]
+        at = self.to_chart(point)
+        return self._pull(at, self.manifold.log(at, self.to_chart(other)))[1]
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        return self.manifold.distance(self.there(point), self.there(other))
+        return self.manifold.distance(self.to_chart(point), self.to_chart(other))
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         at, pushed = self._push(point, vector)
-        end = self.there(other)
+        end = self.to_chart(other)
         return self._pull(end, self.manifold.transport(at, end, pushed))[1]
 
     def carry(self, point: Tensor, tangent: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,22 +293,22 @@ class Charted(Manifold):
     def inside(self, point: Tensor) -> Tensor:
         """On both sides of the chart: a nearly singular precision has an inverse that round-off leaves indefinite."""
         whole = torch.isfinite(point).all(-1) & self.family.inside(point.nan_to_num())
-        return whole & self.manifold.inside(self.there(point.nan_to_num()))
+        return whole & self.manifold.inside(self.to_chart(point.nan_to_num()))
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         end = self.manifold.curve(*self._push(point, tangent))
         inside = self.manifold.inside(end)
-        safe = torch.where(self.manifold.widen(inside), end, self.there(point))
-        return torch.where(inside.unsqueeze(-1), self.back(safe), torch.nan)
+        safe = torch.where(self.manifold.widen(inside), end, self.to_chart(point))
+        return torch.where(inside.unsqueeze(-1), self.from_chart(safe), torch.nan)
 
     def _push(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         point, tangent = (x.contiguous() for x in torch.broadcast_tensors(point, tangent))  # jvp writes into them
-        found, moved, *_ = torch.func.jvp(self.there, (point,), (tangent,))
+        found, moved, *_ = torch.func.jvp(self.to_chart, (point,), (tangent,))
         return found, moved
 
     def _pull(self, at: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         at, tangent = (x.contiguous() for x in torch.broadcast_tensors(at, tangent))
-        found, moved, *_ = torch.func.jvp(self.back, (at,), (tangent,))
+        found, moved, *_ = torch.func.jvp(self.from_chart, (at,), (tangent,))
         return found, moved
 
     def __repr__(self) -> str:
@@ -318,21 +318,21 @@ class Charted(Manifold):
 class ExponentialTheta(Charted):
     """`Exponential`: theta = -rate."""
 
-    def there(self, theta: Tensor) -> Tensor:
+    def to_chart(self, theta: Tensor) -> Tensor:
         return -theta
 
-    def back(self, point: Tensor) -> Tensor:
+    def from_chart(self, point: Tensor) -> Tensor:
         return -point
 
 
 class HeldTheta(Charted):
     """A `SubModel` of classes with one logit held at zero: the others less that one."""
 
-    def there(self, theta: Tensor) -> Tensor:
+    def to_chart(self, theta: Tensor) -> Tensor:
         assert isinstance(self.family, SubModel)
         return self.family.whole(theta)
 
-    def back(self, point: Tensor) -> Tensor:
+    def from_chart(self, point: Tensor) -> Tensor:
         assert isinstance(self.family, SubModel)
         free = list(self.family.free)
         (held,) = set(range(point.shape[-1])) - set(free)
@@ -342,12 +342,12 @@ class HeldTheta(Charted):
 class DiagonalTheta(Charted):
     """`Normal` and `DiagonalNormal`: theta from a (mean, standard deviation) for every variable, side by side."""
 
-    def there(self, theta: Tensor) -> Tensor:
+    def to_chart(self, theta: Tensor) -> Tensor:
         linear, half = theta.chunk(2, -1)
         variance = -0.5 / half
         return torch.stack([linear * variance, variance.clamp(min=0.0).sqrt()], -1).flatten(-2)
 
-    def back(self, point: Tensor) -> Tensor:
+    def from_chart(self, point: Tensor) -> Tensor:
         mean, deviation = point.unflatten(-1, (-1, 2)).unbind(-1)
         precision = deviation.square().reciprocal()
         return torch.cat([mean * precision, -precision / 2], -1)
@@ -356,11 +356,11 @@ class DiagonalTheta(Charted):
 class PrecisionTheta(Charted):
     """`FixedMeanNormal`: theta from the precision."""
 
-    def there(self, theta: Tensor) -> Tensor:
+    def to_chart(self, theta: Tensor) -> Tensor:
         assert isinstance(self.family, FixedMeanNormal)
         return self.family.precision(theta)
 
-    def back(self, point: Tensor) -> Tensor:
+    def from_chart(self, point: Tensor) -> Tensor:
         assert isinstance(self.family, FixedMeanNormal)
         return self.family.pairs.pack(-point / 2)
 
@@ -368,7 +368,7 @@ class PrecisionTheta(Charted):
 class NormalTheta(Charted):
     """`MultivariateNormal(d)`: theta from (mean, standard deviation) where d = 1, else from `Normals(d)`."""
 
-    def there(self, theta: Tensor) -> Tensor:
+    def to_chart(self, theta: Tensor) -> Tensor:
         assert isinstance(self.family, MultivariateNormal)
         covariance = invert_or_nan(self.family.precision(theta))  # cholesky_inverse has wrong forward derivatives
         mean = (covariance @ theta[..., : self.family.d].unsqueeze(-1)).squeeze(-1)
@@ -376,7 +376,7 @@ class NormalTheta(Charted):
             return self.manifold.join(mean, covariance)
         return torch.cat([mean, covariance.squeeze(-1).sqrt()], dim=-1)
 
-    def back(self, point: Tensor) -> Tensor:
+    def from_chart(self, point: Tensor) -> Tensor:
         if isinstance(self.manifold, Normals):
             mean, covariance = self.manifold.split(point)
             assert isinstance(self.family, MultivariateNormal)

@@ -15,7 +15,7 @@ class Straightened(Manifold):
     """Independent coordinates (..., n), each with a map y(x) in which the metric is dy^2."""
 
     @abstractmethod
-    def straight(self, point: Tensor) -> Tensor:
+    def straighten(self, point: Tensor) -> Tensor:
         """y(x), entry by entry.
 
         Args:
@@ -23,7 +23,7 @@ class Straightened(Manifold):
         """
 
     @abstractmethod
-    def bent(self, line: Tensor) -> Tensor:
+    def bend(self, line: Tensor) -> Tensor:
         """x(y), entry by entry.
 
         Args:
@@ -45,10 +45,10 @@ class Straightened(Manifold):
         return gradient / self.slope(point).square()
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        return self.bent(self.straight(point) + self.slope(point) * tangent)
+        return self.bend(self.straighten(point) + self.slope(point) * tangent)
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        return (self.straight(other) - self.straight(point)) / self.slope(point)
+        return (self.straighten(other) - self.straighten(point)) / self.slope(point)
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         return vector * self.slope(point) / self.slope(other)
@@ -62,17 +62,17 @@ class Rates(Straightened):
 
     domain = "positive rates (..., n)"
 
-    def straight(self, point: Tensor) -> Tensor:
+    def straighten(self, point: Tensor) -> Tensor:
         return 2 * point.sqrt()
 
-    def bent(self, line: Tensor) -> Tensor:
+    def bend(self, line: Tensor) -> Tensor:
         return (line / 2).square()
 
     def slope(self, point: Tensor) -> Tensor:
         return point.rsqrt()
 
     def inside(self, point: Tensor) -> Tensor:
-        return positive(point)
+        return are_positive(point)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         return point * (tangent / point).exp()
@@ -94,17 +94,17 @@ class Scales(Straightened):
             raise ValueError(f"shape is {shape}, expected a positive number; 1 for the Exponential")
         self.root = shape**0.5
 
-    def straight(self, point: Tensor) -> Tensor:
+    def straighten(self, point: Tensor) -> Tensor:
         return self.root * point.log()
 
-    def bent(self, line: Tensor) -> Tensor:
+    def bend(self, line: Tensor) -> Tensor:
         return (line / self.root).exp()
 
     def slope(self, point: Tensor) -> Tensor:
         return self.root / point
 
     def inside(self, point: Tensor) -> Tensor:
-        return positive(point)
+        return are_positive(point)
 
 
 class Bits(Straightened):
@@ -115,10 +115,10 @@ class Bits(Straightened):
 
     domain = "probabilities strictly between 0 and 1, (..., n)"
 
-    def straight(self, point: Tensor) -> Tensor:
+    def straighten(self, point: Tensor) -> Tensor:
         return 2 * torch.atan2(point.sqrt(), (1 - point).sqrt())
 
-    def bent(self, line: Tensor) -> Tensor:
+    def bend(self, line: Tensor) -> Tensor:
         return (line / 2).sin().square()
 
     def slope(self, point: Tensor) -> Tensor:
@@ -169,6 +169,6 @@ class Location(Manifold):
         return f"Location(covariance of {len(self.covariance)} variables)"
 
 
-def positive(point: Tensor) -> Tensor:
+def are_positive(point: Tensor) -> Tensor:
     """Whether all entries are positive and finite, (..., n) -> (...)."""
     return ((point > 0) & torch.isfinite(point)).all(-1)

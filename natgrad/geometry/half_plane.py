@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, length, sinhc
+from natgrad.geometry.stable_functions import arc_over_hyperbolic_sine, safe_sqrt, sinhc
 
 ROOT2 = math.sqrt(2)
 
@@ -46,7 +46,7 @@ class HalfPlane(Manifold):
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         square = (other[..., 0] - point[..., 0]).square() / 2 + (other[..., 1] - point[..., 1]).square()
-        return 2 * ROOT2 * (length(square) / (2 * (point[..., 1] * other[..., 1]).sqrt())).asinh()
+        return 2 * ROOT2 * (safe_sqrt(square) / (2 * (point[..., 1] * other[..., 1]).sqrt())).asinh()
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         """Scaled by the ratio of deviations, and turned by the angle of (z' - conj z) / (z - conj z')."""
@@ -63,7 +63,7 @@ class HalfPlane(Manifold):
 
 def _denominator(a: Tensor, b: Tensor, square: Tensor) -> Tensor:
     """cosh r - b sinh(r) / r with r^2 = a^2 + b^2, positive, without the cancellation of large b > 0."""
-    r = length(square)
+    r = safe_sqrt(square)
     cosine = torch.where(r > 0, b / torch.where(r > 0, r, 1.0), 0.0)
     short = a.square() / torch.where(r > 0, r * (r + b.abs()), 1.0)  # 1 - |cosine|
     less = torch.where(b > 0, short, 1 - cosine)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.flat_manifold import Straightened
-from natgrad.geometry.stable_functions import arc_over_sine, length, sinc
+from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, sinc
 
 
 class LogRates(Straightened):
@@ -20,10 +20,10 @@ class LogRates(Straightened):
 
     domain = "log rates (..., n) whose rates are numbers above zero"
 
-    def straight(self, point: Tensor) -> Tensor:
+    def straighten(self, point: Tensor) -> Tensor:
         return 2 * (point / 2).exp()
 
-    def bent(self, line: Tensor) -> Tensor:
+    def bend(self, line: Tensor) -> Tensor:
         return 2 * (line / 2).abs().log()
 
     def slope(self, point: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class LogRates(Straightened):
         return vector * ((point - other) / 2).exp()
 
     def inside(self, point: Tensor) -> Tensor:
-        return (torch.isfinite(point) & (point.abs() < reach(point))).all(-1)
+        return (torch.isfinite(point) & (point.abs() < largest_log(point))).all(-1)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         return point + tangent
@@ -57,10 +57,10 @@ class Logits(LogRates):
     def __init__(self, width: float = 1.0) -> None:
         self.width = width
 
-    def straight(self, point: Tensor) -> Tensor:
+    def straighten(self, point: Tensor) -> Tensor:
         return 2 * (self.width * point / 2).exp().atan()
 
-    def bent(self, line: Tensor) -> Tensor:
+    def bend(self, line: Tensor) -> Tensor:
         return 2 * (line / 2).tan().abs().log() / self.width
 
     def slope(self, point: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class ClassLogits(Manifold):
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         p = point.softmax(-1)
-        return self.trials * (p * centred(p, first) * centred(p, second)).sum(-1)
+        return self.trials * (p * centre(p, first) * centre(p, second)).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         """The pseudo-inverse of trials (diag p - p p^T): of a derivative, whose sum is zero, one with the sum zero."""
@@ -109,7 +109,7 @@ class ClassLogits(Manifold):
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         p = point.softmax(-1)
-        turn = centred(p, tangent) / 2  # sqrt p moves by turn * sqrt p
+        turn = centre(p, tangent) / 2  # sqrt p moves by turn * sqrt p
         square = (p * turn.square()).sum(-1, keepdim=True)
         cosine_less_one = -square / 2 * sinc(square / 4).square()
         moved = 2 * log_one_plus(cosine_less_one + sinc(square) * turn)
@@ -122,19 +122,19 @@ class ClassLogits(Manifold):
         return self.project(point, along) + constant
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        return 4 * self.trials**0.5 * length(self._chord(point, other)[1].squeeze(-1)).asin()
+        return 4 * self.trials**0.5 * safe_sqrt(self._chord(point, other)[1].squeeze(-1)).asin()
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         p, gap = point.softmax(-1), (point.log_softmax(-1) - other.log_softmax(-1)) / 2
         _, chord = self._chord(point, other)
-        turn = centred(p, vector)
+        turn = centre(p, vector)
         along = (p * (-gap).exp() * turn).sum(-1, keepdim=True) / (2 - 2 * chord)
         moved = gap.exp() * turn - along * (gap.exp() + 1)
         return self.project(other, moved) + vector.mean(-1, keepdim=True)
 
     def inside(self, point: Tensor) -> Tensor:
         finite = torch.isfinite(point).all(-1)
-        return finite & (point.nan_to_num().log_softmax(-1) > -reach(point)).all(-1)
+        return finite & (point.nan_to_num().log_softmax(-1) > -largest_log(point)).all(-1)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         return point + tangent
@@ -152,7 +152,7 @@ class ClassLogits(Manifold):
         return f"ClassLogits(trials={self.trials})"
 
 
-def centred(p: Tensor, vector: Tensor) -> Tensor:
+def centre(p: Tensor, vector: Tensor) -> Tensor:
     """v - E_p[v]."""
     return vector - (p * vector).sum(-1, keepdim=True)
 
@@ -164,6 +164,6 @@ def log_one_plus(x: Tensor) -> Tensor:
     return torch.where(small, torch.log1p(torch.where(small, x, 0.0)), (1 + far).abs().log())
 
 
-def reach(like: Tensor) -> float:
+def largest_log(like: Tensor) -> float:
     """The largest |log p| of which p, and its inverse, are ordinary numbers: 708 in float64, 87 in float32."""
     return -math.log(torch.finfo(like.dtype).tiny) - 0.5

@@ -9,7 +9,7 @@ from natgrad.geometry.batched_shooting import shoot
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
 from natgrad.geometry.shooting import Shooting, scale
-from natgrad.geometry.stable_functions import matrix_log, positive_definite
+from natgrad.geometry.stable_functions import are_positive_definite, matrix_log
 from natgrad.lapack import factor_or_nan, invert_or_nan, require_factor, solve_or_nan
 from natgrad.linalg import symmetrise
 
@@ -68,7 +68,7 @@ class Normals(Shooting):
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         factor = self._factor(point)
-        (u, v), (w, z) = self.whitened(factor, first), self.whitened(factor, second)
+        (u, v), (w, z) = self.whiten(factor, first), self.whiten(factor, second)
         return (u * w).sum(-1) + (v * z).sum((-2, -1)) / 2
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Normals(Shooting):
 
     def arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         mean, factor = self.split(point)[0], self._factor(point)
-        end, spread, speed, growth = self._from_standard(*self.whitened(factor, tangent))
+        end, spread, speed, growth = self._from_standard(*self.whiten(factor, tangent))
         return (
             self.join(mean + _times(factor, end), symmetrise(factor @ spread @ factor.mT)),
             self.join(_times(factor, speed), symmetrise(factor @ growth @ factor.mT)),
@@ -115,15 +115,15 @@ class Normals(Shooting):
         return self.exp(point, tangent), end[..., 2 * n :]
 
     def inside(self, point: Tensor) -> Tensor:
-        return torch.isfinite(point).all(-1) & positive_definite(self.split(point)[1])
+        return torch.isfinite(point).all(-1) & are_positive_definite(self.split(point)[1])
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         mean, sigma = self.split(point)
         factor = factor_or_nan(sigma)
-        u, v = self.whitened(factor, tangent)
+        u, v = self.whiten(factor, tangent)
         eye = torch.eye(self.d, dtype=point.dtype, device=point.device)
         precision = eye - v + (v @ v + u.unsqueeze(-1) * u.unsqueeze(-2)) / 2  # P' = -v where Sigma = I
-        sound = positive_definite(symmetrise(precision))
+        sound = are_positive_definite(symmetrise(precision))
         safe = torch.where(sound[..., None, None], symmetrise(precision), eye)
         half = factor @ invert_or_nan(factor_or_nan(safe)).mT
         found = self.join(mean + _times(factor, u + _times(v, u) / 2), half @ half.mT)
@@ -133,7 +133,7 @@ class Normals(Shooting):
         """L with L L^T the covariance of a point that a user gave."""
         return require_factor(self.split(point)[1], self.refusal(point))
 
-    def whitened(self, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    def whiten(self, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         """(L^-1 u, L^-1 V L^-T) of a tangent (u, V), L L^T = Sigma.
 
         Args:

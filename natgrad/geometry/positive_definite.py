@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import length, matrix_log, matrix_sqrt, positive_definite
+from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, matrix_sqrt, safe_sqrt
 from natgrad.lapack import eigh, factor_or_nan, require_factor
 from natgrad.linalg import symmetrise
 
@@ -50,7 +50,7 @@ class PositiveDefinite(Manifold):
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         values = eigh(whiten(self._factor(point), other))[0]
-        return self.scale**0.5 * length(values.log().square().sum(-1))
+        return self.scale**0.5 * safe_sqrt(values.log().square().sum(-1))
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
         """E V E^T with E = (other S^-1)^1/2."""
@@ -62,7 +62,7 @@ class PositiveDefinite(Manifold):
         same = (point - point.mT).abs().amax((-2, -1)) <= 1e3 * torch.finfo(point.dtype).eps * point.abs().amax(
             (-2, -1)
         )
-        return same & positive_definite(point)
+        return same & are_positive_definite(point)
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:
         return second_order(point, tangent)

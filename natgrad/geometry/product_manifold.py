@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import length
+from natgrad.geometry.stable_functions import safe_sqrt
 
 
-class Together(Manifold):
+class ProductManifold(Manifold):
     """Points of several manifolds joined along one dimension, (..., total); squared lengths add.
 
     Args:
@@ -41,7 +41,7 @@ class Together(Manifold):
         return self._each(lambda m, p, q, v: m.transport(p, q, v), point, other, vector)
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        return length(torch.stack([m.distance(*each).square() for m, *each in self._cut(point, other)]).sum(0))
+        return safe_sqrt(torch.stack([m.distance(*each).square() for m, *each in self._cut(point, other)]).sum(0))
 
     def inside(self, point: Tensor) -> Tensor:
         return torch.stack([m.inside(p) for m, p in self._cut(point)]).all(0)
@@ -54,7 +54,9 @@ class Together(Manifold):
 
     def _cut(self, *tensors: Tensor) -> list[tuple]:
         pieces = [tensor.split(self.sizes, dim=-1) for tensor in tensors]
-        return [(m, *map(lambda x, m=m: _shaped(m, x), each)) for m, *each in zip(self.manifolds, *pieces, strict=True)]
+        return [
+            (m, *map(lambda x, m=m: _shape_point(m, x), each)) for m, *each in zip(self.manifolds, *pieces, strict=True)
+        ]
 
     def _each(self, work: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         found = [work(m, *each).flatten(-m.event) for m, *each in self._cut(*tensors)]
@@ -64,7 +66,7 @@ class Together(Manifold):
         return f"Together{tuple(zip(self.manifolds, self.sizes, strict=True))!r}"
 
 
-def _shaped(manifold: Manifold, flat: Tensor) -> Tensor:
+def _shape_point(manifold: Manifold, flat: Tensor) -> Tensor:
     if manifold.event == 1:
         return flat
     side = round(flat.shape[-1] ** 0.5)

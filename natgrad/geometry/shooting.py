@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import length
+from natgrad.geometry.stable_functions import safe_sqrt
 
 
 class Shooting(Manifold):
@@ -83,4 +83,4 @@ class Shooting(Manifold):
 
 def scale(manifold: Manifold, point: Tensor, misfit: Tensor) -> Tensor:
     """Length of a misfit near the point."""
-    return length(manifold.inner(point, misfit, misfit))
+    return safe_sqrt(manifold.inner(point, misfit, misfit))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import arc_over_sine, length, sinc
+from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, sinc
 
 
 class Simplex(Manifold):
@@ -51,7 +51,7 @@ class Simplex(Manifold):
         return 2 * root * arc_over_sine(chord) * (target - (1 - 2 * chord) * root)
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        half = length((other.sqrt() - point.sqrt()).square().sum(-1)) / 2
+        half = safe_sqrt((other.sqrt() - point.sqrt()).square().sum(-1)) / 2
         return 4 * self.trials**0.5 * half.asin()
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from natgrad.lapack import eigh, is_positive_definite
 from natgrad.linalg import symmetrise
 
 
-def length(square: Tensor) -> Tensor:
+def safe_sqrt(square: Tensor) -> Tensor:
     """sqrt(square), with gradient zero where square is zero (or, by round-off, below); NaN stays NaN."""
     none = square <= 0
     return torch.where(none, 0.0, torch.where(none, 1.0, square).sqrt())
@@ -51,7 +51,7 @@ def _root(square: Tensor) -> Tensor:
     return torch.where(square > SMALL, square, 1.0).sqrt()
 
 
-def of_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
+def apply_to_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
     """f(A) for symmetric A through its eigenvalues; exact first derivatives, for equal eigenvalues too.
 
     The derivative is that of Daleckii and Krein: V (K o (V^T dA V)) V^T, with K the divided differences of f. Second
@@ -76,14 +76,14 @@ def of_matrix(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Te
 
 def matrix_log(matrix: Tensor) -> Tensor:
     """log A of positive definite A (..., d, d)."""
-    return of_matrix(torch.log, torch.reciprocal, matrix)
+    return apply_to_matrix(torch.log, torch.reciprocal, matrix)
 
 
 def matrix_sqrt(matrix: Tensor) -> Tensor:
     """A^1/2 of positive definite A (..., d, d)."""
-    return of_matrix(torch.sqrt, lambda x: 0.5 / x.sqrt(), matrix)
+    return apply_to_matrix(torch.sqrt, lambda x: 0.5 / x.sqrt(), matrix)
 
 
-def positive_definite(matrix: Tensor) -> Tensor:
+def are_positive_definite(matrix: Tensor) -> Tensor:
     """Whether a symmetric matrix is finite and positive definite, (..., d, d) -> (...)."""
     return torch.isfinite(matrix.detach()).all(-1).all(-1) & is_positive_definite(matrix)

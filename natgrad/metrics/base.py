@@ -54,7 +54,7 @@ class Metric(ABC):
                 parameter names or mixed devices.
         """
 
-    def measured(self, inputs: Any) -> Tensor | None:
+    def read_examples(self, inputs: Any) -> Tensor | None:
         """The examples by whose spread lengths are measured; None where lengths are in nats.
 
         Args:
@@ -125,10 +125,10 @@ class PullbackMetric(Metric):
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         data, targets = self._split(inputs)
-        pure = checked_model(self.model, params, data, random)
+        pure = build_pure_model(self.model, params, data, random)
         if self.chunk_size is None:
             return self._term(params, pure, targets, self.seeds(1)[0])
-        return self._chunked(params, pure, self.chunk_size)
+        return self._build_chunks(params, pure, self.chunk_size)
 
     def _split(self, inputs: Any) -> tuple[Any, Any]:
         if self.needs_targets:
@@ -141,7 +141,7 @@ class PullbackMetric(Metric):
         form, weights = self.form(linearization, outputs.first, targets, seed)
         return Pullback(linearization, form, weights, Facts(nats=self.criterion.nats(outputs.first)))
 
-    def _chunked(self, params: Params, pure: PureModel, size: int) -> Operator:
+    def _build_chunks(self, params: Params, pure: PureModel, size: int) -> Operator:
         if mixes_examples(self.model):
             raise ValueError(
                 f"chunk_size={size} would change the statistics of a batch norm in training mode; use chunk_size=None, "
@@ -153,11 +153,11 @@ class PullbackMetric(Metric):
         builders = []
         for call, seed in zip(calls, self.seeds(len(calls)), strict=True):
             term = partial(self._term, params, PureModel(self.model, call, pure.random), None, seed)
-            builders.append(partial(_share, term, call.batch() / pure.call.batch()))
+            builders.append(partial(_weigh_term, term, call.batch() / pure.call.batch()))
         return Chunked(builders)
 
 
-def _share(term: Any, share: float) -> Operator:
+def _weigh_term(term: Any, share: float) -> Operator:
     return Scaled(term(), share)
 
 
@@ -181,7 +181,7 @@ def split_targets(inputs: Any) -> tuple[Any, Any]:
     return inputs
 
 
-def checked_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:
+def build_pure_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:
     """The pure function behind a metric, checked at the door."""
     check_parameters(params)
     call = as_call(inputs)

@@ -80,9 +80,9 @@ class DivergenceMetric(Metric):
         check_parameters(params)
         space = Space(params)
         fixed = {name: p.detach() for name, p in params.items()}
-        with torch.enable_grad(), (random or RandomState.capture(space.device)).replayed():
+        with torch.enable_grad(), (random or RandomState.capture(space.device)).replay():
             point = space.flatten(fixed).requires_grad_()
-            data = inputs.plain() if isinstance(inputs, Call) else inputs
+            data = inputs.unwrap() if isinstance(inputs, Call) else inputs
             value = self.d(fixed, space.unflatten(point), data)
             if not isinstance(value, Tensor) or value.dim() != 0 or not value.requires_grad:
                 raise ValueError(

@@ -125,7 +125,7 @@ class Fisher(PullbackMetric):
     """What `fisher` gives: E_x[J^T M J], exact over labels."""
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
-        return self.criterion.family, row_weights(self.criterion, outputs, targets)
+        return self.criterion.family, weigh_rows(self.criterion, outputs, targets)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class SampledFisher(PullbackMetric):
         generator = torch.Generator(linearization.outputs.device).manual_seed(seed)
         drawn = [family.score(outputs, family.sample(outputs, generator)) for _ in range(self.samples)]
         scores = Scores(torch.stack(drawn, dim=2) / self.samples**0.5)
-        return scores, row_weights(self.criterion, outputs, targets)
+        return scores, weigh_rows(self.criterion, outputs, targets)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class EmpiricalFisher(PullbackMetric):
         return Scores(slopes.unsqueeze(2) * counted.sum().sqrt(), counted), torch.ones_like(counted)
 
 
-def row_weights(criterion: Criterion, outputs: Any, targets: Any) -> Tensor | None:
+def weigh_rows(criterion: Criterion, outputs: Any, targets: Any) -> Tensor | None:
     """Each row's weight in the mean loss where its targets are known (ignored, class weights), None for uniform."""
     return None if targets is None else criterion.weights(outputs, targets)
 

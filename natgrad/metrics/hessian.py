@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.metrics.base import Metric, checked_model, split_targets
+from natgrad.metrics.base import Metric, build_pure_model, split_targets
 from natgrad.metrics.gauss_newton import PlainOutputs
 from natgrad.operators.curvature import Curvature
 from natgrad.pure import Model, RandomState, Select, check_select
@@ -78,7 +78,7 @@ class Hessian(Metric):
                 "targets is None: the Hessian of the loss needs them; pass (inputs, targets), compute the loss with "
                 "optimizer.loss(outputs, targets), or use ng.fisher, which needs none"
             )
-        pure, nats = checked_model(self.model, params, data, random), []
+        pure, nats = build_pure_model(self.model, params, data, random), []
 
         def value(point: Params) -> Tensor:
             outputs = pure(point) if self.outputs is None else self.outputs(pure(point))

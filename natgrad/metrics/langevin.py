@@ -57,16 +57,16 @@ class Langevin:
             moved = x + self.step * here[1] + math.sqrt(2 * self.step) * noise
             there = self._at(density, point, moved)
             if self.adjusted:
-                kept = self._accepted(x, moved, here, there, generator)
-                moved = torch.where(_like(kept, x), moved, x)
-                there = (torch.where(kept, there[0], here[0]), torch.where(_like(kept, x), there[1], here[1]))
+                kept = self._accept(x, moved, here, there, generator)
+                moved = torch.where(_widen_flags(kept, x), moved, x)
+                there = (torch.where(kept, there[0], here[0]), torch.where(_widen_flags(kept, x), there[1], here[1]))
             x, here = moved, there
         return x
 
     def _at(self, density: Density, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         return run_detached(lambda: density.log_p(params, x)), density.scores(params, x).view(x.shape)
 
-    def _accepted(
+    def _accept(
         self,
         x: Tensor,
         moved: Tensor,
@@ -84,5 +84,5 @@ class Langevin:
         return drawn.log() < gain
 
 
-def _like(flags: Tensor, x: Tensor) -> Tensor:
+def _widen_flags(flags: Tensor, x: Tensor) -> Tensor:
     return flags.view(-1, *[1] * (x.dim() - 1))

@@ -17,10 +17,10 @@ from natgrad.densities import (
     check_density,
     check_mask,
     check_weights,
-    guarded,
+    guard_derivatives,
 )
 from natgrad.metrics.base import Metric
-from natgrad.metrics.score import LARGEST_ROOT, Diagonals, check_chunks, chunked, examples_of, pulled
+from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form, unwrap_examples
 from natgrad.operators import Form, LowRank, Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params
@@ -76,23 +76,25 @@ class RatioMetric(Metric):
     chunk_size: int | None = None
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        checked = check_density(self.density, params, examples_of(inputs)).detach()
+        checked = check_density(self.density, params, unwrap_examples(inputs)).detach()
         examples = check_binary(checked, next(iter(params.values())).dtype)
-        with guarded(self.density, params, examples):
-            return chunked(examples, self.mask, self.chunk_size, partial(self._masked, params, random))
+        with guard_derivatives(self.density, params, examples):
+            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_masked, params, random))
 
-    def _masked(self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None) -> Operator:
-        return replace(self, mask=mask)._term(params, random, examples)
+    def _build_masked(
+        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
+    ) -> Operator:
+        return replace(self, mask=mask)._build_term(params, random, examples)
 
-    def _term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
-        closed = self._closed(params, examples)
+    def _build_term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
+        closed = self._find_closed_form(params, examples)
         if closed is not None:
             return closed
 
         def form(ratios: Tensor) -> Form:
             return Diagonals(self.entries(examples, ratios))
 
-        return pulled(self.density.ratios, params, examples, random, form)
+        return pull_back_form(self.density.ratios, params, examples, random, form)
 
     def entries(self, examples: Tensor, ratios: Tensor) -> Tensor:
         """What grad r_i grad r_i^T counts with, shape (b, N).
@@ -107,7 +109,7 @@ class RatioMetric(Metric):
         entries = entries if counted is None else entries * counted
         return entries if shares is None else entries * (len(examples) * shares.to(entries)).unsqueeze(1)
 
-    def _closed(self, params: Params, examples: Tensor) -> LowRank | None:
+    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRank | None:
         """The root from the density's own Jacobian of the ratios, where it has one and it is small enough."""
         if sum(p.numel() for p in params.values()) * examples.numel() > LARGEST_ROOT:
             return None

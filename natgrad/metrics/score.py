@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.densities import Density, LogP, as_density, check_continuous, check_density, check_mask, guarded
+from natgrad.densities import Density, LogP, as_density, check_continuous, check_density, check_mask, guard_derivatives
 from natgrad.metrics.base import Metric, Scores
 from natgrad.metrics.langevin import Langevin
 from natgrad.operators import Chunked, Form, Linearization, LowRank, Operator, OutputMap, Pullback, Scaled
@@ -90,12 +90,12 @@ class ScoreMetric(Metric):
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         examples = self._examples(params, inputs)
-        with guarded(self.density, params, examples):
-            return chunked(examples, self.mask, self.chunk_size, partial(self._masked, params, random))
+        with guard_derivatives(self.density, params, examples):
+            return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_masked, params, random))
 
-    def measured(self, inputs: Any) -> Tensor | None:
+    def read_examples(self, inputs: Any) -> Tensor | None:
         """The data, flat; what is masked counts as the mean of what was observed of its variable."""
-        examples = examples_of(inputs)
+        examples = unwrap_examples(inputs)
         if not isinstance(examples, Tensor):
             return None
         rows, weights = examples.detach().flatten(1), check_mask(self.mask, examples)
@@ -105,8 +105,10 @@ class ScoreMetric(Metric):
         known = torch.where(seen, rows, 0)
         return torch.where(seen, rows, known.sum(0) / seen.sum(0).clamp(min=1))
 
-    def _masked(self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None) -> Operator:
-        return replace(self, mask=mask)._term(params, random, examples)
+    def _build_masked(
+        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
+    ) -> Operator:
+        return replace(self, mask=mask)._build_term(params, random, examples)
 
     def graph(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Pullback:
         """The same matrix through one graph of the score: without the closed forms of a density, and without chunks.
@@ -117,24 +119,24 @@ class ScoreMetric(Metric):
             random: The random state at which dropout is replayed, default the state now.
         """
         examples = self._examples(params, inputs)
-        with guarded(self.density, params, examples):
-            return self._pulled(params, random, examples)
+        with guard_derivatives(self.density, params, examples):
+            return self._pull_back(params, random, examples)
 
     def _examples(self, params: Params, inputs: Any) -> Tensor:
-        examples = check_density(self.density, params, examples_of(inputs)).detach()
+        examples = check_density(self.density, params, unwrap_examples(inputs)).detach()
         check_continuous(examples)
         if self.langevin is None:
             return examples
-        with guarded(self.density, params, examples):
+        with guard_derivatives(self.density, params, examples):
             return self.langevin.draw(self.density, params, examples, self.generator)
 
-    def _term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
-        closed = self._closed(params, examples)
-        return self._pulled(params, random, examples) if closed is None else closed
+    def _build_term(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
+        closed = self._find_closed_form(params, examples)
+        return self._pull_back(params, random, examples) if closed is None else closed
 
-    def _pulled(self, params: Params, random: RandomState | None, examples: Tensor) -> Pullback:
+    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Pullback:
         seed = int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
-        return pulled(self.density.scores, params, examples, random, partial(self._form, examples, seed))
+        return pull_back_form(self.density.scores, params, examples, random, partial(self._form, examples, seed))
 
     def _form(self, examples: Tensor, seed: int, scores: Tensor) -> Form:
         """Row i of the factor is what the score's variable i counts with: the identity, or random directions."""
@@ -147,7 +149,7 @@ class ScoreMetric(Metric):
         signs = signs if weights is None else signs * weights.unsqueeze(2)
         return Scores(signs / self.slices**0.5)
 
-    def _closed(self, params: Params, examples: Tensor) -> LowRank | None:
+    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRank | None:
         """The root from the density's own Jacobian of the score, where it has one and it is small enough."""
         size = sum(p.numel() for p in params.values()) * examples.numel()
         if self.slices is not None or size > LARGEST_ROOT:
@@ -180,7 +182,7 @@ class Diagonals:
         return torch.diag_embed(self.entries[: len(outputs)].sqrt())
 
 
-def pulled(
+def pull_back_form(
     outputs: Callable[[Params, Tensor], Tensor],
     params: Params,
     examples: Tensor,
@@ -193,7 +195,7 @@ def pulled(
     return Pullback(linearization, form(linearization.outputs))
 
 
-def chunked(
+def average_chunks(
     examples: Tensor, mask: Tensor | None, size: int | None, term: Callable[[Tensor, Tensor | None], Operator]
 ) -> Operator:
     """The mean over examples, in one graph or in chunks of them that are rebuilt for every product.
@@ -213,7 +215,7 @@ def chunked(
     return Chunked([partial(share, start) for start in range(0, len(examples), size)])
 
 
-def examples_of(inputs: Any) -> Any:
+def unwrap_examples(inputs: Any) -> Any:
     """X as an optimizer hands it over: alone, as a call, or with targets."""
     inner = inputs.inputs if isinstance(inputs, Labelled) else inputs
     call = as_call(inner)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def joined(known: dict[str, Any] | None, examples: Tensor) -> dict[str, Any]:
+def join_spread(known: dict[str, Any] | None, examples: Tensor) -> dict[str, Any]:
     """Mean and spread of the examples seen so far and of these, without cancellation (Chan's update).
 
     Args:
@@ -32,14 +32,14 @@ def joined(known: dict[str, Any] | None, examples: Tensor) -> dict[str, Any]:
     }
 
 
-def data_unit(known: dict[str, Any]) -> Tensor:
+def measure_data_unit(known: dict[str, Any]) -> Tensor:
     """N / sqrt(tr Cov x), in 1 / (units of x): sqrt(E |d log p / dx|^2) is at least this, for any density of the data.
 
     By Cramer and Rao the second moment of the score is at least C^-1, whose trace is at least N^2 / tr C. Where a
     single example was seen, or all are equal, |x|^2 stands for the trace.
 
     Args:
-        known: From `joined`.
+        known: From `join_spread`.
 
     Returns:
         (...,), infinite where every x was 0.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.linalg import eigh
-from natgrad.metrics.base import Metric, check_has_outputs, checked_model, linearise_after
+from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, linearise_after
 from natgrad.operators import Linearization, LowRank, Operator, OutputMap, Pullback
 from natgrad.pure import Model, RandomState
 from natgrad.spaces import Params
@@ -98,7 +98,7 @@ class RBF:
         few = samples[:500]
         return float(torch.pdist(few).median()) or 1.0 if len(few) > 1 else 1.0
 
-    def mixed(self, points: Tensor, axes: Tensor, samples: Tensor, width: float) -> Tensor:
+    def differentiate_twice(self, points: Tensor, axes: Tensor, samples: Tensor, width: float) -> Tensor:
         """d/dy_i d/dx_j k(y, x) for every j.
 
         Args:
@@ -150,13 +150,13 @@ class TransportMetric(Metric):
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        pure = checked_model(self.model, params, getattr(inputs, "inputs", inputs), random)
+        pure = build_pure_model(self.model, params, getattr(inputs, "inputs", inputs), random)
         lines = Linearization(OutputMap(pure, _samples), params, linearise_after(self.model))
         if self.kernel is None:
             return Pullback(lines, Euclidean())
-        return self._kernelised(lines)
+        return self._build_kernelised(lines)
 
-    def _kernelised(self, lines: Linearization) -> LowRank:
+    def _build_kernelised(self, lines: Linearization) -> LowRank:
         samples = lines.outputs
         points, axes = self._basis(samples)
         count = len(samples)
@@ -182,7 +182,7 @@ class TransportMetric(Metric):
         kernel = self.kernel
         if isinstance(kernel, RBF):
             width = kernel.width(samples)
-            return lambda points, axes, x: kernel.mixed(points, axes, x, width)
+            return lambda points, axes, x: kernel.differentiate_twice(points, axes, x, width)
         assert kernel is not None
         both = torch.func.jacrev(torch.func.grad(kernel), argnums=1)  # (d, d): d/dy_i d/dx_j
         table = torch.func.vmap(torch.func.vmap(both, (None, 0)), (0, None))

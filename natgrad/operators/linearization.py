@@ -171,7 +171,7 @@ class Linearization:
 
             def product(vector: Tensor) -> Tensor:
                 # the linear form draws its dropout masks anew at every call: from the same state, then
-                with nullcontext() if origin is None else origin.pure.random.replayed():
+                with nullcontext() if origin is None else origin.pure.random.replay():
                     return linear(self.space.unflatten(vector)).detach()
 
             found = [product(second), product(first), product(torch.zeros_like(first))]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from natgrad.densities import listen_to
 from natgrad.families import Criterion
+from natgrad.loss_listeners import listen_to
 from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
 from natgrad.optim.recorded_pass import Data, Pass, Told, modes_of, part, versions_of

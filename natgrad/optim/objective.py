@@ -152,7 +152,7 @@ class Reclose(Objective):
 
     @contextmanager
     def _moved(self, step: dict[str, Tensor]) -> Iterator[None]:
-        with self.random.replayed(), self._restored(), torch.enable_grad():
+        with self.random.replay(), self._restored(), torch.enable_grad():
             for name, p in self.params.items():
                 p.data.add_(step[name])
             yield

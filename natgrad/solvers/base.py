@@ -67,7 +67,7 @@ class Subspace:
         """
         return self.images.mT @ weights
 
-    def projected(self) -> Tensor:
+    def project_operator(self) -> Tensor:
         """T (k, k), T_ij = v_i . G v_j, symmetrised."""
         return symmetrise(self.vectors @ self.images.mT)
 
@@ -170,7 +170,7 @@ def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor 
         raise ValueError(f"damping is {damping}, expected a finite number >= 0")
 
 
-def measured(product: Product, rhs: Tensor, damping: float, value: Tensor, steps: int) -> Solution:
+def measure_solution(product: Product, rhs: Tensor, damping: float, value: Tensor, steps: int) -> Solution:
     """The solution of a direct method with its residual measured by one product v -> G v."""
     image = product(value) + damping * value
     if not (all_finite(value) and all_finite(image)):
@@ -182,7 +182,7 @@ def measured(product: Product, rhs: Tensor, damping: float, value: Tensor, steps
     return Solution(value, residual, steps + 1, status, image)
 
 
-def taken(rhs: Tensor, value: Tensor) -> Solution:
+def trust_inverse(rhs: Tensor, value: Tensor) -> Solution:
     """The solution G^-1 b of an operator that is held as its inverse: b is its image by definition."""
     if not all_finite(value):
         zero = torch.zeros_like(rhs)
@@ -190,7 +190,7 @@ def taken(rhs: Tensor, value: Tensor) -> Solution:
     return Solution(value, torch.zeros_like(rhs.sum()), 0, Status.CONVERGED, rhs.clone())
 
 
-def power_of_two(rhs: Tensor) -> float:
+def find_power_of_two(rhs: Tensor) -> float:
     """A power of two near the largest entry of b, a normal number of its dtype; 1 for b = 0.
 
     Dividing by it rounds nothing, and |b|^2 then neither overflows (in float32 beyond 1e19) nor vanishes (below 1e-23).

@@ -70,13 +70,13 @@ class CG(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        run = _Run(self, operator, rhs.detach(), damping, None if guess is None else guess.detach())
+        run = _CGRun(self, operator, rhs.detach(), damping, None if guess is None else guess.detach())
         while run.status is None:
             run.advance()
         return check_representable(run.solution(), float(run.scale), operator, rhs.detach(), damping)
 
 
-class _Run:
+class _CGRun:
     """One solve. Letters as in the literature: x iterate, r residual, z = P r, d direction, A = G + damping I.
 
     Vectors are written over: a fresh one of 11 MB costs twice its arithmetic, for the pages that it touches first.
@@ -101,7 +101,7 @@ class _Run:
         self.measured = math.inf  # the residual that the last restart began with
         self.kept: list[tuple[int, Iterate]] = []  # by step
         self.models = [-0.5 * float(self.x @ (self.r + self.rhs))]  # phi, which falls by alpha r^T z / 2 per step
-        z, self.rz = self.preconditioned()
+        z, self.rz = self.precondition()
         self.d = z.clone()
         if self.norm <= self.tolerance:
             self.status = Status.CONVERGED
@@ -117,7 +117,7 @@ class _Run:
         self.products += 1
         return torch.add(self.operator.mv(vector).detach(), vector, alpha=self.damping, out=self.spare)
 
-    def preconditioned(self) -> tuple[Tensor, float]:
+    def precondition(self) -> tuple[Tensor, float]:
         """z = P r and r^T z."""
         if self.choices.preconditioner is None:
             return self.r, self.norm * self.norm
@@ -137,8 +137,8 @@ class _Run:
             self.status = Status.NEGATIVE_CURVATURE
             return
         self._move(self.rz / dad, ad)
-        self._judge()
-        z, rz = self.preconditioned()
+        self._compare_with_best()
+        z, rz = self.precondition()
         torch.add(z, self.d, alpha=rz / self.rz if self.rz else 0.0, out=self.d)
         self.rz = rz
 
@@ -159,7 +159,7 @@ class _Run:
         self.x, self.r = x, r
         self.models.append(self.models[-1] - 0.5 * alpha * self.rz)
 
-    def _judge(self) -> None:
+    def _compare_with_best(self) -> None:
         self.norm = float(self.r.norm())
         if self.choices.callback is not None:
             self.choices.callback(self.step, self.scale * self.x, float(self.scale) * self.norm)
@@ -173,14 +173,14 @@ class _Run:
             self.kept.append((self.step, Iterate(self.scale * self.x, self.scale * (self.rhs - self.r))))
         if self.norm <= self.tolerance:
             self.status = Status.CONVERGED
-        elif self._stalled():
+        elif self._has_stalled():
             self.status = Status.STALLED
         elif self.step >= self.choices.max_steps:
             self.status = Status.MAX_STEPS
-        if self.status is not None and self._drifted():
+        if self.status is not None and self._has_drifted():
             self._recompute()
 
-    def _drifted(self) -> bool:
+    def _has_drifted(self) -> bool:
         """Whether round-off in the recurrence since the last fresh residual may exceed a tenth of it."""
         steps = self.step % self.choices.refresh
         eps = torch.finfo(self.rhs.dtype).eps
@@ -200,7 +200,7 @@ class _Run:
         self.status = None if self.step < self.choices.max_steps else Status.MAX_STEPS
         self.rz = 0.0  # conjugacy is lost: restart from the residual
 
-    def _stalled(self) -> bool:
+    def _has_stalled(self) -> bool:
         """Martens' stop: phi < 0 and (phi - phi_k steps ago) / phi < k * progress."""
         window = max(10, self.step // 10)
         if self.choices.progress is None or self.step <= window or self.models[-1] >= 0:

@@ -6,9 +6,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from natgrad.linalg import absolute, solve_psd, solve_symmetric
+from natgrad.linalg import solve_psd, solve_symmetric, take_absolute
 from natgrad.operators import Dense, Operator
-from natgrad.solvers.base import Solution, Solver, check_system, measured, power_of_two, restore_units, taken
+from natgrad.solvers.base import (
+    Solution,
+    Solver,
+    check_system,
+    find_power_of_two,
+    measure_solution,
+    restore_units,
+    trust_inverse,
+)
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,16 @@ class Direct(Solver):
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
         if self.absolute:
-            operator = Dense.trusted(absolute(operator.dense()))
-        scale = power_of_two(rhs)
+            operator = Dense.trusted(take_absolute(operator.dense()))
+        scale = find_power_of_two(rhs)
         return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
 
     def _solve(self, operator: Operator, rhs: Tensor, damping: float) -> Solution:
         """For b of entries near 1."""
         inverse = operator.inverse(damping) if operator.closed_form else None
         if inverse is not None and operator.inverse_kept and damping == 0:
-            return taken(rhs, inverse.mv(rhs))
+            return trust_inverse(rhs, inverse.mv(rhs))
         if inverse is not None:
-            return measured(operator.mv, rhs, damping, inverse.mv(rhs), 0)
+            return measure_solution(operator.mv, rhs, damping, inverse.mv(rhs), 0)
         solve = solve_symmetric if operator.indefinite else solve_psd
-        return measured(operator.mv, rhs, damping, solve(operator.dense(), rhs, damping), 0)
+        return measure_solution(operator.mv, rhs, damping, solve(operator.dense(), rhs, damping), 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.operators import Operator
-from natgrad.solvers.base import Solution, Solver, Status, check_system, power_of_two, restore_units
+from natgrad.solvers.base import Solution, Solver, Status, check_system, find_power_of_two, restore_units
 from natgrad.solvers.qlp import Factors, OrthonormalSum, ShortSum
 
 GROWTH = 0.01  # of |r|, allowed where a direction is taken from x
@@ -84,7 +84,7 @@ class MinresQLP(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        scale = power_of_two(rhs)
+        scale = find_power_of_two(rhs)
         scaled = replace(self, max_norm=self.max_norm / scale)
         found = scaled._solve(operator, rhs / scale, float(damping), None if guess is None else guess / scale)
         extra = {name: scale * size if name in SIZES else size for name, size in found.extra.items()}
@@ -93,20 +93,20 @@ class MinresQLP(Solver):
     def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None) -> Solution:
         system = _System(operator, rhs.detach(), damping)
         point = system.start(guess)
-        run = _Run(self, system, point)
+        run = _LanczosRun(self, system, point)
         left, status = self.max_steps, None
         while status is None:
-            claim = run.until_stop(left)
+            claim = run.run_until_stop(left)
             left -= run.step
-            reached = system.moved(point, run.sum.total(run.factors)) if run.step else point
-            status = run.verdict(claim, point, reached, left)
+            reached = system.move_by(point, run.sum.total(run.factors)) if run.step else point
+            status = run.check_claim(claim, point, reached, left)
             if reached.norm <= point.norm:
                 point = reached
             if status is None:
-                run = _Run(self, system, point, run.factors)
+                run = _LanczosRun(self, system, point, run.factors)
         extra = run.estimates(status)
         if status is Status.LEAST_SQUARES:
-            point, extra["normal_residual"] = system.shortened(point, self.preconditioner)
+            point, extra["normal_residual"] = system.shorten(point, self.preconditioner)
         return Solution(point.value, point.residual, system.products, status, point.image, extra)
 
 
@@ -158,12 +158,12 @@ class _System:
         length = float(self.rhs @ image) / float(image @ image) if math.isfinite(point.norm) else 0.0
         return self.at(length * point.value, length * image) if length else self.at(zero, zero.clone())
 
-    def moved(self, point: _Point, correction: Tensor) -> _Point:
+    def move_by(self, point: _Point, correction: Tensor) -> _Point:
         """x + correction, measured by one product."""
         value = correction.add_(point.value)
         return self.at(value, self.image(value))
 
-    def shortened(self, point: _Point, preconditioner: Operator | None) -> tuple[_Point, float]:
+    def shorten(self, point: _Point, preconditioner: Operator | None) -> tuple[_Point, float]:
         """x - d r^T x / r^T d for d = P r, and |A d|: where A d = 0, this is the shortest x with the same A x.
 
         Of all null vectors only d has entered the Krylov space, so one subtraction is enough. To leave out the last
@@ -177,7 +177,7 @@ class _System:
         return shorter if shorter.norm <= (1 + GROWTH) * point.norm else point, float(image.norm())
 
 
-class _Run:
+class _LanczosRun:
     """One Lanczos process, from a measured r on. It minimises |r - A e| over e."""
 
     def __init__(self, choices: MinresQLP, system: _System, start: _Point, known: Factors | None = None) -> None:
@@ -206,7 +206,7 @@ class _Run:
         scale = self.round_off / self.eps if self.choices.backward_error else self.system.scale
         return self.choices.rtol * scale
 
-    def until_stop(self, budget: int) -> Status:
+    def run_until_stop(self, budget: int) -> Status:
         """Steps until a test is met, at most `budget`. The status is what the recurrences say."""
         status = self._residual_test()
         while status is None:
@@ -215,7 +215,7 @@ class _Run:
             status = self._advance() or self._residual_test()
         return status
 
-    def verdict(self, claim: Status, before: _Point, after: _Point, left: int) -> Status | None:
+    def check_claim(self, claim: Status, before: _Point, after: _Point, left: int) -> Status | None:
         """What the measured residual makes of the claim; None: go on from there."""
         if not math.isfinite(after.norm):
             return Status.NON_FINITE
@@ -234,7 +234,7 @@ class _Run:
         f = self.factors
         return {
             "operator_norm": f.norm,
-            "condition": f.dropped().condition if status is Status.LEAST_SQUARES else f.condition,
+            "condition": f.drop_last().condition if status is Status.LEAST_SQUARES else f.condition,
             "value_norm": f.length,
             "residual_norm": f.phi,
             "normal_residual": f.normal,
@@ -244,16 +244,16 @@ class _Run:
         """Step k, or the reason why it was not taken."""
         if self.lanczos.beta <= 0:
             return Status.INDEFINITE_PRECONDITIONER
-        alpha, beta = self.lanczos.extended()
+        alpha, beta = self.lanczos.extend()
         self.step += 1
         if not math.isfinite(alpha + beta):
             return Status.NON_FINITE
-        factors = self.factors.extended(alpha, abs(beta))
+        factors = self.factors.extend(alpha, abs(beta))
         status = self._limit_test(factors)
         if status is not None and status is not Status.ILL_CONDITIONED:
             return status
         if status is not None:
-            factors = factors.dropped()
+            factors = factors.drop_last()
             if factors.phi > (1 + GROWTH) * self.factors.phi:
                 return status
         if status is not None or factors.condition > self.transfer:
@@ -310,7 +310,7 @@ class _Lanczos:
         self.next_beta = self._length()
         self.turn()
 
-    def extended(self) -> tuple[float, float]:
+    def extend(self) -> tuple[float, float]:
         """alpha_k and beta_{k+1}. beta_{k+1} m_{k+1} takes the memory of m_{k-1}; the damping costs nothing here."""
         damping = self.system.damping
         z = torch.add(self.system.product(self.v), self.other, alpha=0.0 if self.first else -self.beta, out=self.other)

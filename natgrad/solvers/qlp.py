@@ -27,7 +27,7 @@ class Reflection(NamedTuple):
         return self.c * a + self.s * b, self.s * a - self.c * b
 
 
-class Row(NamedTuple):
+class BandRow(NamedTuple):
     """Row j of L u = t: eta, theta, gamma in columns j - 2, j - 1, j, and tau on the right. Zeros: no such row."""
 
     eta: float = 0.0
@@ -35,13 +35,13 @@ class Row(NamedTuple):
     gamma: float = 0.0
     tau: float = 0.0
 
-    def missed(self, mu2: float, mu1: float) -> float:
+    def find_shortfall(self, mu2: float, mu1: float) -> float:
         """What mu_j has to make up for."""
         return self.tau - self.eta * mu2 - self.theta * mu1
 
-    def solved(self, mu2: float, mu1: float) -> float:
+    def solve(self, mu2: float, mu1: float) -> float:
         """mu_j from mu_{j-2} and mu_{j-1}."""
-        return ratio(self.missed(mu2, mu1), self.gamma)
+        return divide_or_zero(self.find_shortfall(mu2, mu1), self.gamma)
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Factors:
     epsilon: float = 0.0  # column k of R_k is epsilon, delta, and the rho of the left reflection
     delta: float = 0.0
     rho2: float = 0.0  # rho_{k-2}
-    rows: tuple[Row, Row] = (Row(), Row())  # k - 1 and k of L_k
+    rows: tuple[BandRow, BandRow] = (BandRow(), BandRow())  # k - 1 and k of L_k
     mu: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # mu_{k-3} to mu_k; the last two will still change
     settled: float = 0.0  # |(mu_1 .. mu_{k-2})|
     norm: float = 0.0  # lower bound on |A|
     least: float = math.inf  # the smallest of gamma_1 .. gamma_{k-2}
-    normal: float = math.nan  # |A r_{k-1}|; after `dropped`, a bound on |A r_k|
+    normal: float = math.nan  # |A r_{k-1}|; after `drop_last`, a bound on |A r_k|
 
     @property
     def length(self) -> float:
@@ -80,9 +80,9 @@ class Factors:
     @property
     def condition(self) -> float:
         """|A| over the smallest |gamma|: a lower bound on cond(A)."""
-        return max(1.0, ratio(self.norm, self.smallest))
+        return max(1.0, divide_or_zero(self.norm, self.smallest))
 
-    def extended(self, alpha: float, beta: float) -> Factors:
+    def extend(self, alpha: float, beta: float) -> Factors:
         """Step k, by alpha_k and beta_{k+1}."""
         before, last = self.left
         epsilon, delta_bar = before(0.0, self.beta)
@@ -90,7 +90,7 @@ class Factors:
         reflection = Reflection.onto(gamma_bar, beta)
         tau, phi = reflection(self.phi, 0.0)
         return replace(
-            self._reflected(epsilon, delta, reflection.rho, tau),
+            self._reflect(epsilon, delta, reflection.rho, tau),
             phi=phi,
             beta=beta,
             left=(last, reflection),
@@ -101,7 +101,7 @@ class Factors:
             normal=self.phi * math.hypot(gamma_bar, last.c * beta),
         )
 
-    def _reflected(self, epsilon: float, delta: float, rho: float, tau: float) -> Factors:
+    def _reflect(self, epsilon: float, delta: float, rho: float, tau: float) -> Factors:
         """P_{k-2,k} takes epsilon out of row k - 2, then P_{k-1,k} what has become of delta out of row k - 1."""
         row2, row1 = self.rows
         outer = Reflection.onto(row2.gamma, epsilon)
@@ -110,23 +110,23 @@ class Factors:
         eta, gamma = outer(0.0, rho)
         inner = Reflection.onto(row1.gamma, delta)
         row1 = row1._replace(theta=theta, gamma=inner.rho)
-        row0 = Row(eta, *inner(0.0, gamma), tau)
+        row0 = BandRow(eta, *inner(0.0, gamma), tau)
         mu4, mu3 = self.mu[:2]
-        mu2 = row2.solved(mu4, mu3)
-        mu1 = row1.solved(mu3, mu2)
+        mu2 = row2.solve(mu4, mu3)
+        mu1 = row1.solve(mu3, mu2)
         return replace(
             self,
             right=(outer, inner),
             rows=(row1, row0),
-            mu=(mu3, mu2, mu1, row0.solved(mu2, mu1)),
+            mu=(mu3, mu2, mu1, row0.solve(mu2, mu1)),
             settled=math.hypot(self.settled, mu2),
             least=min(self.least, row2.gamma or math.inf),
         )
 
-    def dropped(self) -> Factors:
+    def drop_last(self) -> Factors:
         """mu_k = 0: the shortest solution where gamma_k is numerically zero, or at least without that direction."""
         row = self.rows[1]
-        missed = row.missed(self.mu[1], self.mu[2])
+        missed = row.find_shortfall(self.mu[1], self.mu[2])
         return replace(
             self,
             rows=(self.rows[0], row._replace(gamma=0.0)),
@@ -145,16 +145,18 @@ class ShortSum:
     def add(self, f: Factors, v: Tensor) -> None:
         """Step k with its Lanczos vector v_k."""
         before, last = f.left
-        d = torch.add(v, self.d2, alpha=-ratio(f.epsilon, f.rho2), out=self.d2)
-        d.sub_(self.d1, alpha=ratio(f.delta, before.rho))
-        self.x.add_(d, alpha=ratio(f.rows[1].tau, last.rho))
+        d = torch.add(v, self.d2, alpha=-divide_or_zero(f.epsilon, f.rho2), out=self.d2)
+        d.sub_(self.d1, alpha=divide_or_zero(f.delta, before.rho))
+        self.x.add_(d, alpha=divide_or_zero(f.rows[1].tau, last.rho))
         self.d2, self.d1 = self.d1, d
 
     def orthonormal(self, f: Factors) -> OrthonormalSum:
         """The same x_k as a sum over W_k = V_k P_k = D_k L_k, of which the last two columns are formed."""
         (row2, row1), (before, last) = f.rows, f.left
-        w2 = self.d2.mul_(ratio(row2.gamma, before.rho)).add_(self.d1, alpha=ratio(row1.theta, last.rho))
-        w1 = self.d1.mul_(ratio(row1.gamma, last.rho))
+        w2 = self.d2.mul_(divide_or_zero(row2.gamma, before.rho)).add_(
+            self.d1, alpha=divide_or_zero(row1.theta, last.rho)
+        )
+        w1 = self.d1.mul_(divide_or_zero(row1.gamma, last.rho))
         return OrthonormalSum(self.x.sub_(w2, alpha=f.mu[2]).sub_(w1, alpha=f.mu[3]), w2, w1)
 
     def total(self, f: Factors) -> Tensor:
@@ -186,6 +188,6 @@ class OrthonormalSum:
         return self.x.add_(self.w2, alpha=f.mu[2]).add_(self.w1, alpha=f.mu[3])
 
 
-def ratio(a: float, b: float) -> float:
+def divide_or_zero(a: float, b: float) -> float:
     """a / b, 0 where there is nothing yet to divide by."""
     return a / b if b else 0.0

@@ -14,8 +14,8 @@ from natgrad.solvers.base import (
     Solution,
     Solver,
     check_system,
-    measured,
-    power_of_two,
+    find_power_of_two,
+    measure_solution,
     restore_units,
 )
 
@@ -40,37 +40,37 @@ class SampleSpace(Solver):
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        scale = power_of_two(rhs)
+        scale = find_power_of_two(rhs)
         return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
 
     def _solve(self, operator: Operator, rhs: Tensor, damping: float) -> Solution:
         """For b of entries near 1."""
-        gram, up, down = factor_products(operator)
+        gram, up, down = find_factor_products(operator)
 
         def product(vector: Tensor) -> Tensor:
             return up(down(vector))
 
         if damping == 0:
-            return minimum_norm(gram, up, down, rhs)
+            return solve_minimum_norm(gram, up, down, rhs)
         gram.diagonal().add_(damping)
         factor = cholesky(gram)
 
         def once(right: Tensor) -> Tensor:
             return (right - up(factor.solve(down(right)))) / damping
 
-        solution = measured(product, rhs, damping, once(rhs), 1)
+        solution = measure_solution(product, rhs, damping, once(rhs), 1)
         if bool(solution.residual <= 1e3 * torch.finfo(rhs.dtype).eps * rhs.norm()):
             return solution
         refined = solution.value + once(rhs - solution.image)
-        solution = measured(product, rhs, damping, refined, solution.steps + 1)
+        solution = measure_solution(product, rhs, damping, refined, solution.steps + 1)
         if bool(solution.residual <= rhs.norm()):
             return solution
         gram.diagonal().sub_(damping)
         in_range = up(factor.solve(pseudo_solve(gram, down(rhs))))  # for b = U w it is U (K + l I)^-1 w
-        return measured(product, rhs, damping, in_range, solution.steps + 1)
+        return measure_solution(product, rhs, damping, in_range, solution.steps + 1)
 
 
-def minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solution:
+def solve_minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solution:
     """U (U^T U)^+2 U^T b, refined once: squaring the spectrum costs half the digits at first.
 
     Args:
@@ -84,12 +84,12 @@ def minimum_norm(gram: Tensor, up: Product, down: Product, rhs: Tensor) -> Solut
     def once(right: Tensor) -> Tensor:
         return up(vectors @ (weights * (vectors.mT @ down(right))))
 
-    first = measured(lambda v: up(down(v)), rhs, 0.0, once(rhs), 1)
-    refined = measured(lambda v: up(down(v)), rhs, 0.0, first.value + once(rhs - first.image), first.steps + 1)
+    first = measure_solution(lambda v: up(down(v)), rhs, 0.0, once(rhs), 1)
+    refined = measure_solution(lambda v: up(down(v)), rhs, 0.0, first.value + once(rhs - first.image), first.steps + 1)
     return refined if bool(refined.residual <= first.residual) else first
 
 
-def factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:
+def find_factor_products(operator: Operator) -> tuple[Tensor, Product, Product]:
     """A fresh U^T U (r, r), valid in its lower triangle, w -> U w and v -> U^T v for an operator G = U U^T."""
     rows = operator.sample_rows
     if rows is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.linalg import absolute, all_finite, eigh, safe_cutoff
+from natgrad.linalg import all_finite, eigh, safe_cutoff, take_absolute
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_representable, check_system
 
@@ -55,19 +55,21 @@ class KrylovSubspace(Solver):
         basis = _Basis(self, operator, damping)
         basis.fill(rhs, guess)
         scale = rhs.abs().max() if bool(rhs.any()) else torch.ones_like(rhs.sum())
-        found = self._within(basis, rhs / scale, damping, scale)
+        found = self._solve_within(basis, rhs / scale, damping, scale)
         return check_representable(found, float(scale), operator, rhs, damping)
 
-    def _within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
+    def _solve_within(self, basis: _Basis, rhs: Tensor, damping: float, scale: Tensor) -> Solution:
         """Galerkin: x = V y with V^T (b - A x) = 0, for b = scale * rhs."""
         space = basis.subspace()
         if not len(space.vectors):
             zero = torch.zeros_like(rhs)
             status = Status.NON_FINITE if basis.broken else Status.CONVERGED
             return Solution(zero, scale * rhs.norm(), basis.products, status, zero, basis=space)
-        weights, curved_down = small_solve(space.projected(), space.vectors @ rhs, damping, self.absolute)
+        weights, curved_down = solve_within_space(space.project_operator(), space.vectors @ rhs, damping, self.absolute)
         value = space.at(weights)
-        inner = space.at(absolute(space.projected()) @ weights) if self.absolute else space.image_at(weights)
+        inner = (
+            space.at(take_absolute(space.project_operator()) @ weights) if self.absolute else space.image_at(weights)
+        )
         image = torch.add(inner, value, alpha=damping)
         residual = (rhs - image).norm()
         status = self._status(bool(residual <= self.rtol * rhs.norm()), basis, curved_down)
@@ -96,9 +98,9 @@ class _Basis:
 
     def fill(self, rhs: Tensor, guess: Tensor | None) -> None:
         """The Krylov vectors, then the guess."""
-        added = self._add(self._preconditioned(rhs))
+        added = self._add(self._precondition(rhs))
         while added and self.count < self.choices.dimension:
-            added = self._add(self._preconditioned(self._shifted_image()))
+            added = self._add(self._precondition(self._shifted_image()))
         self.complete = not (added or self.broken)  # nothing new: the space is invariant
         if guess is not None and not self.broken:
             self._add(guess)
@@ -115,7 +117,7 @@ class _Basis:
             return image
         return torch.add(image, self.vectors[self.count - 1], alpha=self.damping)
 
-    def _preconditioned(self, vector: Tensor) -> Tensor:
+    def _precondition(self, vector: Tensor) -> Tensor:
         return vector if self.choices.preconditioner is None else self.choices.preconditioner.mv(vector)
 
     def _add(self, candidate: Tensor) -> bool:
@@ -143,7 +145,7 @@ class _Basis:
         return True
 
 
-def small_solve(matrix: Tensor, rhs: Tensor, damping: float, absolute: bool) -> tuple[Tensor, bool]:
+def solve_within_space(matrix: Tensor, rhs: Tensor, damping: float, absolute: bool) -> tuple[Tensor, bool]:
     """(T + damping I)^+ c within the space, and whether a direction of negative curvature was left out.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
 from natgrad.metrics import Metric
-from natgrad.metrics.score_unit import data_unit, joined
+from natgrad.metrics.score_unit import join_spread, measure_data_unit
 from natgrad.operators import Factored, Inverted, Operator
 from natgrad.pure import Labelled, RandomState, as_call
 from natgrad.spaces import Params
@@ -251,11 +251,11 @@ class AdaptiveInverse(Structure):
 
 def measured(memory: Memory, now: Operator, metric: Metric, inputs: Any) -> Memory:
     """What to remember of the data's spread, and the unit of length that follows; the operator's own without data."""
-    rows = metric.measured(inputs)
+    rows = metric.read_examples(inputs)
     if rows is None or not rows.is_floating_point() or not all_finite(rows):
         return {"unit": memory.get("unit", now.length_unit)}
-    spread = joined(memory.get("spread"), rows)
-    unit = float(data_unit(spread))
+    spread = join_spread(memory.get("spread"), rows)
+    unit = float(measure_data_unit(spread))
     return {"spread": spread, "unit": unit if 0 < unit < float("inf") else now.length_unit}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Layout, Operator, Units
 from natgrad.pure import RandomState
-from natgrad.spaces import Block, Params, Space
+from natgrad.spaces import ParameterBlock, Params, Space
 from natgrad.structures.base import Memory, Structure
 
 
@@ -59,7 +59,7 @@ class Blocks(Structure):
         totals = {name: total.add_(before[name], alpha=self.decay) for name, total in fresh.items()}
         return totals, self.decay * memory["weight"] + 1.0
 
-    def _check(self, block: Block) -> None:
+    def _check(self, block: ParameterBlock) -> None:
         side = self._count(block)[1]
         if side > self.largest:
             raise ValueError(
@@ -67,7 +67,7 @@ class Blocks(Structure):
                 "structure such as ng.Kronecker(), or a larger bound"
             )
 
-    def _count(self, block: Block) -> tuple[int, int]:
+    def _count(self, block: ParameterBlock) -> tuple[int, int]:
         """How many blocks a tensor has, and their side."""
         count = block.shape[0] if self.rows and block.shape else 1
         return count, block.size // max(count, 1)
@@ -83,7 +83,7 @@ class Blocks(Structure):
             found[name] = rows @ rows.mT
         return found
 
-    def _by_products(self, operator: Operator, block: Block) -> Tensor:
+    def _by_products(self, operator: Operator, block: ParameterBlock) -> Tensor:
         """A tensor's blocks of an operator without a root: one product per column of a block."""
         count, side = self._count(block)
         unit = torch.zeros(operator.size, dtype=operator.dtype, device=operator.device)
@@ -97,6 +97,6 @@ class Blocks(Structure):
         return (found + found.mT) / 2
 
 
-def layout_of(block: Block) -> Layout:
+def layout_of(block: ParameterBlock) -> Layout:
     """A tensor alone, as one row."""
     return Layout(block.name, None, 1, 1, block.size, tuple(block.shape))

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from natgrad.families import ExponentialFamily
 from natgrad.testing.operators import check_operator
-from natgrad.testing.requirements import require, require_close, require_mean, require_raises, tolerance, untouched
+from natgrad.testing.requirements import (
+    require,
+    require_close,
+    require_mean,
+    require_raises,
+    require_untouched,
+    tolerance,
+)
 
 
 def check_exponential_family(
@@ -36,7 +43,7 @@ def check_exponential_family(
     """
     require(theta.dim() == 2 and len(theta) == 2, f"theta has shape {tuple(theta.shape)}, expected (2, n): two points")
     theta, rtol = theta.detach(), tolerance(rtol, theta.dtype)
-    with untouched({"theta": theta}, None, "family"):
+    with require_untouched({"theta": theta}, None, "family"):
         _require_derivatives(family, theta, rtol)
         _require_coordinates(family, theta, rtol)
         _require_divergence(family, theta, rtol)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.families import Likelihood
 from natgrad.pure import leaves, map_tensors
-from natgrad.testing.requirements import require, require_close, require_mean, tolerance, untouched
+from natgrad.testing.requirements import require, require_close, require_mean, require_untouched, tolerance
 
 
 def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rtol: float | None = None) -> None:
@@ -37,8 +37,8 @@ def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rto
     rows = family.rows(outputs).detach()
     rtol = tolerance(rtol, rows.dtype)
     require(rows.dim() == 2, f"family.rows(outputs) has shape {tuple(rows.shape)}, expected (R, m)")
-    with untouched({"outputs": rows}, None, "family"):
-        targets, many = _drawn_targets(family, outputs, samples)
+    with require_untouched({"outputs": rows}, None, "family"):
+        targets, many = _draw_targets(family, outputs, samples)
         scores = family.score(many, targets).view(samples, *rows.shape)
         _require_score_is_derivative(family, outputs)
         require_mean("E[score]", scores, torch.zeros_like(rows))
@@ -51,7 +51,7 @@ def check_family(family: Likelihood, outputs: Any, *, samples: int = 20_000, rto
             _require_kl(family, rows, rtol)
 
 
-def _drawn_targets(family: Likelihood, outputs: Any, samples: int) -> tuple[Any, Any]:
+def _draw_targets(family: Likelihood, outputs: Any, samples: int) -> tuple[Any, Any]:
     many = map_tensors(outputs, lambda t: t.detach().repeat(samples, *[1] * (t.dim() - 1)))
     device = next(leaves(outputs)).device
     first, second = (family.sample(many, torch.Generator(device).manual_seed(0)) for _ in range(2))

@@ -13,7 +13,7 @@ from natgrad.operators import Operator
 from natgrad.pure import Call, as_call, leaves, map_tensors
 from natgrad.spaces import Params, Space
 from natgrad.testing.operators import check_operator
-from natgrad.testing.requirements import require, require_close, tolerance, untouched
+from natgrad.testing.requirements import require, require_close, require_untouched, tolerance
 
 
 def check_metric(
@@ -46,7 +46,7 @@ def check_metric(
         >>> check_metric(ng.fisher(model, ng.Categorical()), ng.trainable(model), torch.randn(5, 2))
     """
     rtol = tolerance(rtol, Space(params).dtype)
-    with untouched(params, getattr(metric, "model", None), "metric.at"):
+    with require_untouched(params, getattr(metric, "model", None), "metric.at"):
         operator = metric.at(params, inputs)
         require(isinstance(operator, Operator), f"metric.at returned {type(operator).__name__}, expected an Operator")
         size = Space(params).size
@@ -56,7 +56,7 @@ def check_metric(
         if not draws:
             with torch.no_grad():
                 require_close("G taken under torch.no_grad()", metric.at(params, inputs).dense(), matrix, rtol)
-            twice = metric.at(params, _duplicated(inputs, metric.needs_targets)).dense()
+            twice = metric.at(params, _duplicate(inputs, metric.needs_targets)).dense()
             require_close("G of the batch taken twice (a mean over examples)", twice, matrix, rtol)
         if reference is not None:
             known = reference.at(params, inputs) if isinstance(reference, Metric) else reference
@@ -86,10 +86,10 @@ def check_structure(structure: Any, metric: Metric, params: Params, inputs: Any,
         >>> metric = ng.fisher(model, ng.Categorical())
         >>> check_structure(ng.Kronecker(), metric, ng.trainable(model), torch.randn(5, 2))
     """
-    with untouched(params, getattr(metric, "model", None), "structure.update"):
+    with require_untouched(params, getattr(metric, "model", None), "structure.update"):
         memory = None
         for _ in range(3):
-            stored = _reloaded(memory)
+            stored = _reload(memory)
             operator, following = structure.update(memory, metric, params, inputs)
             again, _ = structure.update(stored, metric, params, inputs)
             require(isinstance(operator, Operator), f"structure.update returned {operator!r} first, no Operator")
@@ -101,7 +101,7 @@ def check_structure(structure: Any, metric: Metric, params: Params, inputs: Any,
             memory = following
 
 
-def _duplicated(inputs: Any, with_targets: bool) -> Any:
+def _duplicate(inputs: Any, with_targets: bool) -> Any:
     data, targets = inputs if with_targets else (inputs, None)
     batch = as_call(data).batch()
 
@@ -112,7 +112,7 @@ def _duplicated(inputs: Any, with_targets: bool) -> Any:
     return (data, map_tensors(targets, twice)) if with_targets else data
 
 
-def _reloaded(memory: Any) -> Any:
+def _reload(memory: Any) -> Any:
     file = io.BytesIO()
     torch.save(memory, file)
     file.seek(0)

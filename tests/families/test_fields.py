@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.families import Gibbs, Ising, MarkovField
-from natgrad.families.gibbs import coloured
+from natgrad.families.gibbs import colour_variables
 from natgrad.testing import check_operator
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -169,7 +169,7 @@ def test_beyond_exact_sums_there_are_draws_with_errors():
 def test_gibbs_sampling_is_a_chequerboard_on_a_grid():
     family = Ising(36, grid(6, 6), gibbs=Gibbs(burn_in=60, chains=400, thinning=5))
     theta = torch.cat([torch.zeros(36, dtype=F64), torch.full((60,), 0.25, dtype=F64)])
-    assert sorted(map(len, coloured(36, list(family.cliques)))) == [18, 18]
+    assert sorted(map(len, colour_variables(36, list(family.cliques)))) == [18, 18]
     exact = Ising(36, grid(6, 6))
     found = family.estimate(theta, 2000, generator=GENERATOR)
     gap = (found.mean - exact.expectation(theta)).abs() / found.error

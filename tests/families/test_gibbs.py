@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from natgrad.families import Gibbs, Ising, MarkovField
-from natgrad.families.gibbs import Sweep, coloured
+from natgrad.families.gibbs import Sweep, colour_variables
 from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -42,7 +42,7 @@ FIELDS = {
 
 
 def sweep_of(family: MarkovField, theta: Tensor, chains: int) -> PairSweep:
-    return PairSweep(family.tables, coloured(family.n, family.tables.cliques), theta, chains)
+    return PairSweep(family.tables, colour_variables(family.n, family.tables.cliques), theta, chains)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -71,7 +71,7 @@ def test_a_sweep_leaves_the_field_s_law_as_it_is(name, kind):
     """Two thetas at once; both ways to sweep have the field's means after some sweeps from uniform states."""
     family = FIELDS[name]()
     theta, chains = (0.1 if name == "a grid" else 0.4) * draw(2, family.size, seed=3), 4000
-    sweep = kind(family.tables, coloured(family.n, family.tables.cliques), theta, chains)
+    sweep = kind(family.tables, colour_variables(family.n, family.tables.cliques), theta, chains)
     sweep.start(GENERATOR)
     for _ in range(25):
         sweep.run(GENERATOR)

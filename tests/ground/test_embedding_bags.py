@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad.derivatives import exact_derivatives
-from natgrad.embedding_bags import embedding_bags
+from natgrad.embedding_bags import look_up_bags
 from natgrad.families import Categorical
 from natgrad.metrics import fisher, hessian
 from natgrad.optim import NaturalGradient
@@ -72,7 +72,7 @@ def test_a_bag_written_out_is_torchs_own(name, mode, weighted):
         scales = draw(tokens.numel(), seed=1).view(tokens.shape).requires_grad_()
     inputs = {"per_sample_weights": scales, **known}
     expected = functional.embedding_bag(tokens, weight, offsets, **inputs)
-    found = embedding_bags(tokens, weight, offsets, **inputs)
+    found = look_up_bags(tokens, weight, offsets, **inputs)
     assert_close(found.detach(), expected.detach(), 1e-14)
     leaves = [weight] if scales is None else [weight, scales]
     cotangent = draw(*expected.shape, seed=2)

@@ -15,7 +15,7 @@ from natgrad.linalg import (
     inverse_psd,
     psd_root,
     pseudo_solve,
-    shifted,
+    shift_diagonal,
     solve_psd,
     symmetrise,
     woodbury_solve,
@@ -59,7 +59,7 @@ def test_the_ladder_factors_what_it_says():
     factor = cholesky(matrix)
     assert not factor.failed
     assert factor.rung > 0
-    assert_close(factor.lower @ factor.lower.mT, shifted(matrix, factor.jitter))
+    assert_close(factor.lower @ factor.lower.mT, shift_diagonal(matrix, factor.jitter))
 
 
 def test_float32_climbs_by_jitter_and_answers_in_float32():
@@ -97,7 +97,7 @@ def test_pseudo_solve_of_zero_is_zero():
 @pytest.mark.parametrize("damping", [0.0, 1e-6, 0.5])
 def test_solve_psd_solves(damping):
     matrix, rhs = spd(7), draw(7, 2)
-    assert_close(shifted(matrix, damping) @ solve_psd(matrix, rhs, damping), rhs, 1e-11)
+    assert_close(shift_diagonal(matrix, damping) @ solve_psd(matrix, rhs, damping), rhs, 1e-11)
 
 
 def test_solve_psd_of_zero_is_zero():

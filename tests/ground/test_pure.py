@@ -102,7 +102,7 @@ def test_a_captured_state_replays():
     state = RandomState.capture()
     drawn = torch.rand(4)
     torch.rand(7)
-    with state.replayed():
+    with state.replay():
         assert torch.equal(torch.rand(4), drawn)
 
 

@@ -30,17 +30,17 @@ from natgrad.families import (
     SubModel,
     natural_gradient_of_mean,
 )
-from natgrad.families.regression import least_norm
+from natgrad.families.regression import solve_least_norm
 from natgrad.geometry import Location, Normals, PositiveDefinite, Wasserstein, e_projection, fisher_rao, tilt
 from natgrad.geometry.fisher_rao import NaturalParameters
 from natgrad.linalg import (
-    absolute,
     cholesky,
     inverse_psd,
     psd_root,
     pseudo_inverse,
     pseudo_solve,
     solve_psd,
+    take_absolute,
     woodbury_solve,
 )
 from natgrad.operators import Dense, Kronecker, LowRank
@@ -137,10 +137,10 @@ RUNS: dict[str, Callable[[Tensor], Any]] = {
     "adaptive inverse": lambda a: (stays_positive(a, U, 0.1), woodbury_inverse(a, U, 0.1)),
     "direct": lambda a: ng.Direct().solve(Dense(a), MEAN).value,
     "natural gradient": lambda a: ng.natural_gradient(Dense(a), MEAN).value,
-    "symmetric root and absolute value": lambda a: (psd_root(a), absolute(a)),
+    "symmetric root and absolute value": lambda a: (psd_root(a), take_absolute(a)),
     "Kronecker factors": lambda a: Kronecker(a, SOUND).inverse(1e-3),
     "low rank": lambda a: LowRank(a).inverse(1e-3),
-    "slopes of least norm": lambda a: least_norm(a, U),
+    "slopes of least norm": lambda a: solve_least_norm(a, U),
     "preconditioned by its inverse": lambda a: Dense(a).inverse(0.0),
 }
 FIXED: dict[str, Callable[[], Any]] = {

@@ -48,6 +48,7 @@ FLOORS: dict[str, int] = {
     "layered_energies": 0,
     "positive_parameters": 0,
     "densities": 0,
+    "loss_listeners": 0,
     "layers": 1,
     "operators": 2,
     "solvers": 3,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.metrics.score_unit import data_unit, joined
+from natgrad.metrics.score_unit import join_spread, measure_data_unit
 from natgrad.rules import Quadratic, Step
 from natgrad.spaces import Params
 
@@ -179,17 +179,17 @@ def test_the_unit_is_of_all_data_seen_and_survives_an_offset() -> None:
     for sizes in ([60], [1, 29, 30], [7, 1, 52]):
         known = None
         for part in x.split(sizes):
-            known = joined(known, part)
+            known = join_spread(known, part)
         assert known is not None
-        assert float(data_unit(known)) == pytest.approx(expected, rel=1e-3)
-    assert float(data_unit(joined(None, x[:1]))) == pytest.approx(4 / float(x[0].norm()), rel=1e-3)
+        assert float(measure_data_unit(known)) == pytest.approx(expected, rel=1e-3)
+    assert float(measure_data_unit(join_spread(None, x[:1]))) == pytest.approx(4 / float(x[0].norm()), rel=1e-3)
 
 
 def test_masked_entries_leave_the_unit_as_it_is_and_need_not_be_numbers() -> None:
     x = draw(50, 3)
     mask = torch.ones(50, 3, dtype=F64)
     mask[::7, 1] = 0
-    rows = ng.score_metric(MODEL, mask=mask).measured(x.masked_fill(mask == 0, math.nan))
+    rows = ng.score_metric(MODEL, mask=mask).read_examples(x.masked_fill(mask == 0, math.nan))
     assert rows is not None
     assert_close(rows.mean(0)[[0, 2]], x.mean(0)[[0, 2]], 1e-12)
     assert_close(rows[mask == 0], x[mask[:, 1] == 1, 1].mean().expand(8), 1e-12)

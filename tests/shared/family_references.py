@@ -112,7 +112,7 @@ def sparse_theta(family: SparseNormal) -> Callable[[float, torch.Generator], Ten
     def theta(spread: float, generator: torch.Generator) -> Tensor:
         mean, edges = far_mean(family.d, spread, generator), 0.3 * normals(len(family.pairs.edges), generator=generator)
         own = 1.5 + normals(family.d, generator=generator).abs()
-        return family.joined(mean, family.pairs.unpack(torch.cat([own, edges.clamp(-0.6, 0.6)])))
+        return family.join(mean, family.pairs.unpack(torch.cat([own, edges.clamp(-0.6, 0.6)])))
 
     return theta
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.operators import Dense, Diagonal, LowRank, Operator
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solver, Status
-from natgrad.solvers.base import power_of_two
+from natgrad.solvers.base import find_power_of_two
 
 SIZE = 12
 SOLVERS: dict[str, Solver] = {
@@ -90,7 +90,7 @@ def test_the_unit_of_a_vector_is_a_normal_number_of_its_dtype(dtype):
     kind = torch.finfo(dtype)
     for largest in (kind.max, kind.tiny, kind.tiny * kind.eps, 1.0):
         vector = torch.tensor([largest, 0.0], dtype=dtype)
-        unit = power_of_two(vector)
+        unit = find_power_of_two(vector)
         assert kind.tiny <= unit <= kind.max
         assert torch.equal(vector / unit * unit, vector)
-    assert power_of_two(torch.zeros(2, dtype=dtype)) == 1.0
+    assert find_power_of_two(torch.zeros(2, dtype=dtype)) == 1.0

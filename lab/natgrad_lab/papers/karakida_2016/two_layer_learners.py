@@ -13,7 +13,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.metrics.score_unit import data_unit, joined
+from natgrad.metrics.score_unit import join_spread, measure_data_unit
 from natgrad.structures.adaptive_inverse import adaptation_rate
 from natgrad.structures.inverse_updates import adapt_inverse, average_metric, stays_positive, woodbury_inverse
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
@@ -136,8 +136,8 @@ class Ours:
         gradient, root = self.slopes(examples)
         self.columns = self.method.columns(self.columns, root, self.seen)
         average_metric(self.metric, root, root.shape[-1] / self.columns, out=self.metric)
-        self.spread = joined(self.spread, examples)
-        unit = data_unit(self.spread)
+        self.spread = join_spread(self.spread, examples)
+        unit = measure_data_unit(self.spread)
         if self.count == 1 or self.count % self.method.every == 0:
             damped = self.metric.clone()
             damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.metric, self.seen, unit).unsqueeze(1))
