@@ -5,104 +5,107 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 """
 
 from natgrad import applications, families, geometry, metrics, operators, optim, solvers, structures
-from natgrad.applications import (
-    Boltzmann,
-    GaussMarkov,
-    denoising_score_matching_loss,
-    ratio_matching_loss,
-    score_matching_loss,
-    sliced_score_matching_loss,
-)
-from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep, WakeSleep
+from natgrad.applications import Boltzmann as Boltzmann
+from natgrad.applications import GaussMarkov as GaussMarkov
+from natgrad.applications import denoising_score_matching_loss as denoising_score_matching_loss
+from natgrad.applications import ratio_matching_loss as ratio_matching_loss
+from natgrad.applications import score_matching_loss
+from natgrad.applications import sliced_score_matching_loss as sliced_score_matching_loss
+from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
+from natgrad.applications.helmholtz import WakeSleep as WakeSleep
 from natgrad.applications.policy import TRPO, NaturalPolicyGradient
-from natgrad.applications.search import BernoulliSearch, GaussianSearch, MarkovSearch, minimize
+from natgrad.applications.search import BernoulliSearch as BernoulliSearch
+from natgrad.applications.search import GaussianSearch, minimize
+from natgrad.applications.search import MarkovSearch as MarkovSearch
 from natgrad.applications.variational import variational
-from natgrad.damping import Constant, Damping, LevenbergMarquardt, Relative
-from natgrad.densities import Density, Score
-from natgrad.derivatives import exact_derivatives
+from natgrad.damping import Constant, LevenbergMarquardt, Relative
+from natgrad.damping import Damping as Damping
+from natgrad.densities import Density as Density
+from natgrad.densities import Score
+from natgrad.derivatives import exact_derivatives as exact_derivatives
 from natgrad.families import (
     Bernoulli,
-    Beta,
     Categorical,
-    DiagonalGaussian,
-    Dirichlet,
-    Exponential,
-    ExponentialFamily,
-    Gamma,
     Gaussian,
-    GaussianPosterior,
     Heads,
     HeteroscedasticGaussian,
     Ising,
-    Likelihood,
-    MarkovField,
-    Multinomial,
     MultivariateNormal,
     Normal,
     Poisson,
-    Product,
-    SubModel,
-    exact_natural_gradient_of_mean,
     natural_gradient_of_mean,
 )
+from natgrad.families import Beta as Beta
+from natgrad.families import DiagonalGaussian as DiagonalGaussian
+from natgrad.families import Dirichlet as Dirichlet
+from natgrad.families import Exponential as Exponential
+from natgrad.families import ExponentialFamily as ExponentialFamily
+from natgrad.families import Gamma as Gamma
+from natgrad.families import GaussianPosterior as GaussianPosterior
+from natgrad.families import Likelihood as Likelihood
+from natgrad.families import MarkovField as MarkovField
+from natgrad.families import Multinomial as Multinomial
+from natgrad.families import Product as Product
+from natgrad.families import SubModel as SubModel
+from natgrad.families import exact_natural_gradient_of_mean as exact_natural_gradient_of_mean
+from natgrad.metrics import Langevin as Langevin
+from natgrad.metrics import Metric as Metric
 from natgrad.metrics import (
-    Langevin,
-    Metric,
     covariance,
-    divergence,
     empirical_fisher,
     fisher,
     gauss_newton,
     hessian,
-    kl,
     ratio_metric,
     sampled_fisher,
     score_metric,
     transport_metric,
 )
-from natgrad.operators import Operator
+from natgrad.metrics import divergence as divergence
+from natgrad.metrics import kl as kl
+from natgrad.operators import Operator as Operator
 from natgrad.optim import (
     NaturalGradient,
-    StructuredNaturalGradient,
     ang,
     diagonal,
     ekfac,
     hessian_free,
     kfac,
     krylov_subspace,
-    natgrad_cg,
     natural_gradient,
     online_ng,
     tonga,
     unitwise,
 )
+from natgrad.optim import StructuredNaturalGradient as StructuredNaturalGradient
+from natgrad.optim import natgrad_cg as natgrad_cg
 from natgrad.positive_parameters import positive
-from natgrad.rules import LineSearch, Momentum, OnlineRadius, Rate, Rule, SubspaceSearch, TrustRegion
-from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solution, Solver, Status
+from natgrad.rules import LineSearch, Momentum, Rate, TrustRegion
+from natgrad.rules import OnlineRadius as OnlineRadius
+from natgrad.rules import Rule as Rule
+from natgrad.rules import SubspaceSearch as SubspaceSearch
+from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace
+from natgrad.solvers import Solution as Solution
+from natgrad.solvers import Solver as Solver
+from natgrad.solvers import Status as Status
 from natgrad.spaces import Space, trainable
-from natgrad.structures import (
-    AdaptiveInverse,
-    Averaged,
-    Blocks,
-    Dense,
-    Diagonal,
-    DiagonalPreconditioner,
-    EigenKronecker,
-    Empirical,
-    EmpiricalPreconditioner,
-    Exact,
-    ExactLabels,
-    FirstOrder,
-    Kronecker,
-    LowRankCovariance,
-    OnlineLowRank,
-    Preconditioner,
-    Sampled,
-    Structure,
-    UnitWise,
-    Update,
-    Woodbury,
-)
+from natgrad.structures import AdaptiveInverse, Dense, Diagonal, EigenKronecker, Exact, Kronecker, UnitWise
+from natgrad.structures import Averaged as Averaged
+from natgrad.structures import Blocks as Blocks
+from natgrad.structures import DiagonalPreconditioner as DiagonalPreconditioner
+from natgrad.structures import Empirical as Empirical
+from natgrad.structures import EmpiricalPreconditioner as EmpiricalPreconditioner
+from natgrad.structures import ExactLabels as ExactLabels
+from natgrad.structures import FirstOrder as FirstOrder
+from natgrad.structures import LowRankCovariance as LowRankCovariance
+from natgrad.structures import OnlineLowRank as OnlineLowRank
+from natgrad.structures import Preconditioner as Preconditioner
+from natgrad.structures import Sampled as Sampled
+from natgrad.structures import Structure as Structure
+from natgrad.structures import Update as Update
+from natgrad.structures import Woodbury as Woodbury
+
+# `Beta as Beta`: importable from here, but its home and its page are its folder's, `ng.families.Beta`.
 
 __version__ = "0.1.0"
 
@@ -111,34 +114,15 @@ __all__ = [
     "TRPO",
     "AdaptiveInverse",
     "Auto",
-    "Averaged",
     "Bernoulli",
-    "BernoulliSearch",
-    "Beta",
-    "Blocks",
-    "Boltzmann",
     "Categorical",
     "Constant",
-    "Damping",
     "Dense",
-    "Density",
     "Diagonal",
-    "DiagonalGaussian",
-    "DiagonalPreconditioner",
     "Direct",
-    "Dirichlet",
     "EigenKronecker",
-    "Empirical",
-    "EmpiricalPreconditioner",
     "Exact",
-    "ExactLabels",
-    "Exponential",
-    "ExponentialFamily",
-    "FirstOrder",
-    "Gamma",
-    "GaussMarkov",
     "Gaussian",
-    "GaussianPosterior",
     "GaussianSearch",
     "Heads",
     "HelmholtzMachine",
@@ -146,57 +130,29 @@ __all__ = [
     "Ising",
     "Kronecker",
     "KrylovSubspace",
-    "Langevin",
     "LevenbergMarquardt",
-    "Likelihood",
     "LineSearch",
-    "LowRankCovariance",
-    "MarkovField",
-    "MarkovSearch",
-    "Metric",
     "MinresQLP",
     "Momentum",
-    "Multinomial",
     "MultivariateNormal",
     "NaturalGradient",
     "NaturalPolicyGradient",
     "NaturalWakeSleep",
     "Normal",
-    "OnlineLowRank",
-    "OnlineRadius",
-    "Operator",
     "Poisson",
-    "Preconditioner",
-    "Product",
     "Rate",
     "Relative",
-    "Rule",
     "SampleSpace",
-    "Sampled",
     "Score",
-    "Solution",
-    "Solver",
     "Space",
-    "Status",
-    "Structure",
-    "StructuredNaturalGradient",
-    "SubModel",
-    "SubspaceSearch",
     "TrustRegion",
     "UnitWise",
-    "Update",
-    "WakeSleep",
-    "Woodbury",
     "ang",
     "applications",
     "covariance",
-    "denoising_score_matching_loss",
     "diagonal",
-    "divergence",
     "ekfac",
     "empirical_fisher",
-    "exact_derivatives",
-    "exact_natural_gradient_of_mean",
     "families",
     "fisher",
     "gauss_newton",
@@ -204,23 +160,19 @@ __all__ = [
     "hessian",
     "hessian_free",
     "kfac",
-    "kl",
     "krylov_subspace",
     "metrics",
     "minimize",
-    "natgrad_cg",
     "natural_gradient",
     "natural_gradient_of_mean",
     "online_ng",
     "operators",
     "optim",
     "positive",
-    "ratio_matching_loss",
     "ratio_metric",
     "sampled_fisher",
     "score_matching_loss",
     "score_metric",
-    "sliced_score_matching_loss",
     "solvers",
     "structures",
     "tonga",

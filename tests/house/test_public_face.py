@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import natgrad as ng
 
 API = Path(__file__).parents[2] / "docs" / "api"
+IMPORTABLE = Path(__file__).parents[1] / "vectors" / "importable_names.json"  # from `ng`, whether or not it lists them
 
 
 def documented() -> dict[str, list[str]]:
@@ -102,6 +104,16 @@ def test_the_table_of_names_leads_to_the_right_place(name: str):
     module, _, attribute = place.rpartition(".")
     assert getattr(importlib.import_module(module), attribute) is thing
     assert attribute in documented()[module], f"docs/api documents no {place}"
+
+
+def test_the_table_is_one_that_people_read():
+    names = [name for name in ng.__all__ if not isinstance(getattr(ng, name), ModuleType)]
+    assert 50 <= len(names) <= 70
+
+
+@pytest.mark.parametrize("name", json.loads(IMPORTABLE.read_text(encoding="utf-8")))
+def test_what_was_importable_stays_so(name: str):
+    assert hasattr(ng, name)
 
 
 def test_the_table_has_no_other_names():
