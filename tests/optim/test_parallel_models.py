@@ -114,6 +114,13 @@ def test_a_wrapped_model_is_refused_by_what_adds_nothing_up(recipe: Callable[...
             recipe(model, CE)
 
 
+def test_a_variational_posterior_is_of_one_process():
+    wrapped = nn.parallel.DistributedDataParallel(net())
+    for model in (wrapped, nn.Sequential(wrapped)):
+        with pytest.raises(TypeError, match="target is a DistributedDataParallel, or has one in it"):
+            ng.variational(model, criterion=CE, data_size=8)
+
+
 def test_policies_and_their_critics_are_those_of_one_process():
     pytest.importorskip("gymnasium")
     for name in ("policy", "critic"):

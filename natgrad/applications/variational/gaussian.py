@@ -26,6 +26,7 @@ from natgrad.applications.variational.targets import (
 from natgrad.families import MultivariateNormal
 from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
+from natgrad.optim.parallel_models import refuse_processes
 from natgrad.pure import run_detached
 
 KEPT = 0.5
@@ -109,6 +110,7 @@ def variational(
     if points is not None and not isinstance(points, Points):
         raise TypeError(f"points is {points!r}, expected Sobol(), GaussHermite() or Draws()")
     if isinstance(target, nn.Module):
+        refuse_processes(target, "target")
         net = _network(target, criterion, data_size, prior_precision, points)
         spread = 1e-2 / prior_precision if covariance is None else covariance
         return Variational(net, net.start if start is None else _mean(start), spread, diagonal, lr)
