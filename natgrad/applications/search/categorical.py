@@ -101,6 +101,18 @@ class CategoricalSearch(Relaxation):
     def _limit_parameters(self, theta: Tensor) -> Tensor:
         return self._raise_to_least(self._softmax(theta)).log()
 
+    def _drop_limited(self, direction: Tensor) -> Tensor:
+        """A value at its least probability stays there where the step would lower it: it moves as the others do."""
+        probabilities = self._flat_probabilities()
+        least, held = probabilities <= self._least * (1 + 1e-9), torch.zeros_like(direction, dtype=torch.bool)
+        while True:  # without those that are held the mean moves, and others may fall below it
+            free = torch.where(held, 0.0, probabilities)
+            mean = self._sum_by_variable(free * direction) / self._sum_by_variable(free)
+            lowered = held | (least & (direction > mean))
+            if torch.equal(lowered, held):
+                return torch.where(held, mean, direction)
+            held = lowered
+
     def _flat_probabilities(self) -> Tensor:
         return self._softmax(self.theta)
 
