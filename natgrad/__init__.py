@@ -81,6 +81,7 @@ from natgrad.optim import StructuredNaturalGradient as StructuredNaturalGradient
 from natgrad.optim import natgrad_cg as natgrad_cg
 from natgrad.positive_parameters import positive
 from natgrad.rules import LineSearch, Momentum, Rate, TrustRegion
+from natgrad.rules import MeasuredLength as MeasuredLength
 from natgrad.rules import OnlineRadius as OnlineRadius
 from natgrad.rules import Rule as Rule
 from natgrad.rules import SubspaceSearch as SubspaceSearch

@@ -1,16 +1,49 @@
-"""lambda in (G + lambda I)^-1 g: constant, relative to the metric's scale, or adapted to the model's success."""
+"""lambda in (G + lambda I)^-1 g: constant, relative to the metric's scale, or adapted to the model's success.
+
+Each class counts in one unit, which its docstring says and which is the same for every optimizer.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
-from natgrad.operators import Operator
+from torch import Tensor
+
+Unit = Literal["nats", "loss", "metric", "block"]
+UNITS = get_args(Unit)
+
+
+class Scale(Protocol):
+    """What a damping may ask of a metric, or of one of its blocks: an operator, or less than that."""
+
+    @property
+    def nats(self) -> float:
+        """Nats per example in one unit of d^T G d / 2."""
+        ...
+
+    def mean_eigenvalue(self) -> Tensor:
+        """Trace over n, a scalar tensor."""
+        ...
 
 
 class Damping(ABC):
     """A strategy. What changes between steps is one number, passed in and returned."""
+
+    @property
+    def per_block(self) -> bool:
+        """Whether every block of the metric has a lambda of its own: `amount` is then asked for each block's operator.
+
+        A metric that is not made of blocks is one block.
+        """
+        return False
+
+    @property
+    def every(self) -> int | None:
+        """Steps between two uses of the reduction ratio; None: what the optimizer's flow has as its default."""
+        return None
 
     @abstractmethod
     def initial(self) -> float:
@@ -25,7 +58,7 @@ class Damping(ABC):
         """The predicted change of the loss that the ratio divides by. change: quadratic model, slope: g . d."""
         return change
 
-    def amount(self, damping: float, operator: Operator) -> float:
+    def amount(self, damping: float, operator: Scale) -> float:
         """lambda for this operator, from the strategy's number."""
         return damping
 
@@ -36,7 +69,17 @@ class Damping(ABC):
 
 @dataclass(frozen=True)
 class Constant(Damping):
-    """lambda = value, always. ValueError if negative or not finite."""
+    """lambda = value / nats, always: in nats per example and squared unit of the parameters.
+
+    `nats` are the nats per example in one unit of the loss, 1 for the mean of a negative log-likelihood. A mean over
+    the 784 pixels of an image makes the metric 784 times smaller, and lambda with it.
+
+    Args:
+        value: In nats per example and squared unit of the parameters.
+
+    Raises:
+        ValueError: If it is negative or not finite.
+    """
 
     value: float
 
@@ -46,25 +89,42 @@ class Constant(Damping):
     def initial(self) -> float:
         return self.value
 
+    def amount(self, damping: float, operator: Scale) -> float:
+        return in_unit("nats", damping, operator)
+
 
 @dataclass(frozen=True)
 class Relative(Damping):
-    """lambda = factor * trace(G) / n: the same for every scale of the loss, and for every width of a layer.
+    """lambda = factor * trace(G) / n, a share of the mean eigenvalue: the same for every scale of the loss.
 
     The trace is exact for metrics with few outputs per example, else an unbiased estimate with a fixed seed.
-    ValueError if factor is negative or not finite.
+
+    Args:
+        factor: A plain number: the share of the mean eigenvalue.
+        per: "metric" takes the mean over the whole metric; "block" takes each block's own, so that layers are damped
+            alike whatever their scale. A metric that is not made of blocks is one block.
+
+    Raises:
+        ValueError: If factor is negative or not finite, or for another unit.
     """
 
     factor: float
+    per: Literal["metric", "block"] = "metric"
 
     def __post_init__(self) -> None:
         require("factor", self.factor)
+        if self.per not in ("metric", "block"):
+            raise ValueError(f"per is {self.per!r}, expected 'metric' or 'block'")
+
+    @property
+    def per_block(self) -> bool:
+        return self.per == "block"
 
     def initial(self) -> float:
         return self.factor
 
-    def amount(self, damping: float, operator: Operator) -> float:
-        return damping * float(operator.mean_eigenvalue())
+    def amount(self, damping: float, operator: Scale) -> float:
+        return in_unit(self.per, damping, operator)
 
 
 @dataclass(frozen=True)
@@ -85,12 +145,15 @@ class LevenbergMarquardt(Damping):
         linear_model: Predict the decrease by g . d alone, as eq. 30 of Pascanu & Bengio does. With an exact solve on
             a quadratic that ratio is 1 - lr / 2 and not 1, and with these thresholds and lr >= 1/2 lambda is never
             lowered; kept for replication.
-        per_example: Count damping in nats per example, lambda = damping / operator.nats, instead of in units of the
-            mean loss: a mean over the 784 pixels of an image makes the metric 784 times smaller, and 1.0 would drown
-            it.
+        per: The unit of `start`, `floor` and `ceiling`: "nats" per example and squared unit of the parameters, as in
+            `Constant`; "metric" or "block", shares of the mean eigenvalue, as in `Relative`; "loss", the unit of the
+            mean loss, as in papers that compare with no likelihood.
+        every: Steps between two looks at the ratio; None: 1 for `ng.NaturalGradient`, whose solve is the dearer part,
+            5 for `ng.kfac` and its like (Martens & Grosse 2015, section 6.5).
 
     Raises:
-        ValueError: For numbers that contradict each other: `ceiling` below `floor` or `start`, `low` not below `high`.
+        ValueError: For numbers that contradict each other: `ceiling` below `floor` or `start`, `low` not below `high`;
+            for an unknown unit, or `every` below 1.
 
     Reference:
         Martens 2010, section 4.1.
@@ -104,11 +167,16 @@ class LevenbergMarquardt(Damping):
     floor: float = 1e-4
     ceiling: float = 1e8
     linear_model: bool = False
-    per_example: bool = False
+    per: Unit = "nats"
+    every: int | None = None
 
     def __post_init__(self) -> None:
         require("start", self.start)
         require("floor", self.floor)
+        if self.per not in UNITS:
+            raise ValueError(f"per is {self.per!r}, expected one of {UNITS}")
+        if self.every is not None and not (isinstance(self.every, int) and self.every >= 1):
+            raise ValueError(f"every is {self.every}, expected a number of steps >= 1, or None")
         if not self.floor <= self.ceiling:
             raise ValueError(f"floor is {self.floor} and ceiling is {self.ceiling}, expected floor <= ceiling")
         if not self.start <= self.ceiling:
@@ -126,8 +194,12 @@ class LevenbergMarquardt(Damping):
     def initial(self) -> float:
         return self.start
 
-    def amount(self, damping: float, operator: Operator) -> float:
-        return damping / operator.nats if self.per_example else damping
+    def amount(self, damping: float, operator: Scale) -> float:
+        return in_unit(self.per, damping, operator)
+
+    @property
+    def per_block(self) -> bool:
+        return self.per == "block"
 
     @property
     def needs_ratio(self) -> bool:
@@ -147,6 +219,13 @@ class LevenbergMarquardt(Damping):
         return damping
 
 
+def in_unit(unit: Unit, number: float, operator: Scale) -> float:
+    """lambda for an operator, from a number in one of the units."""
+    if unit == "nats":
+        return number / operator.nats
+    return number if unit == "loss" else number * float(operator.mean_eigenvalue())
+
+
 def require(name: str, value: float) -> None:
     """ValueError unless value is a finite number >= 0."""
     if not 0 <= value < math.inf:
@@ -154,7 +233,7 @@ def require(name: str, value: float) -> None:
 
 
 def as_damping(damping: float | Damping) -> Damping:
-    """A number as `Constant`. TypeError for anything else, ValueError for a number below 0."""
+    """A number as `Constant`, in nats. TypeError for anything else, ValueError for a number below 0."""
     if isinstance(damping, Damping):
         return damping
     if not isinstance(damping, (int, float)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,17 @@ from torch import Tensor
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
 from natgrad.operators import Diagonal, Layout, Operator, pack_operator, unpack_operator
+from natgrad.optim.block_owners import LocalOwner
 from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.pass_statistics import Reading
+from natgrad.optim.running_averages import change, renewed
 from natgrad.pure import map_tensors
+from natgrad.rules import Parts, Rule, inner_product
 from natgrad.structures import Layerwise
 from natgrad.structures.layerwise import Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchanging
 
-ENTRIES = ("totals", "weight", "inverse", "level")
+ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
 MISFIT = "the statistics in state_dict do not fit the block of {}"
 HEADROOM = 1e-6  # of the largest number: running averages add up
 
@@ -36,11 +39,31 @@ class Block:
 
 @dataclass(frozen=True)
 class Inverted:
-    """A new damped inverse of a block that is not written yet: as an operator, as tensors, and its damping."""
+    """A block as it was inverted, not written yet.
 
-    operator: Operator
+    Attributes:
+        operator: The damped inverse; None where the rule needs none.
+        packed: The same as tensors.
+        level: Its damping.
+        prepared: What the rule's `prepare` made of the block's metric.
+    """
+
+    operator: Operator | None
     packed: dict[str, Any]
     level: float
+    prepared: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All blocks together, as a damping of the whole metric asks for them."""
+
+    blocks: Blocks
+    nats: float
+
+    def mean_eigenvalue(self) -> Tensor:
+        """Over all blocks, of today's averages."""
+        return torch.as_tensor(self.blocks.mean_eigenvalue(), dtype=torch.float64)
 
 
 class Blocks:
@@ -54,6 +77,7 @@ class Blocks:
     ) -> None:
         self.structure, self.named, self.state = structure, named, state
         self.all: dict[str, Block] = {}
+        self.owner = LocalOwner()
         self._changes: list[Tensor] = []
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
 
@@ -134,24 +158,24 @@ class Blocks:
         operators = [self.operator(block) for block in self]
         return sum(float(one.mean_eigenvalue()) * one.size for one in operators) / sum(one.size for one in operators)
 
-    def invert(self, levels: Mapping[str, tuple[float, float]]) -> tuple[dict[str, Inverted], int]:
+    def invert(self, level_of: Callable[[Block, Operator], float], rule: Rule) -> tuple[dict[str, Inverted], int]:
         """Damped inverses from today's averages by key, and the number of those that failed. Nothing is written.
 
-        levels: by parameter, damping in units of the block's mean eigenvalue, and damping as it is.
+        Args:
+            level_of: A block and its operator -> its damping.
+            rule: Says whether it needs inverses, and prepares what else its directions need.
         """
         found, failures = dict[str, Inverted](), 0
         for key, block in self.all.items():
             operator = self.operator(block)
-            relative, absolute = levels[block.layout.names[0]]
-            level = relative * float(operator.mean_eigenvalue()) + absolute
+            level = level_of(block, operator)
             if not level > 0:  # nothing was seen of this block yet: no derivative reached it
                 continue
-            inverse = robust_inverse(operator, level)
-            if inverse is None:
+            made = invert_block(operator, level, rule)
+            if made is None:
                 failures += 1
-                continue
-            tensors = pack_operator(inverse)
-            found[key] = Inverted(unpack_operator(tensors), tensors, level)
+            else:
+                found[key] = made
         return found, failures
 
     def keep(self, inverses: Mapping[str, Inverted]) -> None:
@@ -159,8 +183,24 @@ class Blocks:
         for key, found in inverses.items():
             block = self.all[key]
             numbers = self.of(block)
-            numbers.update(inverse=renewed(numbers, "inverse", found.packed), level=found.level)
-            block.inverse = unpack_operator(numbers["inverse"])
+            numbers["level"] = found.level
+            if found.prepared:
+                numbers["prepared"] = renewed(numbers, "prepared", found.prepared)
+            if found.operator is not None:
+                numbers["inverse"] = renewed(numbers, "inverse", found.packed)
+                block.inverse = unpack_operator(numbers["inverse"])
+
+    def keep_shapes(self, shapes: Mapping[str, dict[str, Tensor]]) -> None:
+        """Write what the rule remembers of blocks, by key."""
+        for key, memory in shapes.items():
+            self.of(self.all[key])["shape"] = memory
+
+    def last_inverted(self, block: Block) -> Inverted | None:
+        """A block as it was inverted last; None before that."""
+        numbers = self.of(block)
+        if "level" not in numbers:
+            return None
+        return Inverted(block.inverse, numbers.get("inverse", {}), numbers["level"], numbers.get("prepared", {}))
 
     def operator(self, block: Block) -> Operator:
         """The block of the metric, on the layer's matrix flattened row-major."""
@@ -168,6 +208,14 @@ class Blocks:
         if block.layer is None:
             return Diagonal((numbers["totals"]["squares"] / numbers["weight"]).reshape(-1))
         return self.structure.operator(block.layer, numbers["totals"], numbers["weight"])
+
+    def kind(self, block: Block) -> str:
+        """What a block got, for reports."""
+        return "Diagonal" if block.layer is None else self.structure.kind(self.of(block)["totals"])
+
+    def matrix(self, block: Block, parts: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Parts of a block as its layer's matrix; a parameter without a part counts as zero."""
+        return self.owner.gather(block.layout, parts, lambda name: torch.zeros_like(self.named[name], dtype=dtype))
 
     def direction(
         self, block: Block, inverse: Operator, means: Mapping[str, Tensor], rates: Mapping[str, float]
@@ -177,13 +225,28 @@ class Blocks:
         A parameter without a gradient counts as one whose gradient is zero, and does not move.
         """
         names = block.layout.names
-        whole = {n: means[n] if n in means else torch.zeros_like(self.named[n], dtype=inverse.dtype) for n in names}
-        matrix = block.layout.join(whole).to(inverse.dtype)
+        matrix = self.matrix(block, means, inverse.dtype).to(inverse.dtype)
         solved = inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        found = {name: part for name, part in block.layout.split(solved).items() if name in means}
+        found = self.owner.give_back(block.layout, solved, means)
         if len(found) == len(names) and len({rates[n] for n in names}) == 1:  # the usual case, without copies
-            return found, {names[0]: dot(matrix, solved)}
-        return found, {name: dot(means[name], part) for name, part in found.items()}
+            return found, {names[0]: inner_product(matrix, solved)}
+        return found, {name: inner_product(means[name], part) for name, part in found.items()}
+
+    def forms(self, step: Parts, levels: Mapping[str, float]) -> dict[str, Tensor]:
+        """d^T (G + damping I) d by the first name of every block that moves, by one product each.
+
+        Args:
+            step: d.
+            levels: Damping by name.
+        """
+        found = dict[str, Tensor]()
+        for block in self:
+            first, parts = block.layout.names[0], {n: step[n] for n in block.layout.names if n in step.parts}
+            if parts:
+                operator = self.operator(block)
+                flat = self.matrix(block, parts, operator.dtype).to(operator.dtype).reshape(-1)
+                found[first] = inner_product(flat, operator.mv(flat) + levels[first] * flat)
+        return found
 
     def saved(self) -> dict[str, list[str]]:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""
@@ -238,6 +301,21 @@ class Blocks:
         return self.all[key]
 
 
+def invert_block(operator: Operator, level: float, rule: Rule) -> Inverted | None:
+    """A block's damped inverse, and what the rule prepares; None where numbers fail."""
+    inverse = robust_inverse(operator, level) if rule.needs_inverse else None
+    if rule.needs_inverse and inverse is None:
+        return None
+    try:
+        prepared = rule.prepare(operator, level)
+    except RuntimeError:  # torch.linalg.LinAlgError is one
+        return None
+    if not all(bool(torch.isfinite(t.sum())) for t in prepared.values()):
+        return None
+    tensors = {} if inverse is None else pack_operator(inverse)
+    return Inverted(None if inverse is None else unpack_operator(tensors), tensors, level, prepared)
+
+
 def sound(reading: Reading) -> bool:
     """Whether no second moment of the reading can overflow, sums of many such readings included.
 
@@ -265,68 +343,9 @@ def agreed(fine: bool, reading: Reading) -> bool:
     return not bool(reading.exchange({"bad": torch.tensor(float(not fine), device=like.device)})["bad"])
 
 
-def change(old: Statistics, new: Statistics, share: float) -> Tensor:
-    """|M' - M| / |M| in Frobenius norm, the largest over a block's moments; by inner products, without a copy.
-
-    share: the old totals' weight over the new ones', so that M' - M is new - old / share, up to a factor.
-    """
-    found = [torch.zeros((), dtype=torch.float64)]
-    for key in {"left", "right", "squares", "blocks"} & old.keys() & new.keys():
-        if old[key].shape == new[key].shape:
-            before = dot(old[key], old[key]).double()
-            moved = share**2 * dot(new[key], new[key]).double() - 2 * share * dot(new[key], old[key]).double() + before
-            found.append(torch.where(before > 0, moved.clamp(min=0) / before, 0).sqrt().to(found[0].device))
-    return torch.stack(found).max()
-
-
-def renewed(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict[str, Any]:
-    """The new values of `totals` or `inverse`, in the old ones' storage where they fit and nobody else uses it.
-
-    What lives from step to step then stays where it is, and what is freed leaves no holes between: the heap of a
-    classifier 784-1000-500-250-10 grew to 94 MiB without this, of which 49 were in use between steps.
-    """
-    old, other = (numbers.get(key, {}) for key in (entry, "inverse" if entry == "totals" else "totals"))
-    used = {t.data_ptr() for t in other.values() if isinstance(t, Tensor)}  # EKFAC's inverse lies in its totals' basis
-    return {key: written(old.get(key), value, used) for key, value in new.items()}
-
-
-def written(old: Any, new: Any, used: set[int]) -> Any:
-    """`new`, in old's storage if it is a tensor of old's kind; new itself otherwise."""
-    if not isinstance(old, Tensor) or not isinstance(new, Tensor) or {old.data_ptr(), new.data_ptr()} & used:
-        return new
-    alike = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-    return old.copy_(new) if alike else new
-
-
 def norm(tensor: Tensor) -> Tensor:
     """Root of the sum of squares, a scalar tensor."""
     return torch.linalg.vector_norm(tensor)
-
-
-def dense(p: Tensor) -> Tensor:
-    """p.grad, dense, at least in float32."""
-    assert p.grad is not None
-    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-
-
-def penalised(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
-    """The gradient of loss + l2 / 2 |theta|^2."""
-    return torch.add(gradient, p, alpha=l2) if l2 else gradient
-
-
-def running_mean(state: Mapping[str, Any], gradient: Tensor, decay: float) -> tuple[Tensor, dict[str, Any]]:
-    """The gradient's running mean, corrected for its start, and what to keep of it in the parameter's state."""
-    if decay == 0:
-        return gradient, {}
-    count = state.get("count", 0) + 1
-    mean = state["mean"].lerp(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
-    return mean / (1 - decay**count), {"count": count, "mean": mean}
-
-
-def dot(first: Tensor, second: Tensor) -> Tensor:
-    """Inner product of two tensors, without a copy where they lie in one piece."""
-    return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
 
 
 def single(name: str, p: Tensor) -> Layout:

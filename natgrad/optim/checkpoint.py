@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,6 @@ EXTRA = "natgrad"
 ENTRIES = ("state", "param_groups")
 
 Named = Sequence[tuple[str, Tensor]]
-
-
-class ModelOptimizer(Optimizer):
-    """An optimizer that belongs to its model: it is neither copied nor pickled, but saved."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} belongs to its model and is not copied: build a new one on the copied model and "
-            "load optimizer.state_dict() into it"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} is not pickled: save optimizer.state_dict()")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.i
 LIMITS |= {"weight_decay": math.inf, "l2": math.inf}
 
 
+class NotFiniteError(ValueError):
+    """A loss, a gradient or a metric that is not finite: what `on_trouble` decides about."""
+
+
 def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names of all trainable parameters. ValueError for none, TypeError for anything but a module or a dict."""
     if isinstance(model, nn.Module):
@@ -37,11 +41,11 @@ def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def dense_gradient(name: str, p: Tensor) -> Tensor:
-    """p.grad, dense. ValueError if it is not finite."""
+    """p.grad, dense. NotFiniteError if it is not finite."""
     assert p.grad is not None
     gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
     if not all_finite(gradient):
-        raise ValueError(
+        raise NotFiniteError(
             f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "
             "the loss (with GradScaler, scaler.step(optimizer) skips such steps)"
         )
@@ -56,6 +60,8 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
             hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
     forgets = solver is None or isinstance(solver, Auto) or (isinstance(solver, CG) and solver.keep is None)
+    if isinstance(rule, Rule) and rule.shapes:
+        raise ValueError(f"rule {rule} shapes the directions of layers: use ng.kfac or another of its like")
     if isinstance(rule, LineSearch) and rule.iterates and forgets:
         raise ValueError(f"rule {rule} goes back over iterates, which the solver does not keep: use ng.CG(keep=1.3)")
 
@@ -145,5 +151,6 @@ def checked_group(
     if strangers:
         raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
     for key, most in limits.items():
-        check_key(key, group.get(key, defaults[key]), most)
+        if key in defaults:
+            check_key(key, group.get(key, defaults[key]), most)
     return {**group, "params": params}

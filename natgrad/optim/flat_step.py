@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from natgrad.damping import Damping
 from natgrad.linalg import all_finite, stays_finite
-from natgrad.operators import Operator
+from natgrad.operators import Arranged, Operator
+from natgrad.optim.checks import NotFiniteError
 from natgrad.optim.objective import Objective
+from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
-from natgrad.rules import Quadratic, Step
+from natgrad.pure import as_call
+from natgrad.rules import FlatStep, Quadratic, Step
 from natgrad.solvers import Solution, Status
 from natgrad.spaces import Space
 
@@ -29,30 +33,82 @@ class Point:
     rates: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Circumstances:
+    """What a rule may know besides the system: see `Quadratic`."""
+
+    loss: float = math.nan
+    absolute: bool = False
+    steps: int = 0
+    bounded: bool = False
+    options: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
 def quadratic(
-    point: Point, operator: Operator, solution: Solution, damping: float, loss: float, absolute: bool = False
+    point: Point, operator: Operator, solution: Solution, damping: float | Tensor, known: Circumstances
 ) -> Quadratic:
     """The model of the loss around the point, with the solver's result at the learning rates as its proposal.
 
-    absolute: whether the solution's image is of |G|, the absolute values of the eigenvalues.
+    Args:
+        point: Where the step starts.
+        operator: G.
+        solution: Of (G + damping I) x = g.
+        damping: A number, or one per entry (n,).
+        known: `absolute`: the solution's image is of |G|, the absolute values of the eigenvalues.
     """
     rated = partial(at_rates, point, operator)
 
-    def proposed(value: Tensor, image: Tensor) -> Step:
-        return rated(Step(-value, damping * value - image))  # G x is the image less damping * x
+    def propose(value: Tensor, image: Tensor) -> Step:
+        return rated(FlatStep(-value, damping * value - image))  # G x is the image less damping * x
 
     return Quadratic(
         gradient=point.gradient,
         operator=operator,
         damping=damping,
-        proposal=proposed(solution.value, solution.image),
+        proposal=propose(solution.value, solution.image),
         nats=operator.nats,
-        loss=loss,
+        loss=known.loss,
         basis=solution.basis,
-        earlier=[partial(proposed, iterate.value, iterate.image) for iterate in solution.iterates],
+        earlier=[partial(propose, iterate.value, iterate.image) for iterate in solution.iterates],
         rated=rated,
-        indefinite=operator.indefinite and not (absolute and len(set(point.rates.values())) == 1),
+        indefinite=operator.indefinite and not (known.absolute and len(set(point.rates.values())) == 1),
+        steps=known.steps,
+        bounded=known.bounded,
+        full=solution.value @ point.gradient,
+        options=known.options,
+        counts=known.counts,
+        length_unit=operator.length_unit,
     )
+
+
+def count_examples(operator: Operator, data: Data, seen: int) -> dict[str, int]:
+    """Examples of this step, and seen so far with it: as the structure counted them, or else here."""
+    if "seen" in operator.counts:
+        return dict(operator.counts)
+    examples = as_call(data.inputs).batch()
+    return {"examples": examples, "seen": seen + examples}
+
+
+def shift_blocks(operator: Operator, amount: Callable[[Operator], float]) -> tuple[Operator, float | Tensor]:
+    """G + damping of each block's own, and the damping of every entry (n,).
+
+    Args:
+        operator: G. One that is not made of blocks is one block.
+        amount: A block's operator -> its damping.
+    """
+    if not isinstance(operator, Arranged):
+        return operator, amount(operator)
+    parts, entries = [], dict[str, Tensor]()
+    for layout, part in operator.parts:
+        level = amount(part)
+        parts.append((layout, part.shift(level)))
+        shapes = {name: operator.space.blocks[name].shape for name in layout.names}
+        entries |= {
+            name: torch.full(shape, level, dtype=operator.dtype, device=operator.device)
+            for name, shape in shapes.items()
+        }
+    return Arranged(operator.space, parts), operator.space.flatten(entries)
 
 
 def at_rates(point: Point, operator: Operator, step: Step) -> Step:
@@ -60,9 +116,16 @@ def at_rates(point: Point, operator: Operator, step: Step) -> Step:
     rates = {point.rates[name] for name in point.params}
     if len(rates) == 1:
         return step.scaled(rates.pop())
-    parts = {name: point.rates[name] * part for name, part in point.space.unflatten(step.vector).items()}
+    vector = flat(step)
+    parts = {name: point.rates[name] * part for name, part in point.space.unflatten(vector).items()}
     vector = point.space.flatten(parts)
-    return Step(vector, operator.mv(vector))
+    return FlatStep(vector, operator.mv(vector))
+
+
+def flat(step: Step) -> Tensor:
+    """The vector (n,) of a step of this flow."""
+    assert isinstance(step.vector, Tensor)
+    return step.vector
 
 
 def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective | None) -> tuple[float | None, bool]:
@@ -71,9 +134,9 @@ def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective |
     The ratio is NaN, and the damping rises, where the model promised no decrease: a rate above 2, a velocity that
     runs uphill. Such a step is taken all the same if the loss fell.
     """
-    if not damping.needs_ratio or objective is None:
+    if objective is None:
         return None, False
-    predicted = damping.predicted(model.change(step), model.slope(step))
+    predicted = damping.predicted(float(model.change(step)), float(model.slope(step)))
     return verdict(predicted, objective(step.vector) - objective.before)
 
 
@@ -86,21 +149,23 @@ def verdict(predicted: float, change: float) -> tuple[float, bool]:
 
 def moves_finitely(point: Point, step: Step) -> bool:
     """Whether no parameter becomes NaN or infinite: a step may be finite, and too long for the dtype."""
-    parts = point.space.unflatten(step.vector).items() if all_finite(step.vector) else ()
+    parts = point.space.unflatten(flat(step)).items() if all_finite(flat(step)) else ()
     return bool(parts) and all(stays_finite(point.params[name], point.params[name] + part) for name, part in parts)
 
 
 def check_solution(solution: Solution) -> None:
-    """ValueError where the metric's very first product overflowed."""
+    """NotFiniteError where the metric's very first product overflowed."""
     if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
-        raise ValueError(
+        raise NotFiniteError(
             "the metric is not finite: its products overflow or are NaN; nothing was changed. Look for infinite "
             "derivatives (a square root at 0) or an overflow in the model"
         )
 
 
-def told(
+def report_step(
     last: StateReport,
+    operator: Operator,
+    gradient: Tensor,
     model: Quadratic,
     step: Step,
     solution: Solution,
@@ -110,25 +175,25 @@ def told(
 ) -> StateReport:
     """The report of a step after `last`."""
     size, proposed = float(step.vector.norm()), float(model.proposal.vector.norm())
-    norm = float(model.gradient.norm())
+    norm, damping = float(model.gradient.norm()), model.damping
     return StateReport(
         step=last.step + 1,
-        loss=model.loss,
-        kl=model.kl(step),
-        damping=model.damping,
+        loss=float(model.loss),
+        kl=float(model.kl(step)),
+        damping=float(damping.mean()) if isinstance(damping, Tensor) else damping,
         ratio=ratio,
         solver_steps=solution.steps,
         residual=float(solution.residual) / norm if norm else 0.0,
         status=str(solution.status),
-        outside=left_over(model.gradient, solution, model.damping) / norm if norm else 0.0,
+        outside=left_over(gradient, solution, damping) / norm if norm else 0.0,
         rate=size / proposed if proposed else 0.0,
         gradient=norm,
         failures=last.failures + failed,
         refused=last.refused + refused,
-        counts=dict(model.operator.counts),
+        counts=dict(operator.counts),
     )
 
 
-def left_over(gradient: Tensor, solution: Solution, damping: float) -> float:
+def left_over(gradient: Tensor, solution: Solution, damping: float | Tensor) -> float:
     """|g - G x|: G x is the image less damping * x."""
-    return float((gradient - solution.image).add_(solution.value, alpha=damping).norm())
+    return float((gradient - solution.image).add_(damping * solution.value).norm())

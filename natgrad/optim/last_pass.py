@@ -109,6 +109,12 @@ class Recall:
             return told.data()
         return Data(last.call, None if told is None else told.targets, last.random)
 
+    def count_examples(self) -> int:
+        """Examples of the passes that the gradient belongs to."""
+        passes = {id(one): one for told in self.used() for one in told.route.passes}
+        known = list(passes.values()) or ([] if self.last is None else [self.last])
+        return sum(one.call.batch() for one in known)
+
     def metric_data(self, size: int | None, seed: int) -> Data:
         """What was observed, else the pass, or `size` examples of it, drawn from the seed."""
         if self.observed is not None:

@@ -38,7 +38,7 @@ def hessian_free(
 
     model, criterion: the network, and its loss from `torch.nn` or an `ng` likelihood.   lr: length of the first trial
     step.   solver: default CG(max_steps=50, progress=5e-4).   damping: default
-    LevenbergMarquardt(start=1.0, per_example=True).   rule: default LineSearch(): backtracking on the step's own batch.
+    LevenbergMarquardt(start=1.0).   rule: default LineSearch(): backtracking on the step's own batch.
     warm_start: the last solution, decayed, starts the next solve.   metric_batch: examples for the metric, fewer than
     the gradient's (docs/choose.md says what it gained).   search_batch: examples for the line search and the damping.
     preconditioner: for CG, default none: `ng.DiagonalPreconditioner()` and others.   outputs: what the criterion is of,
@@ -55,7 +55,7 @@ def hessian_free(
         gauss_newton(model, as_criterion(criterion), outputs=outputs),
         lr,
         solver=solver or CG(rtol=1e-6, max_steps=50, progress=5e-4),
-        damping=LevenbergMarquardt(start=1.0, per_example=True) if damping is None else damping,
+        damping=LevenbergMarquardt(start=1.0) if damping is None else damping,
         rule=rule or LineSearch(),
         weight_decay=weight_decay,
         warm_start=warm_start,

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +19,42 @@ from natgrad.optim.loss_inputs import OTHER_BATCH, Linearised
 from natgrad.optim.loss_metrics import weights_of
 from natgrad.optim.recorded_pass import Data
 from natgrad.pure import RandomState, Select, pure_model, run_detached
+from natgrad.rules import Vector
 from natgrad.spaces import Space
 
 Closure = Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class Called:
+    """How `step` was called.
+
+    Attributes:
+        closure: The user's, None for a step without one.
+        value: What its first call returned.
+        random: The random state before that call.
+    """
+
+    closure: Closure | None = None
+    value: Tensor | None = None
+    random: RandomState | None = None
+
+
 class Objective(ABC):
-    """d (n,) -> loss(theta + d) of the mean loss; NaN where it is not finite. `before` is the value at d = 0.
+    """d -> loss(theta + d) of the mean loss; NaN where it is not finite. `before` is the value at d = 0.
+
+    d: a vector (n,), or `Parts` by name.
 
     The last value is kept: a rule and the damping that ask for the same step cost one evaluation.
     """
 
     def __init__(self, params: dict[str, Tensor], space: Space, before: float) -> None:
         self.params, self.space, self.before = params, space, before
-        self._last: tuple[Tensor, float] | None = None
+        self._last: tuple[Vector, float] | None = None
 
-    def __call__(self, vector: Tensor) -> float:
+    def __call__(self, vector: Vector) -> float:
         if self._last is None or self._last[0] is not vector:
-            self._keep(vector, self._evaluate(self.space.unflatten(vector)))
+            self._keep(vector, self._evaluate(self._by_name(vector)))
         assert self._last is not None
         return self._last[1]
 
@@ -45,12 +64,16 @@ class Objective(ABC):
         self._keep(vector, value)
         return self(vector), self.space.flatten(parts)
 
-    def at(self, step: dict[str, Tensor]) -> float:
-        """The loss at theta + step, by name; NaN where it is not finite."""
-        value = self._evaluate(step)
-        return value if math.isfinite(value) else math.nan
+    def _by_name(self, vector: Vector) -> dict[str, Tensor]:
+        """The vector as a tensor for every parameter."""
+        if isinstance(vector, Tensor):
+            return self.space.unflatten(vector)
+        return {
+            name: vector[name].to(p.dtype) if name in vector.parts else torch.zeros_like(p)
+            for name, p in self.params.items()
+        }
 
-    def _keep(self, vector: Tensor, value: float) -> None:
+    def _keep(self, vector: Vector, value: float) -> None:
         self._last = vector, value if math.isfinite(value) else math.nan
 
     @abstractmethod
@@ -174,15 +197,23 @@ class Reclose(Objective):
             vars(self.recall).update(remembered)
 
 
+def call_closure(closure: Closure, device: torch.device) -> Called:
+    """The closure's first call. ValueError if it returns nothing."""
+    random = RandomState.capture(device)
+    with torch.enable_grad():
+        value = closure()
+    if value is None:
+        raise ValueError("closure returned None, expected the loss; end it with `return loss`")
+    return Called(closure, value, random)
+
+
 def objective_of(
     model: Any,
     criterion: Callable[[], Criterion],
     recall: Recall,
     params: dict[str, Tensor],
     space: Space,
-    closure: Closure | None,
-    value: Tensor | None,
-    random: RandomState,
+    called: Called,
     searched: Data | None = None,
     needed: bool = True,
 ) -> Objective | None:
@@ -200,10 +231,10 @@ def objective_of(
         problem = next((told.route.problem for told in used if told.route.problem), "") if needed else ""
         if not problem:
             return replay_losses(model, criterion(), recall, params, space)
-        if closure is None:
+        if called.closure is None:
             raise ValueError(problem)
-    if closure is not None and value is not None:
-        return Reclose(model, closure, recall, params, space, value, random)
+    if called.closure is not None and called.value is not None and called.random is not None:
+        return Reclose(model, called.closure, recall, params, space, called.value, called.random)
     return None
 
 

@@ -16,36 +16,48 @@ from natgrad.damping import Damping, as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, own_copy, read_checkpoint, write_checkpoint
+from natgrad.optim.accidents import OnTrouble
+from natgrad.optim.base import Called, ModelOptimizer, check_trouble
+from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
+    NotFiniteError,
     check_batch,
     check_choices,
     check_number,
     check_search,
-    checked_group,
     dense_gradient,
     given_parameters,
     inputs_of,
     named_parameters,
 )
 from natgrad.optim.distributed import refuse_wrapped
-from natgrad.optim.flat_step import Point, check_solution, judge, moves_finitely, quadratic, told
+from natgrad.optim.flat_step import (
+    Circumstances,
+    Point,
+    check_solution,
+    count_examples,
+    flat,
+    judge,
+    moves_finitely,
+    quadratic,
+    report_step,
+    shift_blocks,
+)
 from natgrad.optim.last_pass import Recall, listen, overhear
 from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.parallel_models import refuse_processes
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.stalled_runs import SKIPPED, watch
-from natgrad.optim.state_report import Report, Row, StateReport
-from natgrad.pure import RandomState
-from natgrad.rules import Rate, Rule, Step, require_loss
+from natgrad.optim.state_report import StateReport
+from natgrad.optim.step_length import bounded_below
+from natgrad.rules import Memory, Rate, Rule, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
 from natgrad.structures import Exact, Preconditioner, Structure, as_preconditioner
 
-Closure = Callable[[], Tensor]
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
-FORMAT = Format("natgrad.NaturalGradient", SAVED)
+NUMBERS = {"lr": math.inf, "weight_decay": math.inf}
 
 
 class NaturalGradient(ModelOptimizer):
@@ -71,9 +83,15 @@ class NaturalGradient(ModelOptimizer):
     reduction='sum' and the loss's value are known; rules and dampings that re-evaluate the loss then need no closure,
     and replay the same pass.
 
-    Raises ValueError at `step` for a non-finite gradient or metric, for no remembered forward, and where a rule needs a
-    loss that it cannot evaluate; parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
+    on_trouble: what a step does whose loss, gradient or metric is not finite: "raise" (ValueError), or "skip": it is
+    left out, counted and, in a row, warned of. A step that would make a parameter infinite is never taken, and counted.
+
+    Raises ValueError at `step` for no remembered forward, and where a rule needs a loss that it cannot evaluate;
+    parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
     """
+
+    FORMAT = Format("natgrad.NaturalGradient", SAVED)
+    LIMITS = NUMBERS
 
     def __init__(
         self,
@@ -92,6 +110,7 @@ class NaturalGradient(ModelOptimizer):
         preconditioner: Preconditioner | Structure | None = None,
         params: Iterable[Any] | None = None,
         train_in_eval: bool = False,
+        on_trouble: OnTrouble = "raise",
     ) -> None:
         check_choices(metric, structure, solver, rule)
         check_number("lr", lr)
@@ -102,6 +121,7 @@ class NaturalGradient(ModelOptimizer):
         if search_batch is not None and not isinstance(model, nn.Module):
             raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
         refuse_processes(model)
+        self.on_trouble = check_trouble(on_trouble)
         self.model, self.metric, self._settled = model, metric, False
         self.structure, self.solver = structure or Exact(), solver or Auto()
         self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
@@ -109,12 +129,16 @@ class NaturalGradient(ModelOptimizer):
         self.preconditioner = as_preconditioner(preconditioner, self.solver)
         self._named = named_parameters(model)
         refuse_wrapped(self._named.values())
-        super().__init__(given_parameters(params, self._named), {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(
+            given_parameters(params, self._named), {"lr": lr, "weight_decay": weight_decay} | self.rule.options
+        )
         self._level = self.damping.initial()
         self._memory: dict[str, Any] | None = None
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
         self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
+        self._judged = -1  # the last step that the damping looked at
+        self._seen = 0  # examples
         self._recall = Recall(chosen_outputs(metric), self._named.values())
         self._finalizer: weakref.finalize | None = None
         overhear(metric, self._recall)
@@ -122,22 +146,6 @@ class NaturalGradient(ModelOptimizer):
             self._finalizer = weakref.finalize(self, listen(model, self._recall, in_eval=train_in_eval).remove)
 
     # what the user calls around a step
-
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """The criterion's value, for you to call `.backward()` on; remembers targets and units for the step.
-
-        In evaluation mode or under `torch.no_grad()` it is the value alone. ValueError for targets that the
-        criterion's likelihood cannot produce, TypeError if the metric has no criterion.
-        """
-        outputs, chosen = self._recall.choose(outputs)
-        value = self.criterion.value(outputs, targets)
-        if not torch.is_grad_enabled():
-            return value
-        if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
-            self._recall.record_loss(self.criterion, outputs, targets, value, chosen=chosen)
-        else:
-            self._recall.count_loss(self.criterion, outputs, targets, value)
-        return value
 
     @property
     def criterion(self) -> Criterion:
@@ -170,52 +178,6 @@ class NaturalGradient(ModelOptimizer):
         check_search(inputs, targets)
         self._recall.searched = Data(inputs, targets, None)
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
-        """One step. Returns the closure's first value.
-
-        closure: clears gradients, computes the loss, calls backward, returns the loss. As in LBFGS it may be called
-        again, by rules that re-evaluate the loss, unless `loss()` made that unnecessary.
-        """
-        if not self._settled:  # the model may have been wrapped since
-            refuse_processes(self.model)
-            refuse_wrapped(self._named.values())
-            self._settled = True
-        device = next(iter(self._named.values())).device
-        random, value = RandomState.capture(device), None
-        try:
-            if closure is not None:
-                with torch.enable_grad():
-                    value = closure()
-                if value is None:
-                    raise ValueError("closure returned None, expected the loss; end it with `return loss`")
-            point = self._point()
-            if point is not None:
-                self._metric_data()  # what is missing there comes before what is missing for the loss
-                with self._replaying():
-                    self._step(point, self._objective(point, closure, value, random))
-        finally:
-            self._recall.clear()  # nothing of a batch outlives its step, failed or not
-        return value
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and with them the count of what they are a sum of."""
-        super().zero_grad(set_to_none)
-        self._recall.forget_gradients()
-
-    def report(self) -> Report:
-        """What each parameter gets: structure, entries, and numbers remembered between steps."""
-        rows = Report()
-        known = {id(p): name for name, p in self._named.items()}
-        total = sum(p.numel() for group in self.param_groups for p in group["params"])
-        for group in self.param_groups:
-            for p in group["params"]:
-                held = self.structure.held(p.numel(), total)
-                held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
-                kind = self.structure.kind_of(known[id(p)], self._memory) if p.requires_grad else "frozen"
-                rows.append(Row(known[id(p)], kind, p.numel(), held))
-        return rows
-
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, damping, reduction ratio, solver iterations and residual, failures."""
         return self._last
@@ -225,62 +187,84 @@ class NaturalGradient(ModelOptimizer):
         if self._finalizer is not None:
             self._finalizer()
 
+    def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
+        self._recall.record_loss(self.criterion, outputs, targets, value, chosen=chosen)
+
+    def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
+        total = sum(p.numel() for group in self.param_groups for p in group["params"])
+
+        def describe(name: str, p: Tensor) -> tuple[str, int, int]:
+            held = self.structure.held(p.numel(), total)
+            held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
+            kind = self.structure.kind_of(name, self._memory) if p.requires_grad else "frozen"
+            return kind, p.numel(), held
+
+        return describe
+
+    def _follow_groups(self) -> None:
+        if isinstance(self.model, nn.Module):
+            self._named = dict(self.model.named_parameters())
+
     # checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on: groups, per-parameter state, damping, memory, the generator.
+    def _labels(self) -> torch.Generator | None:
+        return getattr(self.metric, "generator", None)
 
-        Plain values and tensors: `torch.load(weights_only=True)` reads it. Saved, loaded in a new process and
-        continued, training on the CPU is bit for bit as if it had never stopped.
-        """
-        generator = getattr(self.metric, "generator", None)
-        extra = {
-            "structure": type(self.structure).__name__,
+    def _write_extra(self) -> dict[str, Any]:
+        generator = self._labels()
+        return {
             "damping": self._level,
             "memory": self._memory or {},
             "preconditioner": self._prepared or {},
             "steps": self._last.step,
             "failures": self._last.failures,
             "refused": self._last.refused,
+            "judged": self._judged,
+            "seen": self._seen,
             "generator": None if generator is None else generator.get_state(),
         }
-        return write_checkpoint(super().state_dict(), name_positions(self), extra)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, as it is or after `torch.distributed.checkpoint`.
-
-        Raises:
-            ValueError: If it is of another kind of optimizer, structure, metric or model, or if a part of it was lost.
-                The optimizer is as before then.
-        """
-        generator = getattr(self.metric, "generator", None)
-        saved = read_checkpoint(FORMAT, state_dict, self, name_positions(self), generator)
-        extra = saved.extra
-        first = next(iter(self._named.values()))
+    def _fit(self, saved: Checkpoint) -> Callable[[], None]:
+        extra, first = saved.extra, next(iter(self._named.values()))
         memory, prepared = (own_copy(extra.get(key) or {}, first) or None for key in ("memory", "preconditioner"))
-        # all of it fits
-        super().load_state_dict({"param_groups": saved.groups, "state": {}})
-        self.state.update(saved.state)
-        self._level, self._memory, self._prepared = extra["damping"], memory, prepared
-        self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
-        if generator is not None and saved.labels is not None:
-            generator.set_state(saved.labels)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters (unfrozen, created later). ValueError for parameters of another model or a negative rate."""
-        if isinstance(self.model, nn.Module):
-            self._named = dict(self.model.named_parameters())
-        known = {id(p): name for name, p in self._named.items()}
-        group = checked_group(param_group, known, self.defaults, {"lr": math.inf, "weight_decay": math.inf})
-        super().add_param_group(group)
-        self.state.update(
-            {p: {} for p in self.param_groups[-1]["params"]}
-        )  # empty, torch.distributed.checkpoint would call step()
+        def restore() -> None:
+            self._level, self._memory, self._prepared = extra["damping"], memory, prepared
+            self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
+            self._judged, self._seen = extra.get("judged", -1), extra.get("seen", 0)
+            generator = self._labels()
+            if generator is not None and saved.labels is not None:
+                generator.set_state(saved.labels)
+
+        return restore
 
     # one step
 
-    def _step(self, point: Point, objective: Objective | None) -> None:
-        if self.damping.needs_ratio and objective is None:
+    def _settle(self) -> None:
+        if not self._settled:  # the model may have been wrapped since
+            refuse_processes(self.model)
+            refuse_wrapped(self._named.values())
+            self._settled = True
+
+    def _skip(self, trouble: NotFiniteError) -> None:
+        last = self._last
+        self._last = StateReport(last.step + 1, status="skipped", failures=last.failures + 1, refused=last.refused)
+        self._skipped += 1
+        watch(self._skipped, SKIPPED)
+
+    def _step(self, called: Called) -> None:
+        point = self._point()
+        if point is not None:
+            self._metric_data()  # what is missing there comes before what is missing for the loss
+            with self._replaying():
+                self._move(point, self._objective(point, called))
+
+    def _judges(self) -> bool:
+        """Whether the damping looks at this step's ratio."""
+        return self.damping.needs_ratio and self._last.step - self._judged >= (self.damping.every or 1)
+
+    def _move(self, point: Point, objective: Objective | None) -> None:
+        if self._judges() and objective is None:
             raise ValueError(
                 f"{self.damping} compares the loss before and after the step: compute it with optimizer.loss(outputs, "
                 "targets), or call optimizer.step(closure)"
@@ -288,27 +272,53 @@ class NaturalGradient(ModelOptimizer):
         require_loss(self.rule, objective)
         metric = metric_of_step(self.metric, self._recall, self.model, point.params)
         operator, memory = self._operator(point, metric)
-        amount = max(self.damping.amount(self._level, operator), self._recall.floor)
-        solver, prepared = self._solver(point, operator, amount, metric)
-        solution = solver.solve(operator, point.gradient, damping=amount, guess=self._guess(point))
+        solution, amount, prepared = self._solve(point, metric, operator)
         check_solution(solution)
-        before, absolute = math.nan if objective is None else objective.before, getattr(self.solver, "absolute", False)
-        model = quadratic(point, operator, solution, amount, before, absolute)
-        step, velocities = self.rule.step(model, objective, self._flat_state(point, "velocity"))
-        ratio, refused = judge(self.damping, model, step, objective)
+        counts = count_examples(operator, self._metric_data(), self._seen) if self.rule.needs_counts else {}
+        model = quadratic(point, operator, solution, amount, self._circumstances(objective, counts))
+        remembered = self._flat_state(point)
+        remembered.pop("solution", None)
+        step, kept = self.rule.step(model, objective, remembered)
+        ratio, refused = judge(self.damping, model, step, objective) if self._judges() else (None, False)
         # a loss that is not finite at the start already leaves nothing to compare with
         failed = not moves_finitely(point, step) or (objective is not None and math.isnan(objective.before))
         if failed or refused:
             step = model.nothing()
-            velocities = {key: torch.zeros_like(velocity) for key, velocity in velocities.items()}  # a fresh start
+            kept = {key: torch.zeros_like(vector) for key, vector in kept.items()}  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
-        report = told(self._last, model, step, solution, ratio, failed, refused)
+        report = report_step(self._last, operator, point.gradient, model, step, solution, ratio, failed, refused)
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
-        self._commit(point, step, velocities, solution, decay=not (failed or refused))
+        self._judged = self._judged if ratio is None else self._last.step
+        self._commit(point, step, kept, solution, decay=not (failed or refused))
         self._memory, self._prepared, self._last, self._level = memory, prepared, report, level
+        self._seen = counts.get("seen", self._seen)
         self._skipped = self._skipped + 1 if failed else 0
         watch(self._skipped, SKIPPED)
+
+    def _solve(
+        self, point: Point, metric: Metric, operator: Operator
+    ) -> tuple[Solution, float | Tensor, dict[str, Any] | None]:
+        """(G + damping I) x = g: the solution, the damping, and the preconditioner's memory."""
+        floor, system = self._recall.floor, operator
+        if self.damping.per_block:
+            system, amount = shift_blocks(operator, lambda part: max(self.damping.amount(self._level, part), floor))
+            rest = amount if isinstance(amount, float) else 0.0
+        else:
+            amount = rest = max(self.damping.amount(self._level, operator), floor)
+        solver, prepared = self._solver(point, system, rest, metric)
+        return solver.solve(system, point.gradient, damping=rest, guess=self._guess(point)), amount, prepared
+
+    def _circumstances(self, objective: Objective | None, counts: dict[str, int]) -> Circumstances:
+        criterion = getattr(self.metric, "criterion", None)
+        return Circumstances(
+            math.nan if objective is None else objective.before,
+            getattr(self.solver, "absolute", False),
+            self._last.step,
+            isinstance(criterion, Criterion) and bounded_below(criterion),
+            self._options(),
+            counts,
+        )
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -352,38 +362,34 @@ class NaturalGradient(ModelOptimizer):
         )
         return replace(self.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
 
-    def _objective(
-        self, point: Point, closure: Closure | None, value: Tensor | None, random: RandomState
-    ) -> Objective | None:
+    def _objective(self, point: Point, called: Called) -> Objective | None:
         searched = None  # without trial points the loss of the pass is known already
-        needed = self.rule.needs_loss or self.damping.needs_ratio
+        needed = self.rule.needs_loss or self._judges()
         if needed:
             searched = self._recall.search_data(self.search_batch, self._last.step)
-        data = (self._recall, point.params, point.space, closure, value, random, searched, needed)
+        data = (self._recall, point.params, point.space, called, searched, needed)
         return objective_of(self.model, lambda: self.criterion, *data)
 
     def _guess(self, point: Point) -> Tensor | None:
-        last = self._flat_state(point, "solution").get("solution")
+        last = self._flat_state(point).get("solution")
         return None if last is None or self.warm_start == 0 else self.warm_start * last
 
-    def _commit(self, point: Point, step: Step, velocities: dict[str, Tensor], solution: Solution, decay: bool) -> None:
+    def _commit(self, point: Point, step: Step, memory: Memory, solution: Solution, decay: bool) -> None:
         """The only place where parameters and state change."""
-        rates, decays = point.rates, self._rates("weight_decay")
-        taken = decay and bool(step.vector.any())  # no step, no decay either
-        kept = dict(velocities)
+        rates, decays, vector = point.rates, self._rates("weight_decay"), flat(step)
+        taken = decay and bool(vector.any())  # no step, no decay either
+        kept = {key: value for key, value in memory.items() if isinstance(value, Tensor)}
         if self.warm_start:
             # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
-            kept["solution"] = -step.vector if taken and solution.basis is not None else solution.value
+            kept["solution"] = -vector if taken and solution.basis is not None else solution.value
         views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
-        for name, part in point.space.unflatten(step.vector).items():
+        for name, part in point.space.unflatten(vector).items():
             p = point.params[name]
             p.mul_(1 - rates[name] * decays[name] * taken).add_(part)
             self.state[p].update({key: view[name].clone() for key, view in views.items()})
 
-    def _flat_state(self, point: Point, key: str) -> dict[str, Tensor]:
-        parts = {name: self.state[p][key] for name, p in point.params.items() if key in self.state.get(p, {})}
-        return {key: point.space.flatten(parts)} if parts else {}
-
-    def _rates(self, key: str) -> dict[str, float]:
-        by_id = {id(p): float(group[key]) for group in self.param_groups for p in group["params"]}
-        return {name: by_id[id(p)] for name, p in self._named.items() if id(p) in by_id}
+    def _flat_state(self, point: Point) -> dict[str, Tensor]:
+        """What is kept by parameter, as vectors (n,): "solution", and the rule's memory."""
+        keys = {key for p in point.params.values() for key in self.state.get(p, {})}
+        held = {name: self.state.get(p, {}) for name, p in point.params.items()}
+        return {key: point.space.flatten({n: kept[key] for n, kept in held.items() if key in kept}) for key in keys}

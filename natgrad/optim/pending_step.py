@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.damping import Damping
 from natgrad.linalg import stays_finite
-from natgrad.optim.block_averages import Blocks, Inverted, penalised, running_mean
+from natgrad.operators import Operator
+from natgrad.optim.block_averages import Block, Blocks, Inverted, Whole
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.outside_losses import Outside
+from natgrad.optim.pass_statistics import Reading
+from natgrad.optim.running_averages import penalised, running_mean
 from natgrad.optim.schedule import Clock
-from natgrad.optim.step_length import Stride
+from natgrad.optim.step_length import Stride, measure_form
+from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Vector
 
-WARM = 5  # steps until the whole radius: at a fresh network the quadratic model does not reach as far
+RULE = "rule"
+"""Where the rule's vectors lie in a parameter's state."""
+
+
+class Penalised(Mapping[str, Tensor]):
+    """The gradients of loss + l2 / 2 |theta|^2 by name, each made when it is asked for."""
+
+    def __init__(
+        self, gradients: Mapping[str, Tensor], named: Mapping[str, Tensor], strengths: Mapping[str, float]
+    ) -> None:
+        self.gradients, self.named, self.strengths = gradients, named, strengths
+
+    def __getitem__(self, name: str) -> Tensor:
+        return penalised(self.gradients[name], self.named[name], self.strengths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.gradients)
+
+    def __len__(self) -> int:
+        return len(self.gradients)
 
 
 @dataclass
@@ -37,6 +62,7 @@ class Attempt:
         nats: Nats per example in one unit of the mean loss.
         told: What is reported of the step.
         outside: What losses besides `opt.loss` do to the blocks.
+        rule: Shapes the directions.
     """
 
     blocks: Blocks
@@ -49,51 +75,206 @@ class Attempt:
     nats: Any
     told: dict[str, Any]
     outside: Outside
+    rule: Rule
     inverses: dict[str, Inverted] = field(default_factory=dict)
     means: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shapes: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock, self.stride = dict(self.clock), copy(self.stride)
+        self.sample = self.stride.sample
         self.copies = [dict(group) for group in self.param_groups]
         by_id = {id(p): group for group in self.copies for p in group["params"]}
         self.groups = {name: by_id[id(p)] for name, p in self.named.items() if id(p) in by_id}
 
-    def invert(self) -> None:
+    # new inverses
+
+    def invert(self, damping: Damping) -> None:
         """Damped inverses of today's averages."""
-        mean = self.blocks.mean_eigenvalue() if self.outside.levels else 0.0
-        levels = dict[str, tuple[float, float]]()
-        for name, group in self.groups.items():
-            damping = float(group["damping"])
-            levels[name] = damping, float(group["l2"]) + self.outside.damping(name, damping * mean)
-        self.inverses, failures = self.blocks.invert(levels)
+        self.inverses, failures = self.blocks.invert(
+            partial(self._level, damping, Whole(self.blocks, self.nats)), self.rule
+        )
         self.clock["failures"] += failures
         self.clock["inverted"] = self.clock["step"]
 
-    def move(
-        self,
-        gradients: Mapping[str, Tensor],
-        bounded: bool,
-        refuses: Callable[[dict[str, Tensor], float], bool] | None,
-    ) -> None:
-        """New means and parameters.
+    def _level(self, damping: Damping, whole: Whole, block: Block, operator: Operator) -> float:
+        """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
+        name = block.layout.names[0]
+        number, l2 = float(self.groups[name]["damping"]), float(self.groups[name]["l2"])
+        level = damping.amount(number, operator if damping.per_block else whole) + l2
+        if name in self.outside.levels:
+            level += self.outside.damping(name, damping.amount(number, whole))
+        return level
+
+    # the step's proposal
+
+    def quadratic(self, gradients: Mapping[str, Tensor], bounded: bool, counts: Mapping[str, int]) -> Quadratic | None:
+        """The quadratic model with the blocks' directions as its proposal; None where no block can be solved yet.
 
         Args:
             gradients: By name, of the mean loss.
-            bounded: True if the loss is at least 0, and a share of it bounds the step.
-            refuses: (moves, half the form along them) -> whether the step is not taken; None for a step that is not
-                judged.
+            bounded: True if the loss is at least 0.
+            counts: Examples of this step, and seen so far.
         """
-        steps, slopes = self._directions(gradients)
-        if not steps:
-            return
-        rate, kl = self._length(steps, slopes, bounded)
-        if refuses is not None:
-            moves = {name: -self._lr(name) * rate.to(step) * step for name, step in steps.items()}
-            if refuses(moves, float(kl / self.nats)):
-                return
-        self.told |= {"kl": kl, "rate": rate}
-        self.parameters = {name: self._moved(name, steps.pop(name), rate) for name in list(steps)}
+        directions, slopes, levels = self._directions(gradients)
+        if not directions:
+            return None
+        vector = Parts(directions, {name: -self._lr(name) for name in directions})
+        even = len({self._lr(name) for name in directions}) == 1
+        if self.rule.shapes:
+            full, promise = None, Lazy(partial(self._promise, vector, levels))
+            if self.sample is not None:
+                self._measure(vector.tensors(), self.blocks.forms(vector, levels))
+        else:
+            full, rated = sum_scalars(slopes), {name: self._lr(name) ** 2 * slope for name, slope in slopes.items()}
+            promise = Lazy(value=sum_scalars(rated))
+            if self.sample is not None:  # a common rate cancels: no copies
+                self._measure(directions if even else vector.tensors(), slopes if even else rated)
+        ratio = self.stride.ratio
+        true = self._unmeasured(vector) if ratio is None else promise.scaled(ratio.to(self._device))
+        return Quadratic(
+            gradient=Parts(self._penalised(gradients)),
+            operator=None,
+            damping=float(self.copies[0]["damping"]),
+            proposal=BlockStep(vector, true, promise, ratio, self._damping(levels)),
+            nats=self.nats,
+            loss=self.told.get("loss", math.nan),
+            steps=self.clock["step"],
+            bounded=bounded,
+            full=full,
+            options={key: min(float(group[key]) for group in self.copies) for key in self.rule.options},
+            counts=counts,
+            measure=partial(self._step_along, levels),
+        )
+
+    def _directions(
+        self, gradients: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
+        steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
+        rates = {name: self._lr(name) for name in self.groups}
+        for key, block in self.blocks.all.items():
+            means = {name: self._mean(name, gradients[name]) for name in block.layout.names if name in gradients}
+            last = self.inverses.get(key) or self.blocks.last_inverted(block)
+            if last is None or not means or (self.rule.needs_inverse and last.operator is None):
+                continue
+            if self.rule.shapes:
+                steps |= self._shape(key, block, last, means, gradients)
+            else:
+                assert last.operator is not None
+                found, promised = self.blocks.direction(block, last.operator, means, rates)
+                steps |= found
+                slopes |= promised
+            levels |= dict.fromkeys(block.layout.names, last.level)
+        return steps, slopes, levels
+
+    def _shape(
+        self, key: str, block: Block, last: Inverted, means: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A block's direction as the rule shapes it."""
+        penalised = self._penalised(gradients)
+        point = BlockPoint(
+            names=block.layout.names,
+            kind=self.blocks.kind(block),
+            mean=self.blocks.matrix(block, means),
+            gradient=lambda: self.blocks.matrix(block, {name: penalised[name] for name in means}),
+            inverse=last.operator,
+            metric=lambda: self.blocks.operator(block),
+            level=last.level,
+            prepared=last.prepared,
+            memory=self.blocks.of(block).get("shape", {}),
+            steps=self.clock["step"],
+        )
+        direction, self.shapes[key] = self.rule.shape(point)
+        return self.blocks.owner.give_back(block.layout, direction, means)
+
+    def _mean(self, name: str, gradient: Tensor) -> Tensor:
+        p, group = self.named[name], self.groups[name]
+        whole = penalised(gradient, p, group["l2"])
+        mean, self.means[name] = running_mean(self.state.get(p, {}), whole, group["momentum"])
+        return mean
+
+    def _penalised(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        strengths = self.strengths()
+        return Penalised(gradients, self.named, strengths) if any(strengths.values()) else gradients
+
+    # the metric along a step
+
+    def _measure(self, moves: Mapping[str, Tensor], promised: Mapping[str, Tensor]) -> None:
+        self.stride.measure(moves, promised, self.named, self.ranks, self._penalty(moves))
+        self.clock["measured"] = self.clock["step"]
+
+    def _promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
+        """d^T (G + damping I) d of the blocks."""
+        return sum_scalars(self.blocks.forms(vector, levels))
+
+    def _step_along(self, levels: Mapping[str, float], vector: Vector) -> BlockStep:
+        """The step with this vector: on the pass of a measurement what is measured, else in proportion to the last."""
+        assert isinstance(vector, Parts)
+        promise, ratio = Lazy(partial(self._promise, vector, levels)), self.stride.ratio
+        if self.sample is not None:
+            true = Lazy(partial(self._form_on_sample, self.sample, vector))
+        else:
+            true = self._unmeasured(vector) if ratio is None else promise.scaled(ratio.to(self._device))
+        return BlockStep(vector, true, promise, ratio, self._damping(levels))
+
+    def _unmeasured(self, vector: Parts) -> Lazy:
+        """The form of the blocks, and a penalty's."""
+        return Lazy(partial(self._promise, vector, self.strengths()))
+
+    def _damping(self, levels: Mapping[str, float]) -> dict[str, float]:
+        """The damping by name without a penalty, which the measured form has."""
+        strengths = self.strengths()
+        return {name: level - strengths[name] for name, level in levels.items()}
+
+    def _form_on_sample(self, sample: Reading, vector: Parts) -> Tensor:
+        moves = vector.tensors()
+        return measure_form(sample, moves, self.named, self.ranks, self._penalty(moves))
+
+    def _penalty(self, moves: Mapping[str, Tensor]) -> Tensor | float:
+        """moves^T (l2 I) moves."""
+        strengths = self.strengths()
+        return sum(strengths[name] * move.square().sum() for name, move in moves.items() if strengths[name])
+
+    def strengths(self) -> dict[str, float]:
+        """The penalty l2 by name."""
+        return {name: float(group["l2"]) for name, group in self.groups.items()}
+
+    # the step
+
+    def memory(self) -> Memory:
+        """The rule's vectors."""
+        held = {name: self.state.get(p, {}).get(RULE, {}) for name, p in self.named.items()}
+        keys = {key for kept in held.values() for key in kept}
+        return {key: Parts({name: kept[key] for name, kept in held.items() if key in kept}) for key in keys}
+
+    def remember(self, memory: Memory, forget: bool) -> None:
+        """Keep the rule's vectors for the next step. forget: zeros in their place, a fresh start."""
+        for key, vector in memory.items():
+            assert isinstance(vector, Parts)
+            for name, part in vector.tensors().items():
+                self.vectors.setdefault(name, {})[key] = torch.zeros_like(part) if forget else part
+
+    def move(self, model: Quadratic, step: BlockStep) -> None:
+        """New parameters."""
+        form, vector = step.known_form(), step.vector
+        proposal = model.proposal.vector
+        assert isinstance(proposal, Parts)
+        # parts that were only scaled are those of the proposal
+        alike = vector.parts is proposal.parts
+        self.told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
+        if form is not None:
+            self.told["kl"] = 0.5 * self.nats * form
+        self.parameters = {name: self._moved(name, vector) for name in vector}
+
+    def _moved(self, name: str, vector: Parts) -> Tensor:
+        """The parameter after the step."""
+        p, decay = self.named[name], self.groups[name]["weight_decay"]
+        start = p * (1 - self._lr(name) * decay) if decay else p
+        part, length = vector.parts[name].to(p.dtype), torch.as_tensor(vector.length).to(p)
+        return torch.addcmul(start, part, length, value=vector.rate(name))
 
     def finite(self) -> bool:
         """Whether no parameter would become NaN or infinite; entries that are so already, and stay, do no harm."""
@@ -128,64 +309,25 @@ class Attempt:
             self.named[name].copy_(new)
         for name, mean in self.means.items():
             self.state[self.named[name]].update(mean)
+        for name, vectors in self.vectors.items():
+            self.state[self.named[name]][RULE] = vectors
         self.blocks.keep(self.inverses)
+        self.blocks.keep_shapes(self.shapes)
         self.blocks.settle()
         for group, adapted in zip(self.param_groups, self.copies, strict=True):
             group["damping"] = adapted["damping"]
         owner.update(values)
         forget_batch()
 
-    def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """d = (G + damping I)^-1 m by name, and the slopes d^T m."""
-        steps, slopes = dict[str, Tensor](), dict[str, Tensor]()
-        rates = {name: self._lr(name) for name in self.groups}
-        for key, block in self.blocks.all.items():
-            means = {name: self._mean(name, gradients[name]) for name in block.layout.names if name in gradients}
-            inverse = self.inverses[key].operator if key in self.inverses else block.inverse
-            if inverse is not None and means:
-                found, promised = self.blocks.direction(block, inverse, means, rates)
-                steps |= found
-                slopes |= promised
-        return steps, slopes
-
-    def _mean(self, name: str, gradient: Tensor) -> Tensor:
-        p, group = self.named[name], self.groups[name]
-        whole = penalised(gradient, p, group["l2"])
-        mean, self.means[name] = running_mean(self.state.get(p, {}), whole, group["momentum"])
-        return mean
-
-    def _length(self, steps: dict[str, Tensor], slopes: dict[str, Tensor], bounded: bool) -> tuple[Tensor, Tensor]:
-        """The a of theta <- theta - a lr d, common to all, and the KL that it moves, in nats per example."""
-        scaled = {name: self._lr(name) ** 2 * slope for name, slope in slopes.items()}
-        whole = torch.stack(list(scaled.values())).sum()
-        bounding = torch.maximum(torch.stack(list(slopes.values())).sum(), whole)  # rates above 1 meet the bound too
-        if self.stride.sample is not None:
-            even = len({self._lr(name) for name in steps}) == 1  # a common rate cancels: no copies
-            moves = steps if even else {name: self._lr(name) * step for name, step in steps.items()}
-            self.stride.measure(moves, slopes if even else scaled, self.named, self.ranks, self._penalty(moves))
-            self.clock["measured"] = self.clock["step"]
-        rate = self.stride.rate(bounding, self._radius(whole, bounded), self.nats)
-        return rate, self.stride.kl(whole, rate, self.nats)
-
-    def _radius(self, like: Tensor, bounded: bool) -> Tensor:
-        """The bound on this step's KL, in nats per example; it grows over the first steps."""
-        most = min(float(group["max_kl"]) for group in self.copies)
-        share = min(float(group["kl_share"]) for group in self.copies)
-        bound = torch.full_like(like, self.nats * share)
-        if bounded and "loss" in self.told and math.isfinite(share):  # an infinite share of nothing is no bound either
-            bound = bound * self.told["loss"].to(like).clamp(min=0)
-        return bound.clamp(max=most) * min(1.0, (self.clock["step"] + 1) / WARM)
-
-    def _penalty(self, moves: dict[str, Tensor]) -> Tensor | float:
-        """moves^T (l2 I) moves."""
-        strengths = {name: float(group["l2"]) for name, group in self.groups.items()}
-        return sum(strengths[name] * move.square().sum() for name, move in moves.items() if strengths[name])
-
-    def _moved(self, name: str, step: Tensor, rate: Tensor) -> Tensor:
-        """The parameter after the step."""
-        p, decay = self.named[name], self.groups[name]["weight_decay"]
-        start = p * (1 - self._lr(name) * decay) if decay else p
-        return torch.addcmul(start, step.to(p.dtype), rate.to(p.dtype), value=-self._lr(name))
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.named.values())).device
 
     def _lr(self, name: str) -> float:
         return float(self.groups[name]["lr"])
+
+
+def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:
+    """The sum of scalar tensors, which may lie apart."""
+    found = list(scalars.values())
+    return torch.stack([one.to(found[0].device) for one in found]).sum() if found else torch.zeros(())

@@ -9,80 +9,122 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.damping import Damping, LevenbergMarquardt, Relative
+from natgrad.damping import Damping, Relative, as_damping
 from natgrad.families import Criterion
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.flat_step import verdict
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.objective import Closure, Objective, Reclose, replay_losses
+from natgrad.optim.objective import Called, Objective, Reclose, replay_losses
 from natgrad.optim.schedule import Clock
-from natgrad.pure import RandomState
+from natgrad.rules import Parts, Quadratic, Step, Vector
 from natgrad.spaces import Space
 
 EVERY = 5  # steps between judgements: Martens & Grosse 2015, section 6.5
 
 
-class Judge:
-    """Decides on every fifth step whether it is taken, and how much damping the next ones have.
+class PooledLoss:
+    """d -> the loss at theta + d, the mean over all processes' rows, penalty included; `before` is that at d = 0.
 
-    damping: a strategy as in `ng.NaturalGradient`, for the blocks' relative damping, or a number that stays as it is.
-    random: the state before the user's closure.
+    Args:
+        objective: The loss of this process's rows.
+        rows: How many these are.
+        ranks: The processes.
+        before: The mean loss over all rows.
+        named: The parameters.
+        strengths: The l2 of a penalty l2 / 2 |theta|^2, by name.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        rows: int,
+        ranks: Ranks,
+        before: float,
+        named: Mapping[str, Tensor],
+        strengths: Mapping[str, float],
+    ) -> None:
+        self.objective, self.rows, self.ranks = objective, rows, ranks
+        self.before, self.named, self.strengths = before, named, strengths
+        self._last: tuple[Vector, float] | None = None
+
+    def __call__(self, vector: Vector) -> float:
+        return self.before + self.change(vector)
+
+    def change(self, vector: Vector) -> float:
+        """loss(theta + d) - loss(theta); NaN where it is not finite."""
+        if self._last is None or self._last[0] is not vector:
+            assert isinstance(vector, Parts)
+            change = self.objective(vector) - self.objective.before
+            pair = torch.tensor([change * self.rows, self.rows], dtype=torch.float64, device=self._device)
+            total, weight = self.ranks.sum(pair)
+            self._last = vector, float(total / weight) + self._penalty(vector)
+        return self._last[1]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.named.values())).device
+
+    def _penalty(self, vector: Parts) -> float:
+        """How l2 / 2 |theta|^2 changes."""
+        found = 0.0
+        for name in vector:
+            if self.strengths[name]:
+                move = vector[name]
+                found += self.strengths[name] * float((self.named[name] * move).sum() + 0.5 * move.square().sum())
+        return found
+
+
+def objective_of_blocks(
+    model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], called: Called, asks: object
+) -> Objective:
+    """The loss of this step at other parameters: its one pass replayed, or the closure called again.
+
+    Args:
+        model: The model.
+        criterion: Its loss.
+        recall: What happened since the last step.
+        params: The parameters that may move.
+        called: How `step` was called.
+        asks: Who needs it, for the error message.
+
+    Raises:
+        ValueError: If the step has several losses, or none, and no closure.
+    """
+    space, used = Space(params), recall.used()
+    problem = next((told.route.problem for told in used if told.route.problem), "")
+    if len(used) == 1 and recall.passed() is not None and not problem:
+        exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
+        return replay_losses(model, criterion, recall, params, space, exact)
+    if called.closure is None or called.value is None or called.random is None:
+        raise ValueError(
+            problem
+            or f"{asks} compares the loss before and after a step, which has {len(used)} losses "
+            "of optimizer.loss(outputs, targets) and not one: call optimizer.step(closure)"
+        )
+    return Reclose(model, called.closure, recall, params, space, called.value, called.random)
+
+
+class Judge:
+    """Decides from time to time whether a step is taken, and how much damping the next ones have.
+
+    Args:
+        damping: A strategy, or a number for `Relative(number, per="block")`.
     """
 
     def __init__(self, damping: float | Damping) -> None:
-        self.start, self.strategy = relative(damping)
-        self.random: RandomState | None = None
+        self.damping = as_block_damping(damping)
+        self.strategy = self.damping if self.damping.needs_ratio else None
 
-    def begins(self, device: torch.device, closure: Closure | None) -> None:
-        """A step with a closure, which may be called a second time from the same random state."""
-        self.random = None if closure is None or self.strategy is None else RandomState.capture(device)
-
-    def objective(
-        self,
-        model: nn.Module,
-        criterion: Criterion,
-        recall: Recall,
-        params: dict[str, Tensor],
-        closure: Closure | None,
-        value: Tensor | None,
-    ) -> Objective:
-        """The loss of this step at other parameters: its one pass replayed, or the closure called again.
-
-        ValueError where the step has several losses, or none, and no closure.
-        """
-        space, used = Space(params), recall.used()
-        problem = next((told.route.problem for told in used if told.route.problem), "")
-        if len(used) == 1 and recall.passed() is not None and not problem:
-            exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
-            return replay_losses(model, criterion, recall, params, space, exact)
-        if problem and (closure is None or value is None):
-            raise ValueError(problem)
-        if closure is None or value is None or self.random is None:
-            raise ValueError(
-                f"{self.strategy} compares the loss before and after a step, which has {len(used)} losses "
-                "of optimizer.loss(outputs, targets) and not one: call optimizer.step(closure)"
-            )
-        return Reclose(model, closure, recall, params, space, value, self.random)
-
-    def change(self, objective: Objective, moves: dict[str, Tensor], rows: int, ranks: Ranks) -> float:
-        """loss(theta + moves) - loss(theta), the mean over all processes' rows; NaN where it is not finite."""
-        change = objective.at(moves) - objective.before
-        like = next(iter(moves.values()))
-        total, weight = ranks.sum(torch.tensor([change * rows, rows], dtype=torch.float64, device=like.device))
-        return float(total / weight)
-
-    def verdict(self, change: float, slope: float, curvature: float) -> tuple[float, bool]:
-        """True over predicted change, and whether the step is refused: it raised the loss, or lost it.
-
-        slope: of the gradient along the step.   curvature: half the metric's form there.
-        """
+    def judge(self, model: Quadratic, step: Step, loss_at: PooledLoss) -> tuple[float, bool]:
+        """True over predicted change, and whether the step is refused: it raised the loss, or lost it."""
         assert self.strategy is not None
-        ratio, refused = verdict(self.strategy.predicted(slope + curvature, slope), change)
+        change = loss_at.change(step.vector)
+        ratio, refused = verdict(self.strategy.predicted(float(model.change(step)), float(model.slope(step))), change)
         return ratio, refused or change > 0
 
     def due(self, clock: Clock) -> bool:
         """Whether this step is judged."""
-        return self.strategy is not None and clock["step"] - clock["judged"] >= EVERY
+        return self.strategy is not None and clock["step"] - clock["judged"] >= (self.strategy.every or EVERY)
 
     def adapt(self, groups: list[dict[str, Any]], clock: Clock, ratio: float, refused: bool) -> None:
         """Every group's damping for the next steps. After a refusal new inverses have it, and are judged, at once."""
@@ -91,7 +133,7 @@ class Judge:
             group["damping"] = self.strategy.update(float(group["damping"]), ratio)
         clock["judged"] = clock["step"]
         if refused:
-            clock |= {"judged": -EVERY, "inverted": -1, "refused": clock["refused"] + 1}
+            clock |= {"judged": -(self.strategy.every or EVERY), "inverted": -1, "refused": clock["refused"] + 1}
 
 
 def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:
@@ -103,31 +145,9 @@ def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:
     return stack
 
 
-def relative(damping: float | Damping) -> tuple[float, Damping | None]:
-    """Where damping starts, in units of a block's mean eigenvalue, and what adapts it. TypeError for other units."""
-    if isinstance(damping, Relative):
-        return damping.factor, None
-    if not isinstance(damping, Damping):
-        return damping, None
-    if not damping.needs_ratio or (isinstance(damping, LevenbergMarquardt) and damping.per_example):
-        raise TypeError(
-            f"damping is {damping}, which is absolute; here it is in units of a block's mean eigenvalue: give "
-            "a number, ng.Relative(0.03) or ng.LevenbergMarquardt(start=0.03)"
-        )
-    return damping.initial(), damping
-
-
-def slope_along(
-    moves: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-    named: Mapping[str, Tensor],
-    strengths: Mapping[str, float],
-) -> tuple[float, float]:
-    """The slope along a step of loss + l2 / 2 |theta|^2, and how the penalty changes. strengths: l2 by name."""
-    slope, penalty = [], []
-    for name, move in moves.items():
-        slope.append((gradients[name] * move).sum())
-        if strengths[name]:
-            slope.append(strengths[name] * (named[name] * move).sum())
-            penalty += [slope[-1], strengths[name] / 2 * move.square().sum()]
-    return float(torch.stack(slope).sum()), float(sum(penalty))
+def as_block_damping(damping: float | Damping) -> Damping:
+    """A strategy; a number stands for `Relative(number, per="block")`. TypeError or ValueError for anything else."""
+    if isinstance(damping, Damping):
+        return damping
+    as_damping(damping)  # checks it
+    return Relative(float(damping), per="block")

@@ -15,10 +15,10 @@ def started() -> Clock:
 
     interval: steps between updates that the statistics' drift asks for.   failures: steps, readings and inverses that
     came to nothing.   refused: steps that would have raised the loss.   late, skipped: steps in a row, up to now, whose
-    statistics were due and not read, and that were skipped.
+    statistics were due and not read, and that were skipped.   seen: examples, where the rule counts them.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
-    return {"step": 0, "interval": 1.0, **events, "failures": 0, "refused": 0, "late": 0, "skipped": 0}
+    return {"step": 0, "interval": 1.0, **events, "failures": 0, "refused": 0, "late": 0, "skipped": 0, "seen": 0}
 
 
 def due(clock: Clock, event: str, every: int) -> bool:

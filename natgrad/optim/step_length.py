@@ -26,27 +26,13 @@ class Stride:
     classifiers and autoencoders the true form was .2 to 190 times the promised one, and not the same at the end as at
     the start. The minimum of the quadratic model along d is at m^T d / d^T G d = 1 / ratio.
 
-    ratio: None before the first measurement, which then counts as 1.   sample: what the step's pass told, for the
-    measurement of this step.
+    ratio: None before the first measurement, which then counts as 1. Below 1 the damping shortens a step.
+    sample: what the step's pass told, for the measurement of this step.
     """
 
     def __init__(self) -> None:
         self.ratio: Tensor | None = None
         self.sample: Reading | None = None
-
-    def rate(self, slope: Tensor, radius: Tensor, nats: float) -> Tensor:
-        """Length along d: the minimum of the quadratic model, or where the KL reaches the radius.
-
-        slope: m^T d, or more for a tighter bound.   radius: in nats per example; the mean loss's unit has `nats` of
-        them. 0 allows no step, whatever the slope.
-        """
-        ratio = self.known(slope)
-        bound = (2 * radius / (nats * ratio * slope)).sqrt()  # no slope at all: infinite
-        return torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
-
-    def kl(self, slope: Tensor, rate: Tensor, nats: float) -> Tensor:
-        """1/2 of the form along rate * d, in nats per example."""
-        return 0.5 * nats * self.known(slope) * slope * rate.square()
 
     def measure(
         self,
@@ -76,13 +62,27 @@ class Stride:
             # a few examples carry the metric of a network that is nearly right, and a pass may miss them
             fresh = torch.maximum(fresh, SLOWEST * before)
         last = torch.ones_like(whole) if before is None else before
-        fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last)
+        fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=SMALLEST))
         # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
-        self.ratio = torch.where((found == 0) | ~(whole > 0), last, fresh).clamp(SMALLEST, LARGEST)
+        self.ratio = torch.where((found == 0) | ~(whole > 0), last, fresh).clamp(max=LARGEST)
 
     def known(self, like: Tensor) -> Tensor:
-        """The ratio, on the device of `like`."""
-        return torch.ones_like(like) if self.ratio is None else self.ratio.to(like)
+        """What a step's length is divided by: the ratio, at least 1, on the device of `like`."""
+        return torch.ones_like(like) if self.ratio is None else self.ratio.to(like).clamp(min=SMALLEST)
+
+
+def measure_form(
+    sample: Reading,
+    moves: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+    penalty: Tensor | float = 0.0,
+) -> Tensor:
+    """moves^T G moves on the sample of a pass, over all processes. penalty: what the form has besides the metric."""
+    rows, like = float(sample.rows), next(iter(moves.values()))
+    found = torch.as_tensor(form_along(sample, moves, named)[0] + penalty).to(like)
+    total, weight = ranks.sum(torch.stack([rows * found, torch.as_tensor(rows).to(found)]))
+    return total / weight
 
 
 def sampled(reading: Reading) -> Reading:

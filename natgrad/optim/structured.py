@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Set
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Set
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.damping import Damping
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.layers.taps import Release
-from natgrad.optim.block_averages import Block, Blocks, dense
-from natgrad.optim.checkpoint import Format, ModelOptimizer, name_positions, read_checkpoint, write_checkpoint
-from natgrad.optim.checks import check_blocks, checked_group, given_parameters, named_parameters
+from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
+from natgrad.optim.block_averages import Blocks
+from natgrad.optim.checkpoint import Checkpoint, Format
+from natgrad.optim.checks import NotFiniteError, check_blocks, given_parameters, named_parameters
 from natgrad.optim.distributed import meet
 from natgrad.optim.last_pass import Recall, listen
-from natgrad.optim.objective import Closure
+from natgrad.optim.objective import Called
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.pass_statistics import Reader
 from natgrad.optim.pending_step import Attempt
-from natgrad.optim.reduction_ratio import Judge, replaying, slope_along
+from natgrad.optim.recipe_options import BLOCK_DEFAULTS, BlockOptions, with_options
+from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
+from natgrad.optim.running_averages import dense
 from natgrad.optim.schedule import due, pace, started
 from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, watch
-from natgrad.optim.state_report import Report, Row, StateReport, state_report
+from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sampled
-from natgrad.pure import Select, check_select, full_precision, leaves, map_tensors
+from natgrad.pure import check_select, full_precision, leaves
+from natgrad.rules import MeasuredLength, Momentum, Quadratic, Rule, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
-FORMAT = Format("ng.kfac or its like", SAVED, frozenset({"mean"}), older=True)
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
 
 
@@ -73,41 +74,38 @@ class StructuredNaturalGradient(ModelOptimizer):
     alone. TypeError for models that are held in parts (FSDP, DTensor).
     """
 
+    FORMAT = Format("ng.kfac or its like", SAVED, frozenset({"mean"}), older=True)
+
+    @with_options(BlockOptions, BLOCK_DEFAULTS)
     def __init__(
         self,
         model: nn.Module,
         criterion: nn.Module | Likelihood | Criterion,
         structure: Layerwise,
         lr: float = 1.0,
-        *,
-        momentum: float = 0.9,
-        damping: float | Damping = 0.03,
-        max_kl: float = math.inf,
-        kl_share: float = 0.05,
-        weight_decay: float = 0.0,
-        l2: float = 0.0,
-        update_every: int = 20,
-        invert_every: int = 20,
-        measure: bool = True,
-        outputs: Select | None = None,
-        params: Iterable[Any] | None = None,
-        train_in_eval: bool = False,
-        group: Any = None,
+        **options: Unpack[BlockOptions],
     ) -> None:
+        chosen = {**BLOCK_DEFAULTS, **options}
+        rule, momentum = chosen["rule"], chosen["momentum"]
+        update_every, invert_every, outputs = chosen["update_every"], chosen["invert_every"], chosen["outputs"]
         check_blocks(model, structure, update_every=update_every, invert_every=invert_every)
-        self.model, self._ranks = meet(model, group)
+        self.model, self._ranks = meet(model, chosen["group"])
         self._ranks.check(structure)
-        self.criterion, self.structure = as_criterion(criterion), structure
+        self._criterion, self.structure = as_criterion(criterion), structure
+        self.rule = settle_rule(rule, chosen["max_kl"], chosen["kl_share"])
+        self.on_trouble = check_trouble(chosen["on_trouble"])
         self._bounded = bounded_below(self.criterion)
-        self.update_every, self.invert_every, self.measure = update_every, invert_every, measure
-        self.train_in_eval = train_in_eval
-        self._judge = Judge(damping)
-        self._named: dict[str, Tensor] = {}  # what the groups hold, in the model's order
+        self.update_every, self.invert_every, self.measure = update_every, invert_every, chosen["measure"]
+        self.train_in_eval = chosen["train_in_eval"]
+        self._judge = Judge(chosen["damping"])
+        self.damping = self._judge.damping
+        self._named = {}  # what the groups hold, in the model's order
         check_select(outputs)
         self._recall = Recall(outputs)
-        defaults = {"lr": lr, "momentum": momentum, "damping": self._judge.start, "max_kl": max_kl}
-        defaults |= {"kl_share": kl_share, "weight_decay": weight_decay, "l2": l2}
-        super().__init__(given_parameters(params, named_parameters(self.model)), defaults)
+        momentum = (0.0 if isinstance(rule, Momentum) else 0.9) if momentum is None else momentum
+        defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
+        defaults |= {"weight_decay": chosen["weight_decay"], "l2": chosen["l2"]}
+        super().__init__(given_parameters(chosen["params"], named_parameters(self.model)), defaults)
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Any] = {}
@@ -118,66 +116,21 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._nats: Any = 1.0
         self._warned: set[str] = set()
         self._finalizer = weakref.finalize(
-            self, release, self._reader, listen(self.model, self._recall, traceable=True, in_eval=train_in_eval)
+            self, release, self._reader, listen(self.model, self._recall, traceable=True, in_eval=self.train_in_eval)
         )
 
     # what the user calls around a step
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """The criterion's value, for you to call `.backward()` on; on update steps it reads the statistics first.
-
-        In evaluation mode, under `torch.no_grad()` and on detached outputs it is the value alone. Several losses of one
-        step count by their rows: those that went backward since the gradients were cleared. ValueError for targets that
-        the criterion's likelihood cannot produce.
-        """
-        self._blocks.follow_parameters()
-        outputs, chosen = self._recall.choose(outputs)
-        value = self.criterion.value(outputs, targets)
-        if torch.is_grad_enabled() and value.requires_grad:
-            self._ranks.settle(self.model, self.structure)
-            rows = count_rows(self.criterion, outputs)
-            if self.model.training or self.train_in_eval:
-                judged = self._judge.due(self._clock)
-                self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen, needed=judged)
-                self._nats = self.criterion.nats(outputs)
-                if self._reader.taps.armed:
-                    self._read(outputs, targets, value)
-            else:
-                self._recall.count_loss(self.criterion, outputs, targets, value, rows)
-        return value
-
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
-        """One step; returns the closure's value. closure: clears gradients, computes `opt.loss`, calls backward.
-
-        ValueError if no statistics were ever read: the loss was not computed with `opt.loss`.
-        """
-        value = None
-        try:
-            if closure is not None:
-                self._judge.begins(next(iter(self._named.values())).device, closure)
-                with torch.enable_grad():
-                    value = closure()
-            self._step(closure, value)
-        finally:
-            self._forget_batch()
-        return value
+    @property
+    def criterion(self) -> Criterion:
+        """The loss that the metric belongs to."""
+        return self._criterion
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the count of what they are a sum of."""
-        super().zero_grad(set_to_none)
         if self._recall.losses:  # a batch that is thrown away
             self._bad = False
-        self._recall.forget_gradients()
-
-    def report(self) -> Report:
-        """What each parameter gets: structure, entries, and numbers remembered between steps."""
-        held = {name: block for block in self._blocks for name in block.layout.names}
-        rows = Report()
-        for name, p in self._by_group():
-            numbers = sum({t.data_ptr(): t.numel() for t in leaves(self.state.get(p, {}))}.values())  # shared ones once
-            rows.append(Row(name, self._kind(held.get(name)), p.numel(), numbers))
-        return rows
+        super().zero_grad(set_to_none)
 
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, share of the full step taken, the gradient's norm, failures so far."""
@@ -187,15 +140,28 @@ class StructuredNaturalGradient(ModelOptimizer):
         """Take the hooks off the model. Also happens when the optimizer dies."""
         self._finalizer()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters (unfrozen, created later). ValueError for parameters of another model or a bad number."""
-        known = {id(p): name for name, p in self.model.named_parameters()}
-        super().add_param_group(checked_group(param_group, known, self.defaults))
-        # empty, torch.distributed.checkpoint would call step()
-        self.state.update({p: {} for p in self.param_groups[-1]["params"]})
-        self._listen_to_groups()
+    def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
+        self._ranks.settle(self.model, self.structure)
+        rows, needed = count_rows(self.criterion, outputs), self._judge.due(self._clock) or self.rule.needs_loss
+        self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen, needed=needed)
+        self._nats = self.criterion.nats(outputs)
+        if self._reader.taps.armed:
+            self._read(outputs, targets, value)
 
-    def _listen_to_groups(self) -> None:
+    def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
+        held = {name: block for block in self._blocks for name in block.layout.names}
+
+        def describe(name: str, p: Tensor) -> tuple[str, int, int]:
+            numbers = sum({t.data_ptr(): t.numel() for t in leaves(self.state.get(p, {}))}.values())  # shared ones once
+            kind = self._blocks.kind(held[name]) if name in held else "not read yet"
+            return kind, p.numel(), numbers
+
+        return describe
+
+    def _follow_parameters(self) -> None:
+        self._blocks.follow_parameters()
+
+    def _follow_groups(self) -> None:
         """Name the parameters that the groups hold and that are trainable, and listen to their layers."""
         held = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
         if held <= {id(p) for p in self._named.values()}:
@@ -209,16 +175,11 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._reader.detach()
             self._reader.attach(self._named)
 
-    # checkpoints
+    # checkpoints: per parameter the gradient's mean, and under a block's first one its statistics and its inverse
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on; `torch.load(weights_only=True)` and `get_state_dict` keep it.
-
-        Per parameter: the gradient's mean, and, under a block's first parameter, its statistics and its inverse.
-        """
+    def _write_extra(self) -> dict[str, Any]:
         ratio = self._stride.ratio
-        extra = {
-            "structure": type(self.structure).__name__,
+        return {
             "clock": dict(self._clock),
             "blocks": self._blocks.saved(),
             "trusted": sorted(self._reader.trusted),
@@ -226,30 +187,23 @@ class StructuredNaturalGradient(ModelOptimizer):
             "generator": self._labels().get_state(),
             "ratio": torch.zeros(()) if ratio is None else ratio,  # always a tensor, which a fresh one's can take
         }
-        return write_checkpoint(super().state_dict(), name_positions(self), extra)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, as it is or after `torch.distributed.checkpoint`.
-
-        Raises:
-            ValueError: If it is of another kind of optimizer, structure or model, or if a part of it was lost. The
-                optimizer is as before then.
-        """
-        saved = read_checkpoint(FORMAT, state_dict, self, name_positions(self), self._labels())
+    def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         blocks = Blocks(self.structure, self._named, saved.state)
         trusted, refused = set(saved.extra["trusted"]), set(saved.extra["refused"])
         blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted))
-        # all of it fits
-        super().load_state_dict({"param_groups": saved.groups, "state": {}})
-        self.state.update(saved.state)
-        blocks.state = self.state
-        self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
-        self._clock = started() | saved.extra["clock"]
-        ratio = saved.extra["ratio"]
-        self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
-        if saved.labels is not None:
-            self._reader.generator_on(next(iter(self._named.values())).device).set_state(saved.labels)
-        self._reader.arm(self._due("updated", self.update_every))
+
+        def restore() -> None:
+            blocks.state = self.state
+            self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
+            self._clock = started() | saved.extra["clock"]
+            ratio = saved.extra["ratio"]
+            self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
+            if saved.labels is not None:
+                self._reader.generator_on(next(iter(self._named.values())).device).set_state(saved.labels)
+            self._reader.arm(self._due("updated", self.update_every))
+
+        return restore
 
     # one step
 
@@ -259,7 +213,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         if bool(torch.isfinite(self._recall.computed[-1].value)):  # NaN too where no target counts
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 # labels that a metric was estimated from measure it too short along the direction that it gives
-                measuring = self.measure and self._due("measured", max(MEASURED, self.update_every))
+                measuring = self._measures() and self._due("measured", max(MEASURED, self.update_every))
                 apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
                 if reading is not None:
@@ -282,16 +236,21 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._clock["failures"] += bad and not self._bad
         self._bad |= bad
 
-    def _step(self, closure: Closure | None, value: Tensor | None) -> None:
-        self._listen_to_groups()  # some may have been frozen until now
+    def _measures(self) -> bool:
+        return self.measure and (self.rule.needs_form or self._judge.strategy is not None)
+
+    def _step(self, called: Called) -> None:
+        self._follow_groups()  # some may have been frozen until now
         self._blocks.follow_parameters()
-        active = [(name, p) for name, p in self._by_group() if p.grad is not None]
+        active = {name: p for name, p in self._by_group() if p.grad is not None}
         if not active:
             return
         losses = self._recall.losses or self._recall.computed
-        loss, nats, scale = self._ranks.pooled(losses, self._nats, self._recall.scale, active[0][1].device)
+        loss, nats, scale = self._ranks.pooled(
+            losses, self._nats, self._recall.scale, next(iter(active.values())).device
+        )
         plain = isinstance(scale, float) and scale == 1
-        gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active}
+        gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active.items()}
         norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
         self._ranks.check_gradients(norm)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
@@ -305,19 +264,21 @@ class StructuredNaturalGradient(ModelOptimizer):
         late = self._clock["late"] + 1 if self._reader.taps.armed and not (self._pending or self._bad) else 0
         watch(late, OVERDUE)
         told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
+        attempt = self._attempt(nats, dict(told))
         if finite:
             self._reader.arm(False)  # what follows may call the model again
-            attempt = self._attempt(nats, dict(told))
             if self._pending:
                 blocks = [block.layout.names for block in self._blocks]
                 self._outside.measure(gradients, self._named, blocks, len(self._recall.losses), float(scale))
             if self._clock["updated"] > self._clock["inverted"] and self._due("inverted", self.invert_every):
-                attempt.invert()
-            refuses = partial(self._refuses, attempt, gradients, closure, value)
-            attempt.move(gradients, self._bounded, refuses if self._judge.due(self._clock) else None)
+                attempt.invert(self.damping)
+            self._move(attempt, gradients, active, called)
             finite = attempt.finite()
             self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
         if not finite:
+            if self.on_trouble == "raise":
+                self._pending, self._bad = 0, False
+                raise NotFiniteError(describe_trouble(gradients, loss))
             attempt = self._attempt(nats, told)
             attempt.clock["failures"] += not self._bad
         attempt.clock |= {"late": late, "skipped": 0 if finite else attempt.clock["skipped"] + 1}
@@ -326,6 +287,46 @@ class StructuredNaturalGradient(ModelOptimizer):
         values = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
         attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0, "_bad": False}, self._forget_batch)
         watch(self._clock["skipped"], SKIPPED)
+
+    def _skip(self, trouble: NotFiniteError) -> None:
+        raise trouble  # a step that is left out moves the clock above
+
+    def _move(self, attempt: Attempt, gradients: dict[str, Tensor], active: dict[str, Tensor], called: Called) -> None:
+        """The rule's step, unless the loss after it refuses it."""
+        losses = self._recall.losses or self._recall.computed
+        rows = sum(loss.rows for loss in losses)
+        model = attempt.quadratic(gradients, self._bounded, self._counts(attempt) if self.rule.needs_counts else {})
+        if model is None:
+            return
+        judged = self._judge.due(self._clock)
+        if not (judged or self.rule.needs_loss):
+            step, memory = self.rule.step(model, None, attempt.memory())
+            refused = False
+        else:
+            with replaying(self.model, self._recall):
+                asks = self.rule if self.rule.needs_loss else self._judge.strategy
+                objective = objective_of_blocks(self.model, self.criterion, self._recall, active, called, asks)
+                before = float(attempt.told.get("loss", objective.before))
+                loss_at = PooledLoss(objective, rows, self._ranks, before, self._named, attempt.strengths())
+                step, memory = self.rule.step(replace(model, loss=before), loss_at, attempt.memory())
+                refused = judged and self._judged(attempt, model, step, loss_at)
+        attempt.remember(memory, forget=refused)
+        if not refused:
+            attempt.move(model, step)
+
+    def _counts(self, attempt: Attempt) -> dict[str, int]:
+        """Examples of this step over all processes, and seen so far with it."""
+        own = torch.tensor(float(self._recall.count_examples()), device=next(iter(self._named.values())).device)
+        examples = int(self._ranks.sum(own))
+        attempt.clock["seen"] += examples
+        return {"examples": examples, "seen": attempt.clock["seen"]}
+
+    def _judged(self, attempt: Attempt, model: Quadratic, step: Step, loss_at: PooledLoss) -> bool:
+        """Whether the step is refused; the damping from here on follows how well the model told the loss."""
+        ratio, refused = self._judge.judge(model, step, loss_at)
+        self._judge.adapt(attempt.copies, attempt.clock, ratio, refused)
+        attempt.told["ratio"] = ratio
+        return refused
 
     def _forget_batch(self) -> None:
         self._recall.clear()
@@ -336,29 +337,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _attempt(self, nats: Any, told: dict[str, Any]) -> Attempt:
         parts = (self._blocks, self._named, self.state, self.param_groups, self._clock, self._stride, self._ranks)
-        return Attempt(*parts, nats, told, self._outside)
-
-    def _refuses(
-        self,
-        attempt: Attempt,
-        gradients: dict[str, Tensor],
-        closure: Closure | None,
-        value: Tensor | None,
-        moves: dict[str, Tensor],
-        form: float,
-    ) -> bool:
-        """Whether a step would raise the loss; and the damping from here on. form: half the metric's along it."""
-        params = {name: p for name, p in self._by_group() if p.grad is not None}
-        strengths = {name: float(group["l2"]) for name, group in attempt.groups.items()}
-        slope, penalty = slope_along(moves, gradients, self._named, strengths)
-        rows = sum(loss.rows for loss in self._recall.losses or self._recall.computed)
-        with replaying(self.model, self._recall):
-            objective = self._judge.objective(self.model, self.criterion, self._recall, params, closure, value)
-            change = self._judge.change(objective, moves, rows, self._ranks) + penalty
-        ratio, refused = self._judge.verdict(change, slope, form)
-        self._judge.adapt(attempt.copies, attempt.clock, ratio, refused)
-        attempt.told["ratio"] = ratio
-        return refused
+        return Attempt(*parts, nats, told, self._outside, self.rule)
 
     def _warn(self, strangers: Set[str]) -> None:
         """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""
@@ -379,19 +358,31 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _due(self, event: str, every: int) -> bool:
         return due(self._clock, event, every)
 
-    def _by_group(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(p): name for name, p in self._named.items()}
-        return ((names[id(p)], p) for group in self.param_groups for p in group["params"] if id(p) in names)
 
-    def _kind(self, block: Block | None) -> str:
-        if block is None:
-            return "not read yet"
-        return "Diagonal" if block.layer is None else self.structure.kind(self._blocks.of(block)["totals"])
+def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None) -> Rule:
+    """The rule, by default `MeasuredLength` with these bounds. ValueError for one that the blocks cannot serve."""
+    bounds = {key: value for key, value in (("max_kl", max_kl), ("kl_share", kl_share)) if value is not None}
+    if rule is None:
+        return MeasuredLength(**bounds)
+    if not isinstance(rule, Rule):
+        hint = "; did you forget the parentheses?" if isinstance(rule, type) else ""
+        raise TypeError(f"rule is {rule!r}, expected a natgrad Rule{hint}")
+    if bounds:
+        raise ValueError(f"{sorted(bounds)} are settings of rule=ng.MeasuredLength(...): give them to the rule")
+    if rule.needs_solver or getattr(rule, "iterates", False):
+        raise ValueError(f"rule {rule} needs what an iterative solver found: use ng.NaturalGradient, ng.hessian_free")
+    return rule
 
 
-def count_rows(criterion: Criterion, outputs: Any) -> int:
-    """Rows of outputs: what a micro-batch weighs."""
-    return len(criterion.family.rows(map_tensors(outputs, torch.detach)))
+def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None) -> str:
+    """What is not finite."""
+    wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
+    what = "the loss" if loss is not None and not bool(torch.isfinite(loss)) else "the step"
+    what = f"the gradient of {wrong[0]!r}" if wrong else what
+    return (
+        f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
+        "GradScaler, scaler.step(optimizer) skips such steps)"
+    )
 
 
 def release(reader: Reader, listener: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.metrics.score_unit import join_spread, measure_data_unit
-from natgrad.rules import Quadratic, Step
+from natgrad.rules import FlatStep, Quadratic
 from natgrad.spaces import Params
 
 METHODS = [ng.Averaged(), ng.Woodbury(), ng.FirstOrder()]
@@ -97,11 +97,11 @@ def test_saved_and_continued_is_never_having_stopped(method: ng.Update) -> None:
 def test_the_bound_grows_with_the_batch_and_falls_after_a_while(examples: int, seen: int) -> None:
     metric = ng.operators.Dense(torch.diag(torch.tensor([4.0, 1.0], dtype=F64)))
     d = torch.tensor([30.0, -10.0], dtype=F64)
-    model = Quadratic(d, metric, 0.0, Step(d, metric @ d))
+    model = Quadratic(d, metric, 0.0, FlatStep(d, metric @ d))
     with pytest.raises(ValueError, match="counts examples: use structure="):
         ng.OnlineRadius().step(model, None, {})
     metric = metric.declare(counts={"examples": examples, "seen": seen}, length_unit=2.0)
-    model = Quadratic(d, metric, 0.0, Step(d, metric @ d))
+    model = Quadratic(d, metric, 0.0, FlatStep(d, metric @ d))
     step, _ = ng.OnlineRadius(bound=0.08, hold=6000).step(model, None, {})
     expected = 0.16 * math.sqrt(examples) * min(1.0, 6000 / seen)
     assert math.sqrt(float(step.vector @ step.image)) == pytest.approx(expected)

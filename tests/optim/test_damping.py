@@ -143,7 +143,7 @@ def test_a_number_is_constant_damping() -> None:
 
 
 def test_damping_prints_as_it_was_written() -> None:
-    assert repr(ng.Relative(0.1)) == "Relative(factor=0.1)"
+    assert repr(ng.Relative(0.1)) == "Relative(factor=0.1, per='metric')"
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, -math.inf])
@@ -174,7 +174,8 @@ def test_damping_per_example_does_not_depend_on_the_number_of_outputs_in_a_mean(
     model = mlp(3, 4, 2)
     x = draw(6, 3)
     per_entry = ng.gauss_newton(model, nn.MSELoss()).at(ng.trainable(model), (x, None))
-    damping = ng.LevenbergMarquardt(start=0.3, per_example=True)
+    damping = ng.LevenbergMarquardt(start=0.3)
     assert per_entry.nats == 2
     assert damping.amount(damping.initial(), per_entry) == 0.15
-    assert ng.LevenbergMarquardt(start=0.3).amount(0.3, per_entry) == 0.3
+    assert ng.Constant(0.3).amount(0.3, per_entry) == 0.15
+    assert ng.LevenbergMarquardt(start=0.3, per="loss").amount(0.3, per_entry) == 0.3

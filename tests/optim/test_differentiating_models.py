@@ -85,8 +85,8 @@ OPTIMISERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         m, ng.fisher(m, nn.MSELoss()), rule=ng.TrustRegion(0.1, backtracks=5), damping=0.1
     ),
     "levenberg": lambda m: ng.NaturalGradient(m, ng.fisher(m, nn.MSELoss()), damping=ng.LevenbergMarquardt()),
-    "kfac": lambda m: ng.kfac(m, nn.MSELoss(), damping=ng.LevenbergMarquardt(start=0.1), update_every=1),
-    "ekfac": lambda m: ng.ekfac(m, nn.MSELoss(), damping=ng.LevenbergMarquardt(start=0.1), update_every=1),
+    "kfac": lambda m: ng.kfac(m, nn.MSELoss(), damping=ng.LevenbergMarquardt(start=0.1, per="block"), update_every=1),
+    "ekfac": lambda m: ng.ekfac(m, nn.MSELoss(), damping=ng.LevenbergMarquardt(start=0.1, per="block"), update_every=1),
 }
 
 

@@ -293,7 +293,7 @@ def judged() -> dict[str, Any]:
     """Uneven parts; each judges by its own examples, and all take the mean of what they find."""
     model = net()
     outer = wrapped(model)
-    opt = ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), damping=ng.LevenbergMarquardt(0.1), **FREE)
+    opt = ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), damping=ng.LevenbergMarquardt(0.1, per="block"), **FREE)
     train(opt, outer, UNEVEN, steps=5)
     return {"flat": flat(model), "ratio": opt.state_report().ratio, "damping": opt.param_groups[0]["damping"]}
 

@@ -32,7 +32,7 @@ BUILDS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "kfac": lambda m: ng.kfac(m, CE, lr=0.3, update_every=2, invert_every=3),
     "no momentum": lambda m: ng.kfac(m, CE, lr=0.3, momentum=0.0, estimate=EXACT),
     "two groups": lambda m: ng.kfac(m, CE, lr=0.3, params=grouped(m)),
-    "judged": lambda m: ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1)),
+    "judged": lambda m: ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1, per="block")),
     "ekfac": lambda m: ng.ekfac(m, CE, lr=0.3),
     "diagonal": lambda m: ng.diagonal(m, CE, lr=0.3),
     "unitwise": lambda m: ng.unitwise(m, CE, lr=0.3),

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.pass_statistics import Reading
-from natgrad.optim.pending_step import WARM
 from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sampled
+
+WARM = ng.MeasuredLength().warm
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise]
 EXACT = ng.ExactLabels()

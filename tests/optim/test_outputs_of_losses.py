@@ -141,7 +141,7 @@ OPTIMISERS: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
     "krylov_subspace": lambda m, loss: ng.krylov_subspace(m, loss, dimension=4, steps=3, damping=0.1),
     "natgrad_cg": lambda m, loss: ng.natgrad_cg(m, loss, damping=ng.LevenbergMarquardt()),
     "line search": lambda m, loss: ng.NaturalGradient(m, ng.fisher(m, loss), rule=ng.LineSearch(), damping=0.1),
-    "kfac": lambda m, loss: ng.kfac(m, loss, damping=ng.LevenbergMarquardt(start=0.1), update_every=1),
+    "kfac": lambda m, loss: ng.kfac(m, loss, damping=ng.LevenbergMarquardt(start=0.1, per="block"), update_every=1),
 }
 
 
@@ -306,7 +306,9 @@ def test_metrics_take_what_outputs_selects(kind, metric):
     ("kind", "optimiser"), pair(RETURNED, ["hessian_free", "kfac", "krylov_subspace", "natgrad_cg"])
 )
 def test_optimisers_take_what_outputs_selects(optimiser, kind, whole):
-    kwargs = {"damping": ng.LevenbergMarquardt(start=0.1), "update_every": 1} if optimiser == "kfac" else {}
+    kwargs = (
+        {"damping": ng.LevenbergMarquardt(start=0.1, per="block"), "update_every": 1} if optimiser == "kfac" else {}
+    )
     models, ends = (returning(kind), plain()), []
     for model in models:
         select = RETURNED[kind][1] if model is models[0] else None
@@ -450,7 +452,7 @@ def test_noise_in_the_model_raises_no_false_alarm(build):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
 
-    kwargs = {} if build is ng.hessian_free else {"damping": ng.LevenbergMarquardt(start=0.1)}
+    kwargs = {} if build is ng.hessian_free else {"damping": ng.LevenbergMarquardt(start=0.1, per="block")}
     for make in (lambda m: m(X.float()), lambda m: m(X.float()) / 0.5, lambda m: m(X.float()) - m(X2.float())):
         for autocast in (False, True):
             model = noisy()

@@ -132,7 +132,7 @@ def test_policies_and_their_critics_are_those_of_one_process():
 def test_a_copy_on_no_device_is_the_model_itself():
     alone, model = net(), net()
     outer = nn.DataParallel(model, device_ids=[])
-    plain, opt = (ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1)) for m in (alone, outer))
+    plain, opt = (ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1, per="block")) for m in (alone, outer))
     for _ in range(6):
         iterate(plain, alone, X, Y)
         iterate(opt, outer, X, Y)

@@ -11,7 +11,7 @@ from models import assert_close, draw
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.rules import Quadratic, Step
+from natgrad.rules import FlatStep, Quadratic
 
 G = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
 GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -21,7 +21,7 @@ DAMPING = 0.5
 def model(rate: float = 1.0, nats: float = 1.0, loss: float = 3.0) -> Quadratic:
     """The quadratic model of a loss with its damped natural step as the proposal."""
     d = -rate * torch.linalg.solve(G + DAMPING * torch.eye(3).to(G), GRADIENT)
-    return Quadratic(GRADIENT, ng.operators.Dense(G), DAMPING, Step(d, G @ d), nats, loss)
+    return Quadratic(GRADIENT, ng.operators.Dense(G), DAMPING, FlatStep(d, G @ d), nats, loss)
 
 
 def true_loss(d: Tensor) -> float:
@@ -42,7 +42,7 @@ class Recorder:
 
 def test_the_quadratic_model_is_what_it_says() -> None:
     m, d = model(), draw(3, seed=1)
-    step = Step(d, G @ d)
+    step = FlatStep(d, G @ d)
     assert m.change(step) == pytest.approx(float(GRADIENT @ d + 0.5 * d @ (G + DAMPING * torch.eye(3)) @ d), rel=1e-14)
     assert m.slope(step) == pytest.approx(float(GRADIENT @ d), rel=1e-14)
     assert replace(m, nats=3.0).kl(step) == pytest.approx(float(1.5 * d @ G @ d), rel=1e-14)
@@ -95,7 +95,7 @@ def test_a_trust_region_does_not_lengthen_a_proposal_inside_it() -> None:
 
 
 def test_a_trust_region_leaves_a_proposal_without_kl_alone() -> None:
-    zero = Step(torch.zeros(3).to(G), torch.zeros(3).to(G))
+    zero = FlatStep(torch.zeros(3).to(G), torch.zeros(3).to(G))
     step, _ = ng.TrustRegion(0.1).step(replace(model(), proposal=zero), None, {})
     assert not step.vector.any()
 

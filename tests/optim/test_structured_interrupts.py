@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import natgrad as ng
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
-LM = ng.LevenbergMarquardt(start=0.03)
+LM = ng.LevenbergMarquardt(start=0.03, per="block")
 CASES: dict[str, Callable[[nn.Module], Any]] = {
     "kfac, adapted": lambda model: ng.kfac(model, CE, damping=LM, l2=1e-3, weight_decay=1e-2),
     "kfac, step refused": lambda model: ng.kfac(model, CE, 1e3, damping=LM, kl_share=math.inf, measure=False),
@@ -140,7 +140,7 @@ def test_a_value_head_that_starts_at_zero_learns_once_there_are_rewards(recipe: 
 def spoil(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make one part of a step give what is not finite, or too large for the dtype."""
     factor = {"inf": math.inf, "nan": math.nan, "overflow": 1e300}[what]
-    direction = ng.optim.blocks.Blocks.direction
+    direction = ng.optim.block_averages.Blocks.direction
 
     def spoiled(*arguments: Any) -> Any:
         steps, slopes = direction(*arguments)

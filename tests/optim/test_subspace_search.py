@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.operators import Dense
-from natgrad.rules import Quadratic, Step
+from natgrad.rules import FlatStep, Quadratic
 
 G = torch.diag(torch.tensor([4.0, 1.0, 0.25, 0.1], dtype=F64))
 g = torch.tensor([1.0, -2.0, 0.5, 1.0], dtype=F64)
@@ -41,7 +41,7 @@ class Known:
 def model(loss: float = 0.0, dimension: int = 3, damping: float = 0.05, rate: float = 1.0) -> Quadratic:
     """The quadratic model with the Krylov solution as its proposal."""
     solution = ng.KrylovSubspace(dimension).solve(Dense(G), g, damping=damping)
-    proposal = Step(-rate * solution.value, -rate * (solution.image - damping * solution.value))
+    proposal = FlatStep(-rate * solution.value, -rate * (solution.image - damping * solution.value))
     return Quadratic(g, Dense(G), damping, proposal, 1.0, loss, basis=solution.basis)
 
 
@@ -110,7 +110,7 @@ def cg_model(loss_at, keep: float | None = 1.01, rate: float = 1.0) -> tuple[Qua
     matrix = torch.diag(torch.logspace(0, 3, 12, dtype=F64))
     b = draw(12, seed=3)
     solution = ng.CG(rtol=0, max_steps=9, keep=keep).solve(Dense(matrix), b, damping=0.1)
-    steps = [Step(-rate * i.value, -rate * (i.image - 0.1 * i.value)) for i in (*solution.iterates, solution)]
+    steps = [FlatStep(-rate * i.value, -rate * (i.image - 0.1 * i.value)) for i in (*solution.iterates, solution)]
     earlier = [lambda s=s: s for s in steps[:-1]]
     made = Quadratic(b, Dense(matrix), 0.1, steps[-1], 1.0, loss_at(torch.zeros(12, dtype=F64)), None, earlier)
     return made, [s.vector for s in steps]

@@ -134,15 +134,19 @@ def train_machine() -> Iterator[list[Tensor]]:
             yield list(machine.parameters())
 
 
+ADAPTIVE = ng.LevenbergMarquardt(start=0.03, per="block")
 PROBLEMS: dict[str, tuple[Problem, tuple[int, ...]]] = {
     "kfac": (train_structured(ng.kfac), STEPS),
-    "kfac, Levenberg-Marquardt": (train_structured(ng.kfac, damping=ng.LevenbergMarquardt(start=0.03)), STEPS),
+    "kfac, Levenberg-Marquardt": (
+        train_structured(ng.kfac, damping=ng.LevenbergMarquardt(start=0.03, per="block")),
+        STEPS,
+    ),
     "ekfac": (train_structured(ng.ekfac), STEPS),
     "unitwise": (train_structured(ng.unitwise), STEPS),
     "diagonal": (train_structured(ng.diagonal), STEPS),
     "online_ng": (train_structured(ng.online_ng), STEPS),
     "hessian_free": (train_matrix_free(ng.hessian_free), (1, 5)),
-    "natgrad_cg": (train_matrix_free(ng.natgrad_cg, damping=0.1), (1, 10)),
+    "natgrad_cg": (train_matrix_free(ng.natgrad_cg, damping=0.2), (1, 10)),
     "ang": (train_ang, STEPS),
     "TRPO": (train_policy, (1, 4)),
     "wake-sleep": (train_machine, STEPS),

@@ -24,7 +24,7 @@ def natural_gradient(grid: Iterable[Choice]) -> Contestant:
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         solver = ng.CG(rtol=1e-6, max_steps=int(choice["products"]), progress=5e-4)
-        damping = ng.LevenbergMarquardt(start=choice["damping"], floor=choice["damping"] / 1000)
+        damping = ng.LevenbergMarquardt(start=choice["damping"], floor=choice["damping"] / 1000, per="loss")
         return ng.hessian_free(model, criterion, solver=solver, damping=damping, metric_batch=int(choice["metric"]))
 
     return Contestant("natural gradient", tuple(grid), build)

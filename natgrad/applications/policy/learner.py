@@ -37,7 +37,7 @@ from natgrad.operators import Operator
 from natgrad.optim.accidents import Accidents
 from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
 from natgrad.pure import leaves, run_detached
-from natgrad.rules import Quadratic, Rule, Step
+from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.spaces import Space
 from natgrad.structures import Exact
 
@@ -211,7 +211,7 @@ class PolicyLearner(ABC):
         else:
             exact = self.metric.at(params, states)
             image = exact.mv(x)
-        step = Step(x, image).scaled(self.rate)
+        step = FlatStep(x, image).scaled(self.rate)
         return Proposal(space, Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution)
 
     def _choose_metric_states(self, rollout: Rollout) -> Tensor:

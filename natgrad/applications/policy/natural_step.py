@@ -12,7 +12,7 @@ from natgrad.applications.policy.step_rules import leads_down
 from natgrad.applications.policy.surrogate import SurrogateLoss, Trial
 from natgrad.linalg import all_finite, stays_finite
 from natgrad.operators import Diagonal
-from natgrad.rules import Quadratic, Rule, Step
+from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.solvers import Solution, Status
 from natgrad.spaces import Space
 
@@ -74,7 +74,7 @@ class Proposal:
 def propose_nothing(space: Space, damping: float) -> Proposal:
     """What stands for a step where the gradient is not finite: none."""
     zeros = space.zeros()
-    return Proposal(space, Quadratic(zeros, Diagonal(zeros), damping, Step(zeros, zeros)), None)
+    return Proposal(space, Quadratic(zeros, Diagonal(zeros), damping, FlatStep(zeros, zeros)), None)
 
 
 def take_step(rule: Rule, proposal: Proposal, loss_at: SurrogateLoss) -> tuple[Mapping[str, Tensor] | None, Move]:
@@ -125,5 +125,5 @@ def measure_ratio(model: Quadratic, trial: Trial) -> float:
 
 def predict(model: Quadratic, vector: Tensor) -> tuple[float, float]:
     """The gain by the slope, and the KL by the quadratic model, of a multiple of the proposal."""
-    gain, whole = -float(model.gradient @ vector), -model.slope(model.proposal)
-    return gain, (gain / whole) ** 2 * model.kl(model.proposal)
+    gain, whole = -float(model.gradient @ vector), -float(model.slope(model.proposal))
+    return gain, (gain / whole) ** 2 * float(model.kl(model.proposal))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.policy.step_rules import MeasuredTrustRegion, NormalisedRate
-from natgrad.rules import Quadratic, Step
+from natgrad.rules import FlatStep, Quadratic
 
 RADIUS = 0.01
 
@@ -36,7 +36,7 @@ def quadratic(damping: float = 0.1, seed: int = 0) -> Quadratic:
     root = draw(5, 7, seed=seed)
     metric, gradient = ng.operators.Dense(root @ root.mT / 7), draw(5, seed=seed + 1)
     found = ng.natural_gradient(metric, gradient, solver=ng.Direct(), damping=damping).value
-    return Quadratic(gradient, metric, damping, Step(-found, -metric.mv(found)), loss=0.0)
+    return Quadratic(gradient, metric, damping, FlatStep(-found, -metric.mv(found)), loss=0.0)
 
 
 @pytest.mark.parametrize("bend", [0.0, 1.0, 1e3, 1e8])

@@ -85,7 +85,7 @@ def covariance(grid: Sequence[Choice], schedule: Falling | None = None) -> Conte
 def damping(choice: Choice, floor: float) -> float | ng.LevenbergMarquardt:
     """A choice's damping: constant, or adapted by eq. 30 and not below the floor."""
     if ADAPTED in choice:
-        return ng.LevenbergMarquardt(start=choice[ADAPTED], floor=floor, linear_model=True)
+        return ng.LevenbergMarquardt(start=choice[ADAPTED], floor=floor, linear_model=True, per="loss")
     return choice["damping"]
 
 

@@ -1,0 +1,243 @@
+"""What every optimizer shares: the loss, the frame of a step, reports, checkpoints, and what happens in trouble."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from natgrad.families import Criterion
+from natgrad.optim.accidents import OnTrouble
+from natgrad.optim.checkpoint import Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
+from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
+from natgrad.optim.last_pass import Recall
+from natgrad.optim.objective import Called, Closure, call_closure
+from natgrad.optim.state_report import Report, Row, StateReport
+from natgrad.pure import map_tensors
+from natgrad.rules import Rule
+
+
+class ModelOptimizer(Optimizer):
+    """An optimizer that belongs to its model. A flow of data supplies what the underscored methods say.
+
+    Attributes:
+        model: A module, or a dict of tensors.
+        structure: How the metric is stored.
+        rule: How a direction becomes a step.
+        train_in_eval: True if passes in evaluation mode count as training ones.
+        on_trouble: "skip" leaves out a step whose loss, gradient or metric is not finite, counts it in
+            `state_report().failures`, warns at the fifth in a row and raises RuntimeError at the 25th. "raise" raises
+            ValueError for it. Nothing is changed in either case.
+    """
+
+    FORMAT: ClassVar[Format]
+    LIMITS: ClassVar[Mapping[str, float]] = LIMITS
+
+    model: Any
+    structure: Any
+    rule: Rule
+    train_in_eval: bool
+    on_trouble: OnTrouble
+    _named: dict[str, Tensor]
+    _recall: Recall
+
+    # what the user calls around a step
+
+    @property
+    @abstractmethod
+    def criterion(self) -> Criterion:
+        """The loss that the metric belongs to."""
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """The criterion's value, for you to call `.backward()` on; what the step needs to know of it is remembered.
+
+        In evaluation mode, under `torch.no_grad()` and on detached outputs it is the value alone. Several losses of one
+        step count by their rows: those that went backward since the gradients were cleared.
+
+        Args:
+            outputs: What the model returned, or what the criterion is of.
+            targets: As the criterion takes them.
+
+        Returns:
+            A scalar tensor.
+
+        Raises:
+            ValueError: For targets that the criterion's likelihood cannot produce.
+            TypeError: If the metric has no criterion.
+        """
+        self._follow_parameters()
+        outputs, chosen = self._recall.choose(outputs)
+        value = self.criterion.value(outputs, targets)
+        if torch.is_grad_enabled() and value.requires_grad:
+            if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
+                self._record_loss(outputs, targets, value, chosen)
+            else:
+                rows = count_rows(self.criterion, outputs)
+                self._recall.count_loss(self.criterion, outputs, targets, value, rows)
+        return value
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
+        """One step.
+
+        Args:
+            closure: Clears gradients, computes the loss, calls backward and returns the loss. As in LBFGS it may be
+                called again, by rules and dampings that re-evaluate the loss, unless `loss()` made that unnecessary.
+
+        Returns:
+            The closure's first value, None without one.
+
+        Raises:
+            ValueError: If the loss was not computed as it should be; with `on_trouble="raise"` for a loss, a gradient
+                or a metric that is not finite. Parameters and state are as before then.
+        """
+        self._settle()
+        called = Called()
+        try:
+            if closure is not None:
+                called = call_closure(closure, next(iter(self._named.values())).device)
+            try:
+                self._step(called)
+            except NotFiniteError as trouble:
+                if self.on_trouble == "raise":
+                    raise
+                self._skip(trouble)
+        finally:
+            self._forget_batch()  # nothing of a batch outlives its step, failed or not
+        return called.value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and with them the count of what they are a sum of."""
+        super().zero_grad(set_to_none)
+        self._recall.forget_gradients()
+
+    def report(self) -> Report:
+        """What each parameter gets: structure, entries, and numbers remembered between steps."""
+        describe = self._describer()
+        return Report(Row(name, *describe(name, p)) for name, p in self._by_group())
+
+    @abstractmethod
+    def state_report(self) -> StateReport:
+        """How the last step went: KL moved, damping, reduction ratio, length, failures so far."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Take the hooks off the model. Also happens when the optimizer dies."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters (unfrozen, created later). ValueError for parameters of another model or a bad number."""
+        named = self.model.named_parameters() if isinstance(self.model, nn.Module) else self.model.items()
+        known = {id(p): name for name, p in named}
+        super().add_param_group(checked_group(param_group, known, self.defaults, self.LIMITS))
+        # empty, torch.distributed.checkpoint would call step()
+        self.state.update({p: {} for p in self.param_groups[-1]["params"]})
+        self._follow_groups()
+
+    # checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on: groups, per-parameter state, damping, memory, the generator.
+
+        Plain values and tensors: `torch.load(weights_only=True)` and `get_state_dict` keep them. Saved, loaded in a new
+        process and continued, training on the CPU is bit for bit as if it had never stopped.
+        """
+        extra = {"structure": type(self.structure).__name__, **self._write_extra()}
+        return write_checkpoint(super().state_dict(), name_positions(self), extra)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, as it is or after `torch.distributed.checkpoint`.
+
+        Raises:
+            ValueError: If it is of another kind of optimizer, structure, metric or model, or if a part of it was lost.
+                The optimizer is as before then.
+        """
+        saved = read_checkpoint(self.FORMAT, state_dict, self, name_positions(self), self._labels())
+        restore = self._fit(saved)
+        # all of it fits
+        super().load_state_dict({"param_groups": saved.groups, "state": {}})
+        self.state.update(saved.state)
+        restore()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its model and is not copied: build a new one on the copied model and "
+            "load optimizer.state_dict() into it"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} is not pickled: save optimizer.state_dict()")
+
+    # what a flow supplies
+
+    def _settle(self) -> None:
+        """Look, before a step, at what may have happened to the model since the last one."""
+
+    def _follow_parameters(self) -> None:
+        """Bring what is remembered to the dtypes and devices of the parameters."""
+
+    def _follow_groups(self) -> None:
+        """A parameter group was added."""
+
+    @abstractmethod
+    def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
+        """A loss of a training pass was computed. chosen: the optimizer's own `outputs` made its outputs."""
+
+    @abstractmethod
+    def _step(self, called: Called) -> None:
+        """One step, whole or not at all. NotFiniteError for trouble with numbers."""
+
+    @abstractmethod
+    def _skip(self, trouble: NotFiniteError) -> None:
+        """Count a step that is left out."""
+
+    def _forget_batch(self) -> None:
+        """The step is over."""
+        self._recall.clear()
+
+    @abstractmethod
+    def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
+        """Of a parameter: the structure that it gets, its entries, and the numbers remembered for it."""
+
+    @abstractmethod
+    def _write_extra(self) -> dict[str, Any]:
+        """What the next step depends on that is not kept by parameter: plain values and tensors."""
+
+    @abstractmethod
+    def _fit(self, saved: Checkpoint) -> Callable[[], None]:
+        """Check a checkpoint against this optimizer, and return what takes it over. ValueError where it does not fit.
+
+        Nothing changes before that is called.
+        """
+
+    @abstractmethod
+    def _labels(self) -> torch.Generator | None:
+        """The source of labels."""
+
+    def _by_group(self) -> Iterator[tuple[str, Tensor]]:
+        names = {id(p): name for name, p in self._named.items()}
+        return ((names[id(p)], p) for group in self.param_groups for p in group["params"] if id(p) in names)
+
+    def _rates(self, key: str) -> dict[str, float]:
+        """A key of the parameters' groups by name."""
+        by_id = {id(p): float(group[key]) for group in self.param_groups for p in group["params"]}
+        return {name: by_id[id(p)] for name, p in self._named.items() if id(p) in by_id}
+
+    def _options(self) -> dict[str, float]:
+        """The rule's settings as the parameter groups have them: the least over the groups."""
+        return {key: min(float(group[key]) for group in self.param_groups) for key in self.rule.options}
+
+
+def count_rows(criterion: Criterion, outputs: Any) -> int:
+    """Rows of outputs: what a micro-batch weighs."""
+    return len(criterion.family.rows(map_tensors(outputs, torch.detach)))
+
+
+def check_trouble(on_trouble: Any) -> OnTrouble:
+    """The policy. ValueError for any other."""
+    if on_trouble not in get_args(OnTrouble):
+        raise ValueError(f"on_trouble is {on_trouble!r}, expected 'skip' or 'raise'")
+    return on_trouble

@@ -1,0 +1,206 @@
+"""Options that recipes share: said once, checked at the door, and shown by `help` and `inspect.signature`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, ParamSpec, TypedDict, TypeVar
+
+from natgrad.damping import Damping
+from natgrad.optim.accidents import OnTrouble
+from natgrad.pure import Select
+from natgrad.rules import Rule
+from natgrad.solvers import Solver
+from natgrad.structures import Preconditioner, Structure
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class BlockOptions(TypedDict, total=False):
+    """What `ng.kfac` and its like have in common.
+
+    Args:
+        rule: How a direction becomes a step; default `ng.MeasuredLength()`. Any rule but `ng.SubspaceSearch`.
+        momentum: Decay of the gradient's running mean (bias-corrected), taken before the metric, so that the whole step
+            is in today's metric; in [0, 1). Default 0.9, and 0 with `rule=ng.Momentum(...)`.
+        damping: A strategy, which means what it means in `ng.NaturalGradient`. A number is short for
+            `ng.Relative(number, per="block")`, a share of the mean eigenvalue of each block.
+        max_kl: Most nats per example that a step moves, to second order: a setting of `ng.MeasuredLength`.
+        kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. As max_kl.
+        weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
+        l2: Of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient and in the metric.
+        update_every: Steps between updates of the statistics, at most: at first one, and one more after each ten steps;
+            more where an update changes the statistics little.
+        invert_every: Steps between inversions, in the same way.
+        measure: False trusts the blocks: the metric along a step is theirs.
+        outputs: What the criterion is of, for a model that returns more: `outputs=lambda out: out.logits`.
+        params: What to train, default all: parameters, (name, parameter) pairs, a module, or parameter groups. lr,
+            momentum, damping, max_kl, kl_share, weight_decay and l2 are group keys; of max_kl and kl_share the least
+            over the groups counts. The rest may have an optimizer of its own: call the `loss` of each.
+        group: The processes of `torch.distributed` whose statistics are added up, for gradients that you average
+            yourself; default those of the `DistributedDataParallel` around the model.
+        train_in_eval: True reads passes in evaluation mode too, to train with dropout off and batch norm frozen;
+            evaluate under `torch.no_grad()` then.
+        on_trouble: What a step does whose loss or gradient is not finite: "skip" (default) leaves it out, counts it in
+            `state_report().failures`, warns at the fifth in a row and raises RuntimeError at the 25th; "raise" raises
+            ValueError.
+    """
+
+    rule: Rule | None
+    momentum: float | None
+    damping: float | Damping
+    max_kl: float | None
+    kl_share: float | None
+    weight_decay: float
+    l2: float
+    update_every: int
+    invert_every: int
+    measure: bool
+    outputs: Select | None
+    params: Iterable[Any] | None
+    group: Any
+    train_in_eval: bool
+    on_trouble: OnTrouble
+
+
+BLOCK_DEFAULTS = BlockOptions(
+    rule=None,
+    momentum=None,
+    damping=0.03,
+    max_kl=None,
+    kl_share=None,
+    weight_decay=0.0,
+    l2=0.0,
+    update_every=20,
+    invert_every=20,
+    measure=True,
+    outputs=None,
+    params=None,
+    group=None,
+    train_in_eval=False,
+    on_trouble="skip",
+)
+
+
+class FlatOptions(TypedDict, total=False):
+    """What `ng.NaturalGradient` and the matrix-free recipes have in common.
+
+    Args:
+        structure: How G is stored; default `ng.Exact()`.
+        solver: Of (G + damping I) x = g; default `ng.Auto()`, by shape and cost.
+        damping: A strategy; a number is short for `ng.Constant(number)`, in nats per example.
+        rule: How the solution becomes a step; default `ng.Rate()`.
+        weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
+        warm_start: The fraction of the last solution that an iterative solver starts from, in [0, 1].
+        metric_batch: Take the metric on this many of the pass's examples, drawn anew at every step; default all.
+            Products then cost that much less, while the gradient keeps every example.
+        search_batch: Evaluate trial points on this many of the pass's examples, others than the metric's while there
+            are enough; default all.
+        preconditioner: For CG, MinresQLP and KrylovSubspace: `ng.DiagonalPreconditioner()` and others, or a structure
+            with a closed-form inverse.
+        params: Parameters, (name, parameter) pairs, a module, or groups as in torch.optim (keys lr, weight_decay);
+            default all that are trainable.
+        train_in_eval: True counts passes in evaluation mode as training ones, with dropout off and batch norm frozen;
+            evaluate under `torch.no_grad()` then.
+        on_trouble: What a step does whose loss, gradient or metric is not finite: "raise" (default) raises ValueError;
+            "skip" leaves it out, counts it in `state_report().failures`, warns at the fifth in a row and raises
+            RuntimeError at the 25th.
+    """
+
+    structure: Structure | None
+    solver: Solver | None
+    damping: float | Damping
+    rule: Rule | None
+    weight_decay: float
+    warm_start: float
+    metric_batch: int | None
+    search_batch: int | None
+    preconditioner: Preconditioner | Structure | None
+    params: Iterable[Any] | None
+    train_in_eval: bool
+    on_trouble: OnTrouble
+
+
+FLAT_DEFAULTS = FlatOptions(
+    structure=None,
+    solver=None,
+    damping=1e-3,
+    rule=None,
+    weight_decay=0.0,
+    warm_start=0.0,
+    metric_batch=None,
+    search_batch=None,
+    preconditioner=None,
+    params=None,
+    train_in_eval=False,
+    on_trouble="raise",
+)
+
+
+def with_options(
+    options: Any, defaults: Mapping[str, Any], *without: str, **own: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for a function that takes `**options`: they stand in its signature and docstring, and are checked.
+
+    Args:
+        options: The TypedDict of the options, with an `Args` section.
+        defaults: Their defaults.
+        without: Those that the function does not take.
+        own: Defaults of this function that differ.
+
+    Raises:
+        TypeError: By the function, for a keyword that it does not know, with the nearest one that it does.
+    """
+    values = {key: value for key, value in {**defaults, **own}.items() if key not in without}
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        plain = inspect.signature(function)
+        named = [p for p in plain.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        known = {p.name for p in named}
+        notes = {key: getattr(note, "__forward_arg__", note) for key, note in options.__annotations__.items()}
+        shared = [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=notes[key])
+            for key, value in values.items()
+            if key not in known
+        ]
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            check_keywords(function.__name__, kwargs, [*known, *values])
+            return function(*args, **kwargs)
+
+        checked.__signature__ = plain.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
+        checked.__doc__ = join_arguments(function.__doc__ or "", options.__doc__, [p.name for p in shared])
+        return checked
+
+    return decorate
+
+
+def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """TypeError for a keyword that is not known, with the nearest one that is."""
+    names = sorted(set(known) - {"self"})
+    for key in given:
+        if key not in names:
+            near = get_close_matches(key, names, 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(names)}"
+            raise TypeError(f"{name}() got an unexpected keyword argument {key!r}{hint}")
+
+
+def join_arguments(own: str, shared: str, names: Iterable[str]) -> str:
+    """A docstring whose `Args` section also has the shared arguments."""
+    lines, found, wanted = inspect.cleandoc(shared).splitlines(), [], set(names)
+    keep = False
+    for line in lines[lines.index("Args:") + 1 :]:
+        if line.startswith("    ") and not line.startswith("     "):
+            keep = line.strip().partition(":")[0] in wanted
+        if keep:
+            found.append(line)
+    head, args, tail = inspect.cleandoc(own).partition("\n\nArgs:\n")
+    if not args:
+        return f"{head}\n\nArgs:\n" + "\n".join(found)
+    mine, gap, rest = tail.partition("\n\n")
+    mine = "\n".join(line for line in mine.splitlines() if not line.strip().startswith("**options:"))
+    return f"{head}\n\nArgs:\n{mine}\n" + "\n".join(found) + gap + rest

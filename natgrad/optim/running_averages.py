@@ -1,0 +1,74 @@
+"""Running averages between steps: of gradients, how much one update changed them, and where they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.rules import inner_product
+from natgrad.structures.layerwise import Statistics
+
+SHARED = frozenset({"totals", "inverse", "prepared"})
+"""A block's numbers whose tensors may lie in one another's storage."""
+
+
+def dense(p: Tensor) -> Tensor:
+    """p.grad, dense, at least in float32."""
+    assert p.grad is not None
+    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+def penalised(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
+    """The gradient of loss + l2 / 2 |theta|^2."""
+    return torch.add(gradient, p, alpha=l2) if l2 else gradient
+
+
+def running_mean(state: Mapping[str, Any], gradient: Tensor, decay: float) -> tuple[Tensor, dict[str, Any]]:
+    """The gradient's running mean, corrected for its start, and what to keep of it in the parameter's state."""
+    if decay == 0:
+        return gradient, {}
+    count = state.get("count", 0) + 1
+    mean = state["mean"].lerp(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
+    return mean / (1 - decay**count), {"count": count, "mean": mean}
+
+
+def change(old: Statistics, new: Statistics, share: float) -> Tensor:
+    """|M' - M| / |M| in Frobenius norm, the largest over a block's moments; by inner products, without a copy.
+
+    share: the old totals' weight over the new ones', so that M' - M is new - old / share, up to a factor.
+    """
+    found = [torch.zeros((), dtype=torch.float64)]
+    for key in {"left", "right", "squares", "blocks"} & old.keys() & new.keys():
+        if old[key].shape == new[key].shape:
+            before = inner_product(old[key], old[key]).double()
+            moved = (
+                share**2 * inner_product(new[key], new[key]).double()
+                - 2 * share * inner_product(new[key], old[key]).double()
+                + before
+            )
+            found.append(torch.where(before > 0, moved.clamp(min=0) / before, 0).sqrt().to(found[0].device))
+    return torch.stack(found).max()
+
+
+def renewed(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict[str, Any]:
+    """The new values of one entry of a block's numbers, in the old ones' storage if they fit and nobody else uses it.
+
+    What lives from step to step then stays where it is, and what is freed leaves no holes between: the heap of a
+    classifier 784-1000-500-250-10 grew to 94 MiB without this, of which 49 were in use between steps.
+    """
+    old, others = numbers.get(entry, {}), (numbers.get(key, {}) for key in SHARED - {entry})
+    # EKFAC's inverse lies in its totals' basis, and what a rule prepares may too
+    used = {t.data_ptr() for other in others for t in other.values() if isinstance(t, Tensor)}
+    return {key: written(old.get(key), value, used) for key, value in new.items()}
+
+
+def written(old: Any, new: Any, used: set[int]) -> Any:
+    """`new`, in old's storage if it is a tensor of old's kind; new itself otherwise."""
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor) or {old.data_ptr(), new.data_ptr()} & used:
+        return new
+    alike = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    return old.copy_(new) if alike else new

@@ -1,0 +1,42 @@
+"""From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
+
+from natgrad.rules.base import Objective, Rule, require_loss
+from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.quadratic import BlockStep, FlatStep, Lazy, Memory, Parts, Quadratic, Step, Vector, inner_product
+from natgrad.rules.step_rules import (
+    LineSearch,
+    MeasuredLength,
+    Momentum,
+    OnlineRadius,
+    Rate,
+    TrustRegion,
+    check_backtracking,
+    shorten,
+)
+from natgrad.rules.subspace_search import Differentiable, SubspaceSearch
+
+__all__ = [
+    "BlockPoint",
+    "BlockStep",
+    "Differentiable",
+    "FlatStep",
+    "Lazy",
+    "LineSearch",
+    "MeasuredLength",
+    "Memory",
+    "Momentum",
+    "Objective",
+    "OnlineRadius",
+    "Parts",
+    "Quadratic",
+    "Rate",
+    "Rule",
+    "Step",
+    "SubspaceSearch",
+    "TrustRegion",
+    "Vector",
+    "check_backtracking",
+    "inner_product",
+    "require_loss",
+    "shorten",
+]

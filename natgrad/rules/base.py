@@ -1,0 +1,84 @@
+"""What every rule is: from the quadratic model of the loss to a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+
+from natgrad.operators import Operator
+from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.quadratic import Memory, Quadratic, Step, Vector
+
+Objective = Callable[[Vector], float]
+
+
+class Rule(ABC):
+    """From the quadratic model of the loss to a step. Frozen: what changes between steps is passed in and returned.
+
+    A rule supplies `step`. One that shapes the directions of layers, for `ng.kfac` and its like, also has `shape`, and
+    `prepare` where that needs more of a block's metric than its damped inverse.
+    """
+
+    needs_inverse: ClassVar[bool] = True
+    """False if `shape` does without `block.inverse`: none is computed then."""
+    needs_form: ClassVar[bool] = True
+    """False if the rule never asks for `Quadratic.kl` or another form along a step: nothing is measured then."""
+    needs_counts: ClassVar[bool] = False
+    """True if the rule uses `Quadratic.counts`, the examples of the step and those seen so far."""
+    needs_solver: ClassVar[bool] = False
+    """True if the rule needs what a solver of a flat system found: `Quadratic.basis` or `Quadratic.earlier`."""
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether the rule re-evaluates the loss at trial points."""
+        return False
+
+    @property
+    def shapes(self) -> bool:
+        """Whether the rule makes directions of its own."""
+        return type(self).shape is not Rule.shape
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Settings that a parameter group may change, by name; `Quadratic.options` has the least over the groups."""
+        return {}
+
+    @abstractmethod
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        """The step and the memory for the next.
+
+        Args:
+            model: The quadratic model with its proposal.
+            loss_at: d -> loss(theta + d), NaN where it is not finite; None if the loss cannot be re-evaluated.
+            memory: Vectors by name, empty at first: flat ones (n,), or `Parts`.
+        """
+
+    def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
+        """What `shape` needs of a block's metric until the next inversion, such as the roots of its factors.
+
+        Called when a block is inverted. Tensors by name: they are kept in the optimizer's state, and saved.
+
+        Args:
+            metric: G of the block, on its matrix flattened row-major: a `Kronecker` (`.left`, `.right`), a `Spectral`
+                (`.eigen`, `.spectrum`), a `Tiled` of either, `Units`, or a `Diagonal`.
+            level: The damping of the block.
+        """
+        return {}
+
+    def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
+        """The block's direction, in the shape of `block.mean`, and the block's memory for the next step.
+
+        The step goes against it. Default: the damped inverse times the gradient's running mean.
+        """
+        return block.natural(), {}
+
+
+def require_loss(rule: Rule, loss_at: Objective | None) -> None:
+    """ValueError where a rule needs the loss at trial points and it cannot be had."""
+    if rule.needs_loss and loss_at is None:
+        raise ValueError(
+            f"{rule} re-evaluates the loss: call optimizer.step(closure), or compute the loss with optimizer.loss(...)"
+        )

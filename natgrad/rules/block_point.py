@@ -1,0 +1,45 @@
+"""One block of a metric as a rule sees it that shapes the directions of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from natgrad.operators import Operator
+
+
+@dataclass(frozen=True)
+class BlockPoint:
+    """What a rule may know of one layer, or of one parameter without a layer, when it shapes its direction.
+
+    Attributes:
+        names: The block's parameters; the first is where its numbers are kept.
+        kind: What the block got: "Kronecker", "EigenKronecker", ..., "Diagonal" for a parameter without a layer.
+        mean: The gradient's running mean as the layer's matrix, (groups, outputs, inputs), a bias as the last column.
+        gradient: Makes the step's own gradient in the same shape.
+        inverse: (G + damping I)^-1 on the matrix flattened row-major; None where the rule needs none.
+        metric: Makes G on the matrix flattened row-major, from today's averages; the rule's `prepare` had it as it was
+            inverted, which is mostly what is wanted.
+        level: The damping of the block, as it was inverted with.
+        prepared: What the rule's `prepare` made when the block was inverted.
+        memory: What the rule's `shape` returned for this block at the last step, {} at first.
+        steps: Steps taken so far.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    mean: Tensor
+    gradient: Callable[[], Tensor]
+    inverse: Operator | None
+    metric: Callable[[], Operator]
+    level: float
+    prepared: Mapping[str, Tensor] = field(default_factory=dict)
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+    def natural(self) -> Tensor:
+        """(G + damping I)^-1 times the mean, in its shape."""
+        assert self.inverse is not None
+        return self.inverse.mv(self.mean.reshape(-1)).view(self.mean.shape)

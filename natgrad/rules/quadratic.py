@@ -1,0 +1,308 @@
+"""The quadratic model of a loss around the current point, as every rule sees it: a flat vector, or parts by name."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from natgrad.operators import Operator
+from natgrad.solvers import Subspace
+
+
+class Parts:
+    """A vector over parameters that lie apart: d_p = length * rate_p * part_p, by name. No flat copy is made.
+
+    It has what rules do with a flat vector (n,): `a * v`, `v + w`, `v @ w`, `-v`, `v.norm()`, `v.clone()`.
+
+    Args:
+        parts: Tensors by name.
+        rates: A factor by name; None: 1 for all.
+        length: A factor that all have in common: a number, or a scalar tensor.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Tensor], rates: Mapping[str, float] | None = None, length: Tensor | float = 1.0
+    ) -> None:
+        self.parts, self.rates, self.length = parts, rates, length
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        part = self.rate(name) * self.parts[name]
+        return part * as_factor(self.length, part)
+
+    def rate(self, name: str) -> float:
+        """The factor of one parameter, without the common one."""
+        return 1.0 if self.rates is None else self.rates[name]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The entries by name."""
+        return {name: self[name] for name in self.parts}
+
+    def __mul__(self, factor: Tensor | float) -> Parts:
+        return Parts(self.parts, self.rates, self.length * factor)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Parts:
+        return -1.0 * self
+
+    def __add__(self, other: Parts) -> Parts:
+        found = other.tensors()
+        for name in self.parts:
+            found[name] = self[name] + found[name] if name in found else self[name]
+        return Parts(found)
+
+    def __sub__(self, other: Parts) -> Parts:
+        return self + -1.0 * other
+
+    def __matmul__(self, other: Parts) -> Tensor:
+        """The inner product, a scalar tensor; entries that only one of them has count as zero in the other."""
+        pairs = [
+            self.rate(name) * other.rate(name) * inner_product(part, other.parts[name])
+            for name, part in self.parts.items()
+            if name in other.parts
+        ]
+        whole = torch.stack(pairs).sum() if pairs else torch.zeros(())
+        return whole * as_factor(self.length, whole) * as_factor(other.length, whole)
+
+    def square(self, name: str) -> Tensor:
+        """|d_p|^2 of one parameter, a scalar tensor."""
+        part = self.parts[name]
+        square = inner_product(part, part) * self.rate(name) ** 2
+        return square * as_factor(self.length, square) ** 2
+
+    def norm(self) -> Tensor:
+        """|d|, a scalar tensor."""
+        return (self @ self).sqrt()
+
+    def clone(self) -> Parts:
+        """The same with memory of its own."""
+        return Parts(self.tensors())
+
+
+Vector = Tensor | Parts
+Memory = dict[str, Vector]
+
+
+class Step(ABC):
+    """A step d with what the metric says along it.
+
+    Attributes:
+        vector: d: a tensor (n,), or `Parts` by name.
+    """
+
+    vector: Vector
+
+    @abstractmethod
+    def scaled(self, factor: Tensor | float) -> Step:
+        """factor * d."""
+
+    @abstractmethod
+    def form(self) -> Tensor:
+        """d^T G d, a scalar tensor."""
+
+    @abstractmethod
+    def damped_form(self, damping: Tensor | float) -> Tensor:
+        """d^T (G + damping I) d, a scalar tensor. damping: a number, or one per entry (n,)."""
+
+    @abstractmethod
+    def nothing(self) -> Step:
+        """The zero step."""
+
+    def promised_form(self, damping: Tensor | float) -> Tensor:
+        """d^T (G + damping I) d as the system has it that d solves, which may know less than `form`."""
+        return self.damped_form(damping)
+
+    def excess(self, damping: Tensor | float) -> Tensor:
+        """d^T G d over the promised form, as far as it is known without a product: below 1 where damping shortens d."""
+        promise = self.promised_form(damping)
+        return torch.where(promise > 0, self.form() / promise, 1.0)
+
+    def positive_form(self, indefinite: bool) -> Tensor:
+        """d^T G d, or a bound on d^T |G| d where G has negative eigenvalues: no less than 0."""
+        return self.form()
+
+
+@dataclass(frozen=True)
+class FlatStep(Step):
+    """A step d (n,) with its image G d (n,)."""
+
+    vector: Tensor
+    image: Tensor
+
+    def scaled(self, factor: Tensor | float) -> FlatStep:
+        return FlatStep(factor * self.vector, factor * self.image)
+
+    def form(self) -> Tensor:
+        return self.image @ self.vector
+
+    def damped_form(self, damping: Tensor | float) -> Tensor:
+        return self.form() + (damping * self.vector) @ self.vector
+
+    def nothing(self) -> FlatStep:
+        return FlatStep(torch.zeros_like(self.vector), torch.zeros_like(self.image))
+
+    def positive_form(self, indefinite: bool) -> Tensor:
+        """|d| |G d| >= d^T |G| d for an indefinite G, since |G d| is as long as |G| d: equal along an eigenvector."""
+        form = self.form()
+        return torch.where(indefinite | (form < 0), self.vector.norm() * self.image.norm(), form)
+
+
+class Lazy:
+    """A scalar tensor that is made when it is first asked for, or that is known already."""
+
+    def __init__(self, make: Callable[[], Tensor] | None = None, value: Tensor | None = None) -> None:
+        self.make, self.value = make, value
+
+    def __call__(self) -> Tensor:
+        if self.value is None:
+            assert self.make is not None
+            self.value = self.make()
+        return self.value
+
+    def scaled(self, factor: Tensor | float) -> Lazy:
+        """factor times it."""
+        return Lazy(lambda: factor * self()) if self.value is None else Lazy(value=factor * self.value)
+
+
+@dataclass(frozen=True)
+class BlockStep(Step):
+    """A step in parts.
+
+    Attributes:
+        vector: d, by name.
+        true: d^T G d as it was measured, or of the blocks where nothing was.
+        promise: d^T (G~ + damping I) d of the blocks G~.
+        ratio: true over promise, where it was measured.
+        levels: Damping by name.
+    """
+
+    vector: Parts
+    true: Lazy
+    promise: Lazy
+    ratio: Tensor | None
+    levels: Mapping[str, float]
+
+    def scaled(self, factor: Tensor | float) -> BlockStep:
+        square = factor * factor
+        true, promise = self.true.scaled(square), self.promise.scaled(square)
+        return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels)
+
+    def form(self) -> Tensor:
+        return self.true()
+
+    def damped_form(self, damping: Tensor | float) -> Tensor:
+        squares = [self.levels.get(name, 0.0) * self.vector.square(name) for name in self.vector]
+        form = self.form()
+        return form + (torch.stack(squares).sum().to(form) if squares else 0.0)
+
+    def promised_form(self, damping: Tensor | float) -> Tensor:
+        return self.promise()
+
+    def excess(self, damping: Tensor | float) -> Tensor:
+        promise = self.promise()
+        return torch.ones_like(promise) if self.ratio is None else self.ratio.to(promise)
+
+    def known_form(self) -> Tensor | None:
+        """d^T G d, or the promise in its place, without a product; None where even that takes one."""
+        return self.promise.value if self.true.value is None else self.true.value
+
+    def nothing(self) -> BlockStep:
+        zero = Lazy(value=torch.zeros(()))
+        return BlockStep(Parts({}), zero, zero, None, self.levels)
+
+
+def keep_step(step: Step) -> Step:
+    """The step itself: rates of 1."""
+    return step
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """m(d) = g . d + d^T (G + damping I) d / 2, the model of the loss's change around the current point.
+
+    Attributes:
+        gradient: g, as a vector (n,) or in parts.
+        operator: G, for flat vectors; None where the metric lies in blocks.
+        damping: A number, or one per entry (n,).
+        proposal: The step at the full rate, -rate * (G + damping I)^-1 g.
+        nats: Nats per example in one unit of the loss; 1/2 d^T G d * nats is the KL that a step moves, to second order.
+        loss: The loss at d = 0, NaN where it is not known.
+        basis: The space that the solver searched, if it kept one.
+        earlier: Proposals from iterates that the solver kept on its way, oldest first, each made when it is called.
+        rated: A step at rate 1 -> the same at the parameters' rates.
+        indefinite: True if G may have negative eigenvalues, so that d^T G d measures no length.
+        steps: Steps taken so far.
+        bounded: True if the loss is at least 0, so that a share of it says how much is left to gain.
+        full: The damped form of the proposal at rates of 1; None: that of the proposal.
+        options: Settings of the rule that a parameter group has changed, by name: the least over the groups.
+        counts: `examples` of this step and `seen` so far, where they are known.
+        length_unit: What sqrt(d^T G d) is measured by, where lengths have a unit.
+        measure: A vector -> the step with what the metric says along it; None: by a product with the operator.
+    """
+
+    gradient: Vector
+    operator: Operator | None
+    damping: Tensor | float
+    proposal: Step
+    nats: Tensor | float = 1.0
+    loss: Tensor | float = math.nan
+    basis: Subspace | None = None
+    earlier: Sequence[Callable[[], Step]] = ()
+    rated: Callable[[Step], Step] = keep_step
+    indefinite: bool = False
+    steps: int = 0
+    bounded: bool = False
+    full: Tensor | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    length_unit: float = 5.0
+    measure: Callable[[Vector], Step] | None = None
+
+    def change(self, step: Step) -> Tensor:
+        """m(d), a scalar tensor: negative for a predicted decrease."""
+        return self.slope(step) + 0.5 * self.damped(step)
+
+    def slope(self, step: Step) -> Tensor:
+        """g . d, the first-order change, a scalar tensor."""
+        return self.gradient @ step.vector  # type: ignore[operator]
+
+    def damped(self, step: Step) -> Tensor:
+        """d^T (G + damping I) d, a scalar tensor."""
+        return step.damped_form(self.damping)
+
+    def kl(self, step: Step) -> Tensor:
+        """How far a step moves, in nats per example: 1/2 d^T G d; where G is indefinite a bound on 1/2 d^T |G| d.
+
+        Positive and negative curvature along d do not cancel in the bound.
+        """
+        return 0.5 * self.nats * step.positive_form(self.indefinite)
+
+    def along(self, vector: Vector) -> Step:
+        """The step with this vector, which a rule made."""
+        if self.measure is not None:
+            return self.measure(vector)
+        assert self.operator is not None
+        assert isinstance(vector, Tensor)
+        return FlatStep(vector, self.operator.mv(vector))
+
+    def nothing(self) -> Step:
+        """The zero step."""
+        return self.proposal.nothing()  # zeros, not 0 times a proposal that may be infinite
+
+
+def inner_product(first: Tensor, second: Tensor) -> Tensor:
+    """The inner product of two tensors of one shape, without a copy where they lie in one piece."""
+    return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
+
+
+def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:
+    """A common factor in the dtype and on the device of what it multiplies."""
+    return length.to(like) if isinstance(length, Tensor) else length

@@ -1,0 +1,258 @@
+"""The rules: rate, measured length, momentum, trust region, line search."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.rules.base import Objective, Rule, require_loss
+from natgrad.rules.quadratic import Memory, Quadratic, Step
+
+
+@dataclass(frozen=True)
+class Rate(Rule):
+    """The proposal as it is: -lr * (G + damping I)^-1 g."""
+
+    needs_form = False
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        return model.proposal, memory
+
+
+@dataclass(frozen=True)
+class MeasuredLength(Rule):
+    """The proposal, followed to the minimum of the quadratic model with the metric as it was measured, within a bound.
+
+    The length is a = min(1, p / d^T G d), p = d^T (G + damping I) d as the blocks promise it: 1 where they promise
+    enough, so that damping shortens a step. Below that where the KL 1/2 a^2 d^T G d reaches the least of `max_kl` and
+    `kl_share` of the loss: where little is left to gain, little is risked. A learning rate below 1 takes that share of
+    the bounded step; one above 1 meets the bound too. The default of `ng.kfac` and its like.
+
+    Args:
+        max_kl: Most nats per example of a step, to second order; math.inf for no bound.
+        kl_share: Most nats per example as a share of the loss; of one nat per entry where the loss may be negative.
+        warm: Steps over which the bound grows to its whole size: a fresh network is not as quadratic.
+
+    Raises:
+        ValueError: Unless max_kl, kl_share > 0 and warm >= 1.
+
+    Both bounds are keys of the parameter groups: the least over the groups counts.
+    """
+
+    max_kl: float = math.inf
+    kl_share: float = 0.05
+    warm: int = 5
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            if not value > 0:
+                raise ValueError(f"{name} is {value}, expected a number of nats > 0; math.inf for no bound")
+        if self.warm < 1:
+            raise ValueError(f"warm is {self.warm}, expected a number of steps >= 1")
+
+    @property
+    def options(self) -> dict[str, float]:
+        return {"max_kl": self.max_kl, "kl_share": self.kl_share}
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        proposal, nats = model.proposal, model.nats
+        promised = proposal.promised_form(model.damping)
+        ratio = proposal.excess(model.damping).clamp(min=1.0)
+        full = promised if model.full is None else torch.maximum(model.full, promised)
+        radius = self.radius(model, full)
+        bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite
+        rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
+        return proposal.scaled(rate), memory
+
+    def radius(self, model: Quadratic, like: Tensor) -> Tensor:
+        """The bound on this step's KL, in nats per example; it grows over the first steps."""
+        options = self.options | dict(model.options)
+        share = options["kl_share"]
+        bound = torch.zeros_like(like) + model.nats * share
+        if model.bounded and math.isfinite(share):  # an infinite share of nothing is no bound either
+            loss = torch.as_tensor(model.loss, dtype=like.dtype, device=like.device)
+            bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
+        return bound.clamp(max=options["max_kl"]) * min(1.0, (model.steps + 1) / self.warm)
+
+
+@dataclass(frozen=True)
+class Momentum(Rule):
+    """v <- decay * v + proposal; the step is v, shortened to `radius` nats. One more product with G.
+
+    Args:
+        decay: Weight of the past, in [0, 1).
+        radius: Most nats per example of a step; math.inf for no bound. The velocity itself is not shortened.
+
+    Raises:
+        ValueError: Unless 0 <= decay < 1 and radius > 0.
+    """
+
+    decay: float = 0.9
+    radius: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+        if not self.radius > 0:
+            raise ValueError(f"radius is {self.radius}, expected a positive number of nats per example, or math.inf")
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        step = model.proposal
+        if "velocity" in memory:
+            step = model.along(self.decay * memory["velocity"] + step.vector)  # type: ignore[operator]
+        bounded = step if math.isinf(self.radius) else shorten(model, step, self.radius)
+        return bounded, {"velocity": step.vector.clone()}
+
+
+@dataclass(frozen=True)
+class TrustRegion(Rule):
+    """The proposal, shortened so that it moves at most `radius` nats per example: a = sqrt(2 radius / d^T G d).
+
+    With `ng.hessian`, whose d^T H d may be negative or cancel, |d| |H d| stands for d^T G d: no less than d^T |H| d, so
+    that a step never moves farther than the radius whatever the signs of the curvature.
+
+    backtracks: trial points at which the loss is re-evaluated; the first that does not raise it is taken, each
+    `shrink` times the last; none: no step. 0: the model is trusted. ValueError for radius <= 0.
+    """
+
+    radius: float
+    backtracks: int = 0
+    shrink: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.radius < math.inf:
+            raise ValueError(f"radius is {self.radius}, expected a positive number of nats per example")
+        check_backtracking(self.backtracks, self.shrink)
+
+    @property
+    def needs_loss(self) -> bool:
+        return self.backtracks > 0
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        step = shorten(model, model.proposal, self.radius)
+        if self.backtracks == 0:
+            return step, memory
+        return backtrack(self, step, model, loss_at, self.backtracks, self.shrink, 0.0), memory
+
+
+@dataclass(frozen=True)
+class OnlineRadius(Rule):
+    """The proposal, shortened to sqrt(d^T G d) <= bound * unit * sqrt(b), from `hold` examples on times hold / seen.
+
+    For learning from a stream, as in `ng.ang`. Where noise dominates, lr * sqrt(g^T G^-1 g) is about lr * sqrt(n / b)
+    for b examples a step, whatever the gradient's signal; a bound that grows with sqrt(b) lets the same number of
+    examples move the parameters as far for every b, and 1 / seen averages the noise away in the end (Amari 1998).
+    The unit is N / sqrt(tr Cov x) with `ng.AdaptiveInverse` and `ng.score_metric`, so that the step is the same
+    whatever x is measured in; 5 for metrics in nats.
+
+    Args:
+        bound: Units per sqrt(example).
+        hold: Examples; math.inf for a bound that does not fall.
+
+    Raises:
+        ValueError: Unless bound, hold > 0.
+    """
+
+    needs_counts = True
+    bound: float = 0.033
+    hold: float = 6000.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bound < math.inf:
+            raise ValueError(f"bound is {self.bound}, expected a positive number, per square root of an example")
+        if not self.hold > 0:
+            raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
+
+    def length(self, examples: int, seen: int) -> float:
+        """The bound, in units, at a step of so many examples with so many seen."""
+        return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1))
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        counts = dict(model.counts) | dict({} if model.operator is None else model.operator.counts)
+        unit = model.length_unit if model.operator is None else model.operator.length_unit
+        if "seen" not in counts:
+            raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
+        bound = self.length(counts["examples"], counts["seen"]) * unit
+        length = model.proposal.form().clamp(min=0).sqrt()
+        return model.proposal.scaled(torch.where(length > bound, bound / length, 1.0)), memory
+
+
+@dataclass(frozen=True)
+class LineSearch(Rule):
+    """Backtracking from the proposal until loss(theta + d) <= loss(theta) + sufficient * g . d (Armijo).
+
+    At most `backtracks` trial points, each `shrink` times the last; a loss that is not finite is a rejection. None
+    accepted: no step.   iterates: start from the solver's best iterate instead of its last: go back over those that
+    it kept (`ng.CG(keep=1.3)`) while the loss falls (Martens 2010, section 4.6): one evaluation each.
+    """
+
+    needs_form = False
+    backtracks: int = 10
+    shrink: float = 0.5
+    sufficient: float = 1e-4
+    iterates: bool = False
+
+    def __post_init__(self) -> None:
+        check_backtracking(self.backtracks, self.shrink)
+        if self.backtracks == 0:
+            raise ValueError("backtracks is 0, expected at least one trial point; use Rate() for a fixed step")
+
+    @property
+    def needs_loss(self) -> bool:
+        return True
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        start = model.proposal
+        if self.iterates:
+            require_loss(self, loss_at)
+            assert loss_at is not None
+            start = best_iterate(model, loss_at)
+        return backtrack(self, start, model, loss_at, self.backtracks, self.shrink, self.sufficient), memory
+
+
+def shorten(model: Quadratic, step: Step, radius: float) -> Step:
+    """The step, or so much of it that it moves `radius` nats per example."""
+    kl = model.kl(step)
+    return step.scaled(torch.where(kl > 0, (radius / kl).sqrt(), 1.0).clamp(max=1.0))
+
+
+def best_iterate(model: Quadratic, loss_at: Objective) -> Step:
+    """The last iterate, or an earlier one: back while the loss falls; a loss that is not finite counts as infinite."""
+
+    def value(step: Step) -> float:
+        loss = loss_at(step.vector)
+        return math.inf if math.isnan(loss) else loss
+
+    best, lowest = model.proposal, value(model.proposal)
+    for make in reversed(model.earlier):
+        step = make()
+        loss = value(step)
+        if loss > lowest:
+            break
+        if loss < lowest:
+            best, lowest = step, loss
+    return best
+
+
+def backtrack(
+    rule: Rule, step: Step, model: Quadratic, loss_at: Objective | None, trials: int, shrink: float, sufficient: float
+) -> Step:
+    """The first of step, shrink * step, ... whose loss fell by `sufficient` times what the slope promised."""
+    require_loss(rule, loss_at)
+    assert loss_at is not None
+    for _ in range(trials):
+        if loss_at(step.vector) <= float(model.loss) + sufficient * float(model.slope(step)):  # False for a NaN
+            return step
+        step = step.scaled(shrink)
+    return model.nothing()
+
+
+def check_backtracking(backtracks: int, shrink: float) -> None:
+    """ValueError unless backtracks >= 0 and 0 < shrink < 1."""
+    if backtracks < 0:
+        raise ValueError(f"backtracks is {backtracks}, expected an integer >= 0")
+    if not 0 < shrink < 1:
+        raise ValueError(f"shrink is {shrink}, expected a number in (0, 1)")

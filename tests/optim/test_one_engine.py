@@ -1,0 +1,239 @@
+"""The flat flow and the flow in blocks are one engine: dampings, rules and accidents mean the same in both."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from models import F64, assert_close, draw, seeded
+from optim_models import CE, X, Y, flat, net
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.rules import BlockPoint, Memory, Objective, Quadratic, Step
+
+LM = ng.LevenbergMarquardt
+RULES = [
+    ng.Rate(),
+    ng.Momentum(0.5),
+    ng.Momentum(0.5, radius=0.01),
+    ng.TrustRegion(0.01),
+    ng.TrustRegion(0.5, backtracks=3),
+    ng.LineSearch(),
+    ng.OnlineRadius(),
+    ng.MeasuredLength(),
+    ng.MeasuredLength(max_kl=1e-3),
+]
+DAMPINGS = [
+    ng.Constant(0.1),
+    ng.Relative(0.1),
+    ng.Relative(0.1, per="block"),
+    LM(0.1, every=1),
+    LM(0.1, per="block", every=1),
+]
+
+
+@dataclass(frozen=True)
+class PlainKronecker(ng.Kronecker):
+    """The exact damped inverse, of labels summed over."""
+
+    estimate: Any = ng.ExactLabels()
+
+
+def value(model: nn.Module) -> float:
+    """The loss as it is."""
+    return float(CE(model(X), Y).detach())
+
+
+def steps_of(opt: Any, model: nn.Module, x: Tensor, y: Tensor, many: int = 3) -> list[Tensor]:
+    """Where the parameters stand after each step on one batch."""
+    found = []
+    for _ in range(many):
+        opt.zero_grad()
+        opt.loss(model(x), y).backward()
+        opt.step()
+        found.append(flat(model))
+    return found
+
+
+@pytest.mark.parametrize("damping", DAMPINGS, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("criterion", [CE, nn.MSELoss()], ids=lambda c: type(c).__name__)
+def test_both_flows_take_the_same_steps(criterion: nn.Module, rule: ng.Rule, damping: ng.Damping):
+    """For one example a Kronecker block is the layer's metric itself, so that measured and promised forms agree."""
+    x, y = draw(1, 4), torch.tensor([1]) if criterion is CE else draw(1, 3, seed=1)
+    models = [seeded(lambda: nn.Linear(4, 3)).to(F64) for _ in range(2)]
+    structure = PlainKronecker()
+    whole = ng.NaturalGradient(
+        models[0], ng.fisher(models[0], criterion), 0.7, structure=structure, damping=damping, rule=rule
+    )
+    blocks = ng.StructuredNaturalGradient(models[1], criterion, structure, 0.7, damping=damping, rule=rule, momentum=0)
+    for one, other in zip(steps_of(whole, models[0], x, y), steps_of(blocks, models[1], x, y), strict=True):
+        assert_close(one, other, 1e-9)
+
+
+@pytest.mark.parametrize("rule", [ng.TrustRegion(1e-3), ng.Momentum(0.9, radius=1e-3)])
+def test_a_bound_in_nats_holds_in_blocks(rule: ng.Rule):
+    model = net()
+    opt = ng.kfac(model, CE, rule=rule, estimate=ng.ExactLabels(), update_every=1)
+    metric = ng.fisher(model, CE)
+    for _ in range(4):
+        operator, before = metric.at(ng.trainable(model), X), flat(model)
+        steps_of(opt, model, X, Y, 1)
+        move = flat(model) - before
+        assert 0 < 0.5 * move @ operator.mv(move) <= 1e-3 * (1 + 1e-9)
+
+
+def test_a_line_search_in_blocks_lowers_the_loss_of_its_batch():
+    model = net()
+    opt = ng.kfac(model, CE, 300.0, rule=ng.LineSearch(backtracks=20), momentum=0.0)
+    losses = [value(model)]
+    for _ in range(5):
+        steps_of(opt, model, X, Y, 1)
+        losses.append(value(model))
+    assert all(after < before for before, after in pairwise(losses))
+
+
+@pytest.mark.parametrize("rule", [ng.SubspaceSearch(), ng.LineSearch(iterates=True)])
+def test_a_rule_that_needs_the_solver_is_refused_at_the_door(rule: ng.Rule):
+    with pytest.raises(ValueError, match=r"needs what an iterative solver found: use ng\.NaturalGradient"):
+        ng.kfac(net(), CE, rule=rule)
+
+
+def test_bounds_belong_to_the_rule_that_has_them():
+    opt = ng.kfac(net(), CE, rule=ng.MeasuredLength(max_kl=0.2, kl_share=0.1))
+    assert (opt.param_groups[0]["max_kl"], opt.param_groups[0]["kl_share"]) == (0.2, 0.1)
+    with pytest.raises(ValueError, match=r"max_kl.*are settings of rule=ng\.MeasuredLength"):
+        ng.kfac(net(), CE, rule=ng.Rate(), max_kl=0.1)
+    assert ng.kfac(net(), CE, rule=ng.Momentum()).param_groups[0]["momentum"] == 0  # one momentum, not two
+
+
+# directions that a rule shapes
+
+
+@dataclass(frozen=True)
+class Spectral(ng.Rule):
+    """Steps of a fixed size in the operator norm of each layer, in the coordinates of its inputs: a sketch of one."""
+
+    rate: float = 0.05
+
+    needs_inverse = False
+    needs_form = False
+
+    def prepare(self, metric: ng.Operator, level: float) -> dict[str, Tensor]:
+        if not isinstance(metric, ng.operators.Kronecker):
+            return {}
+        values, vectors = torch.linalg.eigh(metric.right)
+        return {"root": (vectors * (values.clamp(min=0) + 1e-3).rsqrt()) @ vectors.mT}
+
+    def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
+        count = block.memory.get("count", torch.zeros(())) + 1
+        if "root" not in block.prepared:
+            return block.mean.sign(), {"count": count}
+        left, _, right = torch.linalg.svd(block.mean @ block.prepared["root"], full_matrices=False)
+        return (left @ right) @ block.prepared["root"], {"count": count}
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        return model.proposal.scaled(self.rate), memory
+
+
+def test_a_rule_shapes_the_direction_of_every_block():
+    model = net()
+    opt = ng.kfac(model, CE, rule=Spectral(), momentum=0.0)
+    losses = [value(model)]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    steps_of(opt, model, X, Y, 1)
+    for block in opt._blocks:
+        root = opt._blocks.of(block)["prepared"]["root"]
+        move = block.layout.join({n: p.detach() - before[n] for n, p in model.named_parameters()})
+        sizes = torch.linalg.svdvals(move[0] @ torch.linalg.inv(root)) / 0.05
+        assert_close(sizes[: torch.linalg.matrix_rank(move[0])].max(), torch.ones((), dtype=F64), 1e-6)
+    steps_of(opt, model, X, Y, 20)
+    assert value(model) < losses[0]
+    assert opt.state_report().failures == 0
+    counts = [opt._blocks.of(block)["shape"]["count"] for block in opt._blocks]
+    assert all(int(count) == 21 for count in counts)
+
+
+def test_what_a_rule_remembers_of_blocks_is_saved():
+    model, other = net(), net()
+    opts = [ng.kfac(m, CE, rule=Spectral(), momentum=0.5) for m in (model, other)]
+    steps_of(opts[0], model, X, Y, 6)
+    other.load_state_dict(model.state_dict())
+    opts[1].load_state_dict(opts[0].state_dict())
+    for one, two in zip(steps_of(opts[0], model, X, Y), steps_of(opts[1], other, X, Y), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_velocity_in_blocks_is_saved():
+    model, other = net(), net()
+    opts = [ng.kfac(m, CE, rule=ng.Momentum(0.9, radius=0.01)) for m in (model, other)]
+    steps_of(opts[0], model, X, Y, 6)
+    other.load_state_dict(model.state_dict())
+    opts[1].load_state_dict(opts[0].state_dict())
+    for one, two in zip(steps_of(opts[0], model, X, Y), steps_of(opts[1], other, X, Y), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_rule_that_shapes_layers_is_refused_where_there_are_none():
+    model = net()
+    with pytest.raises(ValueError, match=r"shapes the directions of layers: use ng\.kfac"):
+        ng.NaturalGradient(model, ng.fisher(model, CE), rule=Spectral())
+
+
+# accidents
+
+OPTIMISERS = {
+    "kfac": lambda m, **k: ng.kfac(m, CE, **k),
+    "flat": lambda m, **k: ng.NaturalGradient(m, ng.fisher(m, CE), 0.1, **k),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_an_infinite_gradient_is_skipped_and_counted_or_raised(name: str, policy: Any):
+    model = net()
+    opt = OPTIMISERS[name](model, on_trouble=policy)
+    steps_of(opt, model, X, Y, 2)
+    before = flat(model)
+
+    def bad() -> None:
+        opt.zero_grad()
+        opt.loss(model(X), Y).backward()
+        next(iter(model.parameters())).grad[0, 0] = math.inf
+        opt.step()
+
+    if policy == "raise":
+        with pytest.raises(ValueError, match=r"the gradient of '.*' is not finite; nothing was changed"):
+            bad()
+    else:
+        bad()
+        assert opt.state_report().failures == 1
+        assert opt.state_report().status == "skipped"
+    assert torch.equal(flat(model), before)
+    steps_of(opt, model, X, Y, 1)
+    assert not torch.equal(flat(model), before)
+    with pytest.raises(ValueError, match="on_trouble is 'stop', expected 'skip' or 'raise'"):
+        OPTIMISERS[name](model, on_trouble="stop")
+
+
+# recipes
+
+RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_argument_of_a_recipe_is_told_and_checked(recipe: Any):
+    parameters, text = inspect.signature(recipe).parameters, inspect.getdoc(recipe)
+    assert {"rule", "damping", "on_trouble", "update_every"} <= parameters.keys()
+    assert all(f"\n    {name}: " in text for name in parameters)
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'dampning'; did you mean 'damping'\?"):
+        recipe(net(), CE, dampning=0.1)
+    made = recipe(net(), CE)
+    assert made.param_groups[0]["damping"] == parameters["damping"].default
