@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.helmholtz.units import Conditional, chain
+from natgrad.applications.helmholtz.units import Conditional, each_layer
 from natgrad.operators import SharedRows
 
 States = list[Tensor]
@@ -41,28 +41,28 @@ class Rows:
 def generation_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> list[Rows]:
     """Rows of every layer of p on states (..., size), weights (...)."""
     parents: list[Tensor | None] = [*states[1:], None]
-    each = zip(chain(layers), parents, states, strict=True)
-    return [rows_of(layer, p, own, weights) for layer, p, own in each]
+    each = zip(each_layer(layers), parents, states, strict=True)
+    return [make_rows(layer, p, own, weights) for layer, p, own in each]
 
 
 def recognition_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> list[Rows]:
     """Rows of every layer of q on states (..., size), weights (...)."""
     found = []
-    for layer, below, own in zip(chain(layers), states[:-1], states[1:], strict=True):
+    for layer, below, own in zip(each_layer(layers), states[:-1], states[1:], strict=True):
         shared = below.dim() == 3 and below.stride(0) == 0  # all draws of an example see the same data
-        merged = shared and not layer.autoregressive
-        found.append(_merged(layer, below[0], own, weights) if merged else rows_of(layer, below, own, weights))
+        same = shared and not layer.autoregressive
+        found.append(merge_draws(layer, below[0], own, weights) if same else make_rows(layer, below, own, weights))
     return found
 
 
-def rows_of(layer: Conditional, parents: Tensor | None, own: Tensor, weights: Tensor) -> Rows:
+def make_rows(layer: Conditional, parents: Tensor | None, own: Tensor, weights: Tensor) -> Rows:
     """Rows of one layer, flattened."""
     parts = layer.residual(parents, own)
     inputs, residuals, slopes = (part.flatten(0, -2) for part in parts)
     return Rows(inputs, residuals, slopes, weights.flatten(), layer.seen())
 
 
-def _merged(layer: Conditional, below: Tensor, own: Tensor, weights: Tensor) -> Rows:
+def merge_draws(layer: Conditional, below: Tensor, own: Tensor, weights: Tensor) -> Rows:
     """One row per example in place of one per draw: inputs and slopes are the same, residuals are averaged."""
     total = weights.sum(0)  # (b,)
     mean = torch.einsum("kb,kbj->bj", weights, (own > 0).to(weights.dtype)) / total.unsqueeze(1)
@@ -71,7 +71,7 @@ def _merged(layer: Conditional, below: Tensor, own: Tensor, weights: Tensor) -> 
     return Rows(inputs, mean - up, slopes, total, None)
 
 
-def mixed(first: Rows, second: Rows) -> Rows:
+def join_rows(first: Rows, second: Rows) -> Rows:
     """Both, one after the other."""
     inputs, residuals, slopes, weights = (
         torch.cat([getattr(rows, part) for rows in (first, second)]) for part in PARTS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.helmholtz.logistic_rows import States, fisher_rows, generation_rows, recognition_rows
-from natgrad.applications.helmholtz.units import Conditional, chain
+from natgrad.applications.helmholtz.units import Conditional, each_layer
 from natgrad.linalg import all_finite
 
 ENUMERABLE = 20
@@ -57,7 +57,7 @@ class HelmholtzMachine(nn.Module):
     def dream(self, n: int, generator: torch.Generator | None = None) -> States:
         """n draws from p(x, h): one tensor (n, size) per layer, visible first."""
         states: States = []
-        for layer in reversed(list(chain(self.generation))):
+        for layer in reversed(list(each_layer(self.generation))):
             states.insert(0, layer.sample(states[0] if states else None, (n,), generator))
         return states
 
@@ -67,14 +67,14 @@ class HelmholtzMachine(nn.Module):
         if not means:
             return states[0]
         with torch.no_grad():
-            return torch.sigmoid(next(chain(self.generation)).logits(states[1], states[0]))
+            return torch.sigmoid(next(each_layer(self.generation)).logits(states[1], states[0]))
 
     @torch.no_grad()
     def recognise(self, x: Any, samples: int = 1, generator: torch.Generator | None = None) -> States:
         """`samples` draws of h from q(h | x) per example: one tensor (samples, b, size) per layer, visible first."""
         x, samples = self.check(x), as_integer(samples, "samples")
         states = [x.expand(samples, *x.shape)]
-        for layer in chain(self.recognition):
+        for layer in each_layer(self.recognition):
             states.append(layer.sample(states[-1], (samples, len(x)), generator))
         return states
 
@@ -82,19 +82,19 @@ class HelmholtzMachine(nn.Module):
     def reconstruct(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """The visible units' probabilities of being up after one way up and down, (b, size)."""
         states = self.recognise(x, 1, generator)
-        return torch.sigmoid(next(chain(self.generation)).logits(states[1][0], states[0][0]))
+        return torch.sigmoid(next(each_layer(self.generation)).logits(states[1][0], states[0][0]))
 
     # likelihoods
 
     def log_joint(self, states: States) -> Tensor:
         """log p(x, h) of states, (...)."""
         parents: list[Tensor | None] = [*states[1:], None]
-        found = [g.log_prob(p, own) for g, p, own in zip(chain(self.generation), parents, states, strict=True)]
+        found = [g.log_prob(p, own) for g, p, own in zip(each_layer(self.generation), parents, states, strict=True)]
         return torch.stack(found).sum(0)
 
     def log_posterior(self, states: States) -> Tensor:
         """log q(h | x) of states, (...)."""
-        pairs = zip(chain(self.recognition), states[:-1], states[1:], strict=True)
+        pairs = zip(each_layer(self.recognition), states[:-1], states[1:], strict=True)
         return torch.stack([layer.log_prob(below, own) for layer, below, own in pairs]).sum(0)
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class HelmholtzMachine(nn.Module):
         if samples is None:
             return self._enumerated(x)
         samples = as_samples(samples)
-        found = [self.weights_of(self.recognise(x, part, generator)) for part in parts(samples, x)]
+        found = [self.weights_of(self.recognise(x, part, generator)) for part in split_samples(samples, x)]
         return torch.cat(found).logsumexp(0) - math.log(samples)
 
     def weights_of(self, states: States) -> Tensor:
@@ -144,8 +144,8 @@ class HelmholtzMachine(nn.Module):
     def joint(self) -> tuple[States, Tensor]:
         """Every state of the machine, (s, size) per layer, and log p of each (s,). For at most 20 units in all."""
         self._require_few(sum(self.sizes), "units")
-        tops = list(chain(self.generation))
-        whole = torch.cartesian_prod(*[_values(tops[0])] * sum(self.sizes)).view(-1, sum(self.sizes))
+        tops = list(each_layer(self.generation))
+        whole = torch.cartesian_prod(*[unit_values(tops[0])] * sum(self.sizes)).view(-1, sum(self.sizes))
         states = list(whole.split(self.sizes, dim=1))
         return states, self.log_joint(states)
 
@@ -153,7 +153,7 @@ class HelmholtzMachine(nn.Module):
         """Every state of the hidden units, (s, size) per hidden layer."""
         total = sum(self.sizes[1:])
         self._require_few(total, "hidden units")
-        values = _values(next(chain(self.generation)))
+        values = unit_values(next(each_layer(self.generation)))
         return list(torch.cartesian_prod(*[values] * total).view(-1, total).split(self.sizes[1:], dim=1))
 
     def _enumerated(self, x: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class HelmholtzMachine(nn.Module):
         return x.to(next(self.parameters()))
 
 
-def parts(samples: int, x: Tensor) -> list[int]:
+def split_samples(samples: int, x: Tensor) -> list[int]:
     """Samples at a time, so that few rows are in memory."""
     step = max(1, 2**15 // max(1, len(x)))
     return [min(step, samples - start) for start in range(0, samples, step)]
@@ -244,5 +244,6 @@ def check_prior(prior: Any, size: int) -> Tensor:
     return found
 
 
-def _values(layer: Conditional) -> Tensor:
+def unit_values(layer: Conditional) -> Tensor:
+    """The two values of a layer's units, (2,)."""
     return torch.tensor([layer.low, 1], dtype=layer.weight.dtype, device=layer.weight.device)

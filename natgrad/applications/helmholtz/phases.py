@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.applications.helmholtz.logistic_rows import Rows, States, generation_rows, mixed, recognition_rows
+from natgrad.applications.helmholtz.logistic_rows import Rows, States, generation_rows, join_rows, recognition_rows
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 
 
@@ -41,8 +41,8 @@ class Classic(Algorithm):
         dreams = machine.dream(len(x), generator)
         return Lesson(
             generation_rows(machine.generation, states, weights),
-            recognition_rows(machine.recognition, dreams, _uniform(dreams)),
-            bound_of(logs),
+            recognition_rows(machine.recognition, dreams, weigh_equally(dreams)),
+            estimate_bound(logs),
         )
 
 
@@ -66,7 +66,7 @@ class Reweighted(Algorithm):
         return Lesson(
             generation_rows(machine.generation, states, weights),
             self._recognition(machine, states, weights, generator),
-            bound_of(logs),
+            estimate_bound(logs),
         )
 
     def _recognition(
@@ -75,11 +75,13 @@ class Reweighted(Algorithm):
         if self.wake_phi == 1:
             return recognition_rows(machine.recognition, states, weights)
         dreams = machine.dream(weights.shape[1], generator)
-        sleep = recognition_rows(machine.recognition, dreams, _uniform(dreams))
+        sleep = recognition_rows(machine.recognition, dreams, weigh_equally(dreams))
         if self.wake_phi == 0:
             return sleep
         wake = recognition_rows(machine.recognition, states, weights)
-        return [mixed(w.scaled(self.wake_phi), s.scaled(1 - self.wake_phi)) for w, s in zip(wake, sleep, strict=True)]
+        return [
+            join_rows(w.scaled(self.wake_phi), s.scaled(1 - self.wake_phi)) for w, s in zip(wake, sleep, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,15 @@ class Bidirectional(Algorithm):
         return Lesson(
             generation_rows(machine.generation, states, weights),
             recognition_rows(machine.recognition, states, weights),
-            2 * bound_of(logs),
+            2 * estimate_bound(logs),
         )
 
 
-def bound_of(logs: Tensor) -> Tensor:
+def estimate_bound(logs: Tensor) -> Tensor:
     """log of the mean weight of every example: (samples, b) -> (b,)."""
     return logs.logsumexp(0) - math.log(len(logs))
 
 
-def _uniform(states: States) -> Tensor:
+def weigh_equally(states: States) -> Tensor:
+    """Weights of the rows of dreams, (n,), that sum to 1."""
     return states[0].new_full(states[0].shape[:-1], 1 / len(states[0]))

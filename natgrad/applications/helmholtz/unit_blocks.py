@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.applications.helmholtz.logistic_rows import Rows, fisher_rows
 from natgrad.linalg import all_finite
 from natgrad.operators import Operator, Scaled, SharedRows, Units
+from natgrad.optim.inverses import robust_inverse
 from natgrad.pure import map_tensors
 
 ROWS = 256
@@ -29,47 +30,82 @@ RADIUS = 0.03
 
 
 @dataclass
-class Kept:
+class UnitBlocks:
     """What is remembered of one layer's Fisher: blocks with their weight, or the rows of the last refreshes.
 
-    exact: whether every unit's own block is inverted; else all are diagonal in one basis, made from the rows.
+    Attributes:
+        decay: Weight of the past in the running average.
+        state: The blocks' or the rows' sums; {} before the first refresh.
+        mask: Columns that each unit sees, shape (size, columns); None for all.
+        exact: True if every unit's own block is inverted; else all are diagonal in one basis, made from the rows.
+        inverse: (1 + level) (F_j + level I)^-1; None before the first refresh.
+        level: The damping that the inverse was made with.
     """
 
     decay: float
-    damping: float
     state: dict[str, Any]
     mask: Tensor | None = None
     exact: bool = True
     inverse: Operator | None = None
+    level: float = 0.0
 
-    def refresh(self, rows: Rows) -> bool:
-        """Take a batch into the running average and invert. False, with everything as it was, if that fails."""
-        state = self._with(fisher_rows(thinned(rows, max(ROWS, rows.inputs.shape[1]))))
-        inverse = self._operator(state).inverse(self.damping)
-        if inverse is None or not all_finite(_spot(inverse)):
+    def average(self, rows: Rows) -> dict[str, Any]:
+        """The running average with a batch more, as `state` keeps it; nothing changes here.
+
+        What is kept stays of its kind, but rows that became many become blocks.
+
+        Args:
+            rows: The batch; at most 256 of them are taken, or as many as a unit has inputs.
+        """
+        fresh = fisher_rows(thin_rows(rows, max(ROWS, rows.inputs.shape[1])))
+        few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
+        if not self.exact or (few and "blocks" not in self.state):
+            return self._average_rows(fresh)
+        return self._average_blocks(fresh)
+
+    def operator(self, state: dict[str, Any]) -> Operator:
+        """F of a running average, one block per unit."""
+        if "blocks" in state:
+            return Units(state["blocks"] / state["weight"])
+        found = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
+        return found if self.exact else found.spectral(RANK)
+
+    def commit(self, state: dict[str, Any], operator: Operator, level: float) -> bool:
+        """Take over a running average with its damped inverse. False, with everything as it was, if that fails.
+
+        Args:
+            state: The average.
+            operator: F of it.
+            level: The damping.
+        """
+        inverse = robust_inverse(operator, level)
+        if inverse is None or not all_finite(multiply_ones(inverse)):
             return False
-        self.state, self.inverse = state, Scaled(inverse, 1 + self.damping)
+        self.state, self.inverse, self.level = state, Scaled(inverse, 1 + level), level
         return True
 
-    def to(self, like: Tensor) -> None:
-        """In another dtype, or on another device, than before, where the layer went there."""
+    def refresh(self, rows: Rows, level: float) -> bool:
+        """Take in a batch and invert. False, with everything as it was, if that fails."""
+        state = self.average(rows)
+        return self.commit(state, self.operator(state), level)
+
+    def follow(self, like: Tensor) -> None:
+        """Bring all to the dtype and the device of the layer, where it went elsewhere."""
         if self.inverse is not None and (self.inverse.dtype, self.inverse.device) != (like.dtype, like.device):
-            self.load(self.state, like)
+            self.load(self.state, self.level, like)
 
-    def load(self, state: dict[str, Any], like: Tensor) -> None:
-        """What was kept elsewhere, and its inverse."""
+    def load(self, state: dict[str, Any], level: float, like: Tensor) -> None:
+        """What was kept elsewhere, and its inverse.
+
+        Args:
+            state: The average.
+            level: The damping of the inverse.
+            like: The layer's weight.
+        """
         self.state = map_tensors(state, lambda t: t.to(like, copy=True))
-        found = self._operator(self.state).inverse(self.damping) if self.state else None
-        self.inverse = None if found is None else Scaled(found, 1 + self.damping)
-
-    def _with(self, fresh: SharedRows) -> dict[str, Any]:
-        """The running average with a batch. What is kept stays of its kind, but rows that became many become blocks."""
-        if not self.exact:
-            return self._with_rows(fresh)
-        few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
-        if few and "blocks" not in self.state:
-            return self._with_rows(fresh)
-        return self._with_blocks(fresh)
+        self.inverse, self.level = None, level
+        if self.state:
+            self.commit(self.state, self.operator(self.state), level)
 
     def _window(self, fresh: SharedRows) -> int:
         """Refreshes that a running average with this decay sees, as far as their rows may be kept.
@@ -80,7 +116,7 @@ class Kept:
         room = (columns // 2 if self.exact else KEPT * max(ROWS, columns)) // len(fresh.rows)
         return max(1, min(room, round(1 / (1 - self.decay))))
 
-    def _with_blocks(self, fresh: SharedRows) -> dict[str, Any]:
+    def _average_blocks(self, fresh: SharedRows) -> dict[str, Any]:
         blocks, weight = fresh.blocks(), 1.0
         past = self.state
         if "rows" in past:
@@ -91,7 +127,7 @@ class Kept:
             weight = self.decay * past["weight"] + weight
         return {"blocks": blocks, "weight": weight}
 
-    def _with_rows(self, fresh: SharedRows) -> dict[str, Any]:
+    def _average_rows(self, fresh: SharedRows) -> dict[str, Any]:
         rows, weights = [fresh.rows], [fresh.weights]
         counts, shares = [len(fresh.rows)], [1.0]
         if "rows" in self.state:
@@ -103,15 +139,9 @@ class Kept:
             shares += [self.decay * share for share in self.state["shares"][:older]]
         return {"rows": torch.cat(rows), "weights": torch.cat(weights, dim=1), "counts": counts, "shares": shares}
 
-    def _operator(self, state: dict[str, Any]) -> Operator:
-        if "blocks" in state:
-            return Units(state["blocks"] / state["weight"])
-        found = SharedRows(state["rows"], state["weights"] / sum(state["shares"]), self.mask)
-        return found if self.exact else found.spectral(RANK)
 
-
-def fitting(state: dict[str, Any], weight: Tensor) -> bool:
-    """Whether what was kept is of a layer like this one."""
+def fits_layer(state: dict[str, Any], weight: Tensor) -> bool:
+    """True if what was kept is of a layer like this one."""
     units, columns = weight.shape
     if not state:
         return True
@@ -120,19 +150,29 @@ def fitting(state: dict[str, Any], weight: Tensor) -> bool:
     return state["rows"].shape[1] == columns and state["weights"].shape == (units, len(state["rows"]))
 
 
-def within(radius: float, direction: Tensor, rows: Rows, rate: float) -> Tensor:
-    """Every unit's direction (size, columns), shortened where `rate` times it is too far.
+def shorten_directions(radius: float, direction: Tensor, rows: Rows, rate: float) -> Tensor:
+    """Every unit's direction, shortened where `rate` times it is too far.
 
     A step moves a unit's distribution by KL <= E[(rate d_j . a)^2] / 8 nats in the mean over its inputs a, since the
     log-partition log(1 + e^z) has no second derivative above 1/4; this is held to `radius`, as FEW of the rows show it.
     The Fisher matrix cannot bound it: that of a unit which is wrong and sure of it vanishes, and its step is then long.
+
+    Args:
+        radius: In nats per unit.
+        direction: d_j in its rows, shape (size, columns).
+        rows: What the inputs are drawn from.
+        rate: Of the step.
+
+    Returns:
+        Shape (size, columns).
     """
-    seen = thinned(rows, FEW)
-    moved = (seen.weights / seen.weights.sum()) @ (seen.inputs @ direction.mT).square() * rate**2
-    return direction * (8 * radius / moved).sqrt().clamp(max=1).unsqueeze(1)
+    seen = thin_rows(rows, FEW)
+    shares = seen.weights / seen.weights.sum()
+    kl = shares @ (seen.inputs @ direction.mT).square() * (rate**2 / 8)
+    return direction * (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
 
 
-def thinned(rows: Rows, most: int) -> Rows:
+def thin_rows(rows: Rows, most: int) -> Rows:
     """At most as many rows, drawn in proportion to their weights, each of equal weight.
 
     Systematic draws: a row with the share w of all weight is taken floor(w m) or ceil(w m) times of m. The rows are
@@ -144,12 +184,12 @@ def thinned(rows: Rows, most: int) -> Rows:
     order = torch.randperm(many, generator=torch.Generator().manual_seed(many)).to(rows.weights.device)
     total = rows.weights[order].cumsum(0)
     places = torch.searchsorted(total, (torch.arange(most, device=total.device) + 0.5) * (total[-1] / most))
-    taken = order[places.clamp(max=many - 1)]
+    chosen = order[places.clamp(max=many - 1)]
     weights = (total[-1] / most).expand(most)
-    return Rows(rows.inputs[taken], rows.residuals[taken], rows.slopes[taken], weights, rows.mask)
+    return Rows(rows.inputs[chosen], rows.residuals[chosen], rows.slopes[chosen], weights, rows.mask)
 
 
-def refresh_cost(kept: Kept, weight: Tensor, rows: Rows) -> int:
+def count_refresh(kept: UnitBlocks, weight: Tensor, rows: Rows) -> int:
     """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
     units, columns = weight.shape
     many = min(len(rows.inputs), max(ROWS, columns))
@@ -161,8 +201,8 @@ def refresh_cost(kept: Kept, weight: Tensor, rows: Rows) -> int:
     return units * columns * columns * (many + 2 * columns)
 
 
-def _spot(inverse: Operator) -> Tensor:
-    """A product with it: not finite if any part that matters is not."""
+def multiply_ones(inverse: Operator) -> Tensor:
+    """A product with a vector of equal entries: not finite if any part that matters is not."""
     return inverse.mv(
         torch.full((inverse.size,), 1 / math.sqrt(inverse.size), dtype=inverse.dtype, device=inverse.device)
     )

@@ -51,12 +51,12 @@ class Conditional(nn.Module):
         """Units drawn given parents (*shape, m), (*shape, size)."""
         own = self.weight.new_full((*shape, self.size), self.low)
         if not self.autoregressive:
-            return self._drawn(self.logits(parents, own), generator)
+            return self._draw_bits(self.logits(parents, own), generator)
         columns = slice(self.parents, self.parents + self.size)
         fixed = functional.linear(self.inputs(parents, torch.zeros_like(own)), self.weight)
         for j in range(self.size):
             logit = fixed[..., j] + own[..., :j] @ self.weight[j, columns][:j]
-            own[..., j] = self._drawn(logit, generator)
+            own[..., j] = self._draw_bits(logit, generator)
         return own
 
     def residual(self, parents: Tensor | None, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,12 +74,12 @@ class Conditional(nn.Module):
         """The columns that each unit sees, (size, columns); None: all."""
         return self.get_buffer("mask") if self.autoregressive else None
 
-    def _drawn(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _draw_bits(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         up = torch.bernoulli(torch.sigmoid(logits), generator=generator)
         return up if self.low == 0 else 2 * up - 1
 
 
-def chain(layers: nn.ModuleList) -> Iterator[Conditional]:
+def each_layer(layers: nn.ModuleList) -> Iterator[Conditional]:
     """The layers of a network, typed."""
     for layer in layers:
         assert isinstance(layer, Conditional)

@@ -14,7 +14,7 @@ from models import F64, assert_close
 import natgrad as ng
 from natgrad.applications.helmholtz import Classic, Reweighted
 from natgrad.applications.helmholtz.logistic_rows import generation_rows
-from natgrad.applications.helmholtz.unit_blocks import RADIUS, Kept, thinned, within
+from natgrad.applications.helmholtz.unit_blocks import RADIUS, UnitBlocks, shorten_directions, thin_rows
 from natgrad.operators import SharedRows, Units
 
 
@@ -50,9 +50,9 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
     for _ in range(7):
         x = torch.randint(0, 2, (4, 60), generator=generator).to(F64)
         lessons.append(Classic().lesson(wide, x, 1, generator).recognition[0])
-    kept = Kept(0.5, 0.1, {})
+    kept = UnitBlocks(0.5, {})
     for rows in lessons:
-        assert kept.refresh(rows)
+        assert kept.refresh(rows, 0.1)
     assert "rows" in kept.state  # two refreshes of at most four rows are kept, fewer than the columns
     blocks = [SharedRows(r.inputs, (r.slopes * r.weights.unsqueeze(1)).mT).blocks() for r in lessons]
     expected = Units((blocks[-1] + 0.5 * blocks[-2]) / 1.5).inverse(0.1)
@@ -60,11 +60,11 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
     assert kept.inverse is not None
     assert_close(kept.inverse.mv(vector), 1.1 * expected.mv(vector), rtol=1e-10)
 
-    narrow = Kept(0.5, 0.1, {})
+    narrow = UnitBlocks(0.5, {})
     up = [torch.ones(9, 60, dtype=F64), torch.ones(9, 2, dtype=F64)]
     every = [generation_rows(wide.generation, up, torch.full((9,), w, dtype=F64)) for w in (1.0, 2.0)]
     for rows in every:
-        assert narrow.refresh(rows[0])
+        assert narrow.refresh(rows[0], 0.1)
     assert narrow.state["weight"] == 1.5
     first, second = (SharedRows(r[0].inputs, (r[0].slopes * r[0].weights.unsqueeze(1)).mT).blocks() for r in every)
     assert_close(narrow.state["blocks"], 0.5 * first + second)
@@ -72,7 +72,7 @@ def test_the_running_average_is_that_of_the_blocks_whether_rows_or_blocks_are_ke
 
 def test_a_refresh_takes_a_row_as_often_as_its_weight_says():
     rows = some_rows(1000, 5)
-    found = thinned(rows, 256)
+    found = thin_rows(rows, 256)
     assert len(found.inputs) == len(found.weights) == 256
     assert_close(found.weights.sum(), rows.weights.sum())
     places = (found.inputs.unsqueeze(1) == rows.inputs).all(2)
@@ -81,14 +81,14 @@ def test_a_refresh_takes_a_row_as_often_as_its_weight_says():
     assert bool(((places.sum(0) - expected).abs() < 1).all())
     assert torch.equal(found.slopes, rows.slopes[places.to(torch.uint8).argmax(1)])
     few = some_rows(200, 5)
-    assert thinned(few, 256) is few
+    assert thin_rows(few, 256) is few
 
 
 @pytest.mark.parametrize(("count", "columns"), [(40, 100), (300, 700), (60, 100), (10, 100)])
 def test_what_is_kept_of_a_wide_layer_is_half_its_columns(count, columns):
-    kept = Kept(0.8, 0.1, {})
+    kept = UnitBlocks(0.8, {})
     for _ in range(7):
-        assert kept.refresh(some_rows(count, columns))
+        assert kept.refresh(some_rows(count, columns), 0.1)
     if 2 * count > columns:
         assert "blocks" in kept.state
     else:
@@ -111,10 +111,10 @@ def test_a_step_in_a_shared_basis_is_the_solve_with_its_blocks():
 
 @torch.no_grad()
 def test_a_shared_basis_sees_as_many_refreshes_as_the_running_average():
-    kept = Kept(0.5, 0.1, {}, exact=False)
+    kept = UnitBlocks(0.5, {}, exact=False)
     every = [some_rows(20 + i, 7) for i in range(4)]
     for rows in every:
-        assert kept.refresh(rows)
+        assert kept.refresh(rows, 0.1)
     last, first = every[-1], every[-2]
     assert len(kept.state["rows"]) == 45
     both = SharedRows(
@@ -125,7 +125,7 @@ def test_a_shared_basis_sees_as_many_refreshes_as_the_running_average():
     assert_close(kept.inverse.mv(vector), 1.1 * both.spectral(7).inverse(0.1).mv(vector), rtol=1e-9)
     inverse = kept.inverse
     broken = replace(every[0], slopes=every[0].slopes * torch.nan)
-    assert not kept.refresh(broken)
+    assert not kept.refresh(broken, 0.1)
     assert kept.inverse is inverse
 
 
@@ -136,7 +136,7 @@ def test_wide_layers_share_a_basis_unless_told_otherwise(exact, shared):
     trainer.step(torch.randint(0, 2, (9, 130), generator=torch.Generator().manual_seed(0)).float())
     assert trainer.failures == 0
     layers = ["generation.0", "generation.1", "recognition.0"]
-    assert [not trainer._kept[name].exact for name in layers] == shared
+    assert [not trainer.blocks.layers[name].exact for name in layers] == shared
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def test_a_step_moves_no_unit_further_than_the_radius():
     rows = some_rows(90, 5)
     rows = replace(rows, weights=2 * rows.weights)
     direction = torch.randn(6, 5, dtype=F64) * torch.tensor([100.0, 10, 1, 1e-3, 1e-6, 0], dtype=F64).unsqueeze(1)
-    found = within(0.02, direction, rows, rate=0.5)
+    found = shorten_directions(0.02, direction, rows, rate=0.5)
     old, new = (rows.inputs @ weight.mT for weight in (layer.weight, layer.weight + 0.5 * found))
     up = torch.sigmoid(old)
     kl = up * (old - new) + torch.nn.functional.softplus(new) - torch.nn.functional.softplus(old)
@@ -187,7 +187,7 @@ def test_an_autoregressive_machine_keeps_exact_blocks():
     found = ng.HelmholtzMachine([130, 2], autoregressive=True)
     trainer = ng.NaturalWakeSleep(found, samples=1)
     trainer.step(torch.ones(2, 130))
-    assert all(kept.exact for kept in trainer._kept.values())
+    assert all(kept.exact for kept in trainer.blocks.layers.values())
 
 
 @torch.no_grad()
@@ -195,9 +195,9 @@ def test_an_autoregressive_machine_keeps_exact_blocks():
 def test_the_running_average_is_kept_over_batches_of_any_size(columns):
     """Few rows once, as in the last batch of an epoch, are a batch like others; so is what was loaded."""
     every = [some_rows(count, columns) for count in (2, 50, 3, 50, 3)]
-    kept = Kept(0.5, 0.1, {})
+    kept = UnitBlocks(0.5, {})
     for rows in every:
-        assert kept.refresh(rows)
+        assert kept.refresh(rows, 0.1)
     ages = [0.5**age for age in reversed(range(5))]
     blocks = sum(age * fisher(rows).blocks() for age, rows in zip(ages, every, strict=True)) / sum(ages)
     vector = torch.randn(2 * columns, dtype=F64)
@@ -208,10 +208,10 @@ def test_the_running_average_is_kept_over_batches_of_any_size(columns):
 @torch.no_grad()
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_was_kept_is_the_same_under_another_decay(exact):
-    kept, other = Kept(0.8, 0.1, {}, exact=exact), Kept(0.2, 0.1, {}, exact=exact)
+    kept, other = UnitBlocks(0.8, {}, exact=exact), UnitBlocks(0.2, {}, exact=exact)
     for rows in (some_rows(3, 40), some_rows(4, 40)):
-        kept.refresh(rows)
-    other.load(kept.state, torch.ones(1, dtype=F64))
+        kept.refresh(rows, 0.1)
+    other.load(kept.state, 0.1, torch.ones(1, dtype=F64))
     vector = torch.randn(80, dtype=F64)
     assert kept.inverse is not None
     assert other.inverse is not None
@@ -219,9 +219,9 @@ def test_what_was_kept_is_the_same_under_another_decay(exact):
 
 
 def test_rows_of_a_shared_basis_are_bounded_for_any_decay():
-    kept = Kept(0.9999, 0.1, {}, exact=False)
+    kept = UnitBlocks(0.9999, {}, exact=False)
     for _ in range(15):
-        kept.refresh(some_rows(256, 5))
+        kept.refresh(some_rows(256, 5), 0.1)
     assert len(kept.state["rows"]) == 2560
 
 
@@ -229,7 +229,7 @@ def test_rows_in_a_period_are_thinned_evenly():
     rows = some_rows(1024, 3)
     phase = (torch.arange(1024) % 4).to(F64).unsqueeze(1)
     rows = replace(rows, residuals=phase, weights=torch.full((1024,), 1 / 1024, dtype=F64))
-    counts = torch.bincount(thinned(rows, 256).residuals.flatten().long(), minlength=4)
+    counts = torch.bincount(thin_rows(rows, 256).residuals.flatten().long(), minlength=4)
     assert counts.min() > 40
 
 

@@ -1,0 +1,171 @@
+"""Wake-sleep training by plain gradients: every step draws, teaches both networks and returns the bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
+from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
+from natgrad.applications.helmholtz.units import Conditional
+from natgrad.linalg import all_finite
+from natgrad.optim.accidents import Accidents, OnTrouble
+from natgrad.optim.guarded_steps import guard_steps
+from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
+
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+
+
+class WakeSleep:
+    """Trains a Helmholtz machine by plain gradients: `bound = trainer.step(x)`.
+
+    `trainer.optimizer` is the torch optimizer that takes the steps: schedulers attach to it.
+
+    Args:
+        machine: What is trained.
+        lr: Learning rate of SGD.
+        samples: Draws of h per example.
+        algorithm: `Reweighted()` (reweighted wake-sleep, the default), `Classic()` or `Bidirectional()` from
+            natgrad.applications.helmholtz.
+        momentum: Of SGD, in [0, 1).
+        optimizer: What takes the steps instead, a function params -> torch optimizer, such as
+            `lambda params: torch.optim.Adam(params, 1e-3)`; lr and momentum are not used then.
+        seed: Of the draws.
+        on_trouble: What a step does that would write a number that is not finite. "skip" leaves it out and counts it in
+            `failures`, with a warning at the fifth in a row and RuntimeError at the 25th; "raise": ValueError.
+
+    Raises:
+        ValueError: For a number out of range; at `step`, for data that do not fit the machine.
+        TypeError: For an argument of another kind.
+
+    Example:
+        ```python
+        machine = ng.HelmholtzMachine([4, 3, 2])
+        trainer = ng.WakeSleep(machine, lr=0.1)
+        bound = trainer.step(torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1]]))
+        ```
+    """
+
+    def __init__(
+        self,
+        machine: HelmholtzMachine,
+        lr: float = 0.1,
+        *,
+        samples: int = 5,
+        algorithm: Algorithm | None = None,
+        momentum: float = 0.0,
+        optimizer: MakeOptimizer | None = None,
+        seed: int = 0,
+        on_trouble: OnTrouble = "skip",
+    ) -> None:
+        if not isinstance(machine, HelmholtzMachine):
+            raise TypeError(f"machine is {type(machine).__name__}, expected ng.HelmholtzMachine([784, 200, 10])")
+        samples = as_integer(samples, "samples")
+        if not isinstance(lr, Real) or not 0 < lr < math.inf:
+            raise ValueError(f"lr is {lr!r}, expected a number > 0")
+        if not isinstance(momentum, Real) or not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum!r}, expected a number in [0, 1)")
+        if optimizer is not None and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
+            raise TypeError(
+                f"optimizer is {type(optimizer).__name__}, expected a function that makes one: lambda params: "
+                "torch.optim.Adam(params, 1e-3)"
+            )
+        if not isinstance(seed, Integral) or isinstance(seed, bool):
+            raise TypeError(f"seed is {seed!r}, expected an integer")
+        if algorithm is not None and not isinstance(algorithm, Algorithm):
+            raise TypeError(f"algorithm is {algorithm!r}, expected Reweighted(), Classic() or Bidirectional()")
+        self.machine, self.samples, self.algorithm = machine, samples, algorithm or Reweighted()
+        trained = [p for p in machine.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("machine has no parameter to train: requires_grad is False for all of them")
+        self.optimizer = SGD(trained, lr, momentum=momentum) if optimizer is None else optimizer(trained)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise TypeError("optimizer makes LBFGS, which asks for losses: expected one that needs gradients alone")
+        self.generator = torch.Generator(trained[0].device).manual_seed(int(seed))
+        self.steps, self.accidents = 0, Accidents(on_trouble)
+
+    @property
+    def failures(self) -> int:
+        """Steps in which a number was not finite; they were left out, or taken with an earlier inverse."""
+        return self.accidents.count
+
+    @torch.no_grad()
+    def step(self, x: Any) -> float:
+        """One step: draw, teach both networks. A step that would not be finite is left out.
+
+        Args:
+            x: Examples, shape (b, visible).
+
+        Returns:
+            The bound before the step, in nats per example: the mean of log 1/K sum_k p(x, h_k) / q(h_k | x), or what
+            the algorithm has instead (`Bidirectional`).
+
+        Raises:
+            ValueError: For data that do not fit the machine; with `on_trouble="raise"` where a number is not finite.
+        """
+        lesson = self.algorithm.lesson(self.machine, self.machine.check(x), self.samples, self.generator)
+        found, fresh = self._directions(lesson)
+        trouble = None if all(all_finite(direction) for _, direction in found) else "a direction is not finite"
+        if trouble is None and not self._follow(found):
+            trouble = "a weight would not be finite"
+        self.steps += 1
+        self.accidents.meet(trouble)
+        if trouble is None and not fresh:
+            self.accidents.count += 1
+        return float(lesson.bound.mean())
+
+    def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
+        """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""
+        for weight, direction in directions:
+            weight.grad = -direction
+        _, stands = guard_steps(self.optimizer, self.optimizer.step)
+        for weight, _ in directions:
+            weight.grad = None
+        return stands
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, apart from the machine's own state_dict; `weights_only=True` reads it."""
+        return write_parts(self._parts())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, bit for bit on the CPU.
+
+        Args:
+            state: What was saved.
+
+        Raises:
+            ValueError: If it is of another trainer or machine; this one is as before then.
+        """
+        read_parts(self._parts(), state, f"{type(self).__name__}.state_dict()", optional={"skipped", "levels"})
+
+    def _parts(self) -> dict[str, Any]:
+        """What a step changes, the machine apart."""
+        return {
+            "optimizer": self.optimizer,
+            "generator": self.generator,
+            "steps": Attributes(self, "steps"),
+            "failures": Attributes(self.accidents, "count"),
+            "skipped": Attributes(self.accidents, "in_a_row"),
+        }
+
+    def _directions(self, lesson: Lesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+        """Every trained weight with the way that it is to go, and whether what that was made with is up to date."""
+        return [(weight, rows.ascent()) for _, weight, rows in self._read_lesson(lesson)], True
+
+    def _read_lesson(self, lesson: Lesson) -> list[tuple[str, Tensor, Rows]]:
+        """Name, weight and rows of every layer that is trained."""
+        lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
+        each = [(f"{network}.{i}", rows) for network, found in lessons.items() for i, rows in enumerate(found)]
+        named = [(name, self._layer(name).weight, rows) for name, rows in each]
+        return [(name, weight, rows) for name, weight, rows in named if weight.requires_grad]
+
+    def _layer(self, name: str) -> Conditional:
+        found = self.machine.get_submodule(name)
+        assert isinstance(found, Conditional)
+        return found
