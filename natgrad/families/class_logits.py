@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families.cancellation import divergence_terms
 from natgrad.families.event_checks import check_support
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.natural_likelihood import check_count
 from natgrad.lapack import is_concrete
 from natgrad.operators import Operator
 
@@ -44,8 +44,8 @@ class Multinomial(ExponentialFamily):
     classes: int
 
     def __post_init__(self) -> None:
-        check_count(self.n_trials, "n_trials", "draws")
-        check_count(self.classes, "classes", "classes", 2)
+        check_integer("n_trials", self.n_trials, of="the number of draws")
+        check_integer("classes", self.classes, 2, of="the number of classes")
 
     @property
     def size(self) -> int:  # type: ignore[override]

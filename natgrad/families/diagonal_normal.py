@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families.cancellation import in_double, ratio_gap
 from natgrad.families.closed_forms import Closed
 from natgrad.families.event_checks import centre_examples, check_moments, check_width, floating_dtype
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.natural_likelihood import check_count
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
 from natgrad.lapack import is_concrete
@@ -38,7 +38,7 @@ class DiagonalNormal(ExponentialFamily):
     domain = "theta = (mean / variance; -1 / (2 variance)): the second half must be negative"
 
     def __init__(self, d: int) -> None:
-        check_count(d, "d", "dimensions")
+        check_integer("d", d, of="the number of dimensions")
         self.d, self.size = d, 2 * d
 
     def statistics(self, x: Tensor) -> Tensor:

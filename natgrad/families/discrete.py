@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.checks import check_integer
 from natgrad.families.base import check_range, check_same_shape, require_one_tensor
 from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.class_logits import (
@@ -24,7 +25,7 @@ from natgrad.families.class_logits import (
 )
 from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
-from natgrad.families.natural_likelihood import ENUMERATED, Entries, NaturalLikelihood, check_count
+from natgrad.families.natural_likelihood import ENUMERATED, Entries, NaturalLikelihood
 from natgrad.lapack import is_concrete
 from natgrad.operators import Operator
 
@@ -49,7 +50,8 @@ class Bernoulli(Entries):
     n: int | None = None
 
     def __post_init__(self) -> None:
-        check_count(self.n, "n", "bits")
+        if self.n is not None:
+            check_integer("n", self.n, of="the number of bits")
 
     @property
     def fixed_size(self) -> int | None:
@@ -126,7 +128,8 @@ class Poisson(Entries):
     n: int | None = None
 
     def __post_init__(self) -> None:
-        check_count(self.n, "n", "counts")
+        if self.n is not None:
+            check_integer("n", self.n, of="the number of counts")
 
     @property
     def fixed_size(self) -> int | None:
@@ -221,7 +224,8 @@ class Categorical(NaturalLikelihood):
     dim: int = -1
 
     def __post_init__(self) -> None:
-        check_count(self.classes, "classes", "classes (the axis of the classes is dim=)", 2)
+        if self.classes is not None:
+            check_integer("classes", self.classes, 2, of="the number of classes (the axis of the classes is dim=)")
 
     @property
     def fixed_size(self) -> int | None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.lapack import is_concrete, require_inverse
 from natgrad.linalg import psd_root, symmetrise
@@ -82,8 +83,7 @@ class ExponentialFamily(ABC):
         Returns:
             Shape (n, ..., event).
         """
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"n is {n!r}, expected the number of draws, an integer >= 1")
+        n = check_integer("n", n, of="the number of draws")
         with torch.no_grad():
             return self.draw(self.check(theta), n, generator)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_positive
 from natgrad.families.base import DiagonalForm, SeparableLikelihood, check_same_shape
 from natgrad.families.cancellation import exp_gap, ratio_gap
 
@@ -36,8 +37,7 @@ class Gaussian(SeparableLikelihood):
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.std < math.inf:
-            raise ValueError(f"std is {self.std}, expected a positive number: the outputs' standard deviation")
+        check_positive("std", self.std, hint=": the outputs' standard deviation")
 
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return ((targets - outputs) / self.std).square() / 2 + math.log(self.std) + 0.5 * math.log(2 * math.pi)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families.discrete_tables import Clique, Tables
 from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
-from natgrad.families.natural_likelihood import check_count
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Gibbs:
     thinning: int = 10
 
     def __post_init__(self) -> None:
-        check_count(self.burn_in, "burn_in", "sweeps", 0)
-        check_count(self.chains, "chains", "chains")
-        check_count(self.thinning, "thinning", "sweeps")
+        check_integer("burn_in", self.burn_in, 0, of="the number of sweeps")
+        check_integer("chains", self.chains, of="the number of chains")
+        check_integer("thinning", self.thinning, of="the number of sweeps")
 
     def draw(self, tables: Tables, theta: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
         """States: draws from one chain are count / chains apart, and depend on one another.

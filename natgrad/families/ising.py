@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.markov_field import MarkovField, check_field
-from natgrad.families.natural_likelihood import check_count
 
 
 class Ising(MarkovField):
@@ -39,7 +39,7 @@ class Ising(MarkovField):
         values: tuple[float, float] = (-1, 1),
         gibbs: Gibbs | None = None,
     ) -> None:
-        check_count(n, "n", "variables")
+        check_integer("n", n, of="the number of variables")
         if n is None or len(values) != 2 or not values[0] < values[1]:
             raise ValueError(f"values are {values}, expected two numbers, the lower first, such as (-1, 1) or (0, 1)")
         every = (*((i,) for i in range(n)), *itertools.combinations(range(n), 2))

@@ -115,9 +115,3 @@ class Entries(NaturalLikelihood, SeparableLikelihood):
     def fisher_expectation(self, eta: Tensor) -> Operator:
         theta = self.natural(self.single(eta, "eta"))
         return Diagonal(1 / self.curvature(theta).detach())
-
-
-def check_count(value: int | None, name: str, what: str, least: int = 1) -> None:
-    """ValueError unless it is None or an integer of at least `least`."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} is {value!r}, expected the number of {what}, an integer >= {least}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
 from natgrad.families.event_checks import check_above, check_support, check_width
 from natgrad.families.exponential import ExponentialFamily
@@ -201,9 +202,7 @@ class Dirichlet(ExponentialFamily):
         return digamma_inverse(eta + torch.digamma(((low + high) / 2).exp())) - 1
 
     def __init__(self, k: int) -> None:
-        if not isinstance(k, int) or k < 2:
-            raise ValueError(f"k is {k!r}, expected the number of proportions, an integer >= 2")
-        self.size = k
+        self.size = check_integer("k", k, 2, of="the number of proportions")
 
     def statistics(self, x: Tensor) -> Tensor:
         slack = 1e3 * torch.finfo(check_width(x, self.size).dtype).eps

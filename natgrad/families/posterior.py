@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_positive
 from natgrad.families.base import DiagonalForm
 from natgrad.families.cancellation import exp_gap
 from natgrad.families.gaussian import draw_normal
@@ -42,8 +43,7 @@ class GaussianPosterior(DiagonalForm):
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"beta is {self.beta}, expected a positive number: the weight of the KL term")
+        check_positive("beta", self.beta, hint=": the weight of the KL term")
 
     def rows(self, outputs: Any) -> Tensor:
         if not isinstance(outputs, Tensor):

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
+
 
 class Pairs:
     """Which entries (i, j), i <= j, of a symmetric matrix (d, d) are kept: all i = j, then the edges in their order.
@@ -21,8 +23,7 @@ class Pairs:
     """
 
     def __init__(self, d: int, edges: Iterable[Iterable[int]] | None = None) -> None:
-        if isinstance(d, bool) or not isinstance(d, int) or d < 1:
-            raise ValueError(f"d is {d!r}, expected the number of dimensions, an integer >= 1")
+        d = check_integer("d", d, of="the number of dimensions")
         listed = itertools.combinations(range(d), 2) if edges is None else (tuple(sorted(edge)) for edge in edges)
         self.d, self.edges = d, tuple(listed)
         wrong = [edge for edge in self.edges if len(edge) != 2 or not 0 <= edge[0] < edge[1] < d]

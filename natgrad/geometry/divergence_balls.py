@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_positive
 from natgrad.families import ExponentialFamily
 
 DOUBLINGS, BISECTIONS = 200, 100
@@ -68,8 +69,7 @@ def level_set(
     Returns:
         Shape (m, n). NaN where a ray does not get there.
     """
-    if not radius > 0:
-        raise ValueError(f"radius is {radius}, expected a positive number of nats")
+    check_positive("radius", radius)
     rays = spread_directions(directions, centre) if isinstance(directions, int) else directions
     if rays.dim() != 2 or rays.shape[1] != len(centre):
         raise ValueError(f"directions have shape {tuple(rays.shape)}, expected (m, {len(centre)})")

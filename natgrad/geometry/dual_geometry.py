@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_positive
 from natgrad.families import ExponentialFamily, SubModel
 from natgrad.lapack import all_finite, require_solution, solve_or_nan
 
@@ -203,8 +204,7 @@ def mirror_step(
     Raises:
         ValueError: If the step leaves the means that are possible.
     """
-    if not rate > 0:
-        raise ValueError(f"rate is {rate}, expected a positive number")
+    check_positive("rate", rate)
     eta = family.expectation(theta)
     for count in range(backtracks + 1):
         try:

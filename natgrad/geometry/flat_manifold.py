@@ -7,6 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_positive
 from natgrad.geometry.base import Manifold
 from natgrad.lapack import require_factor
 
@@ -90,8 +91,7 @@ class Scales(Straightened):
     domain = "positive rates (..., n)"
 
     def __init__(self, shape: float = 1.0) -> None:
-        if not shape > 0:
-            raise ValueError(f"shape is {shape}, expected a positive number; 1 for the Exponential")
+        check_positive("shape", shape, hint="; 1 for the Exponential")
         self.root = shape**0.5
 
     def straighten(self, point: Tensor) -> Tensor:

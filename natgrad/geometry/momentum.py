@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_choice, check_positive
 from natgrad.geometry.base import Manifold
 
 
@@ -43,12 +44,10 @@ class Descent:
     transport: Literal["cheap", "parallel"] = "cheap"
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"lr is {self.lr}, expected a positive number")
+        check_positive("lr", self.lr)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}, expected at least 0 and below 1")
-        if self.transport not in ("cheap", "parallel"):
-            raise ValueError(f"transport is {self.transport!r}, expected 'cheap' or 'parallel'")
+        check_choice("transport", self.transport, ("cheap", "parallel"))
 
     def step(self, point: Tensor, gradient: Tensor, velocity: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One step from partial derivatives at the point.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.geometry.batched_shooting import shoot
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import whiten
@@ -34,8 +35,7 @@ class Normals(Shooting):
     domain = "(mean; Sigma_ii; Sigma_ij) with a positive definite Sigma"
 
     def __init__(self, d: int) -> None:
-        if not isinstance(d, int) or d < 1:
-            raise ValueError(f"d is {d!r}, expected the number of dimensions, an integer >= 1")
+        d = check_integer("d", d, of="the number of dimensions")
         self.d, self.size = d, d + d * (d + 1) // 2
         self._first, self._second = torch.triu_indices(d, d, 1)
 

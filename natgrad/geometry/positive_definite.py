@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_positive
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.stable_functions import are_positive_definite, matrix_log, matrix_sqrt, safe_sqrt
 from natgrad.lapack import eigh, factor_or_nan, require_factor
@@ -26,8 +27,7 @@ class PositiveDefinite(Manifold):
     domain = "symmetric positive definite matrices (..., d, d)"
 
     def __init__(self, scale: float = 0.5) -> None:
-        if not scale > 0:
-            raise ValueError(f"scale is {scale}, expected a positive number; 1/2 for the Fisher metric")
+        check_positive("scale", scale, hint="; 1/2 for the Fisher metric")
         self.scale = scale
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, sinc
 
@@ -28,9 +29,7 @@ class Simplex(Manifold):
     domain = "positive probabilities (..., k) of sum 1"
 
     def __init__(self, trials: int = 1) -> None:
-        if not isinstance(trials, int) or trials < 1:
-            raise ValueError(f"trials is {trials!r}, expected an integer >= 1")
-        self.trials = trials
+        self.trials = check_integer("trials", trials)
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return self.trials * (first * second / point).sum(-1)

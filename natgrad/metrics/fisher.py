@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.checks import check_integer
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.families.criteria import Entrywise
 from natgrad.metrics.base import PullbackMetric, Scores, check_has_outputs
@@ -85,8 +86,7 @@ def sampled_fisher(
         >>> metric.at(ng.trainable(model), torch.randn(10, 4)).root().shape
         torch.Size([15, 20])
     """
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples is {samples}, expected an integer >= 1")
+    samples = check_integer("samples", samples)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     return SampledFisher(model, as_criterion(family), chunk_size, samples, generator, outputs=outputs)
 

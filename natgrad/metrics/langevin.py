@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer, check_positive
 from natgrad.densities import Density
 from natgrad.pure import run_detached
 from natgrad.spaces import Params
@@ -32,10 +33,8 @@ class Langevin:
     adjusted: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"steps is {self.steps!r}, expected an integer >= 1")
-        if not 0 < self.step < math.inf:
-            raise ValueError(f"step is {self.step}, expected a number > 0")
+        check_integer("steps", self.steps)
+        check_positive("step", self.step)
 
     @torch.no_grad()
     def draw(self, density: Density, params: Params, start: Tensor, generator: torch.Generator) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.checks import check_integer
 from natgrad.densities import Density, LogP, as_density, check_continuous, check_density, check_mask, guard_derivatives
 from natgrad.metrics.base import Metric, Scores
 from natgrad.metrics.langevin import Langevin
@@ -58,8 +59,8 @@ def score_metric(
         >>> G.root().shape
         torch.Size([41, 30])
     """
-    if slices is not None and (not isinstance(slices, int) or slices < 1):
-        raise ValueError(f"slices is {slices!r}, expected an integer >= 1 or None for all variables")
+    if slices is not None:
+        slices = check_integer("slices", slices, hint=" or None for all variables")
     if langevin is not None and not isinstance(langevin, Langevin):
         raise TypeError(f"langevin is {langevin!r}, expected ng.Langevin(...) or None")
     check_chunks(chunk_size)
@@ -224,5 +225,5 @@ def unwrap_examples(inputs: Any) -> Any:
 
 def check_chunks(chunk_size: int | None) -> None:
     """ValueError unless None or an integer >= 1."""
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected an integer >= 1 or None")
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, hint=" or None")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.checks import check_integer, check_positive
 from natgrad.linalg import eigh
 from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, linearise_after
 from natgrad.operators import Linearization, LowRank, Operator, OutputMap, Pullback
@@ -63,10 +63,8 @@ def transport_metric(
     """
     if kernel is not None and not callable(kernel):
         raise TypeError(f"kernel is {kernel!r}, expected natgrad.metrics.RBF(), a function k(x, y), or None")
-    if not isinstance(basis, int) or basis < 1:
-        raise ValueError(f"basis is {basis!r}, expected an integer >= 1")
-    if not 0 < regularization < math.inf:
-        raise ValueError(f"regularization is {regularization}, expected a number > 0")
+    basis = check_integer("basis", basis)
+    check_positive("regularization", regularization)
     if not isinstance(model, nn.Module) and not callable(model):
         raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module or a function f(params, z)")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
@@ -84,8 +82,8 @@ class RBF:
     bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
-            raise ValueError(f"bandwidth is {self.bandwidth}, expected a number > 0, or None for the median distance")
+        if self.bandwidth is not None:
+            check_positive("bandwidth", self.bandwidth, hint=", or None for the median distance")
 
     def width(self, samples: Tensor) -> float:
         """The bandwidth, or the median distance between at most 500 samples; 1 where these coincide.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer, check_number
 from natgrad.operators import Operator
 from natgrad.solvers.base import Iterate, Solution, Solver, Status, check_representable, check_system
 
@@ -58,15 +59,13 @@ class CG(Solver):
     keep: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.rtol >= 0:
-            raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")
+        check_number("rtol", self.rtol)
         if self.keep is not None and not self.keep > 1:
             raise ValueError(
                 f"keep is {self.keep}, expected a factor > 1 between steps whose iterates are stored, or None"
             )
         for name in ("max_steps", "refresh"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected an integer >= 1")
+            check_integer(name, getattr(self, name))
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer, check_number
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, check_system, find_power_of_two, restore_units
 from natgrad.solvers.qlp import Factors, OrthonormalSum, ShortSum
@@ -73,14 +74,13 @@ class MinresQLP(Solver):
     preconditioner: Operator | None = None
 
     def __post_init__(self) -> None:
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps is {self.max_steps}, expected an integer >= 1")
+        check_integer("max_steps", self.max_steps)
         if not self.max_norm > 0:
             raise ValueError(f"max_norm is {self.max_norm}, expected a number > 0")
         for name, least in (("rtol", 0), ("null_rtol", 0), ("max_condition", 1), ("transfer", 1)):
             came = getattr(self, name)
-            if came is not None and not came >= least:
-                raise ValueError(f"{name} is {came}, expected a number >= {least}")
+            if came is not None:
+                check_number(name, came, least)
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)

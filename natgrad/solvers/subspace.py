@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer, check_number
 from natgrad.linalg import all_finite, eigh, safe_cutoff, take_absolute
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_representable, check_system
@@ -45,10 +46,8 @@ class KrylovSubspace(Solver):
     absolute: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dimension, int) or self.dimension < 1:
-            raise ValueError(f"dimension is {self.dimension}, expected an integer >= 1")
-        if not self.rtol >= 0:
-            raise ValueError(f"rtol is {self.rtol}, expected a number >= 0")
+        check_integer("dimension", self.dimension)
+        check_number("rtol", self.rtol)
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)

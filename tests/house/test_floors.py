@@ -39,6 +39,7 @@ class House:
 
 
 FLOORS: dict[str, int] = {
+    "checks": 0,
     "spaces": 0,
     "pure": 0,
     "lapack": 0,
