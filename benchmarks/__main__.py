@@ -94,6 +94,12 @@ def kfac_tables(repeats: int) -> None:
     table("classifier: growth of the highest resident memory", kfac.memory_report(), ("MiB",))
 
 
+def first_steps_tables(repeats: int) -> None:
+    for work in training.trainings():
+        title = f"{work.name}, batch {len(work.inputs)}: the first steps of a run"
+        table(title, kfac.first_steps(work), kfac.FIRST_HEADS)
+
+
 def learning_table(repeats: int) -> None:
     if "NATGRAD_DATA" not in os.environ:
         print("\nFashion-MNIST: left out, set NATGRAD_DATA to the folder with the data")
@@ -202,6 +208,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "iterative": iterative_table,
     "preconditioners": preconditioner_table,
     "kfac": kfac_tables,
+    "first-steps": first_steps_tables,
     "learning": learning_table,
     "scores": score_tables,
     "conversions": conversion_table,

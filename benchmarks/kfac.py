@@ -118,6 +118,33 @@ def report(work: Training, repeats: int, names: Iterable[str] = CONTESTANTS) -> 
     return [(name, f"{milliseconds:.0f} ms" if name == "SGD" else str(r)) for name, r in found.items()]
 
 
+FIRST = 100  # steps
+FIRST_HEADS = (f"first {FIRST} steps / SGD steps", "the first ten of them", "the last ten")
+AT_FIRST: dict[str, Make] = {
+    "SGD": sgd,
+    "Adam": adam,
+    "kfac": ng.kfac,
+    "ekfac": ng.ekfac,
+    "kfac, factors every step": partial(ng.kfac, update_every=1),
+}
+
+
+def first_steps(work: Training, names: Iterable[str] = AT_FIRST) -> list[tuple[str, ...]]:
+    """Rows (optimizer, its first hundred steps in as many SGD steps, the first and the last ten): every step in turn.
+
+    Ours train with their own rates, so that the statistics drift as they do at the start of a run.
+    """
+    steps = {name: iteration(work, AT_FIRST[name], late=False) for name in dict.fromkeys(("SGD", *names))}
+    iteration(work, sgd, late=False)()  # products and their kernels are loaded
+    spent = {name: list[float]() for name in steps}
+    for _ in range(FIRST):
+        for name, step in steps.items():
+            spent[name].append(timed(step))
+    base = spent.pop("SGD")
+    parts = (slice(None), slice(10), slice(-10, None))
+    return [(name, *(f"{sum(took[part]) / sum(base[part]):.2f}" for part in parts)) for name, took in spent.items()]
+
+
 def timed(step: Callable[[], object]) -> float:
     """Processor milliseconds of one call."""
     start = time.process_time()
