@@ -23,12 +23,18 @@ from natgrad.structures.base import Memory
 class PairPreconditioner(Preconditioner):
     """P ~ (G + damping I)^-1 for `ng.ratio_metric` of a `Boltzmann` machine, from K-FAC's assumption.
 
-    Row i of the couplings sees the metric E[w_i v v^T], w_i = 2 [s_i (1 - s_i)]^2 jump^2. With w_i independent of v it
+    Row i of the couplings has the metric E[w_i v v^T], w_i = 2 [s_i (1 - s_i)]^2 jump^2. With w_i independent of v it
     is mean(w_i) C, C the covariance of v once the biases are centred; the symmetry of J makes one equation of the rows,
     W D C + C D W = S, which the eigenvectors of W^-1/2 C W^-1/2 solve. The damping is split over W and C as in K-FAC.
+    Applying P costs four (N, N) products. Memory: 2 N^2 numbers.
 
-    machine: whose metric it is.   every: steps between eigendecompositions, O(N^3) each; applying P costs four (N, N)
-    products. Memory: 2 N^2 numbers.
+    Args:
+        machine: Whose metric it is.
+        every: Steps between eigendecompositions, O(N^3) each.
+
+    Raises:
+        TypeError: If the machine is no `Boltzmann`.
+        ValueError: If `every` is no integer >= 1.
     """
 
     machine: Boltzmann
@@ -67,14 +73,20 @@ class PairPreconditioner(Preconditioner):
             v = self.machine.values(x)
             mean = v.mean(0)
             covariance = (v - mean).mT @ (v - mean) / len(v)
-            weights, covariance = damped(weights, covariance, damping)
+            weights, covariance = add_split_damping(weights, covariance, damping)
             scale = weights.rsqrt()
             values, vectors = eigh(scale.unsqueeze(1) * covariance * scale)
         return {"weights": weights, "mean": mean, "values": values.clamp(min=0), "vectors": vectors}
 
 
-def damped(weights: Tensor, covariance: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """W + delta I and C + epsilon I with 2 delta epsilon = damping, split by their mean eigenvalues (K-FAC's pi)."""
+def add_split_damping(weights: Tensor, covariance: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """W + delta I and C + epsilon I with 2 delta epsilon = damping, split by their mean eigenvalues (K-FAC's pi).
+
+    Args:
+        weights: The diagonal of W, shape (N,).
+        covariance: C, shape (N, N).
+        damping: Of the metric, at least 0.
+    """
     pi = (weights.mean() / covariance.diagonal().mean().clamp(min=1e-30)).clamp(1e-6, 1e6).sqrt()
     root = (max(damping, 1e-12) / 2) ** 0.5
     shifted = covariance.clone()
@@ -83,7 +95,16 @@ def damped(weights: Tensor, covariance: Tensor, damping: float) -> tuple[Tensor,
 
 
 class PairInverse(Operator):
-    """g -> d: biases by 1 / W, couplings by the solution of W D C + C D W = S off the diagonal, both centred."""
+    """g -> d: biases by 1 / W, couplings by the solution of W D C + C D W = S off the diagonal, both centred.
+
+    Args:
+        machine: Whose parameters are meant.
+        params: h and J.
+        weights: The diagonal of W, shape (N,).
+        mean: Of v, shape (N,).
+        values: Eigenvalues of W^-1/2 C W^-1/2, shape (N,).
+        vectors: Its eigenvectors, shape (N, N).
+    """
 
     def __init__(
         self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor, values: Tensor, vectors: Tensor

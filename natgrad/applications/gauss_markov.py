@@ -17,12 +17,26 @@ from natgrad.spaces import Params
 class GaussMarkov(Density):
     """log p(x) = -1/2 x^T P x + constant, P symmetric, P_ij = 0 unless i = j or (i, j) is an edge.
 
-    size: N.   edges: pairs of different variables, each once.
-
     Parameters: {"diagonal": (N,), "edges": (E,)}, the entries of P. The scores -P x are linear in them, so the
-    score-matching loss is a quadratic whose Hessian is the score metric everywhere: one natural step at rate 1 ends at
+    score-matching loss is a quadratic whose Hessian is the score metric everywhere. One natural step at rate 1 ends at
     the optimum, from anywhere, and `fit` solves for it. With all edges it is maximum likelihood; without some of them
-    it is not, but both find the same P as the data grow (Hyvarinen 2007).
+    it is not, but both find the same P as the data grow.
+
+    Args:
+        size: N.
+        edges: Pairs of different variables, each once.
+
+    Raises:
+        ValueError: If the size is no integer >= 1, or a pair does not fit.
+
+    Reference:
+        Hyvarinen 2007.
+
+    Example:
+        >>> field = ng.GaussMarkov(3, [(0, 1), (1, 2)])
+        >>> params = field.fit(torch.randn(500, 3))
+        >>> field.precision(params)[0, 2].item()
+        0.0
     """
 
     def __init__(self, size: int, edges: Iterable[tuple[int, int]]) -> None:
@@ -37,7 +51,14 @@ class GaussMarkov(Density):
         self._ends = torch.tensor(self.edges, dtype=torch.long).view(-1, 2).unbind(1)
 
     def parameters(self, precision: Tensor | None = None) -> dict[str, Tensor]:
-        """The entries of P (N, N) on the graph, default the identity; they require gradients."""
+        """The entries of P on the graph; they require gradients.
+
+        Args:
+            precision: P, shape (N, N); default the identity.
+
+        Raises:
+            ValueError: If it has another shape.
+        """
         matrix = torch.eye(self.size) if precision is None else precision.detach()
         if matrix.shape != (self.size, self.size):
             raise ValueError(f"precision has shape {tuple(matrix.shape)}, expected ({self.size}, {self.size})")
@@ -46,7 +67,11 @@ class GaussMarkov(Density):
         return {name: value.requires_grad_() for name, value in parts.items()}
 
     def precision(self, params: Params) -> Tensor:
-        """P (N, N)."""
+        """P, shape (N, N).
+
+        Args:
+            params: Its entries.
+        """
         self.check(params)
         first, second = (ends.to(params["edges"].device) for ends in self._ends)
         upper = params["edges"].new_zeros(self.size**2).scatter(0, first * self.size + second, params["edges"])
@@ -78,13 +103,17 @@ class GaussMarkov(Density):
         return torch.cat([parts[name] for name in params], dim=2)
 
     def fit(self, X: Tensor) -> dict[str, Tensor]:
-        """The minimum of the score-matching loss on X (b, N): G theta = d tr(P) / d theta, G the score metric.
+        """The minimum of the score-matching loss on X: G theta = d tr(P) / d theta, G the score metric.
 
-        ValueError where X does not determine P: too few examples, or a variable that is always zero.
+        Args:
+            X: Examples, shape (b, N).
+
+        Raises:
+            ValueError: If X does not determine P: too few examples, or a variable that is always zero.
         """
         check_continuous(X)
         start = self.parameters(torch.zeros(self.size, self.size, dtype=X.dtype, device=X.device))
-        x = self.condensed(check_density(self, start, X))
+        x = self.condense(check_density(self, start, X))
         root = self.score_jacobian(start, x).flatten(0, 1)
         metric = symmetrise(root.mT @ root) / len(x)
         slope = torch.cat([torch.ones_like(start["diagonal"]), torch.zeros_like(start["edges"])])
@@ -96,27 +125,62 @@ class GaussMarkov(Density):
         found = torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1).split([self.size, len(self.edges)])
         return {name: value.clone().requires_grad_() for name, value in zip(start, found, strict=True)}
 
-    def condensed(self, X: Tensor) -> Tensor:
-        """N examples with the second moments of X (b, N), b >= N: the loss and the metric depend on nothing else."""
+    def condense(self, X: Tensor) -> Tensor:
+        """N examples with the second moments of X: the loss and the metric depend on nothing else.
+
+        Args:
+            X: Examples, shape (b, N); with b <= N they are returned as they are.
+        """
         return X if len(X) <= self.size else torch.linalg.qr(X, mode="r").R * (self.size / len(X)) ** 0.5
 
     def sample(self, params: Params, count: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws (count, N). ValueError unless P is positive definite."""
+        """Independent draws, shape (count, N).
+
+        Args:
+            params: The entries of P.
+            count: How many.
+            generator: Of the draws; default torch's global one.
+
+        Raises:
+            ValueError: If P is not positive definite.
+        """
         factor = self._factor(params).detach()
         z = torch.randn(self.size, count, generator=generator, dtype=factor.dtype, device=factor.device)
         return torch.linalg.solve_triangular(factor.mT, z, upper=True).mT
 
     def log_partition(self, params: Params) -> Tensor:
-        """N/2 log 2 pi - 1/2 log det P, the constant that is left out. ValueError unless P is positive definite."""
+        """N/2 log 2 pi - 1/2 log det P, the constant that is left out.
+
+        Args:
+            params: The entries of P.
+
+        Raises:
+            ValueError: If P is not positive definite.
+        """
         return self.size / 2 * math.log(2 * math.pi) - self._factor(params).diagonal().log().sum()
 
     def kl(self, params: Params, other: Params) -> Tensor:
-        """KL(p(.; params), p(.; other)) in nats. ValueError unless both precisions are positive definite."""
+        """KL(p(.; params), p(.; other)) in nats.
+
+        Args:
+            params: The entries of P.
+            other: The entries of the other precision.
+
+        Raises:
+            ValueError: If a precision is not positive definite.
+        """
         overlap = torch.cholesky_solve(self.precision(other), self._factor(params)).trace()  # tr(P^-1 Q)
         return 0.5 * (overlap - self.size) + self.log_partition(other) - self.log_partition(params)
 
     def check(self, params: Params) -> None:
-        """ValueError unless params are the diagonal (N,) and the edges (E,)."""
+        """Check that the parameters belong to this field.
+
+        Args:
+            params: The diagonal (N,) and the edges (E,).
+
+        Raises:
+            ValueError: If they do not.
+        """
         came = {name: tuple(value.shape) for name, value in params.items()}
         if came != {"diagonal": (self.size,), "edges": (len(self.edges),)}:
             raise ValueError(
@@ -136,11 +200,20 @@ class GaussMarkov(Density):
 
 
 def ring(size: int) -> list[tuple[int, int]]:
-    """Edges of a circle of variables."""
+    """Edges of a circle of variables.
+
+    Args:
+        size: Number of variables.
+    """
     return [(i, (i + 1) % size) for i in range(size)]
 
 
 def lattice(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Edges of a rectangle of variables numbered row by row, each joined to its right and lower neighbour."""
+    """Edges of a rectangle of variables numbered row by row, each joined to its right and lower neighbour.
+
+    Args:
+        rows: Of the rectangle.
+        columns: Of the rectangle.
+    """
     right = [(columns * r + c, columns * r + c + 1) for r in range(rows) for c in range(columns - 1)]
     return right + [(columns * r + c, columns * (r + 1) + c) for r in range(rows - 1) for c in range(columns)]

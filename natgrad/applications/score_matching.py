@@ -36,16 +36,33 @@ def score_matching_loss(
     mask: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """mean over X of l(x) = sum_i 1/2 (d_i log p)^2 + d_i^2 log p, Hyvarinen 2005; a scalar.
-
-    log_p: a function log_p(params, x) of one example x (N,), or a module of energies E(X) (b,), log p = -E; without its
-    constant.   params: dict of tensors, such as ng.trainable(module).   X: (b, N), continuous.   mask: (N,) or (b, N),
-    the variables i that the sum runs over: the conditional density of these given the others is matched.
-    chunk_size: variables at a time, to bound memory; the value then has gradients, but no second ones, in params.
+    """mean over X of l(x) = sum_i 1/2 (d_i log p)^2 + d_i^2 log p; a scalar.
 
     The divergence of Karakida, Okada & Amari 2016 is D = 2 <l> + const; the metric that belongs to l is
-    `ng.score_metric`. Costs N backward passes of the score. ValueError for data of zeros and ones, NaN, a mask or X of
-    the wrong shape, and a log_p whose second derivatives in x are all zero (ReLU).
+    `ng.score_metric`. Costs N backward passes of the score.
+
+    Args:
+        log_p: A function log_p(params, x) of one example x (N,), without its constant; or a module of energies E(X)
+            (b,), with log p = -E.
+        params: A dict of tensors, such as `ng.trainable(module)`.
+        X: Continuous examples, shape (b, N).
+        mask: The variables i that the sum runs over, shape (N,) or (b, N): the conditional density of these given the
+            others is matched.
+        chunk_size: Variables at a time, to bound memory; the value then has gradients in params, but no second ones.
+
+    Raises:
+        ValueError: If the data are zeros and ones or NaN, X or the mask has the wrong shape, or the second derivatives
+            of log_p in x are all zero (ReLU).
+
+    Reference:
+        Hyvarinen 2005.
+
+    Example:
+        >>> log_p = lambda params, x: -0.5 * (params["precision"] * x * x).sum()
+        >>> params = {"precision": torch.ones(3, requires_grad=True)}
+        >>> ng.score_matching_loss(log_p, params, torch.randn(50, 3)).backward()
+        >>> params["precision"].grad.shape
+        torch.Size([3])
     """
     density = as_density(log_p)
     inputs = check_density(density, params, X).detach()
@@ -58,7 +75,7 @@ def score_matching_loss(
         entries = 0.5 * scores[:, dims].square() + curvatures
         return (entries if weights is None else entries * weights[:, dims]).sum(1).mean()
 
-    return announce(log_p, inputs, _summed(density, term, params, inputs, chunk_size))
+    return announce(log_p, inputs, _sum_in_chunks(density, term, params, inputs, chunk_size))
 
 
 def sliced_score_matching_loss(
@@ -71,11 +88,25 @@ def sliced_score_matching_loss(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """An unbiased estimate of `score_matching_loss` from random directions v, Song et al. 2019.
+    """An unbiased estimate of `score_matching_loss` from random directions v; a scalar.
 
     mean of v^T (Hess log p) v + 1/2 |s|^2, or 1/2 (v^T s)^2 in the last place without variance reduction; v has
-    independent signs.   slices: directions per example: one backward pass of the score each, whatever N.   generator:
-    of the directions, default the global one.
+    independent signs. Costs one backward pass of the score per direction, whatever N.
+
+    Args:
+        log_p: As in `score_matching_loss`.
+        params: A dict of tensors.
+        X: Continuous examples, shape (b, N).
+        slices: Directions per example.
+        variance_reduced: False for the noisier form with 1/2 (v^T s)^2.
+        mask: The variables that the sum runs over, shape (N,) or (b, N).
+        generator: Of the directions; default torch's global one.
+
+    Raises:
+        ValueError: As `score_matching_loss`, or if slices is no integer >= 1.
+
+    Reference:
+        Song et al. 2019.
     """
     if not isinstance(slices, int) or slices < 1:
         raise ValueError(f"slices is {slices}, expected an integer >= 1")
@@ -107,12 +138,26 @@ def denoising_score_matching_loss(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """mean of 1/2 |s(x + noise z) + z / noise|^2 over X and one z ~ N(0, I) each, Vincent 2011.
+    """mean of 1/2 |s(x + noise z) + z / noise|^2 over X and one z ~ N(0, I) each; a scalar.
 
-    Matches the scores of the data blurred by `noise`, up to a constant; first derivatives only, so ReLU is welcome.
-    noise: standard deviation, a number or one per example (b,).   scaled: times noise^2, which weighs several levels
-    alike.   The metric that belongs to it is `ng.score_metric` at the noisy examples, which is where an optimiser on
-    log_p takes it. X may be binary. ValueError for noise <= 0.
+    It matches the scores of the data blurred by `noise`, up to a constant. It takes first derivatives only, so ReLU is
+    possible, and X may be binary. The metric that belongs to it is `ng.score_metric` at the noisy examples, where an
+    optimiser on log_p takes it.
+
+    Args:
+        log_p: As in `score_matching_loss`.
+        params: A dict of tensors.
+        X: Floating-point examples, shape (b, N).
+        noise: Standard deviation > 0, a number or one per example (b,).
+        scaled: True to multiply by noise^2, which weighs several levels alike.
+        mask: The variables that the sum runs over, shape (N,) or (b, N).
+        generator: Of z; default torch's global one.
+
+    Raises:
+        ValueError: If noise is not positive, or a shape does not fit.
+
+    Reference:
+        Vincent 2011.
     """
     density = as_density(log_p)
     inputs = check_density(density, params, X).detach()
@@ -139,12 +184,30 @@ def ratio_matching_loss(
     weights: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """mean over X of J(x) = sum_i sigmoid(-r_i)^2, r_i = log p(x) - log p(x with bit i flipped), Hyvarinen 2007.
+    """mean over X of J(x) = sum_i sigmoid(-r_i)^2, r_i = log p(x) - log p(x with bit i flipped); a scalar.
 
-    X: (b, N) of 0 and 1.   weights: (b,), how often each example came, or its probability: the mean is then weighted,
-    and X may be a table of distinct states. The rest as in `score_matching_loss`. The divergence is 2 J + const; the
-    metric that belongs to J is `ng.ratio_metric`. Costs N + 1 evaluations of log_p. ValueError for data that is not
-    binary.
+    The divergence is 2 J + const; the metric that belongs to J is `ng.ratio_metric`. Costs N + 1 evaluations of log_p.
+
+    Args:
+        log_p: As in `score_matching_loss`, or an `ng.Boltzmann` machine.
+        params: A dict of tensors.
+        X: Examples of 0 and 1, shape (b, N).
+        mask: The variables that the sum runs over, shape (N,) or (b, N).
+        weights: How often each example came, or its probability, shape (b,): the mean is then weighted, and X may be a
+            table of distinct states.
+        chunk_size: Variables at a time, to bound memory; the value then has gradients in params, but no second ones.
+
+    Raises:
+        ValueError: If the data are not binary, or a shape does not fit.
+
+    Reference:
+        Hyvarinen 2007.
+
+    Example:
+        >>> X = torch.randint(0, 2, (50, 4)).float()
+        >>> machine = ng.Boltzmann(4)
+        >>> ng.ratio_matching_loss(machine, machine.parameters(), X).item()
+        1.0
     """
     density = as_density(log_p)
     dtype = next(iter(params.values())).dtype if params else torch.get_default_dtype()
@@ -156,10 +219,10 @@ def ratio_matching_loss(
         each = (entries if counted is None else entries * counted[:, dims]).sum(1)
         return each.mean() if shares is None else shares.to(each.dtype) @ each
 
-    return announce(log_p, inputs, _summed(density, term, params, inputs, chunk_size))
+    return announce(log_p, inputs, _sum_in_chunks(density, term, params, inputs, chunk_size))
 
 
-def _summed(density: Density, term: Term, params: Params, inputs: Tensor, chunk_size: int | None) -> Tensor:
+def _sum_in_chunks(density: Density, term: Term, params: Params, inputs: Tensor, chunk_size: int | None) -> Tensor:
     """The sum of a term over all variables, `chunk_size` at a time."""
     size = inputs[0].numel()
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
@@ -200,7 +263,15 @@ class _Chunks(torch.autograd.Function):
 
 
 def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
-    """ValueError if every second derivative in x is exactly zero: the objective has no lower bound then."""
+    """Check that a second derivative in x is not zero: the objective has no lower bound where all are.
+
+    Args:
+        scores: d_i log p, shape (b, N).
+        curvatures: d_i^2 log p, shape (b, k).
+
+    Raises:
+        ValueError: If all second derivatives are exactly zero.
+    """
     if is_concrete(curvatures) and not bool(curvatures.detach().any()):
         if not bool(scores.detach().any()):
             raise ValueError("log_p does not depend on x: its derivatives in x are zero at every example")
@@ -211,7 +282,15 @@ def check_smooth(scores: Tensor, curvatures: Tensor) -> None:
 
 
 def check_noise(noise: float | Tensor, inputs: Tensor) -> Tensor:
-    """Standard deviations (1,) or (b,). ValueError unless positive and finite."""
+    """Standard deviations, shape (1,) or (b,).
+
+    Args:
+        noise: A number, or one per example.
+        inputs: Examples, shape (b, N).
+
+    Raises:
+        ValueError: If they are not positive and finite.
+    """
     levels = torch.as_tensor(noise, dtype=inputs.dtype, device=inputs.device).reshape(-1)
     if len(levels) not in (1, len(inputs)):
         raise ValueError(f"noise has {len(levels)} entries, expected a number or one per example ({len(inputs)},)")

@@ -20,12 +20,18 @@ from natgrad.spaces import Params
 
 @dataclass(frozen=True, eq=False)  # an optimiser hears from its own density, not from an equal one
 class TwoLayer(Density):
-    """log p(x; W, V) = -sum_h sqrt(1 + v_h . (W x)^2) + const, V >= 0 through `link` (Karakida et al. 2016, section 3).
+    """log p(x; W, V) = -sum_h sqrt(1 + v_h . (W x)^2) + const, V >= 0 through `link`.
 
-    params: {"W": (J, N), "V": (H, J)}, V before the link.   link: `ng.positive` (V = exp, better for the natural
-    gradient) or `Square()` (V = v^2, better for gradient descent).
-    A density with closed forms, 13 times faster than derivatives of `log_p` taken automatically; `log_p(params, x)`
-    takes one example too. Params and X with leading axes are models side by side.
+    Parameters: {"W": (J, N), "V": (H, J)}, V before the link. A density with closed forms, 13 times faster than
+    derivatives of `log_p` taken automatically; `log_p(params, x)` takes one example too. Params and X with leading axes
+    are models side by side.
+
+    Args:
+        link: `ng.positive` (V = exp, better for the natural gradient) or `Square()` (V = v^2, better for gradient
+            descent).
+
+    Reference:
+        Karakida et al. 2016, section 3; Koster & Hyvarinen 2010.
     """
 
     link: Positive | Square = positive
@@ -36,7 +42,7 @@ class TwoLayer(Density):
 
     def scores(self, params: Params, inputs: Tensor) -> Tensor:
         W, V = self.matrices(params)
-        a, r = units(W, V, inputs)
+        a, r = unit_responses(W, V, inputs)
         return -((r @ V) * a) @ W
 
     def scores_and_curvatures(
@@ -47,25 +53,47 @@ class TwoLayer(Density):
         return scores, curvatures if dims is None else curvatures[..., list(dims)]
 
     def score_jacobian(self, params: Params, inputs: Tensor) -> Tensor:
-        """d psi_i / d params (..., b, N, K), params in their own order."""
+        """d psi_i / d params, shape (..., b, N, K), params in their own order.
+
+        Args:
+            params: W and V before the link.
+            inputs: Examples, shape (..., b, N).
+        """
         W, V = self.matrices(params)
         by_W, by_V = jacobians(W, V, inputs)
         parts: dict[str, Tensor] = {"W": by_W, "V": by_V * self.link.slope(params["V"])[..., None, None, :, :]}
         return torch.cat([parts[name].flatten(-2) for name in params], -1)
 
     def loss(self, params: Params, inputs: Tensor) -> Tensor:
-        """mean of l over the examples, (...,): `ng.score_matching_loss` of every model."""
+        """mean of l over the examples, shape (...,): `ng.score_matching_loss` of every model.
+
+        Args:
+            params: W and V before the link.
+            inputs: Examples, shape (..., b, N).
+        """
         scores, curvatures = derivatives(*self.matrices(params), inputs)
         return (0.5 * scores.square() + curvatures).sum(-1).mean(-1)
 
     def gradient(self, params: Params, inputs: Tensor) -> dict[str, Tensor]:
-        """The gradient of `loss` in params, without a graph."""
+        """The gradient of `loss` in params, without a graph.
+
+        Args:
+            params: W and V before the link.
+            inputs: Examples, shape (..., b, N).
+        """
         W, V = self.matrices(params)
         by_W, by_V = gradients(W, V, inputs)
         return {"W": by_W, "V": by_V * self.link.slope(params["V"])}
 
     def matrices(self, params: Params) -> tuple[Tensor, Tensor]:
-        """W and V >= 0. ValueError for other names or shapes that do not fit."""
+        """W and V >= 0.
+
+        Args:
+            params: W and V before the link.
+
+        Raises:
+            ValueError: If they have other names, or shapes that do not fit.
+        """
         if set(params) != {"W", "V"}:
             raise ValueError(f"params has {sorted(params)}, expected W (J, N) and V (H, J)")
         W, V = params["W"], params["V"]
@@ -77,23 +105,41 @@ class TwoLayer(Density):
         return W, self.link(V)
 
 
-def units(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """a = W x (..., b, J) and r = (1 + V a^2)^-1/2 (..., b, H)."""
+def unit_responses(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
+    """a = W x, shape (..., b, J), and r = (1 + V a^2)^-1/2, shape (..., b, H).
+
+    Args:
+        W: Shape (..., J, N).
+        V: Shape (..., H, J).
+        X: Shape (..., b, N).
+    """
     a = X @ W.mT
     return a, (1 + a.square() @ V.mT).rsqrt()
 
 
-def pooled(W: Tensor, V: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """V_hj a_j (..., b, H, J) and B (..., b, H, N), its product with W."""
+def pool_features(W: Tensor, V: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """V_hj a_j, shape (..., b, H, J), and B, shape (..., b, H, N), its product with W.
+
+    Args:
+        W: Shape (..., J, N).
+        V: Shape (..., H, J).
+        a: W x, shape (..., b, J).
+    """
     weighted = V.unsqueeze(-3) * a.unsqueeze(-2)
     return weighted, (weighted.flatten(-3, -2) @ W).unflatten(-2, weighted.shape[-3:-1])
 
 
 def derivatives(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """psi and d_i psi_i, both (..., b, N)."""
-    a, r = units(W, V, X)
+    """psi and d_i psi_i, both (..., b, N).
+
+    Args:
+        W: Shape (..., J, N).
+        V: Shape (..., H, J).
+        X: Shape (..., b, N).
+    """
+    a, r = unit_responses(W, V, X)
     c = r @ V
-    _, B = pooled(W, V, a)
+    _, B = pool_features(W, V, a)
     curvatures = (r**3).unsqueeze(-2) @ B.square()
     return -(c * a) @ W, curvatures.squeeze(-2) - c @ W.square()
 
@@ -102,8 +148,13 @@ def gradients(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     """The mean loss's gradient in W and V: the chain rule through a, r and B, which enter by the Gram matrix W W^T.
 
     With z = W W^T (c o a), T = (V o a) W W^T and n the diagonal of W W^T: W psi = -z, |B_h|^2 = T_h . (V_h o a).
+
+    Args:
+        W: Shape (..., J, N).
+        V: Shape (..., H, J).
+        X: Shape (..., b, N).
     """
-    a, r = units(W, V, X)
+    a, r = unit_responses(W, V, X)
     r3, c = r**3, r @ V
     gram = W @ W.mT
     ca = c * a
@@ -123,14 +174,19 @@ def gradients(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jacobians(W: Tensor, V: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """d psi_i / dW (..., b, N, J, N) and d psi_i / dV (..., b, N, H, J).
+    """d psi_i / dW, shape (..., b, N, J, N), and d psi_i / dV, shape (..., b, N, H, J).
 
-    d psi_i / dW_kl = x_l (a_k sum_h r_h^3 V_hk B_hi - c_k W_ki) - c_k a_k [i = l];
-    d psi_i / dV_hk = 1/2 r_h^3 B_hi a_k^2 - r_h a_k W_ki.
+    d psi_i / dW_kl = x_l (a_k sum_h r_h^3 V_hk B_hi - c_k W_ki) - c_k a_k [i = l]; d psi_i / dV_hk = 1/2 r_h^3 B_hi
+    a_k^2 - r_h a_k W_ki.
+
+    Args:
+        W: Shape (..., J, N).
+        V: Shape (..., H, J).
+        X: Shape (..., b, N).
     """
-    a, r = units(W, V, X)
+    a, r = unit_responses(W, V, X)
     c = r @ V
-    _, B = pooled(W, V, a)
+    _, B = pool_features(W, V, a)
     B = (r**3).unsqueeze(-1) * B
     along = a.unsqueeze(-1) * (V.mT.unsqueeze(-3) @ B) - c.unsqueeze(-1) * W.unsqueeze(-3)  # (..., b, J, N)
     by_W = along.mT.unsqueeze(-1) * X[..., None, None, :]

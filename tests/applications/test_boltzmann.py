@@ -12,7 +12,7 @@ from models import assert_close as close
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications.boltzmann import Boltzmann, bits
+from natgrad.applications.boltzmann import Boltzmann, list_bit_states
 from natgrad.densities import Density, Plain
 from natgrad.metrics.score import LARGEST_ROOT
 from natgrad.spaces import Space
@@ -229,4 +229,4 @@ def test_errors_name_what_is_wrong(call, words):
 
 
 def test_bits_count_upwards():
-    assert bits(3).tolist() == [[i // 4, i // 2 % 2, i % 2] for i in range(8)]
+    assert list_bit_states(3).tolist() == [[i // 4, i // 2 % 2, i % 2] for i in range(8)]

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from natgrad.applications.flows import (
-    Coordinates,
+    FlowCoordinates,
     destinations,
     deviation_coordinates,
     draw_basins,
@@ -18,7 +18,7 @@ from natgrad.applications.flows import (
     draw_levels,
     draw_trajectory,
     expectation_coordinates,
-    expected,
+    expected_value,
     flow,
     flow_field,
     lattice,
@@ -37,7 +37,7 @@ def toy(x):
     return x[:, 0] + 2 * x[:, 1] + 3 * x[:, 0] * x[:, 1]
 
 
-F = expected(TOY, toy)
+F = expected_value(TOY, toy)
 
 
 def point(*numbers):
@@ -68,7 +68,7 @@ def test_the_natural_flow_is_the_same_in_all_coordinates(one):
     assert_close(torch.sigmoid(2 * in_theta.points), expected_points, rtol=0, atol=1e-8)
     in_eta = flow(F, TOY, 2 * mu0 - 1, times[:2], expectation_coordinates(TOY))
     assert_close((in_eta.points + 1) / 2, expected_points[:2], rtol=0, atol=1e-8)
-    mine = Coordinates("mine", lambda xi: xi + xi**3 / 3)
+    mine = FlowCoordinates("mine", lambda xi: xi + xi**3 / 3)
     start = point(*[_cubic(t) for t in theta0.tolist()])
     in_mine = flow(F, TOY, start, times[:3], mine)
     assert_close(torch.sigmoid(2 * mine.theta(in_mine.points)), expected_points[:3], rtol=0, atol=1e-8)
@@ -111,7 +111,7 @@ def test_the_toy_example_has_a_saddle_and_four_ends():
 @pytest.mark.parametrize("one", [VECTORS["gaussian_quadratic_flow"]])
 def test_univariate_quadratic_ascent_is_the_closed_form(one):
     family, chart = MultivariateNormal(1), deviation_coordinates()
-    value = expected(family, lambda x: (x - 3 * x.square()).squeeze(-1), nodes=2)
+    value = expected_value(family, lambda x: (x - 3 * x.square()).squeeze(-1), nodes=2)
     start, times = point(one["mu0"], one["sigma0"]), point(0.0, *one["t"])
     natural = flow(value, family, start, times, chart, maximise=True).points[1:]
     assert_close(natural, torch.stack([point(*one["mu"]), point(*one["sigma"])], 1), rtol=1e-8, atol=1e-8)
@@ -124,7 +124,7 @@ def test_quadratic_ascent_moves_theta_on_a_straight_line():
     """P(t) = P0 + 2 A t and P mu = P0 mu0 + b t for f = b . x - x^T A x."""
     family = MultivariateNormal(2)
     a, b = torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=torch.float64), point(1.0, 2.0)
-    value = expected(family, lambda x: x @ b - (x @ a * x).sum(1), nodes=3)
+    value = expected_value(family, lambda x: x @ b - (x @ a * x).sum(1), nodes=3)
     mean, covariance = point(-1.0, 2.0), torch.tensor([[1.0, -0.5], [-0.5, 2.0]], dtype=torch.float64)
     theta = family.from_mean_covariance(mean, covariance)
     found = flow(value, family, theta, [0.0, 0.5, 2.0], maximise=True)
@@ -137,12 +137,12 @@ def test_quadratic_ascent_moves_theta_on_a_straight_line():
 def test_expected_values():
     family = MultivariateNormal(2)
     theta = family.from_mean_covariance(point(0.3, -0.2), torch.tensor([[1.0, 0.4], [0.4, 2.0]], dtype=torch.float64))
-    found = expected(family, lambda x: x[:, 0] * x[:, 1] + x[:, 1] ** 4, nodes=3)(theta)
+    found = expected_value(family, lambda x: x[:, 0] * x[:, 1] + x[:, 1] ** 4, nodes=3)(theta)
     assert_close(found.item(), 0.4 - 0.06 + 3 * 4 + 6 * 2 * 0.04 + 0.2**4)
     batch = theta.expand(3, 2, 5)
-    assert expected(family, lambda x: x.sum(1))(batch).shape == (3, 2)
+    assert expected_value(family, lambda x: x.sum(1))(batch).shape == (3, 2)
     with pytest.raises(ValueError, match="write F"):
-        expected(Gamma(), lambda x: x.sum(1))
+        expected_value(Gamma(), lambda x: x.sum(1))
 
 
 def test_why_a_flow_ends():

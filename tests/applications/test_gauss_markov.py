@@ -95,12 +95,12 @@ def test_the_truth_is_found_from_its_own_moments():
 
 def test_condensed_examples_have_the_same_loss_and_metric():
     params, x = conditioned(FIELD, 0.5), draw(9, 4)
-    few = FIELD.condensed(x)
+    few = FIELD.condense(x)
     assert few.shape == (4, 4)
     assert_close(ng.score_matching_loss(FIELD, params, few), ng.score_matching_loss(FIELD, params, x))
     metrics = [ng.score_metric(FIELD).at(params, given).dense() for given in (few, x)]
     assert_close(*metrics)
-    assert torch.equal(FIELD.condensed(x[:3]), x[:3])
+    assert torch.equal(FIELD.condense(x[:3]), x[:3])
 
 
 def test_with_all_edges_it_is_maximum_likelihood():

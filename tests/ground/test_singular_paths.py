@@ -16,7 +16,7 @@ from natgrad.applications import flows
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.sparse import regress_blocks
 from natgrad.applications.search.xnes import XNES
-from natgrad.applications.variational.targets import inducing
+from natgrad.applications.variational import inducing
 from natgrad.families import (
     Categorical,
     Expectation,

@@ -25,13 +25,10 @@ SECTIONS = ("Args", "Attributes")
 UNCONVERTED = {
     "applications.boltzmann",
     "applications.boltzmann_preconditioner",
-    "applications.flows",
     "applications.gauss_markov",
     "applications.helmholtz",
     "applications.policy",
-    "applications.score_matching",
     "applications.two_layer",
-    "applications.variational",
     "damping",
     "layers",
     "operators",
@@ -189,9 +186,11 @@ def test_an_example_runs(name: str):
 # What people type, and therefore want to see typed.
 TYPED = (
     "BernoulliSearch",
+    "Boltzmann",
     "CG",
     "Categorical",
     "Gamma",
+    "GaussMarkov",
     "Gaussian",
     "GaussianSearch",
     "Ising",
@@ -200,6 +199,8 @@ TYPED = (
     "MultivariateNormal",
     "Score",
     "Space",
+    "applications.flows.expected_value",
+    "applications.flows.flow",
     "exact_derivatives",
     "fisher",
     "gauss_newton",
@@ -210,9 +211,12 @@ TYPED = (
     "minimize",
     "natural_gradient_of_mean",
     "positive",
+    "ratio_matching_loss",
+    "score_matching_loss",
     "score_metric",
     "trainable",
     "transport_metric",
+    "variational",
 )
 
 

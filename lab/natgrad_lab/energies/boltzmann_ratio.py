@@ -113,7 +113,7 @@ def recovered(run: Run, floor: float, begun: float) -> Numbers:
     s: Settings = run.settings
     model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))
     truth = laplacian(model, floor)
-    x = model.condensed(model.sample(truth, s.examples, generator=torch.Generator().manual_seed(run.seed)))
+    x = model.condense(model.sample(truth, s.examples, generator=torch.Generator().manual_seed(run.seed)))
     space, params = Space(truth), model.parameters(torch.eye(model.size, dtype=torch.float64))
     best = space.flatten(model.fit(x)).detach()
     metric = ng.score_metric(model).at(params, x)

@@ -15,33 +15,43 @@ errors, for three."""
 def expected_hessian(slopes: Tensor, curvatures: Tensor | None, z: Tensor, weights: Tensor, root: Tensor) -> Tensor:
     """E[Hess log p] (d, d), or its diagonal (d,) where q is diagonal.
 
-    For x = m + L z, both E[Hess log p(x)] and E[grad log p(x) z^T] L^-1 are that matrix (Price 1958; Stein 1981). The
-    first lacks what a kink adds, all of it for log p = -|x|. The second is noisier for smooth log p, and is the exact
-    gradient of the bound over the same points. It is taken where their diagonals differ by more than chance.
+    For x = m + L z, both E[Hess log p(x)] and E[grad log p(x) z^T] L^-1 are that matrix. The first lacks what a kink
+    adds, all of it for log p = -|x|. The second is noisier for smooth log p, and is the exact gradient of the bound
+    over the same points. It is taken where their diagonals differ by more than chance.
 
     Args:
-        slopes: grad log p at every point, (s, d).
-        curvatures: Hess log p at every point, (s, d, d); None where torch has no second derivatives.
-        z: The points before L, (s, d): a grid, or pairs whose second half is minus the first.
-        weights: Of the points, (s,), with the sum 1.
+        slopes: grad log p at every point, shape (s, d).
+        curvatures: Hess log p at every point, shape (s, d, d); None where torch has no second derivatives.
+        z: The points before L, shape (s, d): a grid, or pairs whose second half is minus the first.
+        weights: Of the points, shape (s,), with the sum 1.
         root: L (d, d), or standard deviations (d,).
+
+    Reference:
+        Price 1958; Stein 1981.
     """
     if curvatures is None:
-        return by_stein(slopes, z, weights, root)
+        return stein_hessian(slopes, z, weights, root)
     mean = torch.einsum("s,sij->ij", weights, curvatures)
     offsets = z * root if root.dim() == 1 else z @ root.mT
     rest = slopes - offsets @ mean  # what a quadratic log p leaves: nothing, whatever the points
     diagonals = curvatures.diagonal(dim1=1, dim2=2)
     smooth = mean.diagonal() if root.dim() == 1 else mean
-    if not misses_kinks(_per_point(rest, z, root), diagonals, weights):
+    if not misses_kinks(_stein_diagonals(rest, z, root), diagonals, weights):
         return smooth
-    return smooth + by_stein(rest, z, weights, root)
+    return smooth + stein_hessian(rest, z, weights, root)
 
 
-def by_stein(slopes: Tensor, z: Tensor, weights: Tensor, root: Tensor) -> Tensor:
-    """E[grad log p(m + L z) z^T] L^-1, symmetric (d, d); its diagonal (d,) where q is diagonal."""
+def stein_hessian(slopes: Tensor, z: Tensor, weights: Tensor, root: Tensor) -> Tensor:
+    """E[grad log p(m + L z) z^T] L^-1, symmetric (d, d); its diagonal (d,) where q is diagonal.
+
+    Args:
+        slopes: grad log p at every point, shape (s, d).
+        z: The points before L, shape (s, d).
+        weights: Of the points, shape (s,), with the sum 1.
+        root: L (d, d), or standard deviations (d,).
+    """
     if root.dim() == 1:
-        return weights @ _per_point(slopes, z, root)
+        return weights @ _stein_diagonals(slopes, z, root)
     crossed = torch.einsum("s,si,sj->ij", weights, slopes, z)
     found = torch.linalg.solve_triangular(root, crossed, upper=False, left=False)
     return (found + found.mT) / 2
@@ -51,9 +61,9 @@ def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
     """True if second derivatives do not account for the change of the slopes, in some variable.
 
     Args:
-        rest: Stein's diagonal at every point, of the slopes less the mean curvature's share, (s, d).
-        diagonals: The second derivatives d^2 log p / dx_i^2 at every point, (s, d).
-        weights: Of the points, (s,).
+        rest: Stein's diagonal at every point, of the slopes less the mean curvature's share, shape (s, d).
+        diagonals: The second derivatives d^2 log p / dx_i^2 at every point, shape (s, d).
+        weights: Of the points, shape (s,).
     """
     mean, gap = weights @ diagonals, (weights @ rest).abs()
     share = gap / (mean + weights @ rest).abs().clamp(min=torch.finfo(gap.dtype).tiny)
@@ -67,7 +77,12 @@ def misses_kinks(rest: Tensor, diagonals: Tensor, weights: Tensor) -> bool:
 
 
 def standard_error(each: Tensor, weights: Tensor) -> Tensor:
-    """Of the weighted mean of rows (s, d) as of independent draws, (d,). A point and its negative count as one."""
+    """Standard error (d,) of the weighted mean of rows, as of independent draws. A point and its negative count as one.
+
+    Args:
+        each: The rows, shape (s, d).
+        weights: Shape (s,), with the sum 1.
+    """
     half = len(each) // 2
     if len(each) % 2 == 0 and half > 1:
         each, weights = (each[:half] + each[half:]) / 2, weights[:half] + weights[half:]
@@ -76,7 +91,7 @@ def standard_error(each: Tensor, weights: Tensor) -> Tensor:
     return (weights.square() @ gap.square() / left).sqrt()
 
 
-def _per_point(slopes: Tensor, z: Tensor, root: Tensor) -> Tensor:
+def _stein_diagonals(slopes: Tensor, z: Tensor, root: Tensor) -> Tensor:
     """The diagonal of grad z^T L^-1 at every point, (s, d)."""
     if root.dim() == 1:
         return slopes * z / root

@@ -20,20 +20,34 @@ class Points(ABC):
 
     @abstractmethod
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
-        """z (s, d) and w (s,), which sum to one, in float64."""
+        """Points and weights, in float64.
+
+        Args:
+            d: Number of dimensions.
+            step: Number of the step, for points that are drawn anew.
+
+        Returns:
+            z (s, d) and w (s,), with the sum 1.
+        """
 
     @property
     def steady(self) -> bool:
-        """Whether they are the same at every step."""
+        """True if they are the same at every step."""
         return False
 
 
 @dataclass(frozen=True)
 class Sobol(Points):
-    """Scrambled Sobol points, with their negatives, scaled so that their second moment is I: exact for cubic f.
+    """Scrambled Sobol points with their negatives, scaled so that their second moment is I: exact for cubic f.
 
-    count: points, at least 4 d are taken; None: the larger of 128 and 4 d.   fresh: other points at every step, for
-    gradients that are right on average; the same ones otherwise, so that the steps converge to the last digit.
+    Args:
+        count: Number of points, at least 4 d are taken; None for the larger of 128 and 4 d.
+        fresh: True for other points at every step, for gradients that are right on average; False for the same ones, so
+            that the steps converge to the last digit.
+        seed: Of the scrambling.
+
+    Raises:
+        ValueError: If count is no integer >= 2.
     """
 
     count: int | None = None
@@ -65,7 +79,14 @@ def _sobol(half: int, d: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class GaussHermite(Points):
-    """The grid of `order` nodes per dimension: exact for polynomials of degree 2 order - 1. ValueError for too many."""
+    """The grid of `order` nodes per dimension: exact for polynomials of degree 2 order - 1.
+
+    Args:
+        order: Nodes per dimension, 1 to 200.
+
+    Raises:
+        ValueError: If the order is out of range, or the grid would have more than 65536 points.
+    """
 
     order: int = 32
 
@@ -90,7 +111,12 @@ class GaussHermite(Points):
 class Draws(Points):
     """Independent draws and their negatives, other ones at every step; the generator is seeded with seed and step.
 
-    count: of them, an even number.
+    Args:
+        count: Number of points, even.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: If count is no even number >= 2.
     """
 
     count: int = 32
@@ -107,5 +133,9 @@ class Draws(Points):
 
 
 def default_points(d: int) -> Points:
-    """A grid in one or two dimensions, Sobol points beyond."""
+    """A grid in one or two dimensions, Sobol points beyond.
+
+    Args:
+        d: Number of dimensions.
+    """
     return GaussHermite(32) if d <= 2 else Sobol()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.flows import (
-    Coordinates,
+    FlowCoordinates,
     deviation_coordinates,
     expectation_coordinates,
-    expected,
+    expected_value,
     flow,
     flow_field,
     lattice,
@@ -88,7 +88,7 @@ def toy_flows(run: Run) -> Numbers:
 
 def toy_same(run: Run) -> Numbers:
     """How far the natural flows in mu, theta and eta are apart, in mu, over the starts."""
-    value, worst = expected(TOY, toy), 0.0
+    value, worst = expected_value(TOY, toy), 0.0
     times = torch.tensor([0.0, 0.25], dtype=torch.float64)
     starts = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
     for number, mu in enumerate(starts):
@@ -112,13 +112,13 @@ def _grid(run: Run, cases: dict, maximise: bool) -> Numbers:
         found[name] = {}
         for number, (kind, natural) in enumerate(KINDS.items()):
             run.advance((place + number / 2) / len(cases))
-            field = flow_field(expected(family, f), family, chart, natural=natural, maximise=maximise)
+            field = flow_field(expected_value(family, f), family, chart, natural=natural, maximise=maximise)
             starts = lattice(view[0], view[1], s.starts)
             found[name][kind] = plain(paths(field, starts, times, domain(family, chart), 5 if maximise else 2))
     return found
 
 
-def domain(family: ExponentialFamily, chart: Coordinates) -> Callable[[Tensor], Tensor]:
+def domain(family: ExponentialFamily, chart: FlowCoordinates) -> Callable[[Tensor], Tensor]:
     """Which points the coordinates have."""
     return chart.inside or family.inside
 
@@ -146,13 +146,13 @@ def line_closed(run: Run) -> Numbers:
     """The quadratic's natural flow beside its closed form, 1 / s^2 = 1 / s0^2 + 6 t."""
     times = torch.tensor([0.0, 0.1, 0.5, 1.0, 5.0], dtype=torch.float64)
     start = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    found = flow(expected(LINE, quadratic), LINE, start, times, deviation_coordinates(), maximise=True).points
+    found = flow(expected_value(LINE, quadratic), LINE, start, times, deviation_coordinates(), maximise=True).points
     variance = 1 / (1 + 6 * times)
     closed = torch.stack([1 / 6 - 7 / 6 * variance, variance.sqrt()], dim=1)
     return {"times": times.tolist(), "ours": found.tolist(), "closed": closed.tolist()}
 
 
-def moments() -> Coordinates:
+def moments() -> FlowCoordinates:
     """(mean; Sigma_11; Sigma_22; Sigma_12) of normals in two dimensions."""
 
     def matrix(xi: Tensor) -> Tensor:
@@ -166,14 +166,14 @@ def moments() -> Coordinates:
     def inside(xi: Tensor) -> Tensor:
         return (xi[..., 2] > 0) & (xi[..., 2] * xi[..., 3] > xi[..., 4].square())
 
-    return Coordinates("mean and covariance", theta, None, inside)
+    return FlowCoordinates("mean and covariance", theta, None, inside)
 
 
 def plane_flows(run: Run) -> Numbers:
     """Ascent of the two-dimensional quadratic from means around the optimum, beside the closed form."""
     s: Settings = run.settings
     times = torch.linspace(0, s.span, s.steps, dtype=torch.float64).square() / s.span  # dense where it starts
-    value, chart, optimum = expected(PLANE, bowl, nodes=2), moments(), solve_or_nan(2 * BOWL, SLOPE)
+    value, chart, optimum = expected_value(PLANE, bowl, nodes=2), moments(), solve_or_nan(2 * BOWL, SLOPE)
     angles = torch.arange(2 * s.starts, dtype=torch.float64) * torch.pi / s.starts
     starts = optimum + 1.8 * torch.stack([angles.cos(), angles.sin()], 1)
     xi = torch.cat([starts, COVARIANCE[[0, 1, 0], [0, 1, 1]].expand(len(starts), 3)], dim=1)
@@ -202,11 +202,11 @@ def _study(name: str, summary: str, pieces: tuple[Piece, ...], tell: Callable[[F
 def tell_toy(findings: Findings) -> Story:
     """The page of `malago_2023_toy`."""
     fields = {
-        (name, kind): flow_field(expected(TOY, toy), TOY, chart, natural=natural)
+        (name, kind): flow_field(expected_value(TOY, toy), TOY, chart, natural=natural)
         for name, chart in TOY_CHARTS.items()
         for kind, natural in KINDS.items()
     }
-    values = {name: (lambda xi, c=chart: expected(TOY, toy)(c.theta(xi))) for name, chart in TOY_CHARTS.items()}
+    values = {name: (lambda xi, c=chart: expected_value(TOY, toy)(c.theta(xi))) for name, chart in TOY_CHARTS.items()}
     insides = {name: chart.inside or TOY.inside for name, chart in TOY_CHARTS.items()}
     return story.toy(findings, fields, values, insides, TOY_VIEWS)
 
@@ -215,11 +215,11 @@ def tell_polynomials(findings: Findings) -> Story:
     """The page of `malago_2023_polynomials`."""
     chart = deviation_coordinates()
     fields = {
-        (name, kind): flow_field(expected(LINE, f), LINE, chart, natural=natural, maximise=True)
+        (name, kind): flow_field(expected_value(LINE, f), LINE, chart, natural=natural, maximise=True)
         for name, (f, _) in LINE_CASES.items()
         for kind, natural in KINDS.items()
     }
-    values = {name: (lambda xi, f=f: expected(LINE, f)(chart.theta(xi))) for name, (f, _) in LINE_CASES.items()}
+    values = {name: (lambda xi, f=f: expected_value(LINE, f)(chart.theta(xi))) for name, (f, _) in LINE_CASES.items()}
     return story.polynomials(findings, fields, values, {name: view for name, (_, view) in LINE_CASES.items()})
 
 

@@ -1,0 +1,67 @@
+"""When a fit has converged: what is left to gain, and how bounds change from step to step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.variational.targets import Moments
+
+WINDOW, LEFT = 10, 1e-2
+"""Steps over which bounds are compared; nats that a converged q may lack."""
+
+
+class Bounds(list[float]):
+    """The bounds that `fit` found, in nats, one before each step.
+
+    Attributes:
+        converged: True if the fit ended since nothing was left to gain; False if it ran out of steps, or of rate.
+        gap: Half of the natural gradient's squared length before the last step, in nats: what a full step would gain of
+            a bound that is quadratic. Noise keeps it from zero where points are drawn anew.
+    """
+
+    converged: bool = False
+    gap: float = math.inf
+
+
+def has_ended(bounds: Bounds, tolerance: float) -> bool:
+    """True if the gap is below the tolerance, or below `LEFT` while `WINDOW` steps gained less than it each.
+
+    The second case is how fits over points end where log p has kinks: the gap jumps when a point crosses one.
+
+    Args:
+        bounds: So far.
+        tolerance: In nats.
+    """
+    still = len(bounds) > WINDOW and abs(bounds[-1] - bounds[-1 - WINDOW]) < WINDOW * tolerance
+    return bounds.gap < tolerance or (still and bounds.gap < LEFT)
+
+
+def has_settled(bounds: Bounds, tolerance: float) -> bool:
+    """True if the last `WINDOW` bounds gained less than the tolerance on those before, two standard errors included.
+
+    Args:
+        bounds: So far.
+        tolerance: In nats.
+    """
+    if len(bounds) < 2 * WINDOW:
+        return False
+    before, after = torch.tensor(bounds[-2 * WINDOW :], dtype=torch.float64).view(2, WINDOW)
+    error = ((before.var() + after.var()) / WINDOW).sqrt()
+    return float((after.mean() - before.mean()).abs() + 2 * error) < tolerance
+
+
+def squared_length(found: Moments, root: Tensor) -> float:
+    """|natural gradient|^2 of the bound in the Fisher metric: g^T P^-1 g + |L^T E[Hess] L + I|^2 / 2, in nats.
+
+    Args:
+        found: Expected derivatives under q.
+        root: L (d, d) with L L^T the covariance, or standard deviations (d,) where q is diagonal.
+    """
+    if root.dim() == 1:
+        return float((root * found.gradient).square().sum() + (root.square() * found.hessian + 1).square().sum() / 2)
+    turned = root.mT @ found.hessian @ root
+    turned.diagonal().add_(1)
+    return float((root.mT @ found.gradient).square().sum() + turned.square().sum() / 2)

@@ -1,0 +1,81 @@
+"""Where q starts: its mean and its precision, read from what the user gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from natgrad.applications.variational.targets import LogJoint, is_batched
+from natgrad.lapack import require_factor
+from natgrad.linalg import all_finite
+
+
+def as_mean(start: Any) -> Tensor:
+    """The mean of q at the start, shape (d,).
+
+    Args:
+        start: A floating-point vector (d,), numbers, or d for zeros.
+
+    Raises:
+        ValueError: If it is something else, or not finite.
+    """
+    if isinstance(start, (int, np.integer)) and start >= 1:
+        return torch.zeros(int(start), dtype=torch.float64)
+    if isinstance(start, (list, tuple, np.ndarray)):
+        start = _as_array(start)
+    if not isinstance(start, Tensor) or start.dim() != 1 or len(start) == 0 or not start.is_floating_point():
+        came = f"{start.dtype} {tuple(start.shape)}" if isinstance(start, Tensor) else repr(start)
+        raise ValueError(f"start is {came}, expected the mean of q, a floating-point vector (d,), or d")
+    if not all_finite(start):
+        raise ValueError("start is not finite")
+    return start.detach()
+
+
+def _as_array(start: Any) -> Any:
+    """A vector of numbers that is no tensor, in float64; anything else is returned as it came."""
+    try:
+        return torch.as_tensor(start, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return start
+
+
+def match_dtype(log_joint: LogJoint, mean: Tensor) -> Tensor:
+    """The mean in float64, or in the default dtype where the function has tensors of that inside.
+
+    Args:
+        log_joint: z -> log p(z, data).
+        mean: In float64, shape (d,).
+    """
+    try:
+        is_batched(log_joint, mean)
+    except ValueError as error:
+        if error.__cause__ is None:
+            raise
+        # torch does not mix dtypes in products
+        return mean.to(torch.get_default_dtype())
+    return mean
+
+
+def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Tensor:
+    """The precision of q at the start, shape (d, d), or (d,) where q is diagonal.
+
+    Args:
+        covariance: A number, (d,) or (d, d).
+        mean: Of q, shape (d,).
+        diagonal: True for a q with independent entries.
+
+    Raises:
+        ValueError: If the covariance has another shape, or is not positive definite.
+    """
+    given, d = torch.as_tensor(covariance).to(mean), len(mean)
+    if given.shape not in ((), (d,), (d, d)) or (diagonal and given.dim() == 2):
+        wanted = f"a number or ({d},)" + ("" if diagonal else f" or ({d}, {d})")
+        raise ValueError(f"covariance has shape {tuple(given.shape)}, expected {wanted}")
+    if given.dim() < 2:
+        if not bool((given > 0).all()) or not all_finite(given):
+            raise ValueError("covariance has entries that are not positive and finite")
+        return (1 / given).expand(d).clone() if diagonal else torch.diag((1 / given).expand(d))
+    return torch.cholesky_inverse(require_factor(given, "covariance is not positive definite"))
