@@ -18,7 +18,7 @@ Calls = Sequence[tuple[Tap, list[Tensor]]]
 Products = Sequence[tuple[Product, list[Tensor]]]
 
 
-def passes(
+def collect_passes(
     taps: Sequence[Tap],
     deltas: Sequence[Sequence[Tensor | None]],
     dtype: torch.dtype | None = None,

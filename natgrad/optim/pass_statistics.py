@@ -20,9 +20,9 @@ from natgrad.layers.examples import (
     together,
     unplaced,
 )
+from natgrad.layers.hearing import Heard, Pass, hear
 from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.moments import Seen, separate
-from natgrad.layers.passes import passes
 from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Place, Tap, Taps, reached, resume, tap
 from natgrad.layers.traced import Product, Traced, products, second_layers, traced_layers
@@ -34,7 +34,7 @@ from natgrad.spaces import Space
 from natgrad.structures import Estimate, ExactLabels, Sampled
 from natgrad.structures.estimates import Outputs
 from natgrad.structures.layerwise import is_asking
-from natgrad.structures.metric_pass import collect, explains, seconds
+from natgrad.structures.metric_pass import collect
 from natgrad.structures.process_sums import Exchange
 
 REENTRANT = (
@@ -55,13 +55,22 @@ class Reading:
     default this one's.   exchange: how the parts are added up.
     """
 
-    layers: list[Seen]
-    squares: dict[str, Tensor]
+    heard: Heard
     rows: int
     apart: list[Seen] = field(default_factory=list)
     scores: tuple[dict[str, Tensor], ...] = ()
     weights: Mapping[str, int] = field(default_factory=dict)
     exchange: Exchange | None = None
+
+    @property
+    def layers(self) -> list[Seen]:
+        """The layers that explain their parameters' gradients."""
+        return self.heard.layers
+
+    @property
+    def squares(self) -> dict[str, Tensor]:
+        """Of the parameters without a layer, by name."""
+        return self.heard.squares
 
 
 class Reader:
@@ -129,8 +138,8 @@ class Reader:
         apart: how labels for measurements are drawn, None where the statistics' own do. With several processes: this
         one's part of them. None where another process's loss was not finite.
         """
-        own, heard = self._own(criterion, outputs, targets, recall, apart)
-        return self._agreed(own, heard)
+        own, answers = self._own(criterion, outputs, targets, recall, apart)
+        return self._agreed(own, answers)
 
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
@@ -147,51 +156,68 @@ class Reader:
         taken = self.taps.pause(recall.last is not None)
         calls = [call for call in taken if not self._refuses(call.layer)] + self._products(rows)
         asking = self._asks()
-        held = set() if asking else {name for names in self.by_names() for name in names}
-        watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
-        estimates = [self.estimate] if apart is None else [self.estimate, apart]
-        exact = isinstance(self.estimate, ExactLabels)
         try:
-            examples, calls = self._placed(criterion, outputs, rows, calls, recall)
-            drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
-            cotangents, own = [c.to(rows.dtype) for part in drawn for c in part], len(drawn[0])
-            calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
+            one, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, apart, asking)
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ValueError(REENTRANT) from error
             if "donated" not in str(error) or not self.layers:
                 raise
-            calls, taken = [], []  # a compiled backward that ran for the user first does not run twice
-        if self.layers and not taken and all(isinstance(call, Product) for call in calls):
+            # a compiled backward that ran for the user first does not run twice
             return self._replayed(criterion, outputs, recall, len(rows))
-        seen = [one for one in passes(calls, deltas, examples=examples.count) if not self._refuses(one.layer)]
+        if self.layers and not taken and all(isinstance(call, Product) for call in one.taps):
+            return self._replayed(criterion, outputs, recall, len(rows))
+        exact = isinstance(self.estimate, ExactLabels)
+        found = hear(
+            one,
+            lambda layer: (asking or not self._trusts(layer)) and not self._refuses(layer),
+            # examples that cannot be told apart give squares that are right on average over labels alone
+            takes=lambda seen: not (self._refuses(seen.layer) or (exact and seen.pooled)),
+            silent=[layer for layer in [*self.layers.values(), *self.matrices] if not self._trusts(layer)],
+            spare=lambda answers: [layer for layer in self.spare if self._forsaken(layer, answers)],
+        )
+        self.unsure |= not found.sure
+        names = self._without_layer(one.gradients, found)
+        squares = self._squares(rows, names, list(one.cotangents[:own]), one.examples, exact)
+        return self._split_reading(replace(found, squares=squares), one, own, slopes), found.answers
+
+    def _pass(
+        self,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        rows: Tensor,
+        calls: list[Tap],
+        recall: Recall,
+        apart: Estimate | None,
+        asking: bool,
+    ) -> tuple[Pass, int, list[list[Tensor | None]]]:
+        """The pass with the derivatives at its taps, how many cotangents are the statistics', and all slopes."""
+        held = set() if asking else {name for names in self.by_names() for name in names}
+        watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
+        estimates = [self.estimate] if apart is None else [self.estimate, apart]
+        examples, calls = self._placed(criterion, outputs, rows, calls, recall)
+        drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
+        cotangents = [c.to(rows.dtype) for part in drawn for c in part]
+        calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        heard = self._judged(seen, gradients, eps, asking)
-        # examples that cannot be told apart give squares that are right on average over labels alone
-        heard |= {one.key: False for one in seen if exact and one.pooled}
-        spare = [layer for layer in self.spare if self._forsaken(layer, heard)]
-        more = passes(*seconds(rows, spare, self.named, cotangents, examples), examples=examples.count)
-        heard |= {one.key: explains(one, gradients, eps) is True for one in more}
-        seen = [one for one in [*seen, *more] if heard[one.key]]
-        held = {name for one in seen for name in one.layer.layout.names}
-        # a trusted layer that was not reached in this pass keeps what it has
-        held |= {
-            n
-            for layer in self._all.values()
-            if self._trusts(layer)
-            for n in layer.layout.names
-            if heard.get(layer.key, True)
-        }
-        measuring = slice(0 if apart is None else own, None)
-        known = self._squares(rows, [name for name in watched if name not in held], cotangents[:own], examples, exact)
-        return Reading(
-            [one.only(slice(own)) for one in seen],
-            known,
-            len(rows),
-            [one.only(measuring) for whole in seen for one in separate(whole) if not one.pooled],
-            tuple(summed(watched, found, known) for found in slopes[measuring]),
-        ), heard
+        one = Pass(rows, calls, examples, cotangents, deltas, self.named, gradients, eps=eps)
+        return one, len(drawn[0]) if apart is not None else len(cotangents), slopes
+
+    def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
+        """The watched parameters that get squares. A trusted layer that was not reached keeps what it has."""
+        kept = [x for x in self._all.values() if self._trusts(x) and found.answers.get(x.key, True)]
+        held = found.held | {name for layer in kept for name in layer.layout.names}
+        return [name for name in watched if name not in held]
+
+    def _split_reading(self, found: Heard, one: Pass, own: int, slopes: list[list[Tensor | None]]) -> Reading:
+        """The statistics' own cotangents, and those for measurements: the others, or all where there are no others."""
+        measuring = slice(own if own < len(one.cotangents) else 0, None)
+        apart = [part.only(measuring) for whole in found.layers for part in separate(whole) if not part.pooled]
+        scores = tuple(summed(one.gradients, slope, found.squares) for slope in slopes[measuring])
+        found = replace(found, layers=[seen.only(slice(own)) for seen in found.layers])
+        return Reading(found, len(one.outputs), apart, scores)
 
     def _products(self, rows: Tensor) -> list[Tap]:
         """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
@@ -241,31 +267,16 @@ class Reader:
         found = example_squares(rows, [self.named[n] for n in names], cotangents, examples, groups, generator)
         return {name: square for name, square in zip(names, found, strict=True) if square is not None}
 
-    def _judged(
-        self, seen: list[Seen], gradients: Mapping[str, Tensor | None], eps: float, asking: bool
-    ) -> dict[str, bool]:
-        """Whether the layers that were reached explain their parameters' gradients."""
-        heard = {}
-        for one in seen:
-            answer = True if self._trusts(one.layer) and not asking else explains(one, gradients, eps)
-            self.unsure |= answer is None
-            heard[one.key] = answer is not False
-        for layer in [*self.layers.values(), *self.matrices]:
-            reached = [g for name in layer.layout.names if (g := gradients.get(name)) is not None]
-            if not self._trusts(layer) and any(bool(g.to_dense().any()) for g in reached):
-                heard.setdefault(layer.key, False)
-        return heard
-
     def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
         """Whether a layer was just found not to explain its matrix, which this one may."""
         first = next(layer for layer in self.layers.values() if layer.layout.weight == spare.layout.weight)
         return heard.get(first.key) is False and not self._refuses(first) and not self._refuses(spare)
 
-    def _agreed(self, own: Reading, heard: Mapping[str, bool]) -> Reading | None:
+    def _agreed(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
         layers, tokens = self._all, {one.key for one in own.layers if one.by_token}
         roll = call_roll(
-            self.ranks, self._device, list(layers), list(self.named), heard, list(own.squares), own.rows, tokens
+            self.ranks, self._device, list(layers), list(self.named), answers, list(own.squares), own.rows, tokens
         )
         if roll.failed:
             return None
@@ -284,7 +295,8 @@ class Reader:
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
         exchange = self.ranks.summed if self.ranks.size > 1 else None
         apart = [one for one in own.apart if one.key in kept]
-        return Reading(passed, squares, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
+        heard = replace(own.heard, layers=passed, squares=squares)
+        return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
 
     @property
     def _all(self) -> dict[str, Layer]:
@@ -354,7 +366,7 @@ class Reader:
                 trusted=self.trusted or None,
             )
         apart = [one for whole in found.layers for one in separate(whole)]
-        return Reading(found.layers, found.squares, rows, apart), {one.key: True for one in found.layers}
+        return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
 
 
 def signed(cotangent: Tensor, examples: Examples, generator: torch.Generator) -> Tensor:

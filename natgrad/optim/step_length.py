@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian
+from natgrad.layers.hearing import Heard
 from natgrad.layers.moments import Seen
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.pass_statistics import Reading
@@ -98,7 +99,7 @@ def sampled(reading: Reading) -> Reading:
             rows = len(one.activations) // examples * kept
             deltas = [d[:rows] * (examples / kept) ** 0.5 for d in one.deltas]
             layers.append(replace(one, activations=one.activations[:rows].clone(), deltas=deltas))
-    return Reading([], {}, reading.rows, layers, reading.scores)
+    return Reading(Heard([]), reading.rows, layers, reading.scores)
 
 
 def form_along(

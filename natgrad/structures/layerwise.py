@@ -83,7 +83,7 @@ class Layerwise(Structure):
         arranged = Arranged(space, parts).declare(nats=found.metric.nats)
         kept = totals if self.decay else {}
         memory = {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": kept}
-        return arranged, memory | {"sure": found.sure or not asking, "meet": found.meet}
+        return arranged, memory | {"sure": found.heard.sure or not asking, "meet": found.meet}
 
     def kind_of(self, name: str, memory: Memory | None) -> str:
         if memory is None or name not in memory["names"]:

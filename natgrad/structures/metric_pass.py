@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from natgrad.densities import Density, Energy
 from natgrad.layers.examples import Examples, find_examples, partitions, unplaced
+from natgrad.layers.hearing import Heard, Pass, hear
 from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen
-from natgrad.layers.passes import passes
 from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Tap, derivatives
 from natgrad.layers.traced import Product, Traced, matrices_of, products, second_layers, traced_layers
@@ -33,16 +32,21 @@ LARGEST = 2**25  # entries of row gradients that are written out for parameters 
 
 @dataclass(frozen=True)
 class Collected:
-    """A pass's layers, the squares of the scores of the parameters that no layer holds, and the metric it came from.
-
-    sure: whether every layer was judged by a gradient that is not zero.   meet: whether all rows are one example's.
-    """
+    """What a metric's own pass gave, and the metric that it came from. meet: whether all rows are one example's."""
 
     metric: Pullback
-    layers: list[Seen]
-    squares: dict[str, Tensor]
-    sure: bool = True
+    heard: Heard
     meet: bool = False
+
+    @property
+    def layers(self) -> list[Seen]:
+        """The layers that explain their parameters' gradients."""
+        return self.heard.layers
+
+    @property
+    def squares(self) -> dict[str, Tensor]:
+        """Of the parameters that no layer holds, by name."""
+        return self.heard.squares
 
 
 def collect(
@@ -58,39 +62,51 @@ def collect(
 ) -> Collected:
     """The layers' activations and deltas in one pass of the metric's model at params on inputs.
 
-    trusted: claims of the layers that are known to be all there is to their parameters; None: find out, by comparing
-    the gradients that the layers explain with those of a plain backward pass (a parameter may be used behind its
-    layer's back). ask: whether examples meet somewhere, also where the shapes of all layers' inputs leave no doubt.
-    TypeError for a metric that is not a pullback in one graph.
+    Args:
+        metric: One that is pulled back in one graph.
+        params: The point.
+        inputs: The metric's data.
+        estimate: How the expectation over labels is taken.
+        generator: Of the draws.
+        random: The random state of the pass, for dropout.
+        trusted: Claims of the layers that are known to be all there is to their parameters; None: find out, by
+            comparing the gradients that the layers explain with those of a plain backward pass.
+        ask: Whether examples meet somewhere is asked also where the shapes of all layers' inputs leave no doubt.
+
+    Returns:
+        The layers and the squares of the other parameters.
+
+    Raises:
+        TypeError: For a metric that is not a pullback in one graph.
     """
     pullback, taps, spare = tapped(metric, params, inputs, random, trusted)
     graph, strict = pullback.linearization.graph, not mixes_examples(model_of(metric))
     examples, taps = find_examples(graph, taps, examples_of(pullback), strict, ask and strict)
-    sure = not (ask and strict and any(unplaced(tap) for tap in taps))
     cotangents = [c.detach() for c in estimate.cotangents(Outputs.of(pullback, examples), generator)]
-    leaves = pullback.linearization.leaves if trusted is None else {}
-    deltas, slopes = derivatives(graph, taps, cotangents[:1], list(leaves.values()))
+    leaves = pullback.linearization.leaves
+    watched = leaves if trusted is None else {}
+    deltas, slopes = derivatives(graph, taps, cotangents[:1], list(watched.values()))
     deltas += derivatives(graph, taps, cotangents[1:])[0]
-    seen = passes(taps, deltas, pullback.dtype, examples.count)
-    if trusted is None:
-        gradients = dict(zip(leaves, slopes[0], strict=True))
-        answers = [explains(one, gradients) for one in seen]
-        seen, sure = (
-            [one for one, answer in zip(seen, answers, strict=True) if answer is not False],
-            sure and None not in answers,
-        )
-        held = {name for one in seen for name in one.layer.layout.names}
-        lost = [layer for layer in spare if not held.issuperset(layer.layout.names)]
-        more = seconds(graph, lost, leaves, cotangents, examples)
-        seen += [one for one in passes(*more, pullback.dtype, examples.count) if explains(one, gradients)]
-    # examples that cannot be told apart give squares that are right on average over labels alone: not here
-    seen = [one for one in seen if not one.pooled]
-    held = {name for one in seen for name in one.layer.layout.names}
-    rest = {name: p for name, p in params.items() if name not in held}
-    factor = torch.stack(apart(cotangents, examples), dim=2) if rest else None
-    return Collected(
-        pullback, seen, {} if factor is None else squares_of(pullback, rest, factor), sure, examples.count == 1
+    gradients = dict(zip(watched, slopes[0], strict=True))
+    found = hear(
+        Pass(graph, taps, examples, cotangents, deltas, leaves, gradients, pullback.dtype),
+        lambda layer: trusted is None,
+        # examples that cannot be told apart give squares that are right on average over labels alone: not here
+        takes=lambda seen: not seen.pooled,
+        spare=lambda answers: spare_of(spare, answers) if trusted is None else (),
     )
+    rest = {name: p for name, p in params.items() if name not in found.held}
+    if rest:
+        factor = torch.stack(apart(cotangents, examples), dim=2)
+        found = replace(found, squares=squares_of(pullback, rest, factor))
+    placed = not (ask and strict and any(unplaced(tap) for tap in taps))
+    return Collected(pullback, replace(found, sure=found.sure and placed), examples.count == 1)
+
+
+def spare_of(spare: Sequence[Traced], answers: Mapping[str, bool]) -> list[Traced]:
+    """The matrices of layers that were not heard, or do not explain their gradients."""
+    held = {name for key, answer in answers.items() if answer for name in key.split(" ")}
+    return [layer for layer in spare if not held.issuperset(layer.layout.names)]
 
 
 class Always:
@@ -170,36 +186,6 @@ def by_example(found: Sequence[Product], examples: int) -> list[Product]:
     """The products of matrices that meet one row per example everywhere: whose rows are whose is certain there only."""
     unclear = {product.layer for product in found if len(product.inputs) != examples}
     return [product for product in found if product.layer not in unclear]
-
-
-def seconds(
-    outputs: Tensor, spare: Sequence[Traced], params: Params, cotangents: Sequence[Tensor], examples: Examples
-) -> tuple[list[Tap], list[list[Tensor | None]]]:
-    """The products with the matrices that nothing explained so far, and the derivatives there, for `passes`."""
-    found = find_examples(outputs, products(outputs, spare, params), [examples], strict=False)[1]
-    return found, derivatives(outputs, found, cotangents)[0]
-
-
-def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.0) -> bool | None:
-    """Whether the layer's activations and deltas give its parameters' whole gradient.
-
-    None where that cannot be told: 0 = 0 behind a head that starts at zero, or a gradient that is not finite.
-
-    Args:
-        seen: The layer's pass.
-        gradients: By name, of a plain backward pass from the first cotangent.
-        eps: Of the coarsest dtype on the way (autocast), if that is not the layer's own.
-    """
-    found = seen.gradient()
-    reached = {name: g for name in seen.layer.layout.names if (g := gradients.get(name)) is not None}
-    if not reached:
-        return False
-    parts = seen.layer.layout.split(torch.zeros_like(found))  # the bias of an energy moves no score
-    expected = seen.layer.layout.join(parts | {name: g.to_dense().to(found.dtype) for name, g in reached.items()})
-    size, gap = float(expected.norm()), float((found - expected).norm())
-    if not (math.isfinite(size) and math.isfinite(gap)) or max(size, gap) == 0:
-        return None
-    return gap <= max(eps, torch.finfo(found.dtype).eps) ** 0.5 * size
 
 
 def squares_of(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, Tensor]:

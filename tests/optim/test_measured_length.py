@@ -13,6 +13,7 @@ from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.layers.hearing import Heard
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.pass_statistics import Reading
 from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sampled
@@ -231,7 +232,7 @@ def test_losses_that_can_be_negative_get_a_bound_in_nats():
 def learned(stride: Stride, form: float, promised: float = 1.0) -> float:
     """The ratio after a measurement, made up as one parameter's summed score."""
     step = {"w": torch.ones((), dtype=F64)}
-    stride.sample = Reading([], {}, 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
+    stride.sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
     stride.measure(step, {"w": torch.tensor(promised, dtype=F64)}, step, Ranks())
     assert stride.sample is None
     return float(stride.known(ONE))

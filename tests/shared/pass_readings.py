@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from optim_models import X, Y
@@ -23,8 +24,12 @@ def readings(opt: Any, model: nn.Module, inputs: Any, targets: Any) -> Reading:
     """What the optimizer read in one pass."""
     found: list[Reading] = []
     take = opt._blocks.take
+
     # a copy: taking empties the reading
-    opt._blocks.take = lambda r, decay: found.append(Reading(list(r.layers), r.squares, r.rows)) or take(r, decay)
+    def copy(reading: Reading) -> Reading:
+        return Reading(replace(reading.heard, layers=list(reading.layers)), reading.rows)
+
+    opt._blocks.take = lambda r, decay: found.append(copy(r)) or take(r, decay)
     opt.loss(model(inputs), targets)
     opt._blocks.take = take
     return found[0]
