@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.checks import check_integer
 from natgrad.densities import Density, check_binary, check_density, check_weights
 from natgrad.spaces import Params
 
@@ -42,8 +43,7 @@ class Boltzmann(Density):
     """
 
     def __init__(self, units: int, *, spins: bool = False) -> None:
-        if not isinstance(units, int) or units < 2:
-            raise ValueError(f"units is {units!r}, expected an integer >= 2: a machine couples its units")
+        check_integer("units", units, 2, hint=": a machine couples its units")
         self.units, self.spins = units, spins
 
     def parameters(
@@ -196,8 +196,7 @@ class Boltzmann(Density):
         Raises:
             ValueError: If sweeps is no integer >= 1, or X is not binary.
         """
-        if not isinstance(sweeps, int) or sweeps < 1:
-            raise ValueError(f"sweeps is {sweeps!r}, expected an integer >= 1")
+        check_integer("sweeps", sweeps)
         state = check_binary(check_density(self, params, X).detach(), params["h"].dtype).clone()
         with torch.no_grad():
             v, couplings = self.values(state).mT.contiguous(), self.matrix(params)  # (N, b): a unit is a row

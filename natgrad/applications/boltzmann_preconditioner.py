@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.boltzmann import Boltzmann
+from natgrad.checks import check_integer
 from natgrad.lapack import eigh
 from natgrad.metrics import Metric, RatioMetric
 from natgrad.metrics.score import unwrap_examples
@@ -43,8 +44,7 @@ class PairPreconditioner(Preconditioner):
     def __post_init__(self) -> None:
         if not isinstance(self.machine, Boltzmann):
             raise TypeError(f"machine is {type(self.machine).__name__}, expected an ng.Boltzmann")
-        if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every is {self.every!r}, expected an integer >= 1")
+        check_integer("every", self.every)
 
     def update(
         self,

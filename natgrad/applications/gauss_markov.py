@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.densities import Density, check_continuous, check_density
 from natgrad.lapack import require_factor
 from natgrad.linalg import symmetrise
@@ -40,8 +41,7 @@ class GaussMarkov(Density):
     """
 
     def __init__(self, size: int, edges: Iterable[tuple[int, int]]) -> None:
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"size is {size!r}, expected the number of variables, an integer >= 1")
+        check_integer("size", size, of="the number of variables")
         self.size = size
         self.edges = tuple((min(pair), max(pair)) for pair in edges)
         wrong = [(i, j) for i, j in self.edges if not 0 <= i < j < size]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from natgrad.checks import check_integer
 from natgrad.densities import (
     Density,
     LogP,
@@ -108,8 +109,7 @@ def sliced_score_matching_loss(
     Reference:
         Song et al. 2019.
     """
-    if not isinstance(slices, int) or slices < 1:
-        raise ValueError(f"slices is {slices}, expected an integer >= 1")
+    check_integer("slices", slices)
     density = as_density(log_p)
     inputs = check_density(density, params, X).detach()
     check_continuous(inputs)
@@ -225,8 +225,8 @@ def ratio_matching_loss(
 def _sum_in_chunks(density: Density, term: Term, params: Params, inputs: Tensor, chunk_size: int | None) -> Tensor:
     """The sum of a term over all variables, `chunk_size` at a time."""
     size = inputs[0].numel()
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected an integer >= 1 or None")
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, hint=" or None")
     with guard_derivatives(density, params, inputs):
         if chunk_size is None or chunk_size >= size:
             return term(params, list(range(size)))

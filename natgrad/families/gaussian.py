@@ -37,7 +37,7 @@ class Gaussian(SeparableLikelihood):
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive("std", self.std, hint=": the outputs' standard deviation")
+        check_positive("std", self.std, hint=": the outputs' positive standard deviation")
 
     def entry_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return ((targets - outputs) / self.std).square() / 2 + math.log(self.std) + 0.5 * math.log(2 * math.pi)

@@ -43,7 +43,7 @@ class GaussianPosterior(DiagonalForm):
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive("beta", self.beta, hint=": the weight of the KL term")
+        check_positive("beta", self.beta, hint=": the positive weight of the KL term")
 
     def rows(self, outputs: Any) -> Tensor:
         if not isinstance(outputs, Tensor):

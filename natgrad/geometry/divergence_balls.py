@@ -69,7 +69,7 @@ def level_set(
     Returns:
         Shape (m, n). NaN where a ray does not get there.
     """
-    check_positive("radius", radius)
+    check_positive("radius", radius, hint=": a positive number of nats")
     rays = spread_directions(directions, centre) if isinstance(directions, int) else directions
     if rays.dim() != 2 or rays.shape[1] != len(centre):
         raise ValueError(f"directions have shape {tuple(rays.shape)}, expected (m, {len(centre)})")

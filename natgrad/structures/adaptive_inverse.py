@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer, check_positive
 from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
 from natgrad.metrics import Metric
 from natgrad.metrics.score_unit import join_spread, measure_data_unit
@@ -159,10 +160,8 @@ class Averaged(Update):
             check_positive(name, getattr(self, name))
         if not self.hold > 0:
             raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
-        if not isinstance(self.batches, int) or self.batches < 1:
-            raise ValueError(f"batches is {self.batches}, expected an integer >= 1, batches averaged over at least")
-        if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every is {self.every}, expected an integer >= 1, steps between factorisations")
+        check_integer("batches", self.batches, hint=", batches averaged over at least")
+        check_integer("every", self.every, hint=", steps between factorisations")
 
     def start(self, operator: Operator) -> Memory:
         return {"metric": scaled_identity(operator, 0.0), "columns": 0.0}
@@ -296,9 +295,3 @@ def check_inverse(update: FirstOrder | Woodbury) -> None:
     check_positive("start_at", update.start_at)
     if not 0 <= update.floor < 1:
         raise ValueError(f"floor is {update.floor}, expected a number in [0, 1): the least weight of new data")
-
-
-def check_positive(name: str, value: float) -> None:
-    """ValueError unless value is a finite number > 0."""
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} is {value}, expected a finite number > 0")

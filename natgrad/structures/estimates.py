@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families import Likelihood
 from natgrad.layers.examples import Examples
 from natgrad.metrics.score import Diagonals
@@ -63,8 +64,7 @@ class Sampled(Estimate):
     samples: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"samples is {self.samples}, expected an integer >= 1")
+        check_integer("samples", self.samples)
 
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
         weights = (outputs.weights / self.samples).sqrt().unsqueeze(1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
 from natgrad.linalg import eigh, safe_cutoff
@@ -32,8 +33,7 @@ class LowRankCovariance(Layerwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank is {self.rank}, expected an integer >= 1")
+        check_integer("rank", self.rank)
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.by_token:

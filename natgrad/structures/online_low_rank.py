@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen, total, unit_blocks
 from natgrad.operators import Diagonal, Operator, SpikedKronecker, Units
@@ -38,8 +39,7 @@ class OnlineLowRank(Layerwise):
         super().__post_init__()
         for name in ("rank_in", "rank_out"):
             rank = getattr(self, name)
-            if not isinstance(rank, int) or rank < 1:
-                raise ValueError(f"{name} is {rank}, expected an integer >= 1")
+            check_integer(name, rank)
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         if seen.by_token:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.linalg import cholesky
 from natgrad.metrics import Covariance, Hessian, Metric, PullbackMetric, empirical_fisher
 from natgrad.operators import Diagonal, Operator, Pullback, Rows
@@ -60,8 +61,8 @@ class DiagonalPreconditioner(Preconditioner):
     def __post_init__(self) -> None:
         if not 0 < self.power <= 1:
             raise ValueError(f"power is {self.power}, expected a number in (0, 1]")
-        if self.samples is not None and (not isinstance(self.samples, int) or self.samples < 1):
-            raise ValueError(f"samples is {self.samples}, expected an integer >= 1, or None for the exact diagonal")
+        if self.samples is not None:
+            check_integer("samples", self.samples, hint=", or None for the exact diagonal")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
 
@@ -103,8 +104,7 @@ class EmpiricalPreconditioner(Preconditioner):
     examples: int = 100
 
     def __post_init__(self) -> None:
-        if not isinstance(self.examples, int) or self.examples < 1:
-            raise ValueError(f"examples is {self.examples}, expected an integer >= 1")
+        check_integer("examples", self.examples)
 
     def update(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.helmholtz.logistic_rows import States, fisher_rows, generation_rows, recognition_rows
 from natgrad.applications.helmholtz.units import Conditional, each_layer
+from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
 
 ENUMERABLE = 20
@@ -63,7 +63,7 @@ class HelmholtzMachine(nn.Module):
 
     def sample(self, n: int, generator: torch.Generator | None = None, *, means: bool = False) -> Tensor:
         """n visible states (n, size); means: the probabilities of being up instead, which look smoother."""
-        states = self.dream(as_integer(n, "n"), generator)
+        states = self.dream(check_integer("n", n), generator)
         if not means:
             return states[0]
         with torch.no_grad():
@@ -72,7 +72,7 @@ class HelmholtzMachine(nn.Module):
     @torch.no_grad()
     def recognise(self, x: Any, samples: int = 1, generator: torch.Generator | None = None) -> States:
         """`samples` draws of h from q(h | x) per example: one tensor (samples, b, size) per layer, visible first."""
-        x, samples = self.check(x), as_integer(samples, "samples")
+        x, samples = self.check(x), check_integer("samples", samples)
         states = [x.expand(samples, *x.shape)]
         for layer in each_layer(self.recognition):
             states.append(layer.sample(states[-1], (samples, len(x)), generator))
@@ -195,26 +195,15 @@ def split_samples(samples: int, x: Tensor) -> list[int]:
     return [min(step, samples - start) for start in range(0, samples, step)]
 
 
-def as_integer(value: Any, name: str, why: str = "") -> int:
-    """A whole number >= 1, NumPy's too. ValueError for anything else."""
-    try:
-        found = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = 0
-    if found < 1:
-        raise ValueError(f"{name} is {value!r}, expected an integer >= 1{why}")
-    return found
-
-
 def as_samples(samples: Any) -> int:
     """Draws per example. ValueError unless an integer >= 1."""
-    return as_integer(samples, "samples", ", or None for the exact sum over all states")
+    return check_integer("samples", samples, hint=", or None for the exact sum over all states")
 
 
 def check_sizes(sizes: Any) -> list[int]:
     """A list of at least two positive integers. ValueError otherwise."""
     try:
-        found = [as_integer(n, "size") for n in sizes]
+        found = [check_integer("size", n) for n in sizes]
     except (TypeError, ValueError):
         found = []
     if len(found) < 2:

@@ -10,9 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from natgrad.applications.helmholtz.logistic_rows import Rows
-from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
+from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.unit_blocks import EXACT, UnitBlocks, fits_layer
 from natgrad.applications.helmholtz.units import Conditional
+from natgrad.checks import check_integer
 from natgrad.damping import Constant, Damping, as_damping
 from natgrad.operators import Block
 
@@ -54,7 +55,7 @@ class UnitFisher:
     def __post_init__(self) -> None:
         check_damping(self.damping)
         if self.refresh is not None:
-            object.__setattr__(self, "refresh", as_integer(self.refresh, "refresh", ", or None"))
+            object.__setattr__(self, "refresh", check_integer("refresh", self.refresh, hint=", or None"))
         if not isinstance(self.decay, Real) or not 0 <= self.decay < 1:
             raise ValueError(f"decay is {self.decay!r}, expected a number in [0, 1)")
         if self.radius is not None and not (isinstance(self.radius, Real) and self.radius > 0):

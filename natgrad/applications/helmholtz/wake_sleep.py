@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from natgrad.applications.helmholtz.machine import HelmholtzMachine, as_integer
+from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
 from natgrad.applications.helmholtz.units import Conditional
+from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
 from natgrad.optim.accidents import Accidents, OnTrouble
 from natgrad.optim.guarded_steps import guard_steps
@@ -66,7 +67,7 @@ class WakeSleep:
     ) -> None:
         if not isinstance(machine, HelmholtzMachine):
             raise TypeError(f"machine is {type(machine).__name__}, expected ng.HelmholtzMachine([784, 200, 10])")
-        samples = as_integer(samples, "samples")
+        samples = check_integer("samples", samples)
         if not isinstance(lr, Real) or not 0 < lr < math.inf:
             raise ValueError(f"lr is {lr!r}, expected a number > 0")
         if not isinstance(momentum, Real) or not 0 <= momentum < 1:

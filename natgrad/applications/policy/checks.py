@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from numbers import Real
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,25 +25,3 @@ def like_first(module: nn.Module) -> Tensor:
     if first is None:
         raise ValueError("policy has no parameter to train")
     return first.detach()
-
-
-def as_integer(name: str, value: Any, least: int) -> int:
-    """A whole number of at least `least`, NumPy's too. ValueError for anything else."""
-    try:
-        found = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = least - 1
-    if found < least:
-        raise ValueError(f"{name} is {value!r}, expected an integer >= {least}")
-    return found
-
-
-def is_real(value: Any) -> bool:
-    """A real number, NumPy's too."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def require_positive(name: str, value: Any) -> None:
-    """ValueError unless value is a finite number > 0."""
-    if not is_real(value) or not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r}, expected a finite number > 0")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.policy.actor import Actor, find_acting, probe_size
-from natgrad.applications.policy.checks import as_integer, evaluation, like_first
+from natgrad.applications.policy.checks import evaluation, like_first
 from natgrad.applications.policy.critic import Critic, check_values
 from natgrad.applications.policy.environments import Environments, Episode, single
 from natgrad.applications.policy.heads import Head, head_for
@@ -30,6 +30,7 @@ from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_pre
 from natgrad.applications.policy.sb3_settings import Translation
 from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts
 from natgrad.applications.policy.surrogate import Surrogate, SurrogateLoss
+from natgrad.checks import check_integer
 from natgrad.damping import as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
@@ -64,7 +65,7 @@ class PolicyLearner(ABC):
         self.worlds = Environments(env, self.rollouts.max_episode_steps)
         self.batch = self.rollouts.batch
         if choices.steps is not None:
-            self.batch = self.worlds.count * as_integer("n_steps", choices.steps, 1)
+            self.batch = self.worlds.count * check_integer("n_steps", choices.steps, 1)
         self.structure, self.damping = self.natural_step.structure or Exact(), as_damping(self.natural_step.damping)
         self.head = head_for(self.worlds.action_space, head)
         self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
@@ -131,7 +132,7 @@ class PolicyLearner(ABC):
         """
         steps, progress = as_learning(total_steps, progress, spelled)
         whole = isinstance(steps, float) and steps.is_integer()
-        steps = as_integer("total_steps", int(steps) if whole else steps, 1)  # 1e5 is meant so
+        steps = check_integer("total_steps", int(steps) if whole else steps, 1)  # 1e5 is meant so
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is {type(callback).__name__}, expected a function of the learner")
         goal = self.steps + steps

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from natgrad.applications.policy.checks import require_positive
+from natgrad.checks import check_positive
 from natgrad.solvers import CG
 
 SAME = {
@@ -114,7 +114,7 @@ def choose_radius(radius: Any, target: Any, default: float) -> float:
     if target is not None and radius != default:
         raise TypeError("radius and target_kl were given, which mean the same: give one of them")
     found = radius if target is None else target
-    require_positive("radius", found)
+    check_positive("radius", found)
     return found
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from natgrad.applications.policy.checks import as_integer, is_real, require_positive
+from natgrad.checks import check_integer, check_positive, is_real
 from natgrad.damping import Damping, LevenbergMarquardt, as_damping
 from natgrad.optim.accidents import Accidents, OnTrouble
 from natgrad.solvers import CG, Solver
@@ -113,7 +113,7 @@ class CriticTraining:
     batch: int = 128
 
     def __post_init__(self) -> None:
-        require_positive("critic_lr", self.lr)
+        check_positive("critic_lr", self.lr)
         fix_integers(self, "critic_", epochs=0, batch=1)
 
 
@@ -133,7 +133,7 @@ class Backtracking:
     backtracks: int = 10
 
     def __post_init__(self) -> None:
-        require_positive("backtrack", self.backtrack)
+        check_positive("backtrack", self.backtrack)
         if not self.backtrack < 1:
             raise ValueError(f"backtrack is {self.backtrack}, expected a factor between 0 and 1")
         fix_integers(self, backtracks=1)
@@ -174,4 +174,4 @@ class TRPOSettings(PolicySettings, total=False):
 def fix_integers(settings: Any, prefix: str = "", **least: int) -> None:
     """Make these fields of a frozen group whole numbers of at least so much, NumPy's too. ValueError otherwise."""
     for name, bound in least.items():
-        object.__setattr__(settings, name, as_integer(f"{prefix}{name}", getattr(settings, name), bound))
+        object.__setattr__(settings, name, check_integer(f"{prefix}{name}", getattr(settings, name), bound))

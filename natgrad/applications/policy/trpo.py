@@ -7,7 +7,6 @@ from typing import Any, Unpack
 from torch import nn
 
 from natgrad.applications.keyword_settings import Group, read_groups
-from natgrad.applications.policy.checks import require_positive
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.learner import PolicyLearner
 from natgrad.applications.policy.sb3_settings import choose_radius, translate_choices
@@ -20,6 +19,7 @@ from natgrad.applications.policy.settings import (
     TRPOSettings,
 )
 from natgrad.applications.policy.step_rules import MeasuredTrustRegion, NormalisedRate
+from natgrad.checks import check_positive
 from natgrad.rules import Rate, Rule
 from natgrad.solvers import Direct
 from natgrad.structures import Kronecker
@@ -143,7 +143,7 @@ class NaturalPolicyGradient(PolicyLearner):
         choices = translate_choices("NaturalPolicyGradient", dict(settings))
         groups = read_groups("NaturalPolicyGradient", GROUPS, choices.choices, (*OWN, "lr"))
         if lr is not None:
-            require_positive("lr", lr)
+            check_positive("lr", lr)
         self.radius, self.lr = choose_radius(radius, choices.radius, RADIUS), lr
         self.rate = 1.0 if lr is None else lr
         super().__init__(policy, env, critic, head, choices, groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.domain import as_tensor
+from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
 
 
@@ -160,27 +160,6 @@ def as_values(values: Any, name: str) -> Tensor:
     return found.detach().to(torch.float64)
 
 
-def as_count(value: Any, name: str, least: int, why: str) -> int:
-    """A whole number, NumPy's too.
-
-    Args:
-        value: What the caller gave.
-        name: Of the argument, for the message.
-        least: The smallest number allowed.
-        why: What the number means, for the message.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
-    try:
-        found = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = None
-    if found is None or found < least:
-        raise ValueError(f"{name} is {value!r}, expected an integer >= {least}: {why}")
-    return found
-
-
 def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
     """A population size.
 
@@ -194,7 +173,7 @@ def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
     """
     if popsize is None:
         return default
-    return as_count(popsize, "popsize", least, f"a generation is ranked; None stands for {default}")
+    return check_integer("popsize", popsize, least, hint=f": a generation is ranked; None stands for {default}")
 
 
 def next_seed(generator: torch.Generator, run: int) -> int:
@@ -220,4 +199,6 @@ def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
     generator = torch.Generator(device=device)
     if seed is None:
         return generator.manual_seed(int(torch.randint(2**62, ()).item()))
-    return generator.manual_seed(as_count(seed, "seed", -(2**63), "or None, for one that differs every time"))
+    return generator.manual_seed(
+        check_integer("seed", seed, -(2**63), hint=": or None, for one that differs every time")
+    )

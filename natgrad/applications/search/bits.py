@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_count, as_popsize
+from natgrad.applications.search.base import as_popsize
 from natgrad.applications.search.monomials import Monomials, draw_signs
 from natgrad.applications.search.relaxation import Relaxation
+from natgrad.checks import check_integer
 
 
 class BitSearch(Relaxation):
@@ -68,7 +69,7 @@ def as_bits(n: int) -> int:
     Raises:
         ValueError: If it is no integer >= 1.
     """
-    return as_count(n, "n", 1, "the number of bits")
+    return check_integer("n", n, 1, hint=": the number of bits")
 
 
 def as_bit_popsize(popsize: int | None, n: int) -> int:

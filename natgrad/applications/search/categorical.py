@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_count, as_popsize, next_seed
+from natgrad.applications.search.base import as_popsize, next_seed
 from natgrad.applications.search.rank_weights import CGA, PBIL, renew_update
 from natgrad.applications.search.relaxation import Relaxation, take_ranked_step
+from natgrad.checks import check_integer
 
 
 class CategoricalSearch(Relaxation):
@@ -180,7 +181,7 @@ def as_sizes(sizes: Any) -> list[int]:
     """
     if not isinstance(sizes, Sequence) and not hasattr(sizes, "tolist"):
         raise ValueError(f"sizes is {sizes!r}, expected how many values each variable has, such as (3, 3, 5)")
-    found = [as_count(size, "sizes", 2, "how many values a variable has") for size in sizes]
+    found = [check_integer("sizes", size, 2, hint=": how many values a variable has") for size in sizes]
     if not found:
         raise ValueError("sizes is empty, expected how many values each variable has, such as (3, 3, 5)")
     return found

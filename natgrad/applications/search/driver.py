@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import Search, as_count, as_popsize
+from natgrad.applications.search.base import Search, as_popsize
 from natgrad.applications.search.black_box import BlackBox, Function, Pool
 from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.domain import as_point
@@ -22,6 +22,7 @@ from natgrad.applications.search.noise import NoiseHandling, Repeated
 from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
 from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
+from natgrad.checks import check_integer
 
 
 def minimize(
@@ -98,7 +99,7 @@ def minimize(
     factory = as_run_factory(x0, sigma0, chosen, as_restarts(restarts), seed)
     objective = BlackBox(f, vectorized, executor)
     check_goals(ftarget, maxfevals, factory.popsize, objective.asking, callback)
-    as_count(checkpoint_every, "checkpoint_every", 1, "a number of generations")
+    check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
     objective.limit = math.inf if maxfevals is None else float(maxfevals)
     handling = as_handling(noise)
     runs = SearchRuns(factory, objective, None if handling is None else Repeated(objective, handling))

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_count, next_seed
+from natgrad.applications.search.base import next_seed
 from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Clique, Monomials
 from natgrad.applications.search.regression import Slope, natural_slope
 from natgrad.applications.search.relaxation import replace_infinite_values
+from natgrad.checks import check_integer
 
 EXPLAINED = 0.95  # a structure that explains as much of f is settled
 STRENGTH = 12.0  # of any coefficient: exp(-24) against 1
@@ -66,9 +67,9 @@ class MarkovSearch(BitSearch):
         patience: int | None = None,
     ) -> None:
         n = as_bits(n)
-        as_count(largest, "largest", 2, "bits per clique")
+        check_integer("largest", largest, 2, hint=": bits per clique")
         self.largest = largest
-        self.patience = 200 * n if patience is None else as_count(patience, "patience", 1, "evaluations")
+        self.patience = 200 * n if patience is None else check_integer("patience", patience, 1, hint=": evaluations")
         self.settled = cliques is not None
         self._next = 0
         given = None if cliques is None else as_cliques(cliques, n)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.base import as_count
 from natgrad.applications.search.black_box import BlackBox
+from natgrad.checks import check_integer
 
 CHUNK = 4096  # rows handed to f at once
 
@@ -48,7 +48,7 @@ class NoiseHandling:
         if not self.growth > 1:
             raise ValueError(f"growth is {self.growth}, expected a factor > 1")
         if self.most is not None:
-            as_count(self.most, "most", 1, "evaluations per point")
+            check_integer("most", self.most, 1, hint=": evaluations per point")
 
 
 class Repeated:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from natgrad.applications.search.base import as_count
+from natgrad.checks import check_integer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class IPOP(Restarts):
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        as_count(self.times, "times", 0, "restarts after the first run")
+        check_integer("times", self.times, 0, hint=": restarts after the first run")
         if not self.factor >= 1:
             raise ValueError(f"factor is {self.factor}, expected a number >= 1 that multiplies popsize")
 
@@ -94,7 +94,7 @@ class BIPOP(Restarts):
     times: int = 9
 
     def __post_init__(self) -> None:
-        as_count(self.times, "times", 0, "restarts with a large population")
+        check_integer("times", self.times, 0, hint=": restarts with a large population")
 
     def next(self, popsize: int, past: list[tuple[Run, int]], uniform: tuple[float, float]) -> Run | None:
         if not past:
@@ -124,4 +124,4 @@ def as_restarts(restarts: Restarts | int | str) -> Restarts:
     named = {"ipop": IPOP, "bipop": BIPOP}
     if isinstance(restarts, str) and restarts.lower() in named:
         return named[restarts.lower()]()
-    return IPOP(as_count(restarts, "restarts", 0, "or IPOP(times), BIPOP(times), 'IPOP', 'BIPOP'"))
+    return IPOP(check_integer("restarts", restarts, 0, hint=": or IPOP(times), BIPOP(times), 'IPOP', 'BIPOP'"))

@@ -8,7 +8,6 @@ from functools import partial
 from numbers import Real
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from natgrad.applications.variational.targets import (
     are_finite,
     is_batched,
 )
+from natgrad.checks import check_integer
 from natgrad.families import MultivariateNormal
 from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
@@ -301,8 +301,7 @@ class Variational:
         Raises:
             ValueError: If n is no integer >= 1.
         """
-        if not isinstance(n, (int, np.integer)) or n < 1:
-            raise ValueError(f"n is {n!r}, expected the number of draws, an integer >= 1")
+        check_integer("n", n, of="the number of draws")
         z = torch.randn(int(n), len(self.mean), generator=generator, dtype=self.mean.dtype, device=self.mean.device)
         root = self.root()
         return self.mean + (z * root if self.diagonal else z @ root.mT)

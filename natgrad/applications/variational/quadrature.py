@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.lapack import require_factor
 
 LARGEST_GRID = 2**16
@@ -55,8 +56,8 @@ class Sobol(Points):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.count is not None and (not isinstance(self.count, int) or self.count < 2):
-            raise ValueError(f"count is {self.count!r}, expected an integer >= 2, or None")
+        if self.count is not None:
+            check_integer("count", self.count, 2, hint=", or None")
 
     @property
     def steady(self) -> bool:
