@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,6 +161,38 @@ def check_solution(solution: Solution) -> None:
             "the metric is not finite: its products overflow or are NaN; nothing was changed. Look for infinite "
             "derivatives (a square root at 0) or an overflow in the model"
         )
+
+
+def commit(
+    params: Mapping[str, Tensor],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    moved: Mapping[str, Tensor],
+    kept: Mapping[str, dict[str, Tensor]],
+    owner: MutableMapping[str, Any],
+    values: Mapping[str, Any],
+) -> None:
+    """Write a step: all of it, or nothing.
+
+    Args:
+        params: The parameters by name.
+        state: The optimizer's, by parameter.
+        moved: The parameters' new values, by name.
+        kept: New entries of the state, by the parameter's name.
+        owner: The optimizer's own attributes.
+        values: Their new values.
+    """
+
+    def write() -> None:
+        for name, new in moved.items():
+            params[name].copy_(new)
+            state[params[name]].update(kept[name])
+        owner.update(values)
+
+    try:
+        write()
+    except BaseException:
+        write()  # known values to known places: a second time finishes what Ctrl-C cut
+        raise
 
 
 def report_step(

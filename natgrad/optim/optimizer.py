@@ -35,6 +35,7 @@ from natgrad.optim.flat_step import (
     Circumstances,
     Point,
     check_solution,
+    commit,
     count_examples,
     flat,
     judge,
@@ -288,12 +289,13 @@ class NaturalGradient(ModelOptimizer):
         failed = failed or solution.status is Status.NON_FINITE
         report = report_step(self._last, operator, point.gradient, model, step, solution, ratio, failed, refused)
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
+        values = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
+        values["_skipped"] = self._skipped + 1 if failed else 0
+        judged = self._judged if ratio is None else self._last.step
+        values |= {"_judged": judged, "_seen": counts.get("seen", self._seen)}
+        changes = self._changes(point, step, kept, solution, decay=not (failed or refused))
         # all of it is known now: an error or Ctrl-C so far has changed nothing
-        self._judged = self._judged if ratio is None else self._last.step
-        self._commit(point, step, kept, solution, decay=not (failed or refused))
-        self._memory, self._prepared, self._last, self._level = memory, prepared, report, level
-        self._seen = counts.get("seen", self._seen)
-        self._skipped = self._skipped + 1 if failed else 0
+        commit(self._named, self.state, *changes, vars(self), values)
         watch(self._skipped, SKIPPED)
 
     def _solve(
@@ -323,14 +325,14 @@ class NaturalGradient(ModelOptimizer):
     @contextmanager
     def _replaying(self) -> Iterator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
-        last, generator = self._recall.passed(), getattr(self.metric, "generator", None)
+        last, generator, report = self._recall.passed(), getattr(self.metric, "generator", None), self._last
         before = None if generator is None else generator.get_state()
         modes = last.modes_of(self.model) if last and isinstance(self.model, nn.Module) else nullcontext()
         try:
             with modes:
                 yield
         except BaseException:
-            if generator is not None:
+            if generator is not None and self._last is report:  # the step was not taken
                 generator.set_state(before)
             raise
 
@@ -374,8 +376,10 @@ class NaturalGradient(ModelOptimizer):
         last = self._flat_state(point).get("solution")
         return None if last is None or self.warm_start == 0 else self.warm_start * last
 
-    def _commit(self, point: Point, step: Step, memory: Memory, solution: Solution, decay: bool) -> None:
-        """The only place where parameters and state change."""
+    def _changes(
+        self, point: Point, step: Step, memory: Memory, solution: Solution, decay: bool
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """The parameters after the step and what is kept for each of them, by name."""
         rates, decays, vector = point.rates, self._rates("weight_decay"), flat(step)
         taken = decay and bool(vector.any())  # no step, no decay either
         kept = {key: value for key, value in memory.items() if isinstance(value, Tensor)}
@@ -383,10 +387,10 @@ class NaturalGradient(ModelOptimizer):
             # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
             kept["solution"] = -vector if taken and solution.basis is not None else solution.value
         views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
-        for name, part in point.space.unflatten(vector).items():
-            p = point.params[name]
-            p.mul_(1 - rates[name] * decays[name] * taken).add_(part)
-            self.state[p].update({key: view[name].clone() for key, view in views.items()})
+        parts = point.space.unflatten(vector)
+        moved = {name: point.params[name] * (1 - rates[name] * decays[name] * taken) for name in parts}
+        moved = {name: p.add_(parts[name]) for name, p in moved.items()}
+        return moved, {name: {key: view[name].clone() for key, view in views.items()} for name in parts}
 
     def _flat_state(self, point: Point) -> dict[str, Tensor]:
         """What is kept by parameter, as vectors (n,): "solution", and the rule's memory."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
+from optim_models import CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -149,3 +149,42 @@ def test_ctrl_c_in_a_preconditioner_or_a_search_leaves_the_last_accepted_step(pl
     assert opt.state_report() == report
     iterate(opt, model, X, Y)
     assert opt.state_report().step == 2
+
+
+WHOLE: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
+    "adapted, momentum, decay": lambda model: ng.NaturalGradient(
+        model, fisher(model), damping=ng.LevenbergMarquardt(0.1), rule=ng.Momentum(), weight_decay=1e-2, lr=0.3
+    ),
+    "sampled labels, warm start": lambda model: ng.NaturalGradient(
+        model, ng.sampled_fisher(model, CE), solver=ng.CG(max_steps=4), warm_start=0.9
+    ),
+    "remembered": lambda model: ng.NaturalGradient(model, fisher(model), structure=ng.Kronecker(0.9), lr=0.1),
+    "refused": lambda model: ng.NaturalGradient(model, fisher(model), damping=ng.LevenbergMarquardt(1e-9), lr=1e4),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str) -> None:
+    first = WHOLE[name](net())
+    iterate(first, first.model, X, Y)
+    saved = snapshot(first)
+
+    def interrupted(n: int) -> tuple[Any, Any, Interrupt]:
+        model = net()
+        opt = WHOLE[name](model)
+        model.load_state_dict(saved[0])
+        opt.load_state_dict(saved[1])
+        opt.zero_grad()
+        opt.loss(model(X), Y).backward()
+        before = snapshot(opt)
+        with Interrupt(n) as interrupt:
+            opt.step()
+        return opt, before, interrupt
+
+    opt, _, count = interrupted(0)
+    whole, lines, outcomes = snapshot(opt), count.seen, set()
+    for n in [*range(1, lines - 50, lines // 8), *range(lines - 50, lines + 1, 2)]:  # written at the end
+        opt, before, _ = interrupted(n)
+        now = snapshot(opt)
+        outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n} of {lines}")
+    assert outcomes == {"nothing", "all"}

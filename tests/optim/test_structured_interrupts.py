@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from models import seeded
-from optim_models import CE, X, Y, flat, net, same, snapshot
+from optim_models import CE, Interrupt, X, Y, flat, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -26,32 +24,6 @@ CASES: dict[str, Callable[[nn.Module], Any]] = {
     "online": lambda model: ng.online_ng(model, CE),
 }
 STEPS = 4  # the fifth is judged
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that runs in natgrad; counts them for n = 0."""
-
-    def __init__(self, n: int = 0) -> None:
-        self.n, self.seen = n, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if "natgrad" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.seen += 1
-            if self.seen == self.n:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self) -> Interrupt:
-        self.before = sys.gettrace()
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *error: Any) -> bool:
-        sys.settrace(self.before)
-        return isinstance(error[1], KeyboardInterrupt)
 
 
 def prepare(name: str, saved: Any) -> tuple[Any, nn.Module]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -127,3 +129,29 @@ class Closure:
 def kind(choice: Any) -> str:
     """A test's name for a choice: its type, where the arguments do not matter."""
     return type(choice).__name__
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that runs in natgrad; counts them for n = 0."""
+
+    def __init__(self, n: int = 0) -> None:
+        self.n, self.seen = n, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if "natgrad" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.seen += 1
+            if self.seen == self.n:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self) -> Interrupt:
+        self.before = sys.gettrace()
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error: Any) -> bool:
+        sys.settrace(self.before)
+        return isinstance(error[1], KeyboardInterrupt)
