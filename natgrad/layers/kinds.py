@@ -153,20 +153,27 @@ def known_layers(model: nn.Module, space: Space) -> dict[nn.Module, Layer]:
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = {}
     for prefix, module in model.named_modules():
-        kind = next((layer for types, layer in KINDS.items() if type(module) in types), None)
-        own = dict(module.named_parameters(recurse=False))
-        if (
-            kind is None
-            or module in inside
-            or not own.keys() <= {"weight", "bias"}
-            or any(uses[id(p)] > 1 for p in own.values())
-        ):
-            continue
-        dot = f"{prefix}." if prefix else ""
-        weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
-        if weight or bias:
-            found[module] = kind(module, layout_of(module, weight, bias))
+        shared = any(uses[id(p)] > 1 for p in module.parameters(recurse=False))
+        layer = None if module in inside or shared else layer_of(module, f"{prefix}." if prefix else "", space)
+        if layer is not None:
+            found[module] = layer
     return found
+
+
+Build = Callable[[nn.Module, str, Callable[[str], bool]], Layer | None]
+OWN_KINDS: dict[type[nn.Module], Build] = {}
+"""What `natgrad.layers.register` was told: of a module, the prefix of its names and whether a name is trained."""
+
+
+def layer_of(module: nn.Module, dot: str, space: Space) -> Layer | None:
+    """A module as a layer; None for other kinds, and where no parameter is in the space. dot: before its names."""
+    if type(module) in OWN_KINDS:
+        return OWN_KINDS[type(module)](module, dot, space.blocks.__contains__)
+    kind = next((layer for types, layer in KINDS.items() if type(module) in types), None)
+    if kind is None or not dict(module.named_parameters(recurse=False)).keys() <= {"weight", "bias"}:
+        return None
+    weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
+    return kind(module, layout_of(module, weight, bias)) if weight or bias else None
 
 
 def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:

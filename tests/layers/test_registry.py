@@ -1,0 +1,141 @@
+"""Layer kinds of a user's own: their blocks against the dense definition, and registrations that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from layer_blocks import assert_blocks
+from models import Case, assert_close, draw, reference_metric
+from optim_models import CE
+from pass_readings import iterate
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.layers.kinds import OWN_KINDS
+from natgrad.operators import Arranged
+
+EXACT = ng.ExactLabels()
+X, LABELS = draw(4, 2, 4), torch.tensor([0, 2, 1, 1])
+
+
+class Turned(nn.Module):
+    """y = x W + b, W (inputs, outputs), under names of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(inputs, outputs))
+        self.shift = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs)."""
+        return torch.einsum("...i,io->...o", x, self.matrix) + self.shift
+
+
+class Grouped(nn.Module):
+    """Two matrices side by side, of squared inputs; no bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, outputs // 2, inputs // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs)."""
+        found = torch.einsum("...gi,goi->...go", x.square().unflatten(-1, (2, -1)), self.weight)
+        return found.flatten(-2)
+
+
+class Net(nn.Module):
+    """A layer of one's own at every position, the sum over positions, a linear layer."""
+
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.own, self.out = kind(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, 4) -> (b, 3)."""
+        return self.out(torch.tanh(self.own(x)).sum(1))
+
+
+def groups(module: Any, tensor: Tensor) -> Tensor:
+    return tensor.unflatten(-1, (2, -1))
+
+
+RULES: dict[type, dict[str, Any]] = {
+    Turned: {"weight": "matrix", "bias": "shift", "transposed": True},
+    Grouped: {
+        "activations": lambda module, x: groups(module, x.square()),
+        "deltas": groups,
+        "shape": lambda module: tuple(module.weight.shape),
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """The kinds here, forgotten afterwards."""
+    for kind, rules in RULES.items():
+        ng.layers.register(kind, **rules)
+    yield
+    for kind in RULES:
+        OWN_KINDS.pop(kind, None)
+
+
+def operator_of(structure: ng.Structure, kind: type, inputs: Tensor) -> tuple[Arranged, Tensor]:
+    case = Case(lambda: Net(kind), inputs)
+    model, params = case.make()
+    operator, _ = structure.update(None, ng.fisher(model, case.family), params, inputs)
+    assert isinstance(operator, Arranged)
+    assert any(len(layout.shape) > 1 and layout.names[0].startswith("own.") for layout, _ in operator.parts)
+    return operator, reference_metric(case, model, params)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_the_diagonal_is_the_fisher_s(kind: type):
+    operator, dense = operator_of(ng.Diagonal(estimate=EXACT), kind, X)
+    assert_close(operator.diagonal(), dense.diagonal(), 1e-11)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("build", [ng.Kronecker, ng.EigenKronecker])
+def test_blocks_of_one_example_at_one_position_are_the_fisher_s(build: Any, kind: type):
+    operator, dense = operator_of(build(estimate=EXACT), kind, X[:1, :1])
+    if kind is Turned:
+        assert_blocks(operator, dense)
+    else:  # a block per group
+        assert_close(operator.diagonal(), dense.diagonal(), 1e-11)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise])
+def test_an_optimizer_reads_and_trains_them(recipe: Any, kind: type):
+    torch.manual_seed(0)
+    model = Net(kind).double()
+    opt = recipe(model, CE)
+    losses = [float(iterate(opt, model, X, LABELS)) for _ in range(8)]
+    assert {row.structure for row in opt.report()} == {type(opt.structure).__name__}
+    assert losses[-1] < losses[0]
+
+
+def test_a_wrong_registration_keeps_the_diagonal():
+    ng.layers.register(Grouped, **(RULES[Grouped] | {"activations": groups}))  # forgets the square
+    model = Net(Grouped).double()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, X, LABELS)
+    kinds = {row.parameter: row.structure for row in opt.report()}
+    assert kinds["own.weight"] == "Diagonal"
+    assert kinds["out.weight"] == "Kronecker"
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match=r"module is .*expected a class of torch.nn modules"):
+        ng.layers.register(Turned(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="deltas is 3, expected a function"):
+        ng.layers.register(Turned, deltas=3)  # type: ignore[arg-type]
+    ng.layers.register(Turned, **RULES[Turned], activations=lambda module, x: x.flatten())
+    model = Net(Turned).double()
+    opt = ng.kfac(model, CE)
+    with pytest.raises(ValueError, match=r"activations gave a tensor of shape .*expected \(b, t, d\)"):
+        opt.loss(model(X), LABELS)
