@@ -56,6 +56,20 @@ class PairPreconditioner(Preconditioner):
         operator: Operator,
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
+        """The preconditioner of a step, and what is kept for the next one.
+
+        Args:
+            memory: From the last step; None at first.
+            metric: `ng.ratio_metric` of the machine.
+            params: h and J.
+            inputs: Bits, shape (b, N).
+            damping: Of the metric, at least 0.
+            operator: The metric at these inputs; not used.
+            random: The state of random generators; not used.
+
+        Raises:
+            TypeError: If the metric is another, or of another machine.
+        """
         if not isinstance(metric, RatioMetric) or metric.density is not self.machine:
             raise TypeError("PairPreconditioner(machine) goes with ng.ratio_metric(machine), of the same machine")
         age = memory["age"] if memory else 0

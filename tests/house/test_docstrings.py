@@ -23,12 +23,8 @@ import natgrad as ng
 SECTIONS = ("Args", "Attributes")
 # Folders and files whose docstrings are not in Google style yet.
 UNCONVERTED = {
-    "applications.boltzmann",
-    "applications.boltzmann_preconditioner",
-    "applications.gauss_markov",
     "applications.helmholtz",
     "applications.policy",
-    "applications.two_layer",
     "damping",
     "layers",
     "operators",
