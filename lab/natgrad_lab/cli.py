@@ -1,6 +1,7 @@
 """The `natgrad` command: list experiments, run them, and rebuild their reports.
 
     natgrad list
+    natgrad run digits --help
     natgrad run digits [--seeds 3] [--set seconds=5]... [--out runs/digits]
     natgrad report runs/digits
 
@@ -10,12 +11,13 @@ plan: a command with other settings is refused there (more seeds are welcome). B
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import typer
+    from typer.core import TyperCommand
 
 NEEDED = ("typer", "rich", "matplotlib", "jinja2", "sklearn")
 
@@ -44,12 +46,17 @@ def application() -> "typer.Typer":
         """List the experiments."""
         list_experiments()
 
-    @app.command("run")
+    @app.command("run", cls=command_with_settings())
     def run_command(
         name: Annotated[str, typer.Argument(help="The experiment, one of `natgrad list`.")],
-        seeds: Annotated[int | None, typer.Option(help="How many seeds [default: the experiment's].", min=1)] = None,
-        set_: Annotated[list[str] | None, typer.Option("--set", help="A setting, key=value; may be repeated.")] = None,
-        out: Annotated[Path | None, typer.Option(help="Folder of records and report [default: runs/NAME].")] = None,
+        seeds: Annotated[
+            int | None, typer.Option(help="How many seeds (default: those of the experiment).", min=1)
+        ] = None,
+        set_: Annotated[
+            list[str] | None,
+            typer.Option("--set", help="A setting, key=value; may be repeated. `NAME --help` lists them."),
+        ] = None,
+        out: Annotated[Path | None, typer.Option(help="Folder of records and report (default: runs/NAME).")] = None,
     ) -> None:
         """Run an experiment, or go on with one that was stopped, and write its report."""
         guarded(lambda: run(name, seeds, set_ or [], out or Path("runs") / name))
@@ -62,6 +69,53 @@ def application() -> "typer.Typer":
         guarded(lambda: report(folder))
 
     return app
+
+
+def command_with_settings() -> "type[TyperCommand]":
+    """A command whose `NAME --help` shows the settings of that experiment too."""
+    import typer
+    from typer.core import TyperCommand
+
+    from natgrad_lab.experiments import EXPERIMENTS
+
+    class CommandWithSettings(TyperCommand):
+        """Prints the settings below the help when an experiment is named."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            """Looks for an experiment's name beside `--help`.
+
+            Args:
+                ctx: Of the command.
+                args: The words that were typed.
+            """
+            named = [word for word in args if word in EXPERIMENTS]
+            if "--help" in args and named:
+                typer.echo(self.get_help(ctx), nl=False)
+                guarded(lambda: show_settings(named[0]))
+                ctx.exit()
+            return super().parse_args(ctx, args)
+
+    return CommandWithSettings
+
+
+def show_settings(name: str) -> None:
+    """Print the settings of an experiment with their defaults.
+
+    Args:
+        name: One of `natgrad list`.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from natgrad_lab.experiments import describe_settings, find
+
+    experiment = find(name)
+    table = Table.grid(padding=(0, 3, 0, 1))
+    for setting, default, comment in describe_settings(experiment.settings):
+        table.add_row(f"[bold]{setting}[/]", default, comment)
+    console = Console()
+    console.print(f"Settings of {name}, --set key=value; --seeds {experiment.seeds} by default:", highlight=False)
+    console.print(table, highlight=False)
 
 
 def list_experiments() -> None:
@@ -81,10 +135,12 @@ def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None
     """Run an experiment into a folder, then report on it. seeds: None for the experiment's own number."""
     from rich.console import Console
 
-    from natgrad_lab.experiments import execute, find, interruptible, override
+    from natgrad_lab.experiments import LabError, execute, find, interruptible, override
     from natgrad_lab.experiments.progress import watching
 
     experiment = find(name)
+    if out.exists() and not out.is_dir():
+        raise LabError(f"--out {out} is a file, expected a folder: it holds the records and the report")
     settings = override(experiment.settings, assignments)
     many = range(experiment.seeds if seeds is None else seeds)
     with interruptible() as stopped, watching(experiment, Console(stderr=True)) as watcher:

@@ -65,7 +65,10 @@ class Split:
 
 def digits() -> Split:
     """8 x 8 digits that come with scikit-learn: 1437 for training, the last 360 for testing (other writers)."""
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError("the digits come with scikit-learn, which is missing: pip install scikit-learn") from error
 
     pixels, labels = load_digits(return_X_y=True)
     x, y = _unit(np.asarray(pixels), 16.0).reshape(-1, 8, 8), _labels(np.asarray(labels))

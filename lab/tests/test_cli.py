@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from natgrad_lab import cli
+from natgrad_lab.data import DataError, digits
+from natgrad_lab.experiments import describe_settings, find
 
 FEW = ("--seeds", "1", "--set", "steps=1", "--set", "threads=1")
 
@@ -81,6 +83,38 @@ def test_missing_extras_name_the_extra(monkeypatch):
     monkeypatch.setattr(cli, "NEEDED", ("typer", "a_package_that_nobody_has"))
     with pytest.raises(SystemExit, match=r"needs a_package_that_nobody_has: pip install -e ./lab"):
         cli.main()
+
+
+def test_help_of_an_experiment_shows_its_settings_and_defaults():
+    said = natgrad("run", "digits", "--help")
+    assert said.exit_code == 0
+    assert "Usage" in said.output
+    for name in ("seconds", "steps", "evaluations"):
+        assert name in said.output
+    plain = natgrad("run", "--help")
+    assert plain.exit_code == 0
+    assert "evaluations" not in plain.output
+    assert "default: runs/NAME" in plain.output
+
+
+def test_comments_of_settings_are_their_help():
+    rows = {name: (default, comment) for name, default, comment in describe_settings(find("malago_2023_toy").settings)}
+    assert rows["lattice"] == ("25", "per axis, for basins")
+
+
+def test_out_must_not_be_a_file(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    said = natgrad("run", "digits", *FEW, "--out", str(file))
+    assert said.exit_code == 2
+    assert "notes.txt is a file, expected a folder" in said.output
+    assert file.read_text() == "mine"
+
+
+def test_digits_say_what_to_install_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        digits()
 
 
 def start(out):

@@ -19,7 +19,7 @@ from natgrad_lab.experiments.race import Interrupted, Silence, Watcher, interrup
 from natgrad_lab.experiments.race import execute as execute_race
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.settings import override
+from natgrad_lab.experiments.settings import describe_settings, override
 from natgrad_lab.experiments.study import Findings, Piece, Run, State, Study
 from natgrad_lab.experiments.study import execute as execute_study
 from natgrad_lab.experiments.training import Training
@@ -48,6 +48,7 @@ __all__ = [
     "Training",
     "Watcher",
     "another_batch",
+    "describe_settings",
     "execute",
     "find",
     "interruptible",

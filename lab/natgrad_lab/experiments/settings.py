@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -25,6 +27,21 @@ def override(kind: type, assignments: Iterable[str]) -> Any:
             raise LabError(f"--set {key}: no such setting, expected one of {', '.join(f.name for f in fields(kind))}")
         values[key] = parse(key, text, hints[key])
     return kind(**values)
+
+
+def describe_settings(kind: type) -> list[tuple[str, str, str]]:
+    """Name, default and comment of every setting, for help.
+
+    Args:
+        kind: A dataclass whose fields have their comments on the same line.
+    """
+    comments: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        for line in inspect.getsource(base).splitlines():
+            if found := re.match(r"    (\w+): [^#]*#\s*(.+)", line):
+                comments[found[1]] = found[2]
+    defaults = {one.name: one.default for one in fields(kind)}
+    return [(name, "none" if value is None else str(value), comments.get(name, "")) for name, value in defaults.items()]
 
 
 def fill(settings: Any, values: Mapping[str, Any]) -> None:
