@@ -140,6 +140,13 @@ def as_call(inputs: Any) -> Call:
     return Call((inputs,))
 
 
+def unwrap_examples(inputs: Any) -> Any:
+    """X as an optimizer hands it over: alone, as a call, or with targets."""
+    inner = inputs.inputs if isinstance(inputs, Labelled) else inputs
+    call = as_call(inner)
+    return call.args[0] if len(call.args) == 1 and not call.kwargs else inner
+
+
 @dataclass(frozen=True)
 class RandomState:
     """The global random state of the CPU and of the accelerators in use, taken so that a pass can be replayed.

@@ -12,9 +12,8 @@ from natgrad.applications.boltzmann import Boltzmann
 from natgrad.checks import check_integer
 from natgrad.lapack import eigh
 from natgrad.metrics import Metric, RatioMetric
-from natgrad.metrics.score import unwrap_examples
 from natgrad.operators import Operator
-from natgrad.pure import RandomState
+from natgrad.pure import RandomState, unwrap_examples
 from natgrad.spaces import Params, Space
 from natgrad.structures import Preconditioner
 from natgrad.structures.base import Memory

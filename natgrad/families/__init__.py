@@ -12,7 +12,7 @@ from natgrad.families.coordinates import (
     convert_vector,
     fisher_in,
 )
-from natgrad.families.criteria import Criterion, as_criterion
+from natgrad.families.criteria import Criterion, Entrywise, as_criterion
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
@@ -41,6 +41,7 @@ from natgrad.families.output_heads import Heads
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.posterior import GaussianPosterior
 from natgrad.families.product_families import Product, SubModel
+from natgrad.families.regression import Slope, natural_slope
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 
 Estimate, Rate = MomentEstimate, ExponentialRate  # their former names
@@ -55,6 +56,7 @@ __all__ = [
     "DiagonalGaussian",
     "DiagonalNormal",
     "Dirichlet",
+    "Entrywise",
     "Expectation",
     "Exponential",
     "ExponentialFamily",
@@ -83,6 +85,7 @@ __all__ = [
     "Product",
     "ShapeRate",
     "ShapeScale",
+    "Slope",
     "SparseNormal",
     "SubModel",
     "as_criterion",
@@ -95,4 +98,5 @@ __all__ = [
     "fisher_in",
     "gradient_of_mean",
     "natural_gradient_of_mean",
+    "natural_slope",
 ]

@@ -15,12 +15,13 @@ from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_new
 from natgrad.metrics.hessian import Hessian, hessian
 from natgrad.metrics.langevin import Langevin
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
-from natgrad.metrics.score import ScoreMetric, score_metric
+from natgrad.metrics.score import Diagonals, ScoreMetric, score_metric
 from natgrad.metrics.transport import RBF, TransportMetric, transport_metric
 
 __all__ = [
     "RBF",
     "Covariance",
+    "Diagonals",
     "DivergenceMetric",
     "EmpiricalFisher",
     "Fisher",

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.checks import check_integer
-from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.families.criteria import Entrywise
+from natgrad.families import Criterion, Entrywise, Likelihood, as_criterion
 from natgrad.metrics.base import PullbackMetric, Scores, check_has_outputs
 from natgrad.operators import Form, Linearization
 from natgrad.pure import Model, Select

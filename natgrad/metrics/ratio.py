@@ -20,9 +20,9 @@ from natgrad.densities import (
     guard_derivatives,
 )
 from natgrad.metrics.base import Metric
-from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form, unwrap_examples
+from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form
 from natgrad.operators import Form, LowRank, Operator
-from natgrad.pure import RandomState
+from natgrad.pure import RandomState, unwrap_examples
 from natgrad.spaces import Params
 
 

@@ -15,7 +15,7 @@ from natgrad.densities import Density, LogP, as_density, check_continuous, check
 from natgrad.metrics.base import Metric, Scores
 from natgrad.metrics.langevin import Langevin
 from natgrad.operators import Chunked, Form, Linearization, LowRank, Operator, OutputMap, Pullback, Scaled
-from natgrad.pure import Call, Labelled, PureModel, RandomState, as_call
+from natgrad.pure import Call, PureModel, RandomState, unwrap_examples
 from natgrad.spaces import Params
 
 LARGEST_ROOT = 2**24
@@ -175,11 +175,26 @@ class Diagonals:
         self.entries = entries
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """d o t: (R, m) -> (R, m)."""
+        """d o t, entry by entry.
+
+        Args:
+            outputs: Shape (R, m).
+            tangents: t, shape (R, m).
+
+        Returns:
+            Shape (R, m).
+        """
         return self.entries * tangents
 
     def root(self, outputs: Tensor) -> Tensor:
-        """diag(sqrt d), (R, m, m)."""
+        """diag(sqrt d).
+
+        Args:
+            outputs: Shape (R, m).
+
+        Returns:
+            Shape (R, m, m).
+        """
         return torch.diag_embed(self.entries[: len(outputs)].sqrt())
 
 
@@ -214,13 +229,6 @@ def average_chunks(
         return Scaled(term(part, rows), len(part) / len(examples))
 
     return Chunked([partial(share, start) for start in range(0, len(examples), size)])
-
-
-def unwrap_examples(inputs: Any) -> Any:
-    """X as an optimizer hands it over: alone, as a call, or with targets."""
-    inner = inputs.inputs if isinstance(inputs, Labelled) else inputs
-    call = as_call(inner)
-    return call.args[0] if len(call.args) == 1 and not call.kwargs else inner
 
 
 def check_chunks(chunk_size: int | None) -> None:

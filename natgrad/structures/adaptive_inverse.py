@@ -12,7 +12,6 @@ from torch import Tensor
 from natgrad.checks import check_integer, check_positive
 from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
 from natgrad.metrics import Metric
-from natgrad.metrics.score_unit import join_spread, measure_data_unit
 from natgrad.operators import Factored, Inverted, Operator
 from natgrad.pure import Labelled, RandomState, as_call
 from natgrad.spaces import Params
@@ -24,6 +23,7 @@ from natgrad.structures.inverse_updates import (
     stays_positive,
     woodbury_inverse,
 )
+from natgrad.structures.score_unit import join_spread, measure_data_unit
 
 SYMMETRISE = 16
 """Steps between which round-off may make a kept inverse unsymmetric: forgetting amplifies that part."""

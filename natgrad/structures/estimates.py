@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.checks import check_integer
 from natgrad.families import Likelihood
 from natgrad.layers.examples import Examples
-from natgrad.metrics.score import Diagonals
+from natgrad.metrics import Diagonals
 from natgrad.operators import Form, Pullback
 from natgrad.operators.linearization import output_map
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.metrics.score_unit import join_spread, measure_data_unit
 from natgrad.rules import FlatStep, Quadratic
 from natgrad.spaces import Params
+from natgrad.structures.score_unit import join_spread, measure_data_unit
 
 METHODS = [ng.Averaged(), ng.Woodbury(), ng.FirstOrder()]
 MODEL = TwoLayer()

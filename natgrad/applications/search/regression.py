@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.families.regression import RIDGES
-from natgrad.families.regression import Slope as Slope
-from natgrad.families.regression import natural_slope as natural_slope
+from natgrad.families import Slope as Slope
+from natgrad.families import natural_slope as natural_slope
 
-SEARCHED = (1e-13, 1e-10, *RIDGES)  # smaller ridges: coefficients of one f may lie ten orders of magnitude apart
+SEARCHED = tuple(
+    10.0**k for k in (-13, -10, *range(-7, 3))
+)  # small ones: coefficients of one f may lie ten orders of magnitude apart
 
 
 def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""A search for a name finds one thing: folders share public names, a class has one home, a function is a verb.
+
+The numbers are how many do not yet: lower one when you can, never raise it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HIDDEN_IMPORTS = 75  # names that a folder takes from another one, which does not list them in its `__all__`
+NAMESAKES = 13  # names of classes that are defined twice
+PARTICIPLES = 106  # functions named `merged`, `told`, ...: say what is merged into what, with a verb
+
+IRREGULAR = re.compile(
+    "bent|bound|built|caught|chosen|drawn|felt|found|given|held|kept|known|laid|lost|met|paid|seen|sent|shown|sold|taken|"
+    "thrown|told|torn|worn|written"
+)
+VERBS = frozenset({"embed", "exceed", "feed", "need", "run", "seed", "shed", "speed"})
+
+
+def sources() -> dict[str, ast.Module]:
+    """Dotted module name -> its syntax tree."""
+    found = {}
+    for path in sorted((ROOT / "natgrad").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def hidden_imports(trees: Mapping[str, ast.Module], public: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
+    """(folder, name) of every name that a module takes from another folder, which does not list it.
+
+    Args:
+        trees: Module -> syntax tree.
+        public: Folder -> the names that it lists.
+    """
+    for name, tree in trees.items():
+        mine = name if name in public else name.rpartition(".")[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in trees:
+                folder = node.module if node.module in public else node.module.rpartition(".")[0]
+                if folder not in ("natgrad", mine):
+                    yield from ((folder, a.name) for a in node.names if a.name not in public.get(folder, set()))
+
+
+def namesakes(trees: Mapping[str, ast.Module]) -> set[str]:
+    """Names of classes that more than one module defines."""
+    homes: dict[str, int] = defaultdict(int)
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name] += 1
+    return {name for name, count in homes.items() if count > 1}
+
+
+def participles(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Functions and methods whose whole name is a participle."""
+    return [
+        f"{module}.{node.name}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and is_participle(node.name.strip("_"))
+    ]
+
+
+def is_participle(word: str) -> bool:
+    """True for one word in -ed, or an irregular participle."""
+    return word not in VERBS and bool(re.fullmatch("[a-z]+ed", word) or IRREGULAR.fullmatch(word))
+
+
+TREES = sources()
+FOLDERS = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "natgrad").rglob("__init__.py")}
+PUBLIC = {folder: set(getattr(importlib.import_module(folder), "__all__", ())) for folder in FOLDERS}
+
+
+def test_folders_share_what_they_list():
+    found = sorted(set(hidden_imports(TREES, PUBLIC)))
+    assert len(found) <= HIDDEN_IMPORTS, f"{len(found)} names: {found}"
+
+
+def test_a_class_has_one_home():
+    found = sorted(namesakes(TREES))
+    assert len(found) <= NAMESAKES, f"{len(found)} names: {found}"
+
+
+def test_functions_are_verbs():
+    found = participles(TREES)
+    assert len(found) <= PARTICIPLES, f"{len(found)} names: {found}"
+
+
+# The checker itself.
+
+
+def test_each_kind_is_found():
+    trees = {
+        "natgrad.a": ast.parse("class Home: ...\nfrom natgrad.b import listed, odd\nfrom natgrad.b.inner import deep"),
+        "natgrad.b": ast.parse(""),
+        "natgrad.b.inner": ast.parse("class Home: ...\ndef merged(): ...\ndef merge_rows(): ...\ndef speed(): ..."),
+    }
+    public = {"natgrad.a": set[str](), "natgrad.b": {"listed"}}
+    assert set(hidden_imports(trees, public)) == {("natgrad.b", "odd"), ("natgrad.b", "deep")}
+    assert namesakes(trees) == {"Home"}
+    assert participles(trees) == ["natgrad.b.inner.merged"]
