@@ -2,6 +2,7 @@
 
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.quadratic import BlockStep, FlatStep, Lazy, Memory, Parts, Quadratic, Step, Vector, inner_product
 from natgrad.rules.step_rules import (
     LineSearch,
@@ -23,8 +24,11 @@ __all__ = [
     "Lazy",
     "LineSearch",
     "MeasuredLength",
+    "MeasuredTrustRegion",
+    "Measuring",
     "Memory",
     "Momentum",
+    "NormalisedRate",
     "Objective",
     "OnlineRadius",
     "Parts",
@@ -37,6 +41,7 @@ __all__ = [
     "Vector",
     "check_backtracking",
     "inner_product",
+    "leads_down",
     "require_loss",
     "shorten",
 ]

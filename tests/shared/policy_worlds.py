@@ -59,7 +59,7 @@ class Walk(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         super().reset(seed=seed)
         self.x, self.time = self.np_random.normal(), 0
-        return self._seen(), {}
+        return self._encode(), {}
 
     def step(self, action):
         self.time += 1
@@ -71,9 +71,9 @@ class Walk(gym.Env):
             if self.fault == "raise":
                 raise OSError("the simulator is gone")
             reward = np.nan if self.fault == "reward" else reward
-        return self._seen(), reward, False, self.end is not None and self.time >= self.end, {}
+        return self._encode(), reward, False, self.end is not None and self.time >= self.end, {}
 
-    def _seen(self):
+    def _encode(self):
         if self.time and self.total == self.at and self.fault == "nan":
             return np.array([np.nan, 0], dtype=np.float32)
         if self.time and self.total == self.at and self.fault == "shape":

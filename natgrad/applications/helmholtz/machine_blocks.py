@@ -92,15 +92,16 @@ class MachineBlocks:
 
         Args:
             taught: The layers' rows.
-            damping: Asked for lambda of the whole metric, all layers together.
+            damping: Asked for lambda of the whole metric, or of each layer where it is per block.
         """
         kept = {name: self.keep(name) for name, _, _ in taught}
         states = {name: kept[name].average(rows) for name, _, rows in taught}
         operators = {name: kept[name].operator(state) for name, state in states.items()}
         if not operators:
             return True
-        level = damping.amount(damping.initial(), Block(list(operators.values())))
-        failed = sum(not kept[name].commit(states[name], operators[name], level) for name in operators)
+        number, whole = damping.initial(), Block(list(operators.values()))
+        levels = {n: damping.amount(number, part if damping.per_block else whole) for n, part in operators.items()}
+        failed = sum(not kept[name].commit(states[name], operators[name], level) for name, level in levels.items())
         return failed == 0
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.policy.heads import GaussianHead, Head, MultiDiscreteHead
-from natgrad.applications.policy.images import channel_order
+from natgrad.applications.policy.images import find_channel_order
 from natgrad.pure import run_detached
 
 
@@ -29,8 +29,8 @@ class Actor(nn.Module):
         self.register_parameter("log_std", None)
         batch = probe_size(head)
         states = example.expand(batch, *example.shape).contiguous()
-        self.order = channel_order(policy, states)
-        outputs = run_detached(lambda: call(policy, states.permute(self.order)))
+        self.order = find_channel_order(policy, states)
+        outputs = run_detached(lambda: call_module(policy, states.permute(self.order)))
         self.valued = is_pair(outputs) and (outputs[1] is None or is_column(outputs[1], batch))
         rows = outputs[0] if self.valued else outputs
         if isinstance(head, GaussianHead) and isinstance(rows, Tensor) and rows.shape[1:] == (head.dimensions,):
@@ -48,11 +48,11 @@ class Actor(nn.Module):
     def rows(self, outputs: Any) -> Tensor:
         """The policy's outputs, without a value, as rows."""
         if isinstance(outputs, Tensor):
-            return outputs if self.log_std is None else join(outputs, self.log_std)
+            return outputs if self.log_std is None else join_gaussian(outputs, self.log_std)
         if isinstance(self.head, MultiDiscreteHead):
             return torch.cat(list(outputs), dim=1)
         mean, log_std = outputs
-        return join(mean, log_std)
+        return join_gaussian(mean, log_std)
 
     def _check(self, outputs: Any, batch: int) -> None:
         expected = (
@@ -61,12 +61,12 @@ class Actor(nn.Module):
         try:
             found = self.rows(outputs)
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"policy returned {described(outputs)}, expected rows {expected} needs") from error
+            raise ValueError(f"policy returned {describe_outputs(outputs)}, expected rows {expected} needs") from error
         if found.shape != (batch, self.head.width) or not found.is_floating_point():
-            raise ValueError(f"policy returned {described(outputs)}, expected rows {expected} needs")
+            raise ValueError(f"policy returned {describe_outputs(outputs)}, expected rows {expected} needs")
 
 
-def call(module: nn.Module, states: Tensor) -> Any:
+def call_module(module: nn.Module, states: Tensor) -> Any:
     """The module on example states. ValueError if it cannot take them."""
     try:
         return module(states)
@@ -92,17 +92,17 @@ def probe_size(head: Head) -> int:
     return next(size for size in range(3, 7) if size not in (head.width, head.width // 2))
 
 
-def join(mean: Tensor, log_std: Tensor) -> Tensor:
+def join_gaussian(mean: Tensor, log_std: Tensor) -> Tensor:
     """Means and log stds side by side."""
     return torch.cat([mean, log_std.expand_as(mean)], dim=1)
 
 
-def described(outputs: Any) -> str:
+def describe_outputs(outputs: Any) -> str:
     """Shapes of what a module returned."""
     if isinstance(outputs, Tensor):
         return f"a tensor {tuple(outputs.shape)} of {outputs.dtype}"
     if isinstance(outputs, (tuple, list)):
-        return f"({', '.join(described(part) for part in outputs)})"
+        return f"({', '.join(describe_outputs(part) for part in outputs)})"
     return type(outputs).__name__
 
 

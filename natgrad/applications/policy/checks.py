@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def evaluation(*modules: nn.Module | None) -> Iterator[None]:
+def use_eval_mode(*modules: nn.Module | None) -> Iterator[None]:
     """Inside, modules are in eval mode: dropout off, batch norms with the statistics that they hold."""
     with ExitStack() as stack:
         for module in modules:
@@ -19,7 +19,7 @@ def evaluation(*modules: nn.Module | None) -> Iterator[None]:
         yield
 
 
-def like_first(module: nn.Module) -> Tensor:
+def take_first_parameter(module: nn.Module) -> Tensor:
     """A tensor of the module's dtype and on its device. ValueError for one without parameters."""
     first = next(module.parameters(), None)
     if first is None:

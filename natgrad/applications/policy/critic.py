@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.policy.actor import Actor, call, described, is_column
-from natgrad.applications.policy.images import channel_order
+from natgrad.applications.policy.actor import Actor, call_module, describe_outputs, is_column
+from natgrad.applications.policy.images import find_channel_order
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.applications.policy.settings import CriticTraining
 from natgrad.linalg import all_finite
@@ -48,7 +48,7 @@ class Critic:
         self.params = [p for p in own if p.requires_grad and id(p) not in acting]
         if not self.params:
             raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
-        self.optimizer = torch.optim.Adam(self.params, training.lr, eps=1e-5, fused=fusible(self.params))
+        self.optimizer = torch.optim.Adam(self.params, training.lr, eps=1e-5, fused=can_fuse(self.params))
         self.loss = float("nan")
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -105,13 +105,15 @@ class Critic:
 def check_values(module: nn.Module, example: Tensor, size: int) -> tuple[int, ...]:
     """The order of axes in which the module takes states. ValueError unless it gives one value per state."""
     states = example.expand(size, *example.shape).contiguous()
-    order = channel_order(module, states)
-    found = run_detached(lambda: call(module, states.permute(order)))
+    order = find_channel_order(module, states)
+    found = run_detached(lambda: call_module(module, states.permute(order)))
     if not is_column(found, size):
-        raise ValueError(f"critic returned {described(found)}, expected ({size},) or ({size}, 1) for {size} states")
+        raise ValueError(
+            f"critic returned {describe_outputs(found)}, expected ({size},) or ({size}, 1) for {size} states"
+        )
     return order
 
 
-def fusible(params: list[nn.Parameter]) -> bool:
+def can_fuse(params: list[nn.Parameter]) -> bool:
     """Whether Adam's fused kernel takes them: a third of the time on small networks."""
     return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)

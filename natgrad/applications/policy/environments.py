@@ -11,8 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from natgrad.applications.policy.environment_state import captured, decoded, encoded, matches, restored
-from natgrad.applications.policy.gymnasium_import import gymnasium
+from natgrad.applications.policy.environment_state import (
+    capture_state,
+    decode_value,
+    encode_value,
+    fits_state,
+    restore_state,
+)
+from natgrad.applications.policy.gymnasium_import import import_gymnasium
 
 Array = np.ndarray
 PATIENCE = 1000
@@ -62,17 +68,17 @@ class Environments:
     """
 
     def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:
-        gym = gymnasium()
-        env = built(env)
+        gym = import_gymnasium()
+        env = make_environment(env)
         self.vector: Any = env if isinstance(env, gym.vector.VectorEnv) else None
-        self.singles: list[Any] = [] if self.vector is not None else singles(env)
+        self.singles: list[Any] = [] if self.vector is not None else list_environments(env)
         self.count = self.vector.num_envs if self.vector is not None else len(self.singles)
         source = self.vector if self.vector is not None else self.singles[0]
         prefix = "single_" if self.vector is not None else ""
         self.observation_space = getattr(source, f"{prefix}observation_space")
         self.action_space = getattr(source, f"{prefix}action_space")
-        self.encode, self.shape, self.scalable = encoder(self.observation_space)
-        self.mode = autoreset(self.vector)
+        self.encode, self.shape, self.scalable = choose_encoder(self.observation_space)
+        self.mode = read_autoreset(self.vector)
         self.limit = math.inf if max_episode_steps is None else max_episode_steps
         self.patient = max_episode_steps is not None or has_limit(self.vector, self.singles)
         self.begin_anew()
@@ -89,14 +95,14 @@ class Environments:
         """The observations to act on, (n, ...); resets with this seed what was not begun."""
         if self.observations is None:
             self.begin_anew()
-            with faults("reset", self.steps):
+            with name_faults("reset", self.steps):
                 found = self._reset(seed)
-            self.observations = self._seen(found)
+            self.observations = self._encode(found)
         return self.observations
 
     def step(self, actions: Array) -> Stepped:
         """Act in every environment; resets those whose episode ended."""
-        with faults("step", self.steps):
+        with name_faults("step", self.steps):
             stepped = self._vector_step(actions) if self.vector is not None else self._single_steps(actions)
         self.steps += 1
         if not np.isfinite(stepped.rewards).all():
@@ -114,12 +120,12 @@ class Environments:
         self.observations = stepped.following
         return stepped
 
-    def share(self, other: Environments) -> bool:
+    def shares_any(self, other: Environments) -> bool:
         """Whether some environment is in both."""
         mine, theirs = ([one.vector, *one.singles] for one in (self, other))
         return any(a is b for a in mine for b in theirs if a is not None)
 
-    def episodes(self) -> list[Episode]:
+    def take_episodes(self) -> list[Episode]:
         """The episodes that ended since the last call."""
         found, self.finished = self.finished, []
         return found
@@ -128,10 +134,10 @@ class Environments:
         """The episodes under way, and the environments' own state where it can be read."""
         if self.observations is None:
             return {"inner": None}
-        inner = [captured(env) for env in ([self.vector] if self.vector is not None else self.singles)]
+        inner = [capture_state(env) for env in ([self.vector] if self.vector is not None else self.singles)]
         return {
             "inner": None if any(one is None for one in inner) else inner,
-            "observations": encoded(self.observations),
+            "observations": encode_value(self.observations),
             "returns": torch.tensor(self.returns),
             "lengths": torch.tensor(self.lengths),
             "resetting": torch.tensor(self.resetting),
@@ -144,11 +150,11 @@ class Environments:
         self.begin_anew()
         envs = [self.vector] if self.vector is not None else self.singles
         inner = state["inner"]
-        if inner is None or len(inner) != len(envs) or not all(map(matches, envs, inner)):
+        if inner is None or len(inner) != len(envs) or not all(map(fits_state, envs, inner)):
             return
         for env, one in zip(envs, inner, strict=True):
-            restored(env, one)
-        self.observations = decoded(state["observations"])
+            restore_state(env, one)
+        self.observations = decode_value(state["observations"])
         self.returns, self.lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
         self.resetting = state["resetting"].numpy().copy()
         self.steps, self.patient = state["steps"], state["patient"]
@@ -156,20 +162,20 @@ class Environments:
     def _reset(self, seed: int) -> Any:
         if self.vector is not None:
             return self.vector.reset(seed=seed)[0]
-        return stack([first(env.reset(seed=seed + i)) for i, env in enumerate(self.singles)])
+        return stack_observations([read_reset(env.reset(seed=seed + i)) for i, env in enumerate(self.singles)])
 
     def _single_steps(self, actions: Array) -> Stepped:
-        found = [five(env.step(single(actions, i))) for i, env in enumerate(self.singles)]
-        successors = self._seen(stack([one[0] for one in found]))
+        found = [read_step(env.step(take_action(actions, i))) for i, env in enumerate(self.singles)]
+        successors = self._encode(stack_observations([one[0] for one in found]))
         rewards = np.array([as_reward(one[1]) for one in found])
         terminated = np.array([bool(one[2]) for one in found])
-        truncated = self._cut(np.array([bool(one[3]) for one in found]), np.ones(self.count, dtype=bool))
+        truncated = self._truncate(np.array([bool(one[3]) for one in found]), np.ones(self.count, dtype=bool))
         ended = terminated | truncated
         following = successors
         if ended.any():
             following = successors.copy()
             for i in np.flatnonzero(ended):
-                following[i] = self._seen(stack([first(self.singles[i].reset())]))[0]
+                following[i] = self._encode(stack_observations([read_reset(self.singles[i].reset())]))[0]
         return Stepped(rewards, terminated, truncated, successors, following, np.ones(self.count, dtype=bool))
 
     def _vector_step(self, actions: Array) -> Stepped:
@@ -177,25 +183,25 @@ class Environments:
         valid = ~self.resetting
         rewards, terminated = np.asarray(rewards, dtype=np.float64), np.asarray(terminated, dtype=bool) & valid
         given = np.asarray(truncated, dtype=bool) & valid
-        truncated = self._cut(given, valid)
-        successors = self._seen(raw)
+        truncated = self._truncate(given, valid)
+        successors = self._encode(raw)
         following = successors
         if self.mode == "SAME_STEP" and (terminated | given).any():
             following, successors = successors, successors.copy()
             for i in np.flatnonzero(terminated | given):
-                successors[i] = self._seen(stack([final_observation(infos, i)]))[0]
+                successors[i] = self._encode(stack_observations([find_final_observation(infos, i)]))[0]
         overdue = (truncated & ~given & ~terminated) | ((terminated | given) & (self.mode == "DISABLED"))
         if overdue.any():
             following = following.copy()
-            fresh = self._seen(self.vector.reset(options={"reset_mask": overdue})[0])
+            fresh = self._encode(self.vector.reset(options={"reset_mask": overdue})[0])
             following[overdue] = fresh[overdue]
         self.resetting = (terminated | given) & (self.mode == "NEXT_STEP")
         return Stepped(rewards, terminated, truncated, successors, following, valid)
 
-    def _cut(self, truncated: Array, valid: Array) -> Array:
+    def _truncate(self, truncated: Array, valid: Array) -> Array:
         return truncated | ((self.lengths + 1 >= self.limit) & valid)
 
-    def _seen(self, raw: Any) -> Array:
+    def _encode(self, raw: Any) -> Array:
         found = self.encode(raw)
         if found.shape[1:] != self.shape:
             raise EnvironmentFault(
@@ -208,7 +214,7 @@ class Environments:
 
 
 @contextmanager
-def faults(where: str, step: int) -> Any:
+def name_faults(where: str, step: int) -> Any:
     """Exceptions of the environment's own as EnvironmentFault, the cause kept."""
     try:
         yield
@@ -221,15 +227,15 @@ def faults(where: str, step: int) -> Any:
         ) from error
 
 
-def singles(env: Any) -> list[Any]:
+def list_environments(env: Any) -> list[Any]:
     """Single environments, made where they are names or functions. TypeError for anything else."""
-    gym = gymnasium()
+    gym = import_gymnasium()
     given = list(env) if isinstance(env, Sequence) and not isinstance(env, str) else [env]
     if not given:
         raise ValueError("env is an empty sequence, expected at least one environment")
     found = []
     for one in given:
-        one = built(one)
+        one = make_environment(one)
         if not isinstance(one, gym.Env):
             raise TypeError(
                 f"env is {type(one).__name__}, expected a gymnasium environment (or gymnasium.vector's, a registered "
@@ -244,16 +250,16 @@ def singles(env: Any) -> list[Any]:
     return found
 
 
-def built(env: Any) -> Any:
+def make_environment(env: Any) -> Any:
     """An environment where a registered name or a function that makes one was given; else what was given."""
-    gym = gymnasium()
+    gym = import_gymnasium()
     if isinstance(env, str):
         return gym.make(env)
     made = isinstance(env, (gym.Env, gym.vector.VectorEnv))
     return env() if callable(env) and not made else env
 
 
-def autoreset(vector: Any) -> str:
+def read_autoreset(vector: Any) -> str:
     """The name of a vector environment's autoreset mode; NEXT_STEP, gymnasium's default, where it does not say."""
     if vector is None:
         return ""
@@ -262,7 +268,7 @@ def autoreset(vector: Any) -> str:
     return {"NEXTSTEP": "NEXT_STEP", "SAMESTEP": "SAME_STEP"}.get(name, name)
 
 
-def final_observation(infos: dict[str, Any], index: Any) -> Any:
+def find_final_observation(infos: dict[str, Any], index: Any) -> Any:
     """The last observation of an episode that was reset within the step."""
     for key in ("final_obs", "final_observation"):
         if key in infos and infos[key][index] is not None:
@@ -274,10 +280,10 @@ def has_limit(vector: Any, envs: list[Any]) -> bool:
     """Whether a time limit is known: in a specification or in a wrapper."""
     if vector is not None:
         envs = [vector, *getattr(vector, "envs", [])]
-    return any(limit_of(env) is not None for env in envs)
+    return any(find_limit(env) is not None for env in envs)
 
 
-def limit_of(env: Any) -> int | None:
+def find_limit(env: Any) -> int | None:
     """The time limit of an environment, searched through its wrappers."""
     while env is not None:
         spec = getattr(env, "spec", None)
@@ -288,7 +294,7 @@ def limit_of(env: Any) -> int | None:
     return None
 
 
-def encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
+def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...], bool]:
     """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense.
 
     Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
@@ -319,7 +325,7 @@ def holds_bytes(space: Any) -> bool:
     return bool(whole and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
 
 
-def first(found: Any) -> Any:
+def read_reset(found: Any) -> Any:
     """The observation of what reset() returned. EnvironmentFault unless that is (observation, info)."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise EnvironmentFault(
@@ -328,7 +334,7 @@ def first(found: Any) -> Any:
     return found[0]
 
 
-def five(found: Any) -> Any:
+def read_step(found: Any) -> Any:
     """What step() returned. EnvironmentFault unless that is gymnasium's five: gym's four have no `truncated`."""
     if not isinstance(found, (tuple, list)) or len(found) != 5:
         came = f"{len(found)} values" if isinstance(found, (tuple, list)) else type(found).__name__
@@ -346,12 +352,12 @@ def as_reward(given: Any) -> float:
         raise EnvironmentFault(f"the environment returned the reward {given!r}, expected a number") from error
 
 
-def single(actions: Array, i: int) -> Any:
+def take_action(actions: Array, i: int) -> Any:
     """Action i. A real one of shape () stays an array: a NumPy scalar is no member of its space."""
     return np.asarray(actions[i]) if actions.dtype.kind == "f" else actions[i]
 
 
-def stack(observations: list[Any]) -> Array:
+def stack_observations(observations: list[Any]) -> Array:
     """Observations of single environments as one array."""
     return np.stack([np.asarray(one) for one in observations])
 

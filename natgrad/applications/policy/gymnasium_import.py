@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def gymnasium() -> Any:
+def import_gymnasium() -> Any:
     """The package. ImportError with what to install where it is missing."""
     try:
         import gymnasium as found  # an extra: only where an environment is asked for

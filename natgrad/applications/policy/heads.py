@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.applications.policy.gymnasium_import import gymnasium
+from natgrad.applications.policy.gymnasium_import import import_gymnasium
 from natgrad.families import Bernoulli, Categorical, DiagonalGaussian, Heads, Likelihood
 
 Array = np.ndarray
@@ -235,9 +235,9 @@ HEADS: dict[str, type[Head]] = {
 }
 
 
-def head_for(space: Any, head: Head | None = None) -> Head:
+def choose_head(space: Any, head: Head | None = None) -> Head:
     """The head of an action space, or the given one on it. ValueError for a space without one."""
-    if not isinstance(space, gymnasium().Space):
+    if not isinstance(space, import_gymnasium().Space):
         raise TypeError(f"the action space is {type(space).__name__}, expected a gymnasium space")
     if head is not None:
         if not isinstance(head, Head):

@@ -9,7 +9,7 @@ from natgrad.pure import run_detached
 CHANNELS_FIRST, CHANNELS_LAST = (0, 3, 1, 2), (0, 2, 3, 1)
 
 
-def channel_order(module: nn.Module, states: Tensor) -> tuple[int, ...]:
+def find_channel_order(module: nn.Module, states: Tensor) -> tuple[int, ...]:
     """The axes of states in the order in which a network takes them: as they come, or with the channels moved.
 
     Environments give (height, width, channels), convolutions take (channels, height, width). What is tried is whether
@@ -20,15 +20,15 @@ def channel_order(module: nn.Module, states: Tensor) -> tuple[int, ...]:
         states: Examples (b, ...); only of images, (b, h, w, c) or (b, c, h, w), another order is tried.
     """
     plain = tuple(range(states.dim()))
-    if states.dim() != 4 or takes(module, states):
+    if states.dim() != 4 or takes_states(module, states):
         return plain
     smallest = min(states.shape[1:])
     others = [(CHANNELS_FIRST, states.shape[3]), (CHANNELS_LAST, states.shape[1])]
     orders = (order for order, channels in others if channels == smallest)
-    return next((order for order in orders if takes(module, states.permute(order))), plain)
+    return next((order for order in orders if takes_states(module, states.permute(order))), plain)
 
 
-def takes(module: nn.Module, states: Tensor) -> bool:
+def takes_states(module: nn.Module, states: Tensor) -> bool:
     """Whether a network runs on these states."""
     try:
         run_detached(lambda: module(states))

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.policy.actor import Actor, find_acting, probe_size
-from natgrad.applications.policy.checks import evaluation, like_first
+from natgrad.applications.policy.checks import take_first_parameter, use_eval_mode
 from natgrad.applications.policy.critic import Critic, check_values
-from natgrad.applications.policy.environments import Environments, Episode, single
-from natgrad.applications.policy.heads import Head, head_for
+from natgrad.applications.policy.environments import Environments, Episode, take_action
+from natgrad.applications.policy.heads import Head, choose_head
 from natgrad.applications.policy.history import History
 from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.applications.policy.perceptrons import Defaults, check_network
 from natgrad.applications.policy.progress import Progress
-from natgrad.applications.policy.rollout import Rollout, collect, judged
+from natgrad.applications.policy.rollout import Rollout, collect, estimate_advantages
 from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
 from natgrad.applications.policy.sb3_settings import Translation
 from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts
@@ -36,6 +36,7 @@ from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
 from natgrad.optim.accidents import Accidents
+from natgrad.optim.flat_step import shift_blocks
 from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
 from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule
@@ -67,7 +68,7 @@ class PolicyLearner(ABC):
         if choices.steps is not None:
             self.batch = self.worlds.count * check_integer("n_steps", choices.steps, 1)
         self.structure, self.damping = self.natural_step.structure or Exact(), as_damping(self.natural_step.damping)
-        self.head = head_for(self.worlds.action_space, head)
+        self.head = choose_head(self.worlds.action_space, head)
         self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
         self._build(policy, critic, groups["critic_training"], choices)
@@ -86,21 +87,21 @@ class PolicyLearner(ABC):
         for name, module in (("policy", policy), ("critic", critic)):
             check_network(name, module)
         defaults = Defaults.read(choices, policy)
-        like = torch.zeros((), device=defaults.device) if policy is None else like_first(policy)
+        like = torch.zeros((), device=defaults.device) if policy is None else take_first_parameter(policy)
         example = like.new_zeros(self.worlds.shape)
         inputs = max(math.prod(self.worlds.shape), 1)
         if policy is None:
             outputs = getattr(self.head, "dimensions", self.head.width)
             policy = defaults.build_policy(inputs, outputs, self.generator, like)
         self.policy, self.device = policy, like.device
-        with evaluation(policy):
+        with use_eval_mode(policy):
             self.actor = Actor(policy, self.head, example).to(like.device)
             self.params = find_acting(self.actor, example)
         if critic is None and not self.actor.valued:
             critic = defaults.build_critic(inputs, self.generator, like)
         order: tuple[int, ...] = ()
         if critic is not None:
-            with evaluation(critic):
+            with use_eval_mode(critic):
                 order = check_values(critic, example, probe_size(self.head))
         self.critic = Critic(critic, self.actor, set(self.params), training, order)
         self.metric = fisher(self.actor, self.head.family)
@@ -152,7 +153,7 @@ class PolicyLearner(ABC):
         """One update, or none at all: whatever interrupts it, the state is as before."""
         start, before = time.perf_counter(), deepcopy(write_parts(self._parts()))
         try:
-            with evaluation(self.actor, self.critic.module):
+            with use_eval_mode(self.actor, self.critic.module):
                 row = self._advance()
         except BaseException:
             read_parts(self._parts(), before, "an update")
@@ -190,8 +191,10 @@ class PolicyLearner(ABC):
             self._begun += 1
         seed = self.rollouts.seed + 7919 * (self._begun - 1)
         kept = collect(self.actor, self.worlds, self.scale, self.batch, seed, self._draws)
-        episodes = self.worlds.episodes()
-        return judged(kept, self.critic, self.reward_scale, self.rollouts.gamma, self.rollouts.gae_lambda, episodes)
+        episodes = self.worlds.take_episodes()
+        return estimate_advantages(
+            kept, self.critic, self.reward_scale, self.rollouts.gamma, self.rollouts.gae_lambda, episodes
+        )
 
     def _propose(self, surrogate: Surrogate, states: Tensor) -> Proposal:
         """The step -(F + damping I)^-1 of the loss's gradient, with the exact Fisher along it."""
@@ -204,8 +207,10 @@ class PolicyLearner(ABC):
         operator, memory = self.structure.update(self._memory, self.metric, params, states)
         if all(map(all_finite, leaves(memory))):
             self._memory = memory
-        amount = self.damping.amount(self._amount, operator)
-        solution = self.natural_step.solver.solve(operator, g, damping=amount)
+        find_level = partial(self.damping.amount, self._amount)
+        system, amount = shift_blocks(operator, find_level) if self.damping.per_block else (operator, None)
+        amount = find_level(operator) if amount is None else amount
+        solution = self.natural_step.solver.solve(system, g, damping=amount if isinstance(amount, float) else 0.0)
         x, exact = solution.value, operator
         if isinstance(self.structure, Exact):
             image = solution.image - amount * x
@@ -254,7 +259,7 @@ class PolicyLearner(ABC):
             states = self.rollout.states
         else:
             states = self._states(observations)[0]
-        with evaluation(self.actor):
+        with use_eval_mode(self.actor):
             return self.metric.at(self.params, states)
 
     @torch.no_grad()
@@ -267,11 +272,11 @@ class PolicyLearner(ABC):
         """
         paired = as_prediction(deterministic, spelled)
         states, alone = self._states(observation)
-        with evaluation(self.actor):
+        with use_eval_mode(self.actor):
             rows = run_detached(lambda: self.actor(states))
         draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
         actions = self.head.actions(draws)
-        found = single(actions, 0) if alone else actions
+        found = take_action(actions, 0) if alone else actions
         return (found, None) if paired else found
 
     def _states(self, observation: Any) -> tuple[Tensor, bool]:
@@ -295,19 +300,19 @@ class PolicyLearner(ABC):
         worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
         if worlds.shape != self.worlds.shape:
             raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")
-        if worlds.share(self.worlds):
+        if worlds.shares_any(self.worlds):
             self.worlds.begin_anew()
         observations, found = worlds.start(seed), []
         share, extra = divmod(episodes, worlds.count)
         left = [share + (i < extra) for i in range(worlds.count)]
         like = next(self.actor.parameters())
-        with evaluation(self.actor), torch.no_grad():
+        with use_eval_mode(self.actor), torch.no_grad():
             while max(left) > 0:
                 scaled = np.ascontiguousarray(self.scale(observations))
                 rows = run_detached(partial(self.actor, torch.from_numpy(scaled).to(like.device, like.dtype)))
                 draws = self.head.mode(rows) if deterministic else self.head.draw(rows, self._predictions)
                 observations = worlds.step(self.head.actions(draws)).following
-                for episode in worlds.episodes():
+                for episode in worlds.take_episodes():
                     left[episode.index] -= 1
                     if left[episode.index] >= 0:
                         found.append(episode.ret)

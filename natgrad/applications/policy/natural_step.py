@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from natgrad.applications.policy.step_rules import leads_down
 from natgrad.applications.policy.surrogate import SurrogateLoss, Trial
 from natgrad.linalg import all_finite, stays_finite
 from natgrad.operators import Diagonal
-from natgrad.rules import FlatStep, Quadratic, Rule
+from natgrad.rules import FlatStep, Quadratic, Rule, Step, leads_down
 from natgrad.solvers import Solution, Status
 from natgrad.spaces import Space
 
@@ -84,9 +84,9 @@ def take_step(rule: Rule, proposal: Proposal, loss_at: SurrogateLoss) -> tuple[M
     """
     model = proposal.model
     step = rule.step(model, loss_at, {})[0] if leads_down(model) else model.nothing()
-    point, trouble = None, find_trouble(proposal)
-    if bool(step.vector.any()):
-        trial, point = loss_at.look_at(step.vector), loss_at.move(step.vector)
+    point, trouble, vector = None, find_trouble(proposal), flat(step).vector
+    if bool(vector.any()):
+        trial, point = loss_at.look_at(vector), loss_at.move(vector)
         if not trial.is_finite or not all(stays_finite(loss_at.params[name], p) for name, p in point.items()):
             point, trouble = None, "the policy after the step is not finite"
     elif loss_at.trials and not any(trial.is_finite for trial in loss_at.trials):
@@ -94,11 +94,17 @@ def take_step(rule: Rule, proposal: Proposal, loss_at: SurrogateLoss) -> tuple[M
     return point, describe_move(proposal, loss_at.trials, accepted=point is not None, trouble=trouble)
 
 
+def flat(step: Step) -> FlatStep:
+    """The step, which is a vector (n,) with policies."""
+    assert isinstance(step, FlatStep)
+    return step
+
+
 def find_trouble(proposal: Proposal) -> str | None:
     """What is not finite in a proposal."""
     if proposal.solution is None:
         return "the gradient of the surrogate is not finite"
-    step = proposal.model.proposal
+    step = flat(proposal.model.proposal)
     if proposal.solution.status is Status.NON_FINITE or not all_finite(step.vector):
         return "the solver's step is not finite"
     return None if all_finite(step.image) else "the metric along the step is not finite"
@@ -108,7 +114,8 @@ def describe_move(proposal: Proposal, trials: list[Trial], *, accepted: bool, tr
     """The record of the last trial, or of no move."""
     ratio = measure_ratio(proposal.model, trials[0]) if trials else math.nan
     steps = 0 if proposal.solution is None else proposal.solution.steps
-    solved = proposal.residual, steps, proposal.model.damping
+    level = float(torch.as_tensor(proposal.model.damping).mean())  # of blocks of their own: in the mean
+    solved = proposal.residual, steps, level
     if not accepted:
         return Move(False, 0.0, 0.0, 0.0, 0.0, ratio, *solved, len(trials), trouble)
     gain, kl = predict(proposal.model, trials[-1].vector)
@@ -125,5 +132,5 @@ def measure_ratio(model: Quadratic, trial: Trial) -> float:
 
 def predict(model: Quadratic, vector: Tensor) -> tuple[float, float]:
     """The gain by the slope, and the KL by the quadratic model, of a multiple of the proposal."""
-    gain, whole = -float(model.gradient @ vector), -float(model.slope(model.proposal))
+    gain, whole = -float(model.slope(FlatStep(vector, vector))), -float(model.slope(model.proposal))
     return gain, (gain / whole) ** 2 * float(model.kl(model.proposal))

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+SHOWN = {"return": "return", "KL": "kl", "entropy": "entropy"}
+
 
 class Progress:
     """Shown on the standard error. shown: None for where that is a terminal."""
@@ -18,7 +20,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self.shown:
-            self.bar = rich_bar()
+            self.bar = make_rich_bar()
         if self.bar is not None:
             self.bar.start()
             self.task = self.bar.add_task("", total=self.total)
@@ -33,7 +35,7 @@ class Progress:
         self.done += steps
         if not self.shown:
             return
-        words = f"return {number(row['return'])}, KL {number(row['kl'])}, entropy {number(row['entropy'])}"
+        words = ", ".join(f"{name} {format_number(row[key])}" for name, key in SHOWN.items())
         if self.bar is not None:
             self.bar.update(self.task, completed=min(self.done, self.total), description=words)
         elif time.monotonic() - self.said > 2 or self.done >= self.total:
@@ -41,12 +43,12 @@ class Progress:
             sys.stderr.write(f"{self.done} of {self.total} steps: {words}\n")
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Three digits, or a dash."""
     return "-" if value is None else f"{value:.3g}"
 
 
-def rich_bar() -> Any | None:
+def make_rich_bar() -> Any | None:
     """A progress bar of rich's on the standard error, or None without rich."""
     try:
         from rich.console import Console  # an extra

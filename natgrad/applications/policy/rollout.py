@@ -79,11 +79,11 @@ def collect(
         scale.learn(observations)
     count = 0
 
-    def seen(values: Array) -> Tensor:
+    def scale_states(values: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(scale(values))).to(like.device, like.dtype)
 
     while count < size or not worlds.patient:
-        states = seen(observations)
+        states = scale_states(observations)
         rows = run_detached(partial(actor, states))
         if not all_finite(rows):
             raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
@@ -91,7 +91,7 @@ def collect(
         stepped = worlds.step(actor.head.actions(draws))
         time, last = len(kept.states), count + int(stepped.valid.sum()) >= size and worlds.patient
         for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~stepped.ended)):
-            kept.ends[time, int(i)] = seen(stepped.successors[i : i + 1])
+            kept.ends[time, int(i)] = scale_states(stepped.successors[i : i + 1])
         kept.states.append(states)
         kept.draws.append(draws)
         kept.rows.append(rows)
@@ -106,7 +106,7 @@ def collect(
 
 
 @torch.no_grad()
-def judged(
+def estimate_advantages(
     kept: Collected, value: Value, scale: RewardScale, gamma: float, lam: float, episodes: list[Episode]
 ) -> Rollout:
     """Advantages by GAE under the critic, invalid steps left out."""
@@ -124,19 +124,19 @@ def judged(
     advantages = gae(rewards, values, following, np.stack(kept.terminated), ended, gamma, lam)
     mask = torch.from_numpy(valid.reshape(-1)).to(states.device)
 
-    def flat(numbers: Array) -> Tensor:
+    def flatten(numbers: Array) -> Tensor:
         return torch.from_numpy(numbers.reshape(-1)).to(states.device, states.dtype)[mask]
 
-    def joined(parts: list[Tensor]) -> Tensor:
+    def join_steps(parts: list[Tensor]) -> Tensor:
         return torch.stack(parts).flatten(0, 1)[mask]
 
     return Rollout(
         states.flatten(0, 1)[mask],
-        joined(kept.draws),
-        joined(kept.rows),
-        flat(values),
-        flat(advantages),
-        flat(advantages + values),
+        join_steps(kept.draws),
+        join_steps(kept.rows),
+        flatten(values),
+        flatten(advantages),
+        flatten(advantages + values),
         episodes,
     )
 

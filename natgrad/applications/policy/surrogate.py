@@ -11,6 +11,7 @@ from torch import Tensor
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.pure import run_detached
+from natgrad.rules import Vector
 from natgrad.spaces import Params, Space
 
 
@@ -89,12 +90,13 @@ class SurrogateLoss:
         self.surrogate, self.params, self.space = surrogate, params, space
         self.trials: list[Trial] = []
 
-    def __call__(self, vector: Tensor) -> float:
+    def __call__(self, vector: Vector) -> float:
         """The loss at theta + d, NaN where it is not finite."""
         return self.measure(vector)[0]
 
-    def measure(self, vector: Tensor) -> tuple[float, float]:
+    def measure(self, vector: Vector) -> tuple[float, float]:
         """The loss at theta + d, and the mean KL that d moves in nats per state."""
+        assert isinstance(vector, Tensor)
         gain, kl = self.surrogate.measure(self.move(vector))
         self.trials.append(Trial(vector, gain, kl))
         return -gain, kl

@@ -18,9 +18,8 @@ from natgrad.applications.policy.settings import (
     Rollouts,
     TRPOSettings,
 )
-from natgrad.applications.policy.step_rules import MeasuredTrustRegion, NormalisedRate
 from natgrad.checks import check_positive
-from natgrad.rules import Rate, Rule
+from natgrad.rules import MeasuredTrustRegion, NormalisedRate, Rate, Rule
 from natgrad.solvers import Direct
 from natgrad.structures import Kronecker
 

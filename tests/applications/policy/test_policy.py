@@ -21,7 +21,7 @@ from policy_worlds import Bandit, Corridor, Walk  # noqa: E402
 
 from natgrad.applications import policy as pg  # noqa: E402
 from natgrad.applications.policy.actor import Actor  # noqa: E402
-from natgrad.applications.policy.heads import head_for  # noqa: E402
+from natgrad.applications.policy.heads import choose_head  # noqa: E402
 
 
 def net(inputs: int, outputs: int, seed: int = 0, dtype: torch.dtype = F64) -> nn.Sequential:
@@ -95,7 +95,7 @@ def enumerated(head: pg.Head, rows: Tensor) -> tuple[list[Tensor], Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_fisher_product_is_that_of_enumerated_scores(name: str):
     space, policy, head = CASES[name]
-    actor = Actor(policy, head_for(space, head), torch.zeros(2, dtype=F64))
+    actor = Actor(policy, choose_head(space, head), torch.zeros(2, dtype=F64))
     params, states = ng.trainable(actor), draw(3, 2)
     operator = ng.fisher(actor, actor.head.family).at(params, states)
     draws, shares = enumerated(actor.head, actor(states).detach())
@@ -117,7 +117,7 @@ def test_fisher_product_is_that_of_enumerated_scores(name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_entropy_and_kl_are_those_of_the_distribution(name: str):
     space, policy, head = CASES[name]
-    actor = Actor(policy, head_for(space, head), torch.zeros(2, dtype=F64))
+    actor = Actor(policy, choose_head(space, head), torch.zeros(2, dtype=F64))
     rows, other = actor(draw(4, 2)).detach(), actor(draw(4, 2, seed=5)).detach()
     draws, shares = enumerated(actor.head, rows)
     log_p = torch.stack([actor.head.log_prob(rows, one) for one in draws])
@@ -333,15 +333,15 @@ def test_predict_gives_what_the_space_holds():
 
 def test_squashed_actions_stay_inside_and_scaled_ones_are_clipped():
     space = spaces.Box(np.array([-3, 0], dtype=np.float32), np.array([1, 10], dtype=np.float32))
-    squashed, plain = (head_for(space, head) for head in (pg.SquashedGaussianHead(), None))
+    squashed, plain = (choose_head(space, head) for head in (pg.SquashedGaussianHead(), None))
     draws = torch.tensor([[0.0, 0.0], [1.0, -1.0], [50.0, -50.0]])
     assert squashed.actions(draws)[0].tolist() == pytest.approx([-1, 5])
     assert squashed.actions(draws)[2].tolist() == pytest.approx([1, 0])
     assert plain.actions(draws).tolist() == [[-1, 5], [1, 0], [1, 0]]
-    raw = head_for(space, pg.GaussianHead(scaled=False))
+    raw = choose_head(space, pg.GaussianHead(scaled=False))
     assert raw.actions(draws).tolist() == [[0, 0], [1, 0], [1, 0]]
     free = spaces.Box(np.array([-np.inf, 0], dtype=np.float32), np.array([np.inf, 10], dtype=np.float32))
-    assert head_for(free, None).actions(draws).tolist() == [[0, 5], [1, 0], [50, 0]]
+    assert choose_head(free, None).actions(draws).tolist() == [[0, 5], [1, 0], [50, 0]]
 
 
 def test_history_plots_and_the_callback_ends():
@@ -405,7 +405,7 @@ def test_policies_return_their_parameters_in_parts_or_as_one(name: str):
 @pytest.mark.parametrize("rich", [True, False])
 def test_progress_is_shown_on_request(rich: bool, monkeypatch, capsys):
     if not rich:
-        monkeypatch.setattr("natgrad.applications.policy.progress.rich_bar", lambda: None)
+        monkeypatch.setattr("natgrad.applications.policy.progress.make_rich_bar", lambda: None)
     small([Bandit() for _ in range(8)], batch=16).learn(32, progress=True)
     said = capsys.readouterr().err
     assert "KL" in said

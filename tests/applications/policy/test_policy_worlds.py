@@ -22,9 +22,9 @@ from policy_worlds import Bandit, Clock, Corridor, Walk  # noqa: E402
 from natgrad.applications import policy as pg  # noqa: E402
 from natgrad.applications.policy.actor import Actor  # noqa: E402
 from natgrad.applications.policy.environments import PATIENCE, Environments  # noqa: E402
-from natgrad.applications.policy.heads import head_for  # noqa: E402
+from natgrad.applications.policy.heads import choose_head  # noqa: E402
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale  # noqa: E402
-from natgrad.applications.policy.rollout import collect, judged  # noqa: E402
+from natgrad.applications.policy.rollout import collect, estimate_advantages  # noqa: E402
 
 MODES = {
     "list": lambda makers: [make() for make in makers],
@@ -41,9 +41,9 @@ def batch_of(env: Any, size: int, value: Any, limit: float | None = None) -> pg.
     """A batch without scaling, in float64, by a policy of zeros."""
     worlds = Environments(env, limit)
     policy = nn.Linear(2, 2, dtype=F64)
-    actor = Actor(policy, head_for(worlds.action_space), torch.zeros(worlds.shape, dtype=F64))
+    actor = Actor(policy, choose_head(worlds.action_space), torch.zeros(worlds.shape, dtype=F64))
     kept = collect(actor, worlds, ObservationScale(worlds.shape, False), size, 0, torch.Generator().manual_seed(0))
-    return judged(kept, value, RewardScale(worlds.count, 0.9, False), 0.9, 0.8, worlds.episodes())
+    return estimate_advantages(kept, value, RewardScale(worlds.count, 0.9, False), 0.9, 0.8, worlds.take_episodes())
 
 
 def by_plain_loop(episode: int, length: int, truncated: bool, cut: int | None, value: Any) -> list[float]:

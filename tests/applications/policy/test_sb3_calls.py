@@ -123,7 +123,7 @@ def test_networks_are_not_changed_by_settings_of_the_default_ones():
 
 
 def test_verbose_is_progress(capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("natgrad.applications.policy.progress.rich_bar", lambda: None)
+    monkeypatch.setattr("natgrad.applications.policy.progress.make_rich_bar", lambda: None)
     agent_of(verbose=1).learn(32)
     assert "32 of 32 steps" in capsys.readouterr().err
     agent_of(verbose=0).learn(32)
@@ -201,7 +201,7 @@ class Screen(gym.Env):
     def __init__(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> None:
         self.observation_space = spaces.Box(0, 255, shape, dtype)
 
-    def _seen(self) -> Any:
+    def _encode(self) -> Any:
         self.side = int(self.np_random.random() < 0.5)
         found = np.zeros(self.observation_space.shape, self.observation_space.dtype)
         found[..., : 4 * self.side + 1] = 255
@@ -210,11 +210,11 @@ class Screen(gym.Env):
     def reset(self, *, seed: int | None = None, options: Any = None):
         super().reset(seed=seed)
         self.time = 0
-        return self._seen(), {}
+        return self._encode(), {}
 
     def step(self, action: Any):
         reward, self.time = float(action == self.side), self.time + 1
-        return self._seen(), reward, False, self.time >= 8, {}
+        return self._encode(), reward, False, self.time >= 8, {}
 
 
 class Look(nn.Module):

@@ -82,3 +82,17 @@ def test_acktr_is_kfac_with_the_damping_that_is_said():
     assert isinstance(plain.natural_step.solver, ng.Direct)
     plain.learn(1024, progress=False)
     assert all(torch.isfinite(p).all() for p in plain.policy.parameters())
+
+
+@pytest.mark.parametrize("per", ["metric", "block"])
+def test_damping_may_be_a_share_of_the_mean_eigenvalue(per: Any):
+    choices: dict[str, Any] = {"batch": 64, "critic_epochs": 0, "solver": ng.Direct()}
+    policy = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+    agent = ng.TRPO(policy, Walk(), structure=ng.Kronecker(0.9), damping=ng.Relative(0.1, per=per), **choices)
+    agent.learn(64, progress=False)
+    assert agent.failures == 0
+    assert agent.history["accepted"] == [True]
+    exact = ng.TRPO(policy, Walk(), damping=ng.Relative(0.1, per=per), **choices)
+    exact.learn(64, progress=False)
+    assert exact.history["damping"][0] > 0
+    assert exact.history["cg_residual"][0] < 1e-9

@@ -1,4 +1,4 @@
-"""How far a policy goes along its natural gradient: until the measured KL, or the modelled one, is the radius."""
+"""Steps of a given length in nats, whatever the proposal's: by the measured KL, or by the damped form."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
-from natgrad.rules import Memory, Objective, Quadratic, Rule, Step, check_backtracking, require_loss
+from natgrad.rules.base import Objective, Rule, require_loss
+from natgrad.rules.quadratic import Memory, Quadratic, Step, Vector
+from natgrad.rules.step_rules import check_backtracking
 
 SLACK = 1e-3
 """A share of the radius left over: another sum order, or another precision, finds the KL within it too."""
@@ -18,11 +18,11 @@ SLACK = 1e-3
 class Measuring(Protocol):
     """An objective that also knows how far a step really moves the model."""
 
-    def __call__(self, vector: Tensor) -> float:
+    def __call__(self, vector: Vector) -> float:
         """The loss at theta + d, NaN where it is not finite."""
         ...
 
-    def measure(self, vector: Tensor) -> tuple[float, float]:
+    def measure(self, vector: Vector) -> tuple[float, float]:
         """The loss at theta + d, and the KL that d moves in nats per example; NaN where they are not finite."""
         ...
 
@@ -33,7 +33,7 @@ class MeasuredTrustRegion(Rule):
 
     It begins where the quadratic model of the KL meets the radius, a = sqrt(2 radius / d^T G d), be that longer or
     shorter than the proposal. A trial beyond the radius is shortened as if the KL went with a^2, and at least by
-    `shrink`. None accepted: no step.
+    `shrink`. None accepted: no step. Needs an objective that measures the KL, as those of policies do.
 
     Args:
         radius: In nats per example.
@@ -65,14 +65,14 @@ class MeasuredTrustRegion(Rule):
         require_loss(self, loss_at)
         if not isinstance(loss_at, Measuring):
             raise ValueError(f"{self} measures the KL at trial points, which {loss_at!r} does not give")
-        kl = model.kl(model.proposal)
+        kl = float(model.kl(model.proposal))
         if not leads_down(model) or not 0 < kl < math.inf:
             return model.nothing(), memory
         rate = math.sqrt(self.radius / kl)
         for _ in range(self.backtracks):
             step = model.proposal.scaled(rate)
             loss, kl = loss_at.measure(step.vector)
-            if kl <= self.radius * (1 - SLACK) and loss < model.loss:  # False for a NaN: a rejection
+            if kl <= self.radius * (1 - SLACK) and loss < float(model.loss):  # False for a NaN: a rejection
                 return step, memory
             rate *= self._shorten(kl)
         return model.nothing(), memory
@@ -100,6 +100,7 @@ class NormalisedRate(Rule):
         Rajeswaran et al. 2017.
     """
 
+    needs_form = False
     radius: float
 
     def __post_init__(self) -> None:
@@ -108,12 +109,12 @@ class NormalisedRate(Rule):
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         if not leads_down(model):
             return model.nothing(), memory
-        return model.proposal.scaled(math.sqrt(2 * self.radius / -model.slope(model.proposal))), memory
+        return model.proposal.scaled(math.sqrt(2 * self.radius / -float(model.slope(model.proposal)))), memory
 
 
 def leads_down(model: Quadratic) -> bool:
     """Whether the loss falls along the proposal, by a finite amount."""
-    return -math.inf < model.slope(model.proposal) < 0
+    return -math.inf < float(model.slope(model.proposal)) < 0
 
 
 def check_radius(radius: float) -> None:

@@ -1,4 +1,4 @@
-"""Rules of policies: a bound on the KL that is measured, and one on the quadratic model's."""
+"""Steps of a given length in nats: a bound on the KL that is measured, and one on the damped form."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from models import F64, draw
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.applications.policy.step_rules import MeasuredTrustRegion, NormalisedRate
-from natgrad.rules import FlatStep, Quadratic
+from natgrad.rules import FlatStep, MeasuredTrustRegion, NormalisedRate, Quadratic
 
 RADIUS = 0.01
 
