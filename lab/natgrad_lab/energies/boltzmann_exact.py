@@ -18,7 +18,7 @@ LOSSES = ("ratio matching", "pseudo-likelihood", "maximum likelihood")
 FAR = 1e3  # nats: a run that comes there has diverged
 
 
-class Exact:
+class ExactMachine:
     """The machine of spins, the truth's probabilities q of all states, and gradients and metrics of the losses."""
 
     def __init__(self, units: int, scale: float, seed: int) -> None:
@@ -66,7 +66,7 @@ class Exact:
 
 
 def descend(
-    exact: Exact, loss: str, rates: Tensor, goal: float, steps: int, heard: Callable[[], None]
+    exact: ExactMachine, loss: str, rates: Tensor, goal: float, steps: int, heard: Callable[[], None]
 ) -> list[int | None]:
     """Steps of gradient descent from zero until KL <= goal, for every rate at once; None where that is not in time.
 
@@ -86,7 +86,7 @@ def descend(
     return [None] * len(rates)
 
 
-def natural(exact: Exact, loss: str, goal: float, steps: int) -> list[float]:
+def natural(exact: ExactMachine, loss: str, goal: float, steps: int) -> list[float]:
     """KL after every undamped natural step at rate 1 from zero, the start first, until it is below the goal, or FAR."""
     theta = torch.zeros(exact.space.size, dtype=torch.float64)
     gaps = [exact.gap(theta.unsqueeze(0)).item()]
@@ -98,7 +98,7 @@ def natural(exact: Exact, loss: str, goal: float, steps: int) -> list[float]:
     return gaps
 
 
-def path(exact: Exact, loss: str, rate: float, steps: int) -> list[tuple[int, float]]:
+def path(exact: ExactMachine, loss: str, rate: float, steps: int) -> list[tuple[int, float]]:
     """(step, KL) of gradient descent at that rate, at steps that grow by a tenth."""
     theta = torch.zeros(1, exact.space.size, dtype=torch.float64)
     points, look = [(0, exact.gap(theta).item())], 1

@@ -41,7 +41,7 @@ def images(name: str, looked_at: int) -> Images:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class EnergyContestant:
     """A loss and a way to minimise it. build(params, machine, rate); rates: what is tried."""
 
     loss: str  # "ratio matching" or "pseudo-likelihood"
@@ -80,17 +80,23 @@ def sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.
 
 DAMPING = 1e-3
 CONTESTANTS = {
-    "ratio matching, natural": Contestant("ratio matching", (0.3, 0.6, 1.0), preconditioned),
-    "ratio matching, natural, CG alone": Contestant("ratio matching", (0.3, 0.6, 1.0), truncated),
-    "ratio matching, Adam": Contestant("ratio matching", (0.01, 0.03, 0.1), adam),
-    "ratio matching, SGD": Contestant("ratio matching", (0.1, 0.3, 1.0), sgd),
-    "pseudo-likelihood, Adam": Contestant("pseudo-likelihood", (0.01, 0.03, 0.1), adam),
-    "pseudo-likelihood, SGD": Contestant("pseudo-likelihood", (0.03, 0.1, 0.3), sgd),
+    "ratio matching, natural": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), preconditioned),
+    "ratio matching, natural, CG alone": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), truncated),
+    "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), adam),
+    "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), sgd),
+    "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), adam),
+    "pseudo-likelihood, SGD": EnergyContestant("pseudo-likelihood", (0.03, 0.1, 0.3), sgd),
 }
 
 
 def train(
-    contestant: Contestant, rate: float, shown: Images, batch: int, seconds: float, seed: int, evaluations: int = 12
+    contestant: EnergyContestant,
+    rate: float,
+    shown: Images,
+    batch: int,
+    seconds: float,
+    seed: int,
+    evaluations: int = 12,
 ) -> Iterator[Numbers]:
     """Points (steps, seconds, losses) of one run from zero couplings; the last one holds the parameters too.
 

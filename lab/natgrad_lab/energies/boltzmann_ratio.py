@@ -17,7 +17,7 @@ from natgrad.applications.gauss_markov import lattice
 from natgrad.lapack import eigh
 from natgrad.spaces import Space
 from natgrad_lab.energies import boltzmann_page
-from natgrad_lab.energies.boltzmann_exact import LOSSES, Exact, descend, natural, path
+from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, draws, images, train
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
@@ -69,7 +69,7 @@ def exact(run: Run) -> Numbers:
     s: Settings = run.settings
     found: Numbers = {}
     for place, scale in enumerate(SCALES):
-        known = Exact(s.units, scale, run.seed)
+        known = ExactMachine(s.units, scale, run.seed)
         found[f"{scale:g}"] = {}
         for number, loss in enumerate(LOSSES):
             begun = (len(LOSSES) * place + number) / (len(SCALES) * len(LOSSES))
@@ -77,7 +77,7 @@ def exact(run: Run) -> Numbers:
     return found
 
 
-def compared(run: Run, known: Exact, loss: str, begun: float) -> Numbers:
+def compared(run: Run, known: ExactMachine, loss: str, begun: float) -> Numbers:
     """Both directions on one loss; gradient descent at the best of ten rates."""
     s: Settings = run.settings
     rates = torch.tensor(RATES, dtype=torch.float64)
@@ -98,7 +98,7 @@ def larger(run: Run) -> Numbers:
     found: Numbers = {}
     for place, scale in enumerate(SCALES):
         run.advance(place / len(SCALES))
-        known = Exact(s.more, scale * math.sqrt(s.units / s.more), run.seed)
+        known = ExactMachine(s.more, scale * math.sqrt(s.units / s.more), run.seed)
         found[f"{scale:g}"] = natural(known, "ratio matching", s.goal, 100)
     return found
 

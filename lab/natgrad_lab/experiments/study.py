@@ -20,7 +20,7 @@ from natgrad_lab.experiments.base import LabError, slug
 from natgrad_lab.experiments.race import Interrupted, check_device, threads
 from natgrad_lab.experiments.records import Folder, dump, replace, versions
 from natgrad_lab.experiments.sections import Story
-from natgrad_lab.experiments.workers import Task, beside
+from natgrad_lab.experiments.workers import WorkerTask, beside
 
 Numbers = dict[str, Any]  # what JSON has: numbers, texts, lists and dicts of them
 
@@ -186,7 +186,12 @@ class Worker:
             piece, seed = tasks[name]
             self.watch(State(piece, seed, min(fraction, 0.999), self.done, self.total))
 
-        beside([Task(name, partial(self._alone, *one)) for name, one in tasks.items()], processes, watch, self.stopped)
+        beside(
+            [WorkerTask(name, partial(self._alone, *one)) for name, one in tasks.items()],
+            processes,
+            watch,
+            self.stopped,
+        )
         if self.stopped():
             raise Interrupted
 

@@ -14,7 +14,7 @@ POLL = 0.2
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """work(tell) does the piece and writes its record; tell(fraction) says how far it is."""
 
     name: str
@@ -22,7 +22,7 @@ class Task:
 
 
 def beside(
-    tasks: Sequence[Task], processes: int, watch: Callable[[str, float], None], stopped: Callable[[], bool]
+    tasks: Sequence[WorkerTask], processes: int, watch: Callable[[str, float], None], stopped: Callable[[], bool]
 ) -> None:
     """Do all tasks, `processes` at a time, by forking; as many as fail are left undone.
 
@@ -48,13 +48,13 @@ def beside(
 
 
 class _Running:
-    def __init__(self, context: Any, task: Task) -> None:
+    def __init__(self, context: Any, task: WorkerTask) -> None:
         self.task, self.fraction = task, context.Value("d", 0.0)
         self.process = context.Process(target=_carry_out, args=(task, self.fraction), daemon=True)
         self.process.start()
 
 
-def _carry_out(task: Task, fraction: Any) -> None:
+def _carry_out(task: WorkerTask, fraction: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -61,7 +61,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PolicyChoice:
     """A setting: arguments of the contestant's own."""
 
     words: str
@@ -93,10 +93,10 @@ class Player(Protocol):
         ...
 
 
-class Ours:
+class NatgradPlayer:
     """`ng.TRPO`."""
 
-    def __init__(self, settings: Settings, choice: Choice, seed: int) -> None:
+    def __init__(self, settings: Settings, choice: PolicyChoice, seed: int) -> None:
         gym = gymnasium()
         envs = [gym.make(settings.env) for _ in range(settings.envs)]
         self.agent = ng.TRPO(None, envs, seed=seed, **choice.arguments)
@@ -125,7 +125,7 @@ class Ours:
 class Peer:
     """TRPO of sb3-contrib. `total`: steps per update; `scaled`: observations and rewards by VecNormalize."""
 
-    def __init__(self, settings: Settings, choice: Choice, seed: int) -> None:
+    def __init__(self, settings: Settings, choice: PolicyChoice, seed: int) -> None:
         from sb3_contrib import TRPO  # a peer, only where it is installed  # pyright: ignore[reportMissingImports]
         from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
         from stable_baselines3.common.vec_env import VecNormalize  # pyright: ignore[reportMissingImports]
@@ -165,64 +165,64 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class PolicyContestant:
     """A method: build(settings, choice, seed)."""
 
     name: str
     title: str
-    build: Callable[[Settings, Choice, int], Player]
+    build: Callable[[Settings, PolicyChoice, int], Player]
     peer: bool = False
 
 
 CONTESTANTS = (
-    Contestant("natgrad", "ng.TRPO", Ours),
-    Contestant("sb3", "TRPO of sb3-contrib", Peer, peer=True),
+    PolicyContestant("natgrad", "ng.TRPO", NatgradPlayer),
+    PolicyContestant("sb3", "TRPO of sb3-contrib", Peer, peer=True),
 )
 
 # of the package's own collection of tuned settings, rl-baselines3-zoo, in as many environments as the others have
 ZOO: dict[str, Any] = {"cg_damping": 1e-3, "gae_lambda": 0.98, "batch_size": 512, "n_critic_updates": 20}
 PLAIN = {
     "natgrad": (
-        Choice("defaults, batch 1024", {"batch": 1024}),
-        Choice("batch 1024, radius .02", {"batch": 1024, "radius": 0.02}),
-        Choice("batch 512", {"batch": 512}),
+        PolicyChoice("defaults, batch 1024", {"batch": 1024}),
+        PolicyChoice("batch 1024, radius .02", {"batch": 1024, "radius": 0.02}),
+        PolicyChoice("batch 512", {"batch": 512}),
     ),
     "sb3": (
-        Choice("defaults"),
-        Choice("zoo", {"total": 1024, **ZOO}),
-        Choice("zoo, VecNormalize", {"total": 1024, "scaled": True, **ZOO}),
+        PolicyChoice("defaults"),
+        PolicyChoice("zoo", {"total": 1024, **ZOO}),
+        PolicyChoice("zoo, VecNormalize", {"total": 1024, "scaled": True, **ZOO}),
     ),
 }
 SWING: dict[str, Any] = {"total": 2048, "gamma": 0.9, **ZOO, "n_critic_updates": 15}
 SWINGING = {
     "natgrad": (
-        Choice("batch 1024, gamma .9", {"batch": 1024, "gamma": 0.9}),
-        Choice("batch 1024, gamma .9, radius .02", {"batch": 1024, "gamma": 0.9, "radius": 0.02}),
-        Choice("batch 2048, gamma .9, radius .02", {"batch": 2048, "gamma": 0.9, "radius": 0.02}),
+        PolicyChoice("batch 1024, gamma .9", {"batch": 1024, "gamma": 0.9}),
+        PolicyChoice("batch 1024, gamma .9, radius .02", {"batch": 1024, "gamma": 0.9, "radius": 0.02}),
+        PolicyChoice("batch 2048, gamma .9, radius .02", {"batch": 2048, "gamma": 0.9, "radius": 0.02}),
     ),
     "sb3": (
-        Choice("defaults"),
-        Choice("zoo", {**SWING, "use_sde": True, "sde_sample_freq": 4}),
-        Choice("zoo without gSDE, VecNormalize", {**SWING, "scaled": True}),
+        PolicyChoice("defaults"),
+        PolicyChoice("zoo", {**SWING, "use_sde": True, "sde_sample_freq": 4}),
+        PolicyChoice("zoo without gSDE, VecNormalize", {**SWING, "scaled": True}),
     ),
 }
 ROLLING = {
     "natgrad": tuple(
-        Choice(f"batch {size}, lambda .98", {"batch": size, "gae_lambda": 0.98}) for size in (1024, 512, 256)
+        PolicyChoice(f"batch {size}, lambda .98", {"batch": size, "gae_lambda": 0.98}) for size in (1024, 512, 256)
     ),
     "sb3": (
         *PLAIN["sb3"][1:],
-        Choice("zoo, VecNormalize, batch 256", {"total": 256, "scaled": True, **ZOO, "batch_size": 256}),
+        PolicyChoice("zoo, VecNormalize, batch 256", {"total": 256, "scaled": True, **ZOO, "batch_size": 256}),
     ),
 }
-CHOICES: dict[str, dict[str, tuple[Choice, ...]]] = {
+CHOICES: dict[str, dict[str, tuple[PolicyChoice, ...]]] = {
     "CartPole-v1": PLAIN,
     "Acrobot-v1": ROLLING,
     "Pendulum-v1": SWINGING,
 }
 
 
-def contestants(settings: Settings) -> list[Contestant]:
+def contestants(settings: Settings) -> list[PolicyContestant]:
     """Those that can run: peers where they are installed."""
     there = settings.peers and importlib.util.find_spec("sb3_contrib") is not None
     return [one for one in CONTESTANTS if there or not one.peer]
@@ -234,17 +234,17 @@ def pieces(settings: Settings) -> tuple[Piece, ...]:
     for one in able:
         for i, choice in enumerate(CHOICES[settings.env][one.name]):
             title = f"{one.title}, {choice.words}"
-            found.append(Piece(f"tune-{one.name}-{i}", title, Tuning(one, choice), repeated=False))
-    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", Racing(one)) for one in able]
+            found.append(Piece(f"tune-{one.name}-{i}", title, PolicyTuning(one, choice), repeated=False))
+    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", PolicyRace(one)) for one in able]
     return tuple(found)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class PolicyTuning:
     """One setting of one contestant, judged by its last look."""
 
-    contestant: Contestant
-    choice: Choice
+    contestant: PolicyContestant
+    choice: PolicyChoice
 
     def __call__(self, run: Run) -> Numbers:
         player = self.contestant.build(run.settings, self.choice, TUNING_SEED)
@@ -253,10 +253,10 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Racing:
+class PolicyRace:
     """The best setting of one contestant from one seed."""
 
-    contestant: Contestant
+    contestant: PolicyContestant
 
     def __call__(self, run: Run) -> Numbers:
         choices = CHOICES[run.settings.env][self.contestant.name]

@@ -10,7 +10,7 @@ import torch
 import natgrad as ng
 from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad.spaces import Space
-from natgrad_lab.energies.boltzmann_exact import LOSSES, Exact, descend, natural, path
+from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
 from natgrad_lab.energies.boltzmann_page import ranged, taken
 from natgrad_lab.energies.boltzmann_ratio import STUDY, Settings, best, field, laplacian
@@ -20,11 +20,11 @@ from natgrad_lab.report import build
 FEW = Settings(units=3, more=3, steps=400, field=2, examples=50, seconds=0.05, looked_at=20, sweeps=2, batch=20)
 
 
-def known() -> Exact:
-    return Exact(3, 0.7, 0)
+def known() -> ExactMachine:
+    return ExactMachine(3, 0.7, 0)
 
 
-def somewhere(exact: Exact) -> torch.Tensor:
+def somewhere(exact: ExactMachine) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     return 0.5 * torch.randn(2, exact.space.size, dtype=torch.float64, generator=generator)
 
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_the_losses(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_metrics_are_the_hessians_at_the_truth(loss):
-    exact = Exact(3, 0.5, 1)
+    exact = ExactMachine(3, 0.5, 1)
     generator = torch.Generator().manual_seed(1)
     truth = exact.space.flatten(exact.machine.parameters(0.5, generator=generator, dtype=torch.float64)).detach()
     assert float(exact.gap(truth.unsqueeze(0))) == pytest.approx(0, abs=1e-14)
@@ -53,7 +53,7 @@ def test_metrics_are_the_hessians_at_the_truth(loss):
 
 
 def test_steps_are_counted_to_the_goal():
-    exact, rates = Exact(3, 0.3, 0), torch.tensor([0.01, 0.5], dtype=torch.float64)
+    exact, rates = ExactMachine(3, 0.3, 0), torch.tensor([0.01, 0.5], dtype=torch.float64)
     slow, fast = descend(exact, "ratio matching", rates, 1e-4, 1000, lambda: None)
     assert slow is None
     assert fast is not None

@@ -17,7 +17,7 @@ from natgrad_lab.experiments import LabError, Run, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import degraded, reached
 from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, Settings, learn, rank
 from natgrad_lab.papers.karakida_2016.two_layer_data import isa, starts
-from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, Descent, Learner, Ours, Paper
+from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
 from natgrad_lab.report import build
 
@@ -49,7 +49,7 @@ def test_the_tight_loop_has_the_gradient_of_the_model(link: Positive | Square) -
 def test_ours_side_by_side_is_ng_ang(batch: int) -> None:
     together, model = three(positive), TwoLayer()
     alone = {name: p[1].clone().requires_grad_() for name, p in together.items()}
-    learner, opt = Ours(model, together), ng.ang(alone, ng.score_metric(model))
+    learner, opt = NatgradLearner(model, together), ng.ang(alone, ng.score_metric(model))
     for t in range(12):
         x = 0.5 * draw(batch, 8, seed=t)
         learner.step(x.expand(3, -1, -1))
@@ -100,7 +100,7 @@ def test_adam_is_torchs() -> None:
 def test_a_batch_descends_along_the_mean_gradient() -> None:
     params, x = three(Square()), draw(3, 4, 8)
     expected = {n: p - 1e-2 * TwoLayer(Square()).gradient(params, x)[n] for n, p in params.items()}
-    Descent(TwoLayer(Square()), params, 1e-2).step(x)
+    DescentLearner(TwoLayer(Square()), params, 1e-2).step(x)
     for name, p in expected.items():
         assert_close(params[name], p, 1e-12)
 

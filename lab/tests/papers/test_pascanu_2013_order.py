@@ -11,10 +11,10 @@ from natgrad_lab.data import Split
 from natgrad_lab.experiments import LabError, Run, execute
 from natgrad_lab.experiments.study import Findings, Found
 from natgrad_lab.papers.pascanu_2013 import deformed, order
-from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, Source, Stream, number
-from natgrad_lab.papers.pascanu_2013.order import STUDY, Settings, Training, crossing, match, measure
+from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, ImageSource, Stream, number
+from natgrad_lab.papers.pascanu_2013.order import STUDY, ParallelTraining, Settings, crossing, match, measure
 from natgrad_lab.papers.pascanu_2013.order_page import fading, margin, ratios, shows, tell
-from natgrad_lab.papers.pascanu_2013.parallel import Natural, Perceptrons, gradient, losses, step
+from natgrad_lab.papers.pascanu_2013.parallel import NaturalDirection, Perceptrons, gradient, losses, step
 from natgrad_lab.report import build
 
 TINY = Settings(
@@ -27,7 +27,7 @@ def pictures():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(60, 8, 8, generator=generator), torch.arange(60) % 3
     x[torch.arange(60)[:, None], 1 + 2 * y[:, None] + torch.arange(2)] += 1
-    return Source(x[:40], y[:40], x[40:], y[40:], 3)
+    return ImageSource(x[:40], y[:40], x[40:], y[40:], 3)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_the_joint_model_holds_independent_perceptrons():
 def test_one_solve_on_the_joint_model_is_a_solve_for_every_run():
     model, (x, y) = joint()
     damping = 0.3
-    joint_steps = Natural(damping, ng.CG(rtol=1e-12, max_steps=500))(model, (x, y))
+    joint_steps = NaturalDirection(damping, ng.CG(rtol=1e-12, max_steps=500))(model, (x, y))
     plain = gradient(model, (x, y))
     for r in range(model.runs):
         params = parts(model, r)
@@ -205,9 +205,9 @@ def test_heavy_damping_is_plain_gradient_descent():
 
 def test_runs_of_different_seeds_do_not_mix():
     s = TINY
-    both = Training(s, pictures(), [1, 2], lambda n: [(1, 0), (2, 0)], torch.tensor([0.5, 0.5]))
+    both = ParallelTraining(s, pictures(), [1, 2], lambda n: [(1, 0), (2, 0)], torch.tensor([0.5, 0.5]))
     both.run(gradient, lambda fraction: None)
-    one = Training(s, pictures(), [2], lambda n: [(2, 0)], torch.tensor([0.5]))
+    one = ParallelTraining(s, pictures(), [2], lambda n: [(2, 0)], torch.tensor([0.5]))
     one.run(gradient, lambda fraction: None)
     torch.testing.assert_close(both.model.weight1[1], one.model.weight1[0])
 

@@ -17,7 +17,16 @@ from natgrad_lab.figures import draw
 from natgrad_lab.papers.varady_2022 import data, runs
 from natgrad_lab.papers.varady_2022.data import bits, lines
 from natgrad_lab.papers.varady_2022.page import curve, reached, tell
-from natgrad_lab.papers.varady_2022.runs import CONTESTANTS, DIGITS, LINES, Choice, Racing, Settings, Training, Tuning
+from natgrad_lab.papers.varady_2022.runs import (
+    CONTESTANTS,
+    DIGITS,
+    LINES,
+    Settings,
+    WakeSleepChoice,
+    WakeSleepRace,
+    WakeSleepTraining,
+    WakeSleepTuning,
+)
 
 SMALL = Settings(data="lines", sizes="4-1", epochs=2, batch=100, samples=3, evaluation=0, tuning=1)
 
@@ -71,7 +80,7 @@ def test_faces_are_compared_with_their_median(monkeypatch):
 def test_training_on_lines_raises_the_exact_likelihood():
     settings = replace(SMALL, sizes="6-1", batch=20, samples=5)
     natural = next(one for one in CONTESTANTS if one.name == "nrws")
-    training = Training(settings, natural, Choice(0.3, 0.0), seed=0)
+    training = WakeSleepTraining(settings, natural, WakeSleepChoice(0.3, 0.0), seed=0)
     start = training.bound(training.bits.test)
     assert start == pytest.approx(9 * math.log(0.5), abs=0.5)
     for _ in training.epochs(6, Run(settings)):
@@ -83,14 +92,14 @@ def test_training_on_lines_raises_the_exact_likelihood():
 
 def test_a_race_looks_as_often_as_it_is_told():
     settings = replace(SMALL, looks=4, epochs=2)
-    training = Training(settings, CONTESTANTS[0], Choice(0.3, 0.0), seed=0)
+    training = WakeSleepTraining(settings, CONTESTANTS[0], WakeSleepChoice(0.3, 0.0), seed=0)
     seen = [(epoch, training.steps) for epoch in training.epochs(2, Run(settings), looks=4)]
     assert [epoch for epoch, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
     assert [steps for _, steps in seen] == [2, 3, 4, 6, 8, 9, 10, 12]  # six steps per epoch
 
 
 def test_a_rate_falls():
-    training = Training(SMALL, CONTESTANTS[0], Choice(1.0, 0.5), seed=0)
+    training = WakeSleepTraining(SMALL, CONTESTANTS[0], WakeSleepChoice(1.0, 0.5), seed=0)
     for _ in training.epochs(1, Run(SMALL)):
         pass
     assert training.steps == 6
@@ -100,14 +109,14 @@ def test_a_rate_falls():
 def test_a_race_takes_the_setting_that_was_best_and_is_sound():
     one = CONTESTANTS[1]
     tuned: dict[str, Any] = {f"tune-rws-{i}": {"valid": v} for i, v in enumerate((-5.0, None, -3.0, -4.0))}
-    numbers = Racing(one)(Run(SMALL, 0, tuned))
+    numbers = WakeSleepRace(one)(Run(SMALL, 0, tuned))
     assert numbers["choice"] == str(one.choices(SMALL)[2])
     assert [p["epoch"] for p in numbers["curve"]] == [0, 1, 2]
     assert [look["epoch"] for look in numbers["looks"]] == [1, 2]
-    assert Racing(one)(Run(SMALL, 1, tuned))["looks"] == []
-    again = Racing(one)(Run(SMALL, 0, tuned))
+    assert WakeSleepRace(one)(Run(SMALL, 1, tuned))["looks"] == []
+    again = WakeSleepRace(one)(Run(SMALL, 0, tuned))
     assert [p["bound"] for p in again["curve"]] == [p["bound"] for p in numbers["curve"]]
-    assert Tuning(one, one.choices(SMALL)[0])(Run(SMALL))["valid"] < 0
+    assert WakeSleepTuning(one, one.choices(SMALL)[0])(Run(SMALL))["valid"] < 0
 
 
 def test_levels_are_reached_where_the_curve_says():

@@ -17,15 +17,25 @@ from natgrad_lab.experiments import execute
 from natgrad_lab.experiments.study import findings
 from natgrad_lab.figures import draw
 from natgrad_lab.policies.page import at, tell
-from natgrad_lab.policies.runs import CHOICES, PENDULUM, Choice, Ours, Racing, Settings, Tuning, look, played
+from natgrad_lab.policies.runs import (
+    CHOICES,
+    PENDULUM,
+    NatgradPlayer,
+    PolicyChoice,
+    PolicyRace,
+    PolicyTuning,
+    Settings,
+    look,
+    played,
+)
 
 SMALL = replace(PENDULUM.settings(), steps=200, tuning=100, envs=2, marks="150", episodes=1, peers=False)
-QUICK = Choice("quick", {"batch": 64, "critic_epochs": 1})
+QUICK = PolicyChoice("quick", {"batch": 64, "critic_epochs": 1})
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    chosen = {"natgrad": (QUICK, Choice("other", {"batch": 100, "critic_epochs": 1})), "sb3": (QUICK, QUICK)}
+    chosen = {"natgrad": (QUICK, PolicyChoice("other", {"batch": 100, "critic_epochs": 1})), "sb3": (QUICK, QUICK)}
     monkeypatch.setattr(runs, "CHOICES", dict.fromkeys(CHOICES, chosen))
 
 
@@ -46,7 +56,7 @@ def test_all_contestants_have_as_many_settings():
 
 
 def test_a_player_never_acts_more_than_the_mark_says():
-    player = Ours(SMALL, QUICK, 0)
+    player = NatgradPlayer(SMALL, QUICK, 0)
     assert math.isnan(player.recent())
     looks = list(played(player, Run(SMALL), [100, 150, 300]))
     assert [one["steps"] for one in looks] == [64, 128, 256]
@@ -80,13 +90,15 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
 def test_the_best_setting_races():
     tuned = {"tune-natgrad-0": {"test": -9.0, "train": None}, "tune-natgrad-1": {"test": -9.0, "train": -3.0}}
     one = runs.CONTESTANTS[0]
-    found = Racing(one)(Run(replace(SMALL, steps=100, marks="100"), 0, tuned))
+    found = PolicyRace(one)(Run(replace(SMALL, steps=100, marks="100"), 0, tuned))
     assert found["choice"] == "other"
-    assert Tuning(one, QUICK)(Run(SMALL))["choice"] == "quick"
+    assert PolicyTuning(one, QUICK)(Run(SMALL))["choice"] == "quick"
 
 
 def test_the_peer_plays_by_the_same_rules():
     pytest.importorskip("sb3_contrib")
-    player = runs.Peer(SMALL, Choice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0)
+    player = runs.Peer(
+        SMALL, PolicyChoice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0
+    )
     looks = list(played(player, Run(SMALL), [64, 200]))
     assert [one["steps"] for one in looks] == [64, 192]

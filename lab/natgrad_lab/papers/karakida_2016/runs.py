@@ -22,7 +22,7 @@ from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.papers.karakida_2016 import page
 from natgrad_lab.papers.karakida_2016.two_layer_data import isa, starts
-from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, Descent, Learner, Ours, Paper
+from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SQUARE = Square()
@@ -110,7 +110,7 @@ Made = Callable[[Run], Learner]
 
 def descent(run: Run) -> Learner:
     """Gradient descent as the paper has it, with V = v^2, which suits it best."""
-    return Descent(TwoLayer(SQUARE), many(run, SQUARE), run.settings.rate)
+    return DescentLearner(TwoLayer(SQUARE), many(run, SQUARE), run.settings.rate)
 
 
 def first_order(run: Run) -> Learner:
@@ -130,12 +130,12 @@ def exact_square(run: Run) -> Learner:
 
 def ours(run: Run) -> Learner:
     """ng.ang."""
-    return Ours(TwoLayer(), many(run, positive))
+    return NatgradLearner(TwoLayer(), many(run, positive))
 
 
 def ours_single(run: Run) -> Learner:
     """ng.ang on single examples."""
-    return Ours(TwoLayer(), many(run, positive), method=replace(ng.Averaged(), every=run.settings.every))
+    return NatgradLearner(TwoLayer(), many(run, positive), method=replace(ng.Averaged(), every=run.settings.every))
 
 
 def fixed(made: Made, steps: str, batch: str | None, points: int) -> Callable[[Run], Numbers]:
@@ -160,7 +160,9 @@ def tuned(kind: str) -> Callable[[Run], Numbers]:
         rates, single = RATES[kind], kind.endswith("single")
         each = torch.tensor(rates, dtype=DTYPES[s.dtype], device=s.device).repeat_interleave(s.runs).view(-1, 1, 1)
         link: Positive | Square = SQUARE if kind.startswith("SGD") else positive
-        learner = (Descent if kind.startswith("SGD") else Adam)(TwoLayer(link), many(run, link, len(rates)), each)
+        learner = (DescentLearner if kind.startswith("SGD") else Adam)(
+            TwoLayer(link), many(run, link, len(rates)), each
+        )
         steps = s.tuned_steps if single else s.tuned_steps // 10
         with torch.inference_mode():
             whole = learn(run, learner, steps, 1 if single else s.batch, max(steps // 60, 1))

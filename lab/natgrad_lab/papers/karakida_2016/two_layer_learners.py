@@ -13,9 +13,9 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
-from natgrad.metrics.score_unit import join_spread, measure_data_unit
 from natgrad.structures.adaptive_inverse import adaptation_rate
 from natgrad.structures.inverse_updates import adapt_inverse, average_metric, stays_positive, woodbury_inverse
+from natgrad.structures.score_unit import join_spread, measure_data_unit
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
 
 
@@ -31,7 +31,7 @@ class Learner(Protocol):
 
 
 @dataclass
-class Descent:
+class DescentLearner:
     """xi <- xi - eta grad l, eta a number or one per model (R, 1, 1)."""
 
     model: TwoLayer
@@ -111,7 +111,7 @@ class Paper:
 
 
 @dataclass
-class Ours:
+class NatgradLearner:
     """`ng.ang` with its defaults, for many models."""
 
     model: TwoLayer

@@ -46,7 +46,7 @@ class Deformation:
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """Images (n, h, w) in [0, 1] and labels (n,) to draw from, and those held out."""
 
     images: Tensor
@@ -56,13 +56,13 @@ class Source:
     classes: int
 
 
-def mnist_digits() -> Source:
+def mnist_digits() -> ImageSource:
     """MNIST, held out from its test part."""
     split = mnist()
-    return Source(split.train_x, split.train_y, split.test_x, split.test_y, 10)
+    return ImageSource(split.train_x, split.train_y, split.test_x, split.test_y, 10)
 
 
-def omniglot_characters(classes: int = 62) -> Source:
+def omniglot_characters(classes: int = 62) -> ImageSource:
     """The first characters of Omniglot, four of their twenty writers held out.
 
     62 is the number of classes of NIST's handwritten characters.
@@ -72,7 +72,7 @@ def omniglot_characters(classes: int = 62) -> Source:
     x, y = split.train_x[few], split.train_y[few]
     earlier = (y[:, None] == y).tril(-1).sum(1)  # images of the same character before this one
     held = earlier >= 16
-    return Source(x[~held], y[~held], x[held], y[held], classes)
+    return ImageSource(x[~held], y[~held], x[held], y[held], classes)
 
 
 SOURCES = {"mnist": mnist_digits, "omniglot": omniglot_characters}
@@ -82,7 +82,7 @@ SOURCES = {"mnist": mnist_digits, "omniglot": omniglot_characters}
 class Stream:
     """Batches (b, side^2), (b,) out of a source, deformed and reduced to side x side by averaging."""
 
-    source: Source
+    source: ImageSource
     size: int
     side: int
     seed: int

@@ -19,8 +19,16 @@ import natgrad as ng
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.papers.pascanu_2013 import order_page
-from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Source, Stream
-from natgrad_lab.papers.pascanu_2013.parallel import Batch, Direction, Natural, Perceptrons, gradient, losses, step
+from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, ImageSource, Stream
+from natgrad_lab.papers.pascanu_2013.parallel import (
+    Batch,
+    Direction,
+    NaturalDirection,
+    Perceptrons,
+    gradient,
+    losses,
+    step,
+)
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,9 @@ class Settings:
         """Steps of the whole stream: resampled and common half."""
         return 2 * self.segments * self.steps
 
-    def natural(self, damping: float) -> Natural:
+    def natural(self, damping: float) -> NaturalDirection:
         """The natural gradient with that damping."""
-        return Natural(damping, ng.CG(rtol=self.rtol, max_steps=self.products))
+        return NaturalDirection(damping, ng.CG(rtol=self.rtol, max_steps=self.products))
 
 
 TUNING_SEEDS = 3
@@ -77,11 +85,11 @@ Draw = Callable[[int], list[tuple[int, int]]]  # step number -> (seed, draw) of 
 
 
 @dataclass
-class Training:
+class ParallelTraining:
     """R runs side by side, each with its own seed, draws and rate."""
 
     settings: Settings
-    drawn_from: Source
+    drawn_from: ImageSource
     seeds: list[int]
     draws: Draw
     rates: Tensor  # (R,)
@@ -118,7 +126,7 @@ def measure(run: Run, direction: Direction, rate: float) -> Numbers:
         now = number // s.steps  # run r has segment r // runs resampled; draw 0 is what all others see
         return [(run.seed, 1 + r % s.runs if r // s.runs == now else 0) for r in range(many)]
 
-    training = Training(s, SOURCES[s.data](), [run.seed] * many, draws, torch.full((many,), rate))
+    training = ParallelTraining(s, SOURCES[s.data](), [run.seed] * many, draws, torch.full((many,), rate))
     training.run(direction, run.advance)
     loss, wrong, outputs = losses(training.model, training.held_out())
     variance = outputs.unflatten(1, (s.segments, s.runs)).var(2).mean((0, 2))
@@ -129,7 +137,7 @@ def reached(run: Run, direction: Direction, rates: list[float], advance: Callabl
     """Held-out loss at the end of the stream for every rate, a mean over the tuning seeds."""
     s: Settings = run.settings
     seeds = [s.tuning_seed + n for n in range(TUNING_SEEDS) for _ in rates]
-    training = Training(
+    training = ParallelTraining(
         s, SOURCES[s.data](), seeds, lambda number: [(seed, 0) for seed in seeds], torch.tensor(rates * TUNING_SEEDS)
     )
     training.run(direction, advance)
@@ -143,7 +151,7 @@ def level(run: Run) -> Numbers:
     return {"rate": rate, "loss": reached(run, gradient, [rate], run.advance)[0]}
 
 
-def match(run: Run, direction: Natural) -> Numbers:
+def match(run: Run, direction: NaturalDirection) -> Numbers:
     """The rate with which a method ends at the level, by interpolation and new runs around it.
 
     LabError when no rate tried comes as near as the tolerance.
@@ -190,7 +198,7 @@ def pieces(settings: Settings) -> tuple[Piece, ...]:
     )
 
 
-def measured(run: Run, direction: Natural, matched: str) -> Numbers:
+def measured(run: Run, direction: NaturalDirection, matched: str) -> Numbers:
     """The protocol at the rate that was matched."""
     return measure(run, direction, run.earlier[matched]["rate"])
 

@@ -63,7 +63,7 @@ def _joint(model: Perceptrons, batch: Batch) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Natural:
+class NaturalDirection:
     """(G + damping I)^-1 g of every run, the metric on the gradient's batch."""
 
     damping: float

@@ -21,7 +21,7 @@ from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
-from natgrad_lab.papers.varady_2022.data import SETS, Bits, bits
+from natgrad_lab.papers.varady_2022.data import SETS, BitImages, bits
 
 TUNING_SEED = 1000
 PICTURES = 12
@@ -87,7 +87,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Choice:
+class WakeSleepChoice:
     """A learning rate, and how it falls: rate / (1 + fall * step)."""
 
     rate: float
@@ -98,16 +98,16 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class WakeSleepContestant:
     """An algorithm with its settings, for small images and for large ones. build(machine, rate, settings, seed)."""
 
     name: str
     title: str
     build: Callable[..., ng.WakeSleep]
-    small: tuple[Choice, ...]
-    large: tuple[Choice, ...]
+    small: tuple[WakeSleepChoice, ...]
+    large: tuple[WakeSleepChoice, ...]
 
-    def choices(self, settings: Settings) -> tuple[Choice, ...]:
+    def choices(self, settings: Settings) -> tuple[WakeSleepChoice, ...]:
         """The settings that are tried."""
         return self.small if settings.data in ("lines", "digits") else self.large
 
@@ -128,19 +128,44 @@ def _adam(machine: ng.HelmholtzMachine, rate: float, settings: Settings, seed: i
     return ng.WakeSleep(machine, samples=settings.samples, optimizer=lambda p: torch.optim.Adam(p, rate), seed=seed)
 
 
-GRADIENT = (Choice(0.3, 0.0), Choice(1.0, 0.0), Choice(1.0, 0.005), Choice(3.0, 0.005))
-NATURAL = (Choice(0.15, 0.0), Choice(0.5, 0.0), Choice(0.5, 0.005), Choice(1.0, 0.02))
-ADAM = (Choice(0.01, 0.0), Choice(0.03, 0.0), Choice(0.1, 0.0), Choice(0.1, 0.005))
+GRADIENT = (
+    WakeSleepChoice(0.3, 0.0),
+    WakeSleepChoice(1.0, 0.0),
+    WakeSleepChoice(1.0, 0.005),
+    WakeSleepChoice(3.0, 0.005),
+)
+NATURAL = (
+    WakeSleepChoice(0.15, 0.0),
+    WakeSleepChoice(0.5, 0.0),
+    WakeSleepChoice(0.5, 0.005),
+    WakeSleepChoice(1.0, 0.02),
+)
+ADAM = (WakeSleepChoice(0.01, 0.0), WakeSleepChoice(0.03, 0.0), WakeSleepChoice(0.1, 0.0), WakeSleepChoice(0.1, 0.005))
 # each around what was best in runs of 800 steps on MNIST
-LARGE_GRADIENT = (Choice(0.1, 0.0), Choice(0.3, 0.0), Choice(0.3, 0.005), Choice(1.0, 0.005))
-LARGE_NATURAL = (Choice(0.2, 0.0), Choice(0.5, 0.005), Choice(1.0, 0.01), Choice(1.0, 0.02))
-LARGE_ADAM = (Choice(0.003, 0.0), Choice(0.01, 0.0), Choice(0.02, 0.002), Choice(0.03, 0.005))
+LARGE_GRADIENT = (
+    WakeSleepChoice(0.1, 0.0),
+    WakeSleepChoice(0.3, 0.0),
+    WakeSleepChoice(0.3, 0.005),
+    WakeSleepChoice(1.0, 0.005),
+)
+LARGE_NATURAL = (
+    WakeSleepChoice(0.2, 0.0),
+    WakeSleepChoice(0.5, 0.005),
+    WakeSleepChoice(1.0, 0.01),
+    WakeSleepChoice(1.0, 0.02),
+)
+LARGE_ADAM = (
+    WakeSleepChoice(0.003, 0.0),
+    WakeSleepChoice(0.01, 0.0),
+    WakeSleepChoice(0.02, 0.002),
+    WakeSleepChoice(0.03, 0.005),
+)
 CONTESTANTS = (
-    Contestant("ws", "WS", _plain(Classic()), GRADIENT, LARGE_GRADIENT),
-    Contestant("rws", "RWS", _plain(Reweighted()), GRADIENT, LARGE_GRADIENT),
-    Contestant("rws-adam", "RWS, Adam", _adam, ADAM, LARGE_ADAM),
-    Contestant("nws", "NWS", _natural(Classic()), NATURAL, LARGE_NATURAL),
-    Contestant("nrws", "NRWS", _natural(Reweighted()), NATURAL, LARGE_NATURAL),
+    WakeSleepContestant("ws", "WS", _plain(Classic()), GRADIENT, LARGE_GRADIENT),
+    WakeSleepContestant("rws", "RWS", _plain(Reweighted()), GRADIENT, LARGE_GRADIENT),
+    WakeSleepContestant("rws-adam", "RWS, Adam", _adam, ADAM, LARGE_ADAM),
+    WakeSleepContestant("nws", "NWS", _natural(Classic()), NATURAL, LARGE_NATURAL),
+    WakeSleepContestant("nrws", "NRWS", _natural(Reweighted()), NATURAL, LARGE_NATURAL),
 )
 
 
@@ -151,20 +176,20 @@ def pieces(settings: Settings) -> tuple[Piece, ...]:
     for one in running:
         for i, choice in enumerate(one.choices(settings)):
             title = f"{one.title}, {choice}"
-            found.append(Piece(f"tune-{one.name}-{i}", title, Tuning(one, choice), repeated=False))
-    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", Racing(one)) for one in running]
+            found.append(Piece(f"tune-{one.name}-{i}", title, WakeSleepTuning(one, choice), repeated=False))
+    found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", WakeSleepRace(one)) for one in running]
     return tuple(found)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class WakeSleepTuning:
     """One setting of one contestant, judged on what is held out."""
 
-    contestant: Contestant
-    choice: Choice
+    contestant: WakeSleepContestant
+    choice: WakeSleepChoice
 
     def __call__(self, run: Run) -> Numbers:
-        training = Training(run.settings, self.contestant, self.choice, TUNING_SEED)
+        training = WakeSleepTraining(run.settings, self.contestant, self.choice, TUNING_SEED)
         for _ in training.epochs(run.settings.tuning, run):
             if not training.sound():
                 break
@@ -172,16 +197,16 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Racing:
+class WakeSleepRace:
     """The best setting of one contestant from one seed."""
 
-    contestant: Contestant
+    contestant: WakeSleepContestant
 
     def __call__(self, run: Run) -> Numbers:
         choices = self.contestant.choices(run.settings)
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
         best = max(range(len(tuned)), key=lambda i: -math.inf if tuned[i]["valid"] is None else tuned[i]["valid"])
-        training = Training(run.settings, self.contestant, choices[best], run.seed)
+        training = WakeSleepTraining(run.settings, self.contestant, choices[best], run.seed)
         curve, looks = [training.point(0)], []
         for epoch in training.epochs(run.settings.epochs, run, run.settings.looks):
             curve.append(training.point(epoch))
@@ -196,12 +221,12 @@ def looked_at(epochs: int) -> list[int]:
     return sorted({1, max(1, round(epochs**0.5)), epochs})
 
 
-class Training:
+class WakeSleepTraining:
     """One machine under training."""
 
-    def __init__(self, settings: Settings, contestant: Contestant, choice: Choice, seed: int) -> None:
+    def __init__(self, settings: Settings, contestant: WakeSleepContestant, choice: WakeSleepChoice, seed: int) -> None:
         self.settings, self.choice = settings, choice
-        self.bits: Bits = bits(settings.data, settings.train, settings.test, settings.units == "signs")
+        self.bits: BitImages = bits(settings.data, settings.train, settings.test, settings.units == "signs")
         torch.manual_seed(seed)
         width = self.bits.train.shape[1]
         values = (-1, 1) if settings.units == "signs" else (0, 1)
