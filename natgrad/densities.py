@@ -120,10 +120,10 @@ class Density(ABC):
         chosen = torch.arange(flat.shape[1]) if dims is None else torch.as_tensor(dims)
         units = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device)[chosen.to(flat.device)]
 
-        def flipped(unit: Tensor) -> Tensor:
+        def flip_unit(unit: Tensor) -> Tensor:
             return self.log_p(params, (flat + unit * (1 - 2 * flat)).view(inputs.shape))
 
-        there = torch.func.vmap(flipped, randomness="same")(units)
+        there = torch.func.vmap(flip_unit, randomness="same")(units)
         return self.log_p(params, inputs).unsqueeze(1) - there.mT
 
     def ratio_jacobian(self, params: Params, inputs: Tensor) -> Tensor | None:

@@ -23,7 +23,7 @@ def in_double(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     @wraps(method)
-    def found(self: Any, *given: Any) -> Tensor:
+    def call_in_double(self: Any, *given: Any) -> Tensor:
         floats = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
         if not floats or any(x.device.type == "mps" for x in floats):
             return method(self, *given)
@@ -33,7 +33,7 @@ def in_double(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         wide = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given)
         return method(self, *wide).to(dtype)
 
-    return found
+    return call_in_double
 
 
 def ratio_gap(x: Tensor, base: Tensor, away: Tensor) -> Tensor:

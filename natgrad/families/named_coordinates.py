@@ -178,11 +178,13 @@ class ShapeScale(Mapped):
     """
 
     def __init__(self, family: Gamma) -> None:
-        def inverted(xi: Tensor) -> Tensor:
+        def swap_rate(xi: Tensor) -> Tensor:
             return torch.stack([xi[..., 0], 1 / xi[..., 1]], dim=-1)
 
         super().__init__(
-            family, lambda xi: shape_rate(inverted(xi)), lambda theta: inverted(shape_rate_of(family.check(theta)))
+            family,
+            lambda xi: shape_rate(swap_rate(xi)),
+            lambda theta: swap_rate(shape_rate_of(family.check(theta))),
         )
 
 

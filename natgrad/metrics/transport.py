@@ -185,10 +185,10 @@ class TransportMetric(Metric):
         both = torch.func.jacrev(torch.func.grad(kernel), argnums=1)  # (d, d): d/dy_i d/dx_j
         table = torch.func.vmap(torch.func.vmap(both, (None, 0)), (0, None))
 
-        def mixed(points: Tensor, axes: Tensor, x: Tensor) -> Tensor:
+        def differentiate(points: Tensor, axes: Tensor, x: Tensor) -> Tensor:
             return table(points, x)[torch.arange(len(points), device=x.device), :, axes]
 
-        return mixed
+        return differentiate
 
 
 class Euclidean:

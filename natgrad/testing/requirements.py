@@ -74,15 +74,15 @@ def require_untouched(params: Params, model: Any, what: str) -> Iterator[None]:
     """AssertionError unless the block inside leaves parameters, gradients, buffers and the random state as they are."""
     buffers = dict(model.named_buffers(prefix="buffer ")) if isinstance(model, nn.Module) else {}
 
-    def watched() -> dict[str, Tensor]:
+    def list_watched() -> dict[str, Tensor]:
         found = {f"params[{name!r}]": p for name, p in params.items()} | buffers
         return found | {
             f"params[{name!r}].grad": p.grad for name, p in params.items() if p.is_leaf and p.grad is not None
         }
 
-    kept = {name: tensor.detach().clone() for name, tensor in watched().items()}
+    kept = {name: tensor.detach().clone() for name, tensor in list_watched().items()}
     state = torch.get_rng_state()
     yield
-    for name, tensor in watched().items():
+    for name, tensor in list_watched().items():
         require(name in kept and torch.equal(tensor, kept[name]), f"{what} changed {name}")
     require(torch.equal(state, torch.get_rng_state()), f"{what} moved the global random state; draw from a generator")

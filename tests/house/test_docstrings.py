@@ -16,6 +16,7 @@ from typing import is_typeddict
 
 import pytest
 import torch
+from api_pages import listed_members
 from torch import nn
 
 import natgrad as ng
@@ -126,15 +127,17 @@ def is_converted(module: str) -> bool:
 
 
 def public_things() -> dict[str, object]:
-    """`module.name` -> what `natgrad.__all__` and the `__all__` of every folder and file list, where it is written."""
-    found: dict[str, object] = {}
-    for module in [ng, *modules()]:
-        for name in getattr(module, "__all__", ()):
-            thing = getattr(module, name)
-            home = getattr(thing, "__module__", "")
-            if isinstance(thing, type) or inspect.isfunction(thing):
-                found[f"{home}.{name}"] = thing
-    return {key: thing for key, thing in sorted(found.items()) if is_converted(key)}
+    """`module.name` -> what the `__all__` of natgrad, of a folder or of a file lists, and what docs/api lists."""
+    listed = [(module, name) for module in [ng, *modules()] for name in getattr(module, "__all__", ())]
+    pages = {m: names for m, names in listed_members().items() if m.split(".")[0] == "natgrad"}
+    listed += [(importlib.import_module(module), name) for module, names in pages.items() for name in names]
+    found = {(thing := getattr(module, name), name): getattr(thing, "__module__", "") for module, name in listed}
+    named = {f"{home}.{name}": thing for (thing, name), home in found.items() if _has_arguments(thing)}
+    return {key: thing for key, thing in sorted(named.items()) if is_converted(key)}
+
+
+def _has_arguments(thing: object) -> bool:
+    return isinstance(thing, type) or inspect.isfunction(thing)
 
 
 PUBLIC = public_things()

@@ -12,20 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from api_pages import API, listed_members
 
 import natgrad as ng
 
-API = Path(__file__).parents[2] / "docs" / "api"
 IMPORTABLE = Path(__file__).parents[1] / "vectors" / "importable_names.json"  # from `ng`, whether or not it lists them
-
-
-def documented() -> dict[str, list[str]]:
-    """Module -> the members that docs/api lists under its `:::` directive."""
-    found: dict[str, list[str]] = {}
-    for page in sorted(API.glob("*.md")):
-        for block in re.finditer(r"^::: ([\w.]+)\n((?:[ \t]+.*\n|\n)*)", page.read_text(encoding="utf-8"), re.M):
-            found.setdefault(block[1], []).extend(re.findall(r"^\s+- (\w+)$", block[2], re.M))
-    return found
 
 
 def table() -> dict[str, str]:
@@ -84,12 +75,12 @@ def nearest(module: str) -> str:
 @pytest.mark.parametrize("name", MODULES)
 def test_the_api_docs_list_every_public_name(name: str):
     """Under `::: the folder`, or under the module of it that holds the name; a folder within speaks for itself."""
-    listed = [n for module, names in documented().items() if nearest(module) == name for n in names]
+    listed = [n for module, names in listed_members().items() if nearest(module) == name for n in names]
     assert sorted(listed) == sorted(MODULES[name].__all__), f"docs/api: the members of {name} are not its __all__"
 
 
 def test_the_api_docs_list_nothing_else():
-    for module, names in documented().items():
+    for module, names in listed_members().items():
         missing = [n for n in names if not hasattr(importlib.import_module(module), n)]
         assert not missing, f"docs/api lists {missing} under '::: {module}', which has no such names"
 
@@ -103,7 +94,7 @@ def test_the_table_of_names_leads_to_the_right_place(name: str):
         return
     module, _, attribute = place.rpartition(".")
     assert getattr(importlib.import_module(module), attribute) is thing
-    assert attribute in documented()[module], f"docs/api documents no {place}"
+    assert attribute in listed_members()[module], f"docs/api documents no {place}"
 
 
 def test_the_table_is_one_that_people_read():
