@@ -55,15 +55,30 @@ class Damping(ABC):
         return False
 
     def predicted(self, change: float, slope: float) -> float:
-        """The predicted change of the loss that the ratio divides by. change: quadratic model, slope: g . d."""
+        """The predicted change of the loss that the ratio divides by.
+
+        Args:
+            change: That of the quadratic model.
+            slope: g . d, that of the linear one.
+        """
         return change
 
     def amount(self, damping: float, operator: Scale) -> float:
-        """lambda for this operator, from the strategy's number."""
+        """lambda for this operator, from the strategy's number.
+
+        Args:
+            damping: The strategy's number.
+            operator: The metric, or a block of it: what knows its nats and its mean eigenvalue.
+        """
         return damping
 
     def update(self, damping: float, ratio: float) -> float:
-        """The number for the next step. ratio: true over predicted decrease; NaN for a rejected step."""
+        """The number for the next step.
+
+        Args:
+            damping: The number of this step.
+            ratio: True over predicted decrease; NaN for a rejected step.
+        """
         return damping
 
 
@@ -76,21 +91,26 @@ class Constant(Damping):
 
     Args:
         value: In nats per example and squared unit of the parameters.
+        per: "nats"; "loss" counts in the unit of the mean loss instead, lambda = value, as papers do that compare with
+            no likelihood.
 
     Raises:
-        ValueError: If it is negative or not finite.
+        ValueError: If the value is negative or not finite, or for another unit.
     """
 
     value: float
+    per: Literal["nats", "loss"] = "nats"
 
     def __post_init__(self) -> None:
         require("value", self.value)
+        if self.per not in ("nats", "loss"):
+            raise ValueError(f"per is {self.per!r}, expected 'nats' or 'loss'")
 
     def initial(self) -> float:
         return self.value
 
     def amount(self, damping: float, operator: Scale) -> float:
-        return in_unit("nats", damping, operator)
+        return in_unit(self.per, damping, operator)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.optimizer import NaturalGradient
+from natgrad.optim.recipe_options import BlockOptions, FlatOptions
 from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.optim.structured import StructuredNaturalGradient
 from natgrad.optim.structured_recipes import diagonal, ekfac, kfac, online_ng, tonga, unitwise
 
 __all__ = [
+    "BlockOptions",
+    "FlatOptions",
     "NaturalGradient",
     "Report",
     "Row",

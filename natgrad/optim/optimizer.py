@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.damping import Damping, as_damping
+from natgrad.damping import as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.accidents import OnTrouble
 from natgrad.optim.base import Called, ModelOptimizer, check_trouble
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
@@ -48,91 +47,78 @@ from natgrad.optim.last_pass import Recall, listen, overhear
 from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
 from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.parallel_models import refuse_processes
+from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.stalled_runs import SKIPPED, watch
 from natgrad.optim.state_report import StateReport
 from natgrad.optim.step_length import bounded_below
-from natgrad.rules import Memory, Rate, Rule, Step, require_loss
+from natgrad.rules import Memory, Rate, Step, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
-from natgrad.structures import Exact, Preconditioner, Structure, as_preconditioner
+from natgrad.structures import Exact, as_preconditioner
 
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
 NUMBERS = {"lr": math.inf, "weight_decay": math.inf}
 
 
 class NaturalGradient(ModelOptimizer):
-    """theta <- theta + rule(-lr (G + damping I)^-1 g), G from any metric.
-
-    model: an `nn.Module`, or a dict of tensors when the metric is of a function f(params, x).
-    metric: which G (`ng.fisher(model, ...)`, ...).   lr: learning rate.   structure: how G is stored, default
-    `Exact()`.   solver: default `Auto()`, by shape and cost.   damping: a number or a strategy.   rule: how the
-    step is bounded, default `Rate()`.   weight_decay: decoupled, theta <- (1 - lr * weight_decay) theta.   warm_start:
-    the fraction of the last solution that an iterative solver starts from.   params: parameters, (name, parameter)
-    pairs, a module, or groups as in torch.optim (keys lr, weight_decay); default all that are trainable.
-    metric_batch: take the metric on this many of the pass's examples, drawn anew at every step (from the step's
-    number); default all. Products then cost that much less, while the gradient keeps every example; dropout masks
-    and batch statistics are those of the smaller batch.   search_batch: evaluate trial points on this many of the
-    pass's examples, others than the metric's while there are enough; default all.   preconditioner: for CG, MinresQLP
-    and KrylovSubspace, `ng.DiagonalPreconditioner()` and others, or a structure with a closed-form inverse.
-    train_in_eval=True: passes in evaluation mode count as training ones, with dropout off and batch norm frozen;
-    evaluate under `torch.no_grad()` then.
+    """theta <- theta + rule(-lr (G + damping I)^-1 g), G from any metric: the flat flow of the engine.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step, with
     the same dropout masks; or on `observe(inputs)`; a density's on the X of its last loss that went backward. A
     parameter whose gradient is None is left alone. Use `loss = opt.loss(outputs, targets)` so that targets,
     reduction='sum' and the loss's value are known; rules and dampings that re-evaluate the loss then need no closure,
-    and replay the same pass.
+    and replay the same pass. A step that would make a parameter infinite is never taken, and counted. Whatever is
+    raised in a step, parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
 
-    on_trouble: what a step does whose loss, gradient or metric is not finite: "raise" (ValueError), or "skip": it is
-    left out, counted and, in a row, warned of. A step that would make a parameter infinite is never taken, and counted.
+    Args:
+        model: An `nn.Module`, or a dict of tensors when the metric is of a function f(params, x).
+        metric: Which G: `ng.fisher(model, ...)`, ...
+        lr: Learning rate.
+        **options: Structure, solver, damping, rule and more: `natgrad.optim.FlatOptions`.
 
-    Raises ValueError at `step` for no remembered forward, and where a rule needs a loss that it cannot evaluate;
-    parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
+    Raises:
+        ValueError: At `step`, for no remembered forward, and where a rule needs a loss that it cannot evaluate.
+
+    Example:
+        >>> opt = ng.NaturalGradient(model, ng.fisher(model, nn.CrossEntropyLoss()), lr=0.5, damping=ng.Relative(0.1))
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     FORMAT = Format("natgrad.NaturalGradient", SAVED)
     LIMITS = NUMBERS
 
+    @with_options(FlatOptions, FlatSettings)
     def __init__(
         self,
         model: nn.Module | Mapping[str, Tensor],
         metric: Metric,
         lr: float = 1.0,
-        *,
-        structure: Structure | None = None,
-        solver: Solver | None = None,
-        damping: float | Damping = 1e-3,
-        rule: Rule | None = None,
-        weight_decay: float = 0.0,
-        warm_start: float = 0.0,
-        metric_batch: int | None = None,
-        search_batch: int | None = None,
-        preconditioner: Preconditioner | Structure | None = None,
-        params: Iterable[Any] | None = None,
-        train_in_eval: bool = False,
-        on_trouble: OnTrouble = "raise",
+        **options: Unpack[FlatOptions],
     ) -> None:
-        check_choices(metric, structure, solver, rule)
+        chosen = FlatSettings(**options)
+        check_choices(metric, chosen.structure, chosen.solver, chosen.rule)
         check_number("lr", lr)
-        check_number("weight_decay", weight_decay)
-        check_number("warm_start", warm_start, 1.0)
-        check_batch("metric_batch", metric_batch)
-        check_batch("search_batch", search_batch)
-        if search_batch is not None and not isinstance(model, nn.Module):
+        check_number("weight_decay", chosen.weight_decay)
+        check_number("warm_start", chosen.warm_start, 1.0)
+        check_batch("metric_batch", chosen.metric_batch)
+        check_batch("search_batch", chosen.search_batch)
+        if chosen.search_batch is not None and not isinstance(model, nn.Module):
             raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
         refuse_processes(model)
-        self.on_trouble = check_trouble(on_trouble)
+        self.on_trouble = check_trouble(chosen.on_trouble)
         self.model, self.metric, self._settled = model, metric, False
-        self.structure, self.solver = structure or Exact(), solver or Auto()
-        self.damping, self.rule, self.warm_start = as_damping(damping), rule or Rate(), warm_start
-        self.metric_batch, self.search_batch, self.train_in_eval = metric_batch, search_batch, train_in_eval
-        self.preconditioner = as_preconditioner(preconditioner, self.solver)
+        self.structure, self.solver = chosen.structure or Exact(), chosen.solver or Auto()
+        self.damping, self.rule = as_damping(chosen.damping), chosen.rule or Rate()
+        self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
+        self.metric_batch, self.search_batch = chosen.metric_batch, chosen.search_batch
+        self.preconditioner = as_preconditioner(chosen.preconditioner, self.solver)
         self._named = named_parameters(model)
         refuse_wrapped(self._named.values())
-        super().__init__(
-            given_parameters(params, self._named), {"lr": lr, "weight_decay": weight_decay} | self.rule.options
-        )
+        defaults = {"lr": lr, "weight_decay": chosen.weight_decay} | self.rule.options
+        super().__init__(given_parameters(chosen.params, self._named), defaults)
         self._level = self.damping.initial()
         self._memory: dict[str, Any] | None = None
         self._prepared: dict[str, Any] | None = None
@@ -144,7 +130,7 @@ class NaturalGradient(ModelOptimizer):
         self._finalizer: weakref.finalize | None = None
         overhear(metric, self._recall)
         if isinstance(model, nn.Module):
-            self._finalizer = weakref.finalize(self, listen(model, self._recall, in_eval=train_in_eval).remove)
+            self._finalizer = weakref.finalize(self, listen(model, self._recall, in_eval=self.train_in_eval).remove)
 
     # what the user calls around a step
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar
@@ -66,23 +67,25 @@ class BlockOptions(TypedDict, total=False):
     on_trouble: OnTrouble
 
 
-BLOCK_DEFAULTS = BlockOptions(
-    rule=None,
-    momentum=None,
-    damping=0.03,
-    max_kl=None,
-    kl_share=None,
-    weight_decay=0.0,
-    l2=0.0,
-    update_every=20,
-    invert_every=20,
-    measure=True,
-    outputs=None,
-    params=None,
-    group=None,
-    train_in_eval=False,
-    on_trouble="skip",
-)
+@dataclass(frozen=True)
+class BlockSettings:
+    """`BlockOptions` with their defaults."""
+
+    rule: Rule | None = None
+    momentum: float | None = None
+    damping: float | Damping = 0.03
+    max_kl: float | None = None
+    kl_share: float | None = None
+    weight_decay: float = 0.0
+    l2: float = 0.0
+    update_every: int = 20
+    invert_every: int = 20
+    measure: bool = True
+    outputs: Select | None = None
+    params: Iterable[Any] | None = None
+    group: Any = None
+    train_in_eval: bool = False
+    on_trouble: OnTrouble = "skip"
 
 
 class FlatOptions(TypedDict, total=False):
@@ -124,37 +127,38 @@ class FlatOptions(TypedDict, total=False):
     on_trouble: OnTrouble
 
 
-FLAT_DEFAULTS = FlatOptions(
-    structure=None,
-    solver=None,
-    damping=1e-3,
-    rule=None,
-    weight_decay=0.0,
-    warm_start=0.0,
-    metric_batch=None,
-    search_batch=None,
-    preconditioner=None,
-    params=None,
-    train_in_eval=False,
-    on_trouble="raise",
-)
+@dataclass(frozen=True)
+class FlatSettings:
+    """`FlatOptions` with their defaults."""
+
+    structure: Structure | None = None
+    solver: Solver | None = None
+    damping: float | Damping = 1e-3
+    rule: Rule | None = None
+    weight_decay: float = 0.0
+    warm_start: float = 0.0
+    metric_batch: int | None = None
+    search_batch: int | None = None
+    preconditioner: Preconditioner | Structure | None = None
+    params: Iterable[Any] | None = None
+    train_in_eval: bool = False
+    on_trouble: OnTrouble = "raise"
 
 
-def with_options(
-    options: Any, defaults: Mapping[str, Any], *without: str, **own: Any
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def with_options(options: Any, settings: type, *without: str, **own: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator for a function that takes `**options`: they stand in its signature and docstring, and are checked.
 
     Args:
         options: The TypedDict of the options, with an `Args` section.
-        defaults: Their defaults.
+        settings: A dataclass of the same with their defaults.
         without: Those that the function does not take.
         own: Defaults of this function that differ.
 
     Raises:
         TypeError: By the function, for a keyword that it does not know, with the nearest one that it does.
     """
-    values = {key: value for key, value in {**defaults, **own}.items() if key not in without}
+    defaults = {field.name: field.default for field in fields(settings)} | own
+    values = {key: value for key, value in defaults.items() if key not in without}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = inspect.signature(function)
@@ -169,7 +173,7 @@ def with_options(
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            check_keywords(function.__name__, kwargs, [*known, *values])
+            check_keywords(function.__qualname__.removesuffix(".__init__"), kwargs, [*known, *values])
             return function(*args, **kwargs)
 
         checked.__signature__ = plain.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]

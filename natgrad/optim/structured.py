@@ -23,7 +23,7 @@ from natgrad.optim.objective import Called
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.pass_statistics import Reader
 from natgrad.optim.pending_step import Attempt
-from natgrad.optim.recipe_options import BLOCK_DEFAULTS, BlockOptions, with_options
+from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
 from natgrad.optim.schedule import due, pace, started
@@ -39,44 +39,41 @@ MEASURED = 20  # most steps between two measurements of the step's length, unles
 
 
 class StructuredNaturalGradient(ModelOptimizer):
-    """theta <- theta - lr a (G + damping I)^-1 m, G in one block per layer, m the running mean of the gradient.
+    """theta <- theta + rule(-lr (G + damping I)^-1 m), G in one block per layer: the flow in blocks of the engine.
 
-    model: an `nn.Module`.   criterion: its loss from `torch.nn`, or an `ng` likelihood.   structure: which block per
-    layer (`ng.Kronecker(decay=.95)`, ...); its estimate says how labels are drawn.   lr: factor on the length a, which
-    is found: the minimum of the quadratic model along the direction, or where the bound on the KL is met, with the
-    true metric there as the last update step measured it.   momentum: decay of the gradient's running mean
-    (bias-corrected), taken before the metric, so that the whole step is in today's metric.   damping: lambda in
-    units of the mean eigenvalue of the block, which frees it of all scales; with `ng.LevenbergMarquardt` it follows
-    how every fifth step does on its own pass, and one that raises the loss is not taken.   max_kl: a step moves at most
-    this many nats per example, to second order.   kl_share: nor more than this share of the loss: where little is left
-    to gain, little is risked; of one nat per entry for losses that can be negative.   weight_decay: decoupled, theta <-
-    (1 - lr * weight_decay) theta.   l2: of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient
-    and in the metric.   update_every, invert_every: steps between updates of the statistics and of the
-    inverses, at most: at first one, and one more after each ten steps; more where an update changes the statistics
-    little.   measure: False trusts the blocks and takes a = 1 within the bounds.   outputs: what the criterion is of,
-    for a model that returns more: `opt.loss(model(x), y)` applies `outputs=lambda out: out.logits`.   params: what to
-    train, default all:
-    parameters, (name, parameter) pairs, a module, or parameter groups; all from lr to l2 are group keys, max_kl and
-    kl_share the least over the groups. The rest may have an optimizer of its own, another of these too: call the `loss`
-    of each.
+    m is the running mean of the gradient. On update steps `opt.loss` also goes backward from sampled labels, to the
+    layers only: `.grad`, buffers and the global random state are untouched. What the rule knows of the metric along a
+    step was measured on the pass of the last update, where `measure` is on.
 
-    Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step()`. On update steps `opt.loss` also
-    goes backward from sampled labels, to the layers only: `.grad`, buffers and the global random state are untouched.
-    train_in_eval=True: passes in evaluation mode are read too, to train with dropout off and batch norm frozen;
-    evaluate under `torch.no_grad()` then. Without it they are not, and training on in evaluation mode warns after 5
-    steps whose statistics were due, and raises RuntimeError after 25; so do as many skipped steps in a row.
-    A gradient or a step that is not finite or a loss that is no number skips the step, statistics that are not finite
-    are not taken, an inverse that fails leaves its last good one in place; all are counted in
-    `state_report().failures`. A step happens whole or not at all: Ctrl-C and errors leave the last one's state.
+    Passes in evaluation mode are not read, unless `train_in_eval=True`; training on in evaluation mode warns after 5
+    steps whose statistics were due, and raises RuntimeError after 25. Statistics that are not finite are not taken, and
+    an inverse that fails leaves its last good one in place; both are counted in `state_report().failures`. A step
+    happens whole or not at all: Ctrl-C and errors leave the last one's state.
+
     With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
     and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
-    Without one they are added up over `group`, for gradients that you average yourself; without either this process is
-    alone. TypeError for models that are held in parts (FSDP, DTensor).
+
+    Args:
+        model: An `nn.Module`.
+        criterion: Its loss from `torch.nn`, or an `ng` likelihood.
+        structure: Which block per layer: `ng.Kronecker(decay=.95)`, ...; its estimate says how labels are drawn.
+        lr: Factor on the length that the rule finds.
+        **options: Rule, momentum, damping, intervals and more: `natgrad.optim.BlockOptions`.
+
+    Raises:
+        TypeError: For a criterion that is not a likelihood, a model whose parameters are held in parts (FSDP, DTensor).
+        ValueError: For a rule that needs the solver of a flat system.
+
+    Example:
+        >>> opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), ng.Kronecker(0.95), lr=1.0)
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     FORMAT = Format("ng.kfac or its like", SAVED, frozenset({"mean"}), older=True)
 
-    @with_options(BlockOptions, BLOCK_DEFAULTS)
+    @with_options(BlockOptions, BlockSettings)
     def __init__(
         self,
         model: nn.Module,
@@ -85,27 +82,27 @@ class StructuredNaturalGradient(ModelOptimizer):
         lr: float = 1.0,
         **options: Unpack[BlockOptions],
     ) -> None:
-        chosen = {**BLOCK_DEFAULTS, **options}
-        rule, momentum = chosen["rule"], chosen["momentum"]
-        update_every, invert_every, outputs = chosen["update_every"], chosen["invert_every"], chosen["outputs"]
-        check_blocks(model, structure, update_every=update_every, invert_every=invert_every)
-        self.model, self._ranks = meet(model, chosen["group"])
+        chosen = BlockSettings(**options)
+        check_blocks(model, structure, update_every=chosen.update_every, invert_every=chosen.invert_every)
+        self.model, self._ranks = meet(model, chosen.group)
         self._ranks.check(structure)
         self._criterion, self.structure = as_criterion(criterion), structure
-        self.rule = settle_rule(rule, chosen["max_kl"], chosen["kl_share"])
-        self.on_trouble = check_trouble(chosen["on_trouble"])
+        self.rule = settle_rule(chosen.rule, chosen.max_kl, chosen.kl_share)
+        self.on_trouble = check_trouble(chosen.on_trouble)
         self._bounded = bounded_below(self.criterion)
-        self.update_every, self.invert_every, self.measure = update_every, invert_every, chosen["measure"]
-        self.train_in_eval = chosen["train_in_eval"]
-        self._judge = Judge(chosen["damping"])
+        self.update_every, self.invert_every = chosen.update_every, chosen.invert_every
+        self.measure = chosen.measure
+        self.train_in_eval = chosen.train_in_eval
+        self._judge = Judge(chosen.damping)
         self.damping = self._judge.damping
         self._named = {}  # what the groups hold, in the model's order
-        check_select(outputs)
-        self._recall = Recall(outputs)
-        momentum = (0.0 if isinstance(rule, Momentum) else 0.9) if momentum is None else momentum
+        check_select(chosen.outputs)
+        self._recall = Recall(chosen.outputs)
+        momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
+        momentum = momentum if chosen.momentum is None else chosen.momentum
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
-        defaults |= {"weight_decay": chosen["weight_decay"], "l2": chosen["l2"]}
-        super().__init__(given_parameters(chosen["params"], named_parameters(self.model)), defaults)
+        defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
+        super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Any] = {}
@@ -361,14 +358,16 @@ class StructuredNaturalGradient(ModelOptimizer):
 
 def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None) -> Rule:
     """The rule, by default `MeasuredLength` with these bounds. ValueError for one that the blocks cannot serve."""
-    bounds = {key: value for key, value in (("max_kl", max_kl), ("kl_share", kl_share)) if value is not None}
+    bounds = [key for key, value in (("max_kl", max_kl), ("kl_share", kl_share)) if value is not None]
     if rule is None:
-        return MeasuredLength(**bounds)
+        usual = MeasuredLength()
+        share = usual.kl_share if kl_share is None else kl_share
+        return MeasuredLength(usual.max_kl if max_kl is None else max_kl, share)
     if not isinstance(rule, Rule):
         hint = "; did you forget the parentheses?" if isinstance(rule, type) else ""
         raise TypeError(f"rule is {rule!r}, expected a natgrad Rule{hint}")
     if bounds:
-        raise ValueError(f"{sorted(bounds)} are settings of rule=ng.MeasuredLength(...): give them to the rule")
+        raise ValueError(f"{bounds} are settings of rule=ng.MeasuredLength(...): give them to the rule")
     if rule.needs_solver or getattr(rule, "iterates", False):
         raise ValueError(f"rule {rule} needs what an iterative solver found: use ng.NaturalGradient, ng.hessian_free")
     return rule

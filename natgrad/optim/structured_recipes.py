@@ -10,7 +10,7 @@ from typing import Unpack
 from torch import nn
 
 from natgrad.families import Likelihood
-from natgrad.optim.recipe_options import BLOCK_DEFAULTS, BlockOptions, with_options
+from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.structured import StructuredNaturalGradient
 from natgrad.structures import (
     Diagonal,
@@ -28,7 +28,7 @@ from natgrad.structures import (
 Criterion = nn.Module | Likelihood
 
 
-@with_options(BlockOptions, BLOCK_DEFAULTS)
+@with_options(BlockOptions, BlockSettings)
 def kfac(
     model: nn.Module,
     criterion: Criterion,
@@ -63,7 +63,7 @@ def kfac(
     return build(model, criterion, Kronecker(decay, estimate, factored=True), lr, options)
 
 
-@with_options(BlockOptions, BLOCK_DEFAULTS)
+@with_options(BlockOptions, BlockSettings)
 def ekfac(
     model: nn.Module,
     criterion: Criterion,
@@ -94,7 +94,7 @@ def ekfac(
     return build(model, criterion, EigenKronecker(decay, estimate), lr, options)
 
 
-@with_options(BlockOptions, BLOCK_DEFAULTS, damping=0.1)
+@with_options(BlockOptions, BlockSettings, damping=0.1)
 def diagonal(
     model: nn.Module,
     criterion: Criterion,
@@ -120,7 +120,7 @@ def diagonal(
     return build(model, criterion, Diagonal(decay, estimate), lr, options, damping=0.1)
 
 
-@with_options(BlockOptions, BLOCK_DEFAULTS, damping=0.1)
+@with_options(BlockOptions, BlockSettings, damping=0.1)
 def unitwise(
     model: nn.Module,
     criterion: Criterion,
@@ -149,7 +149,7 @@ def unitwise(
     return build(model, criterion, UnitWise(decay, estimate), lr, options, damping=0.1)
 
 
-@with_options(BlockOptions, BLOCK_DEFAULTS, damping=0.1)
+@with_options(BlockOptions, BlockSettings, damping=0.1)
 def online_ng(
     model: nn.Module,
     criterion: Criterion,
@@ -184,7 +184,7 @@ def online_ng(
     )
 
 
-@with_options(BlockOptions, BLOCK_DEFAULTS, damping=0.3)
+@with_options(BlockOptions, BlockSettings, damping=0.3)
 def tonga(
     model: nn.Module,
     criterion: Criterion,

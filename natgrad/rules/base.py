@@ -72,12 +72,20 @@ class Rule(ABC):
         """The block's direction, in the shape of `block.mean`, and the block's memory for the next step.
 
         The step goes against it. Default: the damped inverse times the gradient's running mean.
+
+        Args:
+            block: What is known of the block.
         """
         return block.natural(), {}
 
 
 def require_loss(rule: Rule, loss_at: Objective | None) -> None:
-    """ValueError where a rule needs the loss at trial points and it cannot be had."""
+    """ValueError where a rule needs the loss at trial points and it cannot be had.
+
+    Args:
+        rule: Who needs it.
+        loss_at: The loss at trial points; None where it cannot be had.
+    """
     if rule.needs_loss and loss_at is None:
         raise ValueError(
             f"{rule} re-evaluates the loss: call optimizer.step(closure), or compute the loss with optimizer.loss(...)"

@@ -38,7 +38,11 @@ class Parts:
         return part * as_factor(self.length, part)
 
     def rate(self, name: str) -> float:
-        """The factor of one parameter, without the common one."""
+        """The factor of one parameter, without the common one.
+
+        Args:
+            name: The parameter's.
+        """
         return 1.0 if self.rates is None else self.rates[name]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -73,7 +77,11 @@ class Parts:
         return whole * as_factor(self.length, whole) * as_factor(other.length, whole)
 
     def square(self, name: str) -> Tensor:
-        """|d_p|^2 of one parameter, a scalar tensor."""
+        """|d_p|^2 of one parameter, a scalar tensor.
+
+        Args:
+            name: The parameter's.
+        """
         part = self.parts[name]
         square = inner_product(part, part) * self.rate(name) ** 2
         return square * as_factor(self.length, square) ** 2
@@ -102,7 +110,11 @@ class Step(ABC):
 
     @abstractmethod
     def scaled(self, factor: Tensor | float) -> Step:
-        """factor * d."""
+        """factor * d.
+
+        Args:
+            factor: A number, or a scalar tensor.
+        """
 
     @abstractmethod
     def form(self) -> Tensor:
@@ -110,29 +122,50 @@ class Step(ABC):
 
     @abstractmethod
     def damped_form(self, damping: Tensor | float) -> Tensor:
-        """d^T (G + damping I) d, a scalar tensor. damping: a number, or one per entry (n,)."""
+        """d^T (G + damping I) d, a scalar tensor.
+
+        Args:
+            damping: A number, or one per entry (n,).
+        """
 
     @abstractmethod
     def nothing(self) -> Step:
         """The zero step."""
 
     def promised_form(self, damping: Tensor | float) -> Tensor:
-        """d^T (G + damping I) d as the system has it that d solves, which may know less than `form`."""
+        """d^T (G + damping I) d as the system has it that d solves, which may know less than `form`.
+
+        Args:
+            damping: A number, or one per entry (n,).
+        """
         return self.damped_form(damping)
 
     def excess(self, damping: Tensor | float) -> Tensor:
-        """d^T G d over the promised form, as far as it is known without a product: below 1 where damping shortens d."""
+        """d^T G d over the promised form, as far as it is known without a product: below 1 where damping shortens d.
+
+        Args:
+            damping: A number, or one per entry (n,).
+        """
         promise = self.promised_form(damping)
         return torch.where(promise > 0, self.form() / promise, 1.0)
 
     def positive_form(self, indefinite: bool) -> Tensor:
-        """d^T G d, or a bound on d^T |G| d where G has negative eigenvalues: no less than 0."""
+        """d^T G d, or a bound on d^T |G| d where G has negative eigenvalues: no less than 0.
+
+        Args:
+            indefinite: True if G may have negative eigenvalues.
+        """
         return self.form()
 
 
 @dataclass(frozen=True)
 class FlatStep(Step):
-    """A step d (n,) with its image G d (n,)."""
+    """A step d (n,) with its image G d (n,).
+
+    Attributes:
+        vector: d.
+        image: G d.
+    """
 
     vector: Tensor
     image: Tensor
@@ -150,13 +183,22 @@ class FlatStep(Step):
         return FlatStep(torch.zeros_like(self.vector), torch.zeros_like(self.image))
 
     def positive_form(self, indefinite: bool) -> Tensor:
-        """|d| |G d| >= d^T |G| d for an indefinite G, since |G d| is as long as |G| d: equal along an eigenvector."""
+        """|d| |G d| >= d^T |G| d for an indefinite G, since |G d| is as long as |G| d: equal along an eigenvector.
+
+        Args:
+            indefinite: True if G may have negative eigenvalues.
+        """
         form = self.form()
         return torch.where(indefinite | (form < 0), self.vector.norm() * self.image.norm(), form)
 
 
 class Lazy:
-    """A scalar tensor that is made when it is first asked for, or that is known already."""
+    """A scalar tensor that is made when it is first asked for, or that is known already.
+
+    Args:
+        make: Makes it.
+        value: What it is, if that is known.
+    """
 
     def __init__(self, make: Callable[[], Tensor] | None = None, value: Tensor | None = None) -> None:
         self.make, self.value = make, value
@@ -168,7 +210,11 @@ class Lazy:
         return self.value
 
     def scaled(self, factor: Tensor | float) -> Lazy:
-        """factor times it."""
+        """factor times it.
+
+        Args:
+            factor: A number, or a scalar tensor.
+        """
         return Lazy(lambda: factor * self()) if self.value is None else Lazy(value=factor * self.value)
 
 
@@ -267,26 +313,45 @@ class Quadratic:
     measure: Callable[[Vector], Step] | None = None
 
     def change(self, step: Step) -> Tensor:
-        """m(d), a scalar tensor: negative for a predicted decrease."""
+        """m(d), a scalar tensor: negative for a predicted decrease.
+
+        Args:
+            step: Any step of this model.
+        """
         return self.slope(step) + 0.5 * self.damped(step)
 
     def slope(self, step: Step) -> Tensor:
-        """g . d, the first-order change, a scalar tensor."""
+        """g . d, the first-order change, a scalar tensor.
+
+        Args:
+            step: Any step of this model.
+        """
         return self.gradient @ step.vector  # type: ignore[operator]
 
     def damped(self, step: Step) -> Tensor:
-        """d^T (G + damping I) d, a scalar tensor."""
+        """d^T (G + damping I) d, a scalar tensor.
+
+        Args:
+            step: Any step of this model.
+        """
         return step.damped_form(self.damping)
 
     def kl(self, step: Step) -> Tensor:
         """How far a step moves, in nats per example: 1/2 d^T G d; where G is indefinite a bound on 1/2 d^T |G| d.
 
         Positive and negative curvature along d do not cancel in the bound.
+
+        Args:
+            step: Any step of this model.
         """
         return 0.5 * self.nats * step.positive_form(self.indefinite)
 
     def along(self, vector: Vector) -> Step:
-        """The step with this vector, which a rule made."""
+        """The step with this vector, which a rule made.
+
+        Args:
+            vector: A tensor (n,), or `Parts`, as the proposal has it.
+        """
         if self.measure is not None:
             return self.measure(vector)
         assert self.operator is not None
@@ -299,7 +364,12 @@ class Quadratic:
 
 
 def inner_product(first: Tensor, second: Tensor) -> Tensor:
-    """The inner product of two tensors of one shape, without a copy where they lie in one piece."""
+    """The inner product of two tensors of one shape, without a copy where they lie in one piece.
+
+    Args:
+        first: Any tensor.
+        second: One of the same shape, whose dtype the product has.
+    """
     return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
 
 

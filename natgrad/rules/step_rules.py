@@ -68,7 +68,12 @@ class MeasuredLength(Rule):
         return proposal.scaled(rate), memory
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
-        """The bound on this step's KL, in nats per example; it grows over the first steps."""
+        """The bound on this step's KL, in nats per example; it grows over the first steps.
+
+        Args:
+            model: Knows the loss and the number of steps.
+            like: A tensor of the dtype and the device wanted.
+        """
         options = self.options | dict(model.options)
         share = options["kl_share"]
         bound = torch.zeros_like(like) + model.nats * share
@@ -114,8 +119,14 @@ class TrustRegion(Rule):
     With `ng.hessian`, whose d^T H d may be negative or cancel, |d| |H d| stands for d^T G d: no less than d^T |H| d, so
     that a step never moves farther than the radius whatever the signs of the curvature.
 
-    backtracks: trial points at which the loss is re-evaluated; the first that does not raise it is taken, each
-    `shrink` times the last; none: no step. 0: the model is trusted. ValueError for radius <= 0.
+    Args:
+        radius: Most nats per example of a step.
+        backtracks: Trial points at which the loss is re-evaluated; the first that does not raise it is taken; none: no
+            step. 0: the model is trusted.
+        shrink: Factor between two trial points, in (0, 1).
+
+    Raises:
+        ValueError: For radius <= 0, or numbers out of range.
     """
 
     radius: float
@@ -167,7 +178,12 @@ class OnlineRadius(Rule):
             raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
 
     def length(self, examples: int, seen: int) -> float:
-        """The bound, in units, at a step of so many examples with so many seen."""
+        """The bound, in units of length.
+
+        Args:
+            examples: Of the step.
+            seen: So far, with these.
+        """
         return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1))
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
@@ -184,9 +200,14 @@ class OnlineRadius(Rule):
 class LineSearch(Rule):
     """Backtracking from the proposal until loss(theta + d) <= loss(theta) + sufficient * g . d (Armijo).
 
-    At most `backtracks` trial points, each `shrink` times the last; a loss that is not finite is a rejection. None
-    accepted: no step.   iterates: start from the solver's best iterate instead of its last: go back over those that
-    it kept (`ng.CG(keep=1.3)`) while the loss falls (Martens 2010, section 4.6): one evaluation each.
+    A loss that is not finite is a rejection. No point accepted: no step.
+
+    Args:
+        backtracks: Most trial points, at least 1.
+        shrink: Factor between two trial points, in (0, 1).
+        sufficient: Share of the decrease that the slope promises.
+        iterates: True starts from the solver's best iterate instead of its last: it goes back over those that the
+            solver kept (`ng.CG(keep=1.3)`) while the loss falls (Martens 2010, section 4.6): one evaluation each.
     """
 
     needs_form = False
@@ -214,7 +235,13 @@ class LineSearch(Rule):
 
 
 def shorten(model: Quadratic, step: Step, radius: float) -> Step:
-    """The step, or so much of it that it moves `radius` nats per example."""
+    """The step, or so much of it that it moves `radius` nats per example.
+
+    Args:
+        model: Says how far it moves.
+        step: Any.
+        radius: Most nats per example.
+    """
     kl = model.kl(step)
     return step.scaled(torch.where(kl > 0, (radius / kl).sqrt(), 1.0).clamp(max=1.0))
 
@@ -240,7 +267,20 @@ def best_iterate(model: Quadratic, loss_at: Objective) -> Step:
 def backtrack(
     rule: Rule, step: Step, model: Quadratic, loss_at: Objective | None, trials: int, shrink: float, sufficient: float
 ) -> Step:
-    """The first of step, shrink * step, ... whose loss fell by `sufficient` times what the slope promised."""
+    """The first of step, shrink * step, ... whose loss fell by `sufficient` times what the slope promised.
+
+    Args:
+        rule: Who asks, for the error message.
+        step: The first trial.
+        model: Knows the loss at d = 0 and the slope.
+        loss_at: d -> loss(theta + d).
+        trials: Most trial points.
+        shrink: Factor between two of them.
+        sufficient: Share of the decrease that the slope promises.
+
+    Returns:
+        The step accepted, or no step.
+    """
     require_loss(rule, loss_at)
     assert loss_at is not None
     for _ in range(trials):
@@ -251,7 +291,15 @@ def backtrack(
 
 
 def check_backtracking(backtracks: int, shrink: float) -> None:
-    """ValueError unless backtracks >= 0 and 0 < shrink < 1."""
+    """Check the numbers of a backtracking.
+
+    Args:
+        backtracks: Most trial points, >= 0.
+        shrink: Factor between two of them, in (0, 1).
+
+    Raises:
+        ValueError: For a number out of range.
+    """
     if backtracks < 0:
         raise ValueError(f"backtracks is {backtracks}, expected an integer >= 0")
     if not 0 < shrink < 1:

@@ -19,11 +19,19 @@ class Differentiable(Protocol):
     """An objective that knows its gradient: `loss_at` as an optimizer passes it to a rule."""
 
     def __call__(self, vector: Tensor) -> float:
-        """The loss at theta + d, NaN where it is not finite."""
+        """The loss at theta + d, NaN where it is not finite.
+
+        Args:
+            vector: d, shape (n,).
+        """
         ...
 
     def gradient(self, vector: Tensor) -> tuple[float, Tensor]:
-        """The loss at theta + d and its gradient (n,) there."""
+        """The loss at theta + d and its gradient (n,) there.
+
+        Args:
+            vector: d, shape (n,).
+        """
         ...
 
 
@@ -31,14 +39,20 @@ class Differentiable(Protocol):
 class SubspaceSearch(Rule):
     """Minimises the loss itself over the space that the solver searched, by BFGS: Krylov subspace descent.
 
-    steps: of BFGS, at most; each costs a gradient of the loss at a trial point, and a loss more per backtracking.
     Needs a solver that keeps its basis, `ng.KrylovSubspace(dimension=)`. Starts from the damped solution in the space,
-    or from 0 where that raises the loss. Stops when a step gains less than `progress` of what was gained so far. A loss
-    that is not finite is a rejection. The learning rate is the share of the step found that is taken, 1 for all of it.
-    The loss should be on other data than the basis (`opt.search_on`, `search_batch=`): the few dimensions are fitted to
-    it.
+    or from 0 where that raises the loss. A loss that is not finite is a rejection. The learning rate is the share of
+    the step found that is taken, 1 for all of it. The loss should be on other data than the basis (`opt.search_on`,
+    `search_batch=`): the few dimensions are fitted to it.
 
-    Vinyals & Povey 2012. ValueError for a solver without a basis, steps < 1 or progress < 0.
+    Args:
+        steps: Of BFGS, at most; each costs a gradient of the loss at a trial point, and a loss more per backtracking.
+        progress: It stops when a step gains less than this share of what was gained so far.
+
+    Raises:
+        ValueError: For a solver without a basis, steps < 1 or progress < 0.
+
+    Reference:
+        Vinyals & Povey 2012.
     """
 
     needs_solver = True

@@ -26,11 +26,9 @@ SECTIONS = ("Args", "Attributes")
 UNCONVERTED = {
     "applications.helmholtz",
     "applications.policy",
-    "damping",
     "layers",
     "operators",
     "optim",
-    "rules",
     "structures",
 }
 

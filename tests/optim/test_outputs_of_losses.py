@@ -106,7 +106,8 @@ def test_a_step_is_that_of_the_loss_that_was_told(name, solved):
     metric, solver = SOLVED[solved]
     model = net()
     before = flat(model)
-    opt = ng.NaturalGradient(model, metric(model, loss), damping=0.1, solver=solver)
+    damping = ng.Constant(0.1, per="loss")
+    opt = ng.NaturalGradient(model, metric(model, loss), damping=damping, solver=solver)
     opt.loss(make(model), y).backward()
     opt.step()
     assert_close(flat(model) - before, expected, rtol=1e-7)
