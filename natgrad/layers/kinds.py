@@ -48,6 +48,11 @@ class Layer(ABC):
         """What a reader notes of a layer that it trusts: its parameters' names."""
         return self.layout.names
 
+    @property
+    def routed(self) -> bool:
+        """True if the groups are experts: each sees some of the positions, and another number of them in every pass."""
+        return False
+
     def batched(self, inputs: Tensor) -> bool:
         """Whether the input has an example dimension (a module may be called on one example without it)."""
         return inputs.dim() >= 2

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.layers.experts import ExpertProduct, collect_experts
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Mixed, Seen
 from natgrad.layers.taps import Place, Tap
@@ -47,6 +48,8 @@ def merged(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int 
         return None
     dtype = torch.promote_types(torch.float32, calls[0][1][0].dtype) if dtype is None else dtype
     calls = [(call, [delta.to(dtype) for delta in deltas]) for call, deltas in calls]
+    if isinstance(calls[0][0], ExpertProduct):
+        return collect_experts(layer, calls, dtype)
     if isinstance(layer, Traced):
         return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, Product)], dtype, examples)
     if not all(layer.batched(call.inputs) for call, _ in calls):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from natgrad.layers.experts import UNSIGNED, ExpertProduct, ExpertSource, expert_product, find_experts, kind_of
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
 from natgrad.layers.taps import Tap, version_of
@@ -42,6 +43,10 @@ class Traced(Layer):
     @property
     def key(self) -> str:
         return " ".join(self.claims)
+
+    @property
+    def routed(self) -> bool:
+        return len(self.layout.shape) == 3
 
     def activations(self, inputs: Tensor) -> Tensor:
         return self.with_bias(inputs)
@@ -91,7 +96,8 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
         own = dict(module.named_parameters(recurse=False))
         for key, p in own.items():
             name = names.get(id(p))
-            if p.dim() == 2 and name is not None and name not in held and name not in found:
+            matrices = p.dim() == 2 or (p.dim() == 3 and len(p) > 1)  # the latter one per expert
+            if matrices and name is not None and name not in held and name not in found:
                 bias = own.get(key.replace("weight", "bias")) if isinstance(module, WITH_BIAS) else None
                 fits = bias is not None and bias.shape == (len(p),) and owners[id(bias)] == owners[id(p)]
                 layout = layout_of(module, key, p, name, names.get(id(bias)) if fits else None)
@@ -114,11 +120,13 @@ def matrices_of(params: Mapping[str, Tensor]) -> list[Traced]:
 
 def layout_of(module: nn.Module, key: str, p: Tensor, name: str, bias: str | None) -> Layout:
     """The matrix as its module stores it; attention's packed one is three: for queries, keys and values."""
+    if p.dim() == 3:
+        return Layout(name, None, len(p), p.shape[1], p.shape[2], tuple(p.shape))
     groups = 3 if isinstance(module, nn.MultiheadAttention) and key == "in_proj_weight" else 1
     return Layout(name, bias, groups, len(p) // groups, p.shape[1], tuple(p.shape))
 
 
-def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Tensor]) -> list[Product]:
+def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Tensor]) -> list[Product | ExpertProduct]:
     """The products with the layers' matrices in the graph that led to the outputs.
 
     A matrix that the graph uses in another way too is left out, and so is one whose factors were overwritten since.
@@ -127,16 +135,16 @@ def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Ten
     leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
     known = list(uses(outputs.grad_fn, leaves)) if leaves else []
     count = Counter(node for node, _, _ in known)
-    found: list[Product] = []
+    found: list[Product | ExpertProduct] = []
     opaque: set[Traced] = set()
     for node, i, source in known:
         product = product_of(node, i, source)
         if product is None:
             opaque.add(source.layer)
         else:
-            found.append(replace(product, loose=count[node] > 1))
+            found.append(replace(product, loose=product.loose or count[node] > 1))
     clear = [product for product in found if product.layer not in opaque]
-    uneven = packed(clear)
+    uneven = packed(product for product in clear if isinstance(product, Product))
     return [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
 
 
@@ -155,8 +163,6 @@ def packed(found: Iterable[Product]) -> set[nn.Module]:
 
 Leaves = Mapping[Node, tuple[Traced, torch.dtype]]
 CUTS, FLIPS = ("Split", "SplitWithSizes", "Slice"), ("T", "Transpose", "Permute")
-UNSIGNED = 2**64
-"""Nodes keep negative numbers modulo this."""
 
 
 @dataclass(frozen=True)
@@ -169,16 +175,20 @@ class Source:
     flipped: bool
 
 
-def uses(root: Node | None, leaves: Leaves) -> Iterator[tuple[Node, int, Source]]:
+def uses(root: Node | None, leaves: Leaves) -> Iterator[tuple[Node, int, Source | ExpertSource]]:
     """The nodes that take a traced matrix in, with the place of the argument."""
     stack = [] if root is None else [root]
+    experts = {node: layer for node, (layer, _) in leaves.items() if layer.routed}
+    flat = {node: leaf for node, leaf in leaves.items() if node not in experts}
     visited = set(stack)  # holds the nodes: what stands for them in Python lives as long as somebody holds it
     while stack:
         node = stack.pop()
         for i, (child, number) in enumerate(node.next_functions):
             if child is None:
                 continue
-            source = source_of(child, number, leaves)
+            source = source_of(child, number, flat)
+            if source is None and experts:
+                source = find_experts(child, number, experts)
             if source is not None:
                 yield node, i, source
             elif child not in visited:
@@ -212,11 +222,6 @@ def source_of(child: Node, number: int, leaves: Leaves) -> Source | None:
     return Source(layer, dtype, piece, bool(flips % 2))
 
 
-def kind_of(node: Node) -> str:
-    """ "Addmm" for AddmmBackward0, and so on."""
-    return node.name().partition("Backward")[0]
-
-
 def part_of(cut: Any, number: int, start: int, stop: int) -> tuple[int, int] | None:
     """Which of the rows from start to stop an output of a split or slice holds; None where it cuts columns."""
     rows = stop - start
@@ -230,11 +235,13 @@ def part_of(cut: Any, number: int, start: int, stop: int) -> tuple[int, int] | N
     return start + sum(sizes[:number]), start + sum(sizes[: number + 1])
 
 
-def product_of(node: Any, place: int, source: Source) -> Product | None:
+def product_of(node: Any, place: int, source: Source | ExpertSource) -> Product | ExpertProduct | None:
     """The product that a node forms with a matrix as one of its arguments; None if it forms none that is known.
 
     The saved factors are public: https://pytorch.org/docs/stable/notes/autograd.html#saved-tensors
     """
+    if isinstance(source, ExpertSource):
+        return expert_product(node, place, source)
     kind = kind_of(node)
     try:
         if kind == "Embedding" and place == 0 and not source.flipped:

@@ -252,4 +252,5 @@ def unheard(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen
         tokens = torch.zeros(1, 1, dtype=torch.long, device=like.device)
         return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0)
     deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents
-    return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0)
+    counts = like.new_zeros(groups) if layer.routed else None
+    return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0, counts)

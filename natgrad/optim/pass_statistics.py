@@ -20,6 +20,7 @@ from natgrad.layers.examples import (
     together,
     unplaced,
 )
+from natgrad.layers.experts import ExpertProduct
 from natgrad.layers.hearing import Heard, Pass, hear
 from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.moments import Seen, separate
@@ -165,7 +166,7 @@ class Reader:
                 raise
             # a compiled backward that ran for the user first does not run twice
             return self._replayed(criterion, outputs, recall, len(rows))
-        if self.layers and not taken and all(isinstance(call, Product) for call in one.taps):
+        if self.layers and not taken and all(isinstance(call, (Product, ExpertProduct)) for call in one.taps):
             return self._replayed(criterion, outputs, recall, len(rows))
         exact = isinstance(self.estimate, ExactLabels)
         found = hear(

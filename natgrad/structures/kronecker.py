@@ -66,6 +66,9 @@ class Kronecker(Layerwise):
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
         left, right = totals["left"] / weight, totals["right"] / weight
+        if "counts" in totals:  # the mean over an expert's own positions
+            share = totals["counts"].view(-1, 1, 1)
+            right = totals["right"] / torch.where(share > 0, share, 1)
         if is_cut(totals):
             return Tiled.kronecker(left, right, layer.layout.matrix_shape[1:], factored=self.factored)
         return KroneckerOperator(left, right, factored=self.factored)
@@ -103,7 +106,8 @@ class EigenKronecker(Layerwise):
         if seen.single:
             return accumulate_statistics(before, factors(seen, self.reduce, room), decay)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
-        totals = accumulate_statistics(moments, factors(seen, self.reduce, room), decay)
+        fresh = {side: moment for side, moment in factors(seen, self.reduce, room).items() if side in SIDES}
+        totals = accumulate_statistics(moments, fresh, decay)
         vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
         kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
         eigen = basis_of(totals | kept)
@@ -184,10 +188,13 @@ def factors(seen: Seen, reduce: bool, room: Room) -> Statistics:
         right = factor(a, room, 0) * (seen.share / (a.shape[0] * a.shape[1]))
     else:
         right = input_moment(a, seen.share)
+    left = total([factor(deltas, room, 1) for _, deltas in pairs])
+    if seen.layer.routed and seen.counts is not None:  # experts: another share of positions in every pass
+        return {"left": left, "right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
     if seen.counts is not None:
         mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
         right = right * (mean.square() if reduce else mean)
-    return {"left": total([factor(deltas, room, 1) for _, deltas in pairs]), "right": right}
+    return {"left": left, "right": right}
 
 
 def mixed_factors(parts: list[Statistics], share: float) -> Statistics:

@@ -16,7 +16,7 @@ from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen
 from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Tap, derivatives
-from natgrad.layers.traced import Product, Traced, matrices_of, products, second_layers, traced_layers
+from natgrad.layers.traced import Traced, matrices_of, products, second_layers, traced_layers
 from natgrad.metrics import Metric
 from natgrad.metrics.score import ScoreMetric
 from natgrad.operators import Linearization, Pullback, Rows
@@ -24,7 +24,7 @@ from natgrad.operators.linearization import output_map
 from natgrad.operators.rows import batch_of
 from natgrad.pure import PureModel, RandomState, mixes_examples
 from natgrad.spaces import Params, Space
-from natgrad.structures.estimates import Estimate, Outputs
+from natgrad.structures.estimates import Estimate, Outputs, Sampled
 
 PROBES = 8
 LARGEST = 2**25  # entries of row gradients that are written out for parameters without a layer
@@ -91,8 +91,8 @@ def collect(
     found = hear(
         Pass(graph, taps, examples, cotangents, deltas, leaves, gradients, pullback.dtype),
         lambda layer: trusted is None,
-        # examples that cannot be told apart give squares that are right on average over labels alone: not here
-        takes=lambda seen: not seen.pooled,
+        # examples that cannot be told apart give squares that are right on average over drawn labels alone
+        takes=lambda seen: not seen.pooled or (seen.layer.routed and isinstance(estimate, Sampled)),
         spare=lambda answers: spare_of(spare, answers) if trusted is None else (),
     )
     rest = {name: p for name, p in params.items() if name not in found.held}
@@ -182,7 +182,7 @@ def tapped(
     return pullback, [*taps, *found], spare
 
 
-def by_example(found: Sequence[Product], examples: int) -> list[Product]:
+def by_example(found: Sequence[Tap], examples: int) -> list[Tap]:
     """The products of matrices that meet one row per example everywhere: whose rows are whose is certain there only."""
     unclear = {product.layer for product in found if len(product.inputs) != examples}
     return [product for product in found if product.layer not in unclear]

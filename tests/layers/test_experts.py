@@ -1,0 +1,195 @@
+"""Batched matrices of experts: the blocks of linear layers of their own, however the products are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import F64, assert_close, draw
+from optim_models import CE, deep, flat
+from pass_readings import iterate, readings
+from torch import Tensor, nn
+from torch.nn import functional
+
+import natgrad as ng
+
+EXPERTS, IN, OUT, TOKENS = 3, 4, 5, 12
+X, LABELS = draw(TOKENS, IN), torch.arange(TOKENS) % 3
+ROUTES = [[0, 2, 5, 7], [1, 3], [4, 6, 8, 9, 10, 11]]  # which tokens an expert gets
+ORDER = torch.tensor([token for route in ROUTES for token in route]).argsort()
+SLOTS = 7  # of an expert, more than it has tokens
+
+Way = Callable[[Tensor, Tensor], Tensor]
+
+# x (experts, slots, IN) and a parameter -> (experts, slots, OUT)
+STORED_AS_ROWS: dict[str, Way] = {
+    "bmm, transposed": lambda x, w: torch.bmm(x, w.transpose(1, 2)),
+    "matmul, mT": lambda x, w: x @ w.mT,
+    "einsum": lambda x, w: torch.einsum("end,eod->eno", x, w),
+    "matrix first": lambda x, w: torch.bmm(w, x.mT).mT,
+    "linear, one by one": lambda x, w: torch.stack([functional.linear(x[e], w[e]) for e in range(EXPERTS)]),
+    "unbind": lambda x, w: torch.stack([a @ b.mT for a, b in zip(x.unbind(), w.unbind(), strict=True)]),
+}
+STORED_AS_COLUMNS: dict[str, Way] = {
+    "bmm": torch.bmm,
+    "matmul": lambda x, w: x @ w,
+    "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(EXPERTS, 1, OUT, dtype=x.dtype), x, w),
+    "einsum, turned": lambda x, w: torch.einsum("end,edo->eno", x, w),
+    "tokens first": lambda x, w: torch.einsum("ned,edo->neo", x.transpose(0, 1), w).transpose(0, 1),
+    "negative index": lambda x, w: torch.stack([x[e] @ w[e - EXPERTS] for e in range(EXPERTS)]),
+}
+WAYS = STORED_AS_ROWS | STORED_AS_COLUMNS
+
+
+class Batched(nn.Module):
+    """Tokens sorted into slots, one matrix per expert, back to the tokens' places, a linear layer."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.randn(EXPERTS, OUT, IN)
+        self.experts = nn.Parameter(weight if way in STORED_AS_ROWS else weight.mT.contiguous())
+        self.out, self.way = nn.Linear(OUT, 3), WAYS[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(TOKENS, IN) -> (TOKENS, 3)."""
+        slots = torch.stack([functional.pad(x[route], (0, 0, 0, SLOTS - len(route))) for route in ROUTES])
+        found = self.way(slots, self.experts)
+        parts = torch.cat([part[: len(route)] for part, route in zip(found, ROUTES, strict=True)])
+        return self.out(torch.tanh(parts[ORDER]))
+
+
+class Apart(nn.Module):
+    """The same with a linear layer per expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.randn(EXPERTS, OUT, IN)
+        self.out = nn.Linear(OUT, 3)
+        self.experts = nn.ModuleList(nn.Linear(IN, OUT, bias=False) for _ in range(EXPERTS))
+        for layer, one in zip(self.experts, weight, strict=True):
+            layer.weight.data = one.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(TOKENS, IN) -> (TOKENS, 3)."""
+        parts = torch.cat([expert(x[route]) for expert, route in zip(self.experts, ROUTES, strict=True)])
+        return self.out(torch.tanh(parts[ORDER]))
+
+
+def make(way: str) -> Batched:
+    return Batched(way).double()
+
+
+def apart() -> Apart:
+    twin = Apart().double()
+    twin.out.load_state_dict(make("bmm").out.state_dict())
+    return twin
+
+
+def blocks(opt: Any) -> dict[str, Tensor]:
+    """Every parameter's block of the metric, dense."""
+    return {name: opt._blocks.operator(b).dense() for b in opt._blocks for name in b.layout.names[:1]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_have_the_blocks_of_linear_layers_of_their_own(way: str):
+    model, twin = make(way), apart()
+    opt, other = ng.kfac(model, CE), ng.kfac(twin, CE)
+    for one, net in ((opt, model), (other, twin)):
+        iterate(one, net, X, LABELS)
+        assert {row.structure for row in one.report()} == {"Kronecker"}
+    found, expected = blocks(opt)["experts"], blocks(other)
+    whole = torch.block_diag(*(expected[f"experts.{e}.weight"] for e in range(EXPERTS)))
+    if way in STORED_AS_COLUMNS:  # entry (d, o) of the parameter is (o, d) of the layer
+        order = torch.arange(whole.shape[0]).view(EXPERTS, OUT, IN).mT.reshape(-1)
+        whole = whole[order][:, order]
+    assert_close(found, whole, 1e-11)
+
+
+@pytest.mark.parametrize("way", ["bmm", "einsum", "linear, one by one"])
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise])
+def test_they_are_trained_and_a_checkpoint_goes_on(recipe: Any, way: str):
+    model, twin = make(way), make(way)
+    opt = recipe(model, CE)
+    losses = [float(iterate(opt, model, X, LABELS)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    twin.load_state_dict(model.state_dict())
+    other = recipe(twin, CE)
+    other.load_state_dict(deep(opt.state_dict()))
+    iterate(opt, model, X, LABELS)
+    iterate(other, twin, X, LABELS)
+    assert torch.equal(flat(model), flat(twin))
+    assert opt.state_report().failures == 0
+    assert {row.structure for row in opt.report()} == {type(opt.structure).__name__}
+
+
+def test_a_metric_s_own_pass_reads_them_from_drawn_labels():
+    model = make("bmm")
+    for build in (ng.Kronecker, ng.EigenKronecker):
+        _, memory = build().update(None, ng.fisher(model, CE), ng.trainable(model), X)
+        assert build().kind_of("experts", memory) == build.__name__
+    exact = ng.Kronecker(estimate=ng.ExactLabels())  # tokens of several examples cannot be told apart there
+    _, memory = exact.update(None, ng.fisher(model, CE), ng.trainable(model), X)
+    assert exact.kind_of("experts", memory) == "Diagonal"
+
+
+def test_an_expert_s_factor_is_the_mean_over_its_own_tokens():
+    model = make("bmm")
+    (seen,) = [s for s in readings(ng.kfac(model, CE), model, X, LABELS).layers if s.key == "experts"]
+    assert seen.counts is not None
+    assert seen.counts.tolist() == [4, 2, 6]
+
+
+def test_an_expert_without_tokens_stays_finite():
+    structure = ng.Kronecker(0.5)
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.used = nn.Parameter(torch.randn(EXPERTS, IN, 3)), [0, 1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            """(b, IN) -> (b, 3)."""
+            mask = torch.zeros(EXPERTS, 1, 1, dtype=F64).index_fill(0, torch.tensor(self.used), 1.0)
+            return torch.bmm(mask * x, self.experts).sum(0)
+
+    model = Routed().double()
+    opt = ng.StructuredNaturalGradient(model, CE, structure)
+    iterate(opt, model, X, LABELS)
+    before = opt._blocks.operator(next(iter(opt._blocks))).right.clone()
+    model.used = [0, 2]
+    iterate(opt, model, X, LABELS)
+    after = opt._blocks.operator(next(iter(opt._blocks))).right
+    assert bool(torch.isfinite(after).all())
+    assert opt.state_report().failures == 0
+    # y = x W: the right factor is that of the derivatives; expert 1 was not used again, and keeps its mean
+    assert_close(after[1], before[1], 1e-12)
+    assert float(before[2].abs().max()) == 0 < float(after[2].abs().max())
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x, w: torch.einsum("nd,edo->neo", x, w).sum(1),  # one product for all experts
+        lambda x, w: torch.bmm(x.expand(6, -1, -1), w.repeat(2, 1, 1)).sum(0),
+        lambda x, w: torch.bmm(x.expand(3, -1, -1), w * 2).sum(0),
+        lambda x, w: torch.bmm(x.expand(3, -1, -1), w).sum(0) + w.sum(),  # one more use
+    ],
+)
+def test_what_is_no_such_product_keeps_the_diagonal(way: Any):
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(EXPERTS, IN, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """(b, IN) -> (b, 3)."""
+            return way(x, self.experts)
+
+    model = Other().double()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, X, LABELS)
+    assert [row.structure for row in opt.report()] == ["Diagonal"]
