@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,13 @@ from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.integer_margin import keep_integer_margin
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
+from natgrad.linalg import all_finite
+from natgrad.pure import leaves
 
 Bounds = tuple[Any, Any] | list[Any] | Tensor | None
+
+FAR = 1e4  # deviations at which candidates have to be finite
+OVERFLOW = "overflow: the next step would leave the range of the numbers; f seems to fall without end"
 
 
 class GaussianSearch(Search):
@@ -74,7 +80,7 @@ class GaussianSearch(Search):
         self.model = Full() if model is None else model
         self.model.check(len(start))
         self.popsize = as_popsize(popsize, self.model.popsize(len(start)))
-        self.nfev = self.nit = 0
+        self.nfev, self.nit, self._overflown = 0, 0, False
         self.best = Best(start, torch.inf, 0)
         self._generator = new_generator(seed, start.device)
         self._state: State = self.model.start(self.domain.latent(start), sigma, self.popsize)
@@ -121,7 +127,7 @@ class GaussianSearch(Search):
         return self.mean
 
     def stop(self) -> str | None:
-        return self.model.trouble(self._state) or self._monitor.reason_to_stop()
+        return OVERFLOW if self._overflown else self.model.trouble(self._state) or self._monitor.reason_to_stop()
 
     def measures(self) -> dict[str, float]:
         """`sigma`, and the `condition` number of the covariance where it is known."""
@@ -136,6 +142,7 @@ class GaussianSearch(Search):
             "best": (self.best.x, self.best.fun, self.best.nfev),
             "counts": (self.nfev, self.nit, self.popsize),
             "watch": self._monitor.state_dict(),
+            "overflown": self._overflown,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,6 +159,7 @@ class GaussianSearch(Search):
         self.best = Best(*state["best"])
         self.nfev, self.nit, _ = state["counts"]
         self._monitor.load_state_dict(state["watch"])
+        self._overflown = state.get("overflown", False)
 
     def _dim(self) -> int:
         return len(self.best.x)
@@ -161,15 +169,26 @@ class GaussianSearch(Search):
         normals, steps = self._recover_draws(points)
         if self.domain.mixed:
             normals, steps = self._measure_rounded_steps(points, normals, steps)
-        self._asked = None
+        self._asked, before = None, self._state
         if not ranking.flat:
             order = ranking.order
             self._state = self.model.advance(self._state, normals[order], steps[order], ranking)
         elif torch.isfinite(values[0]):  # a plateau: look farther
             self._state = self._state | {"sigma": self.sigma * 1.2}
+        self._overflown = not self._can_draw()
+        if self._overflown:
+            self._state = before
         if self.domain.mixed:
             self._keep_margin()
         self._monitor.record(values, self._largest_deviation(), self._state)
+
+    def _can_draw(self) -> bool:
+        """True if all numbers of the state are finite, and candidates far from the mean are, too."""
+        mean, sigma = self._state["mean"], self.sigma
+        if not (math.isfinite(sigma) and all(all_finite(part) for part in leaves(dict(self._state)))):
+            return False
+        steps = self.model.steps(self._state, torch.full_like(mean, FAR).unsqueeze(0))[0]
+        return all_finite((mean + sigma * steps) * self.domain.scale)
 
     def _recover_draws(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """z and A z behind the points; points that were not asked for are treated as injected."""

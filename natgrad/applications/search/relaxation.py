@@ -13,6 +13,7 @@ from natgrad.applications.search.base import Best, Search, new_generator
 from natgrad.applications.search.rank_weights import CGA, PBIL
 from natgrad.applications.search.ranking import Ranking
 from natgrad.applications.search.regression import SEARCHED, Slope, natural_slope, shrink_slope, weigh_past_draws
+from natgrad.linalg import all_finite
 
 MORE = 1.2  # draws per statistic before the first step
 SAME = 20  # generations of equal values after which nothing more is expected
@@ -55,6 +56,12 @@ class Relaxation(Search):
         self._log_q = torch.zeros(0, dtype=torch.float64)
         self._born = torch.zeros(0, dtype=torch.long)
         self._same, self._collapsed = 0, False
+
+    def tell(self, X: Tensor, F: Tensor) -> None:
+        before = self.theta
+        super().tell(X, F)
+        if not all_finite(self.theta):  # a step that is not finite is not taken
+            self.theta = before if before.shape == self.theta.shape else torch.zeros_like(self.theta)
 
     @abstractmethod
     def statistics(self, points: Tensor) -> Tensor:
