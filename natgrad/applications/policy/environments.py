@@ -53,11 +53,19 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode: the sum of its rewards as they came, its steps, and which environment it was in."""
+    """A finished episode.
+
+    Attributes:
+        ret: The sum of its rewards as they came.
+        length: Its steps.
+        index: Which environment it was in.
+        terminated: True if the task ended it, False if a time limit did.
+    """
 
     ret: float
     length: int
     index: int = 0
+    terminated: bool = True
 
 
 class Environments:
@@ -110,7 +118,8 @@ class Environments:
         self.returns += stepped.rewards * stepped.valid
         self.lengths += stepped.valid
         for i in np.flatnonzero(stepped.ended):
-            self.finished.append(Episode(float(self.returns[i]), int(self.lengths[i]), int(i)))
+            over = bool(stepped.terminated[i])
+            self.finished.append(Episode(float(self.returns[i]), int(self.lengths[i]), int(i), over))
             self.returns[i], self.lengths[i], self.patient = 0.0, 0, True
         if not self.patient and self.steps >= PATIENCE:
             raise EnvironmentFault(

@@ -159,15 +159,20 @@ class MultiBinaryHead(Head):
 class GaussianHead(Head):
     """Real actions from N(mean, diag(std^2)), clipped to the space's bounds.
 
-    log_std: where the standard deviation begins, for a policy that returns means (b, d) alone: then it does not depend
-    on the state and is trained with the policy. A policy that returns (b, 2 d), or a tuple (mean, log_std), says it
-    itself.   scaled: a mean of -1 and 1 is the lower and the upper bound, where both are finite; False: draws are
-    actions as they are.
+    Args:
+        space: Of the actions; filled in by `on`.
+        log_std: Where the standard deviation begins, for a policy that returns means (b, d) alone: then it does not
+            depend on the state and is trained with the policy. A policy that returns (b, 2 d), or a tuple (mean,
+            log_std), says it itself.
+        scaled: True if a mean of -1 and 1 is the lower and the upper bound, where both are finite; False: draws are
+            actions as they are.
+        share: Of half the bounds, what one unit is instead.
     """
 
     kind: ClassVar[str] = "Box"
     log_std: float = 0.0
     scaled: bool = True
+    share: float = 1.0
 
     def on(self, space: Any) -> Head:
         found = super().on(space)
@@ -206,7 +211,12 @@ class GaussianHead(Head):
         """The action of a draw of 0, and what one unit is."""
         bounded = np.isfinite(self.space.low) & np.isfinite(self.space.high) & self.scaled
         low, high = (np.where(bounded, bound, sign) for bound, sign in ((self.space.low, -1.0), (self.space.high, 1.0)))
-        return (high + low) / 2, (high - low) / 2
+        return (high + low) / 2, np.where(bounded, self.share, 1.0) * (high - low) / 2
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if an entry of the actions is measured by its bounds."""
+        return bool(self.scaled and (np.isfinite(self.space.low) & np.isfinite(self.space.high)).any())
 
 
 @dataclass(frozen=True)

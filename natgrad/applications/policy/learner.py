@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from natgrad.applications.policy.actor import Actor, find_acting, probe_size
 from natgrad.applications.policy.checks import take_first_parameter, use_eval_mode
 from natgrad.applications.policy.critic import Critic, check_values
 from natgrad.applications.policy.environments import Environments, Episode, take_action
-from natgrad.applications.policy.heads import Head, choose_head
+from natgrad.applications.policy.exploration import WidthTrial
+from natgrad.applications.policy.heads import GaussianHead, Head, choose_head
 from natgrad.applications.policy.history import History
 from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
@@ -72,6 +74,8 @@ class PolicyLearner(ABC):
         self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
         self._build(policy, critic, groups["critic_training"], choices)
+        untouched = as_policy(policy) is None and head is None and isinstance(self.head, GaussianHead)
+        self.width = WidthTrial(self._set_share, untouched and getattr(self.head, "is_scaled", False))
         self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed)
         self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
         self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
@@ -170,6 +174,7 @@ class PolicyLearner(ABC):
         explained = rollout.explained_variance
         loss, fitted = self.critic.fit(rollout, self.generator)
         self.accidents.meet(move.trouble or (None if fitted else "the critic, fitted to the returns, is not finite"))
+        self.width.look_at(rollout.episodes)
         self.rollout = rollout
         self.steps, self.updates = self.steps + len(rollout), self.updates + 1
         entropy = float(self.head.entropy(rollout.rows).mean())
@@ -185,6 +190,11 @@ class PolicyLearner(ABC):
                 for name, value in point.items():
                     self.params[name].copy_(value)
         return move
+
+    def _set_share(self, share: float) -> None:
+        """What one unit of the policy's outputs is, as a share of half the bounds."""
+        assert isinstance(self.head, GaussianHead)
+        self.head = self.actor.head = replace(self.head, share=share)
 
     def _collect(self) -> Rollout:
         if self.worlds.observations is None:
@@ -346,7 +356,7 @@ class PolicyLearner(ABC):
             came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")
         parts = self._parts() | {"history": self.history, "worlds": self.worlds}
-        read_parts(parts, state, f"{type(self).__name__}.save()", optional={"accidents"})
+        read_parts(parts, state, f"{type(self).__name__}.save()", optional={"accidents", "width"})
 
     def _parts(self) -> dict[str, Any]:
         """What an update changes."""
@@ -361,5 +371,6 @@ class PolicyLearner(ABC):
             "amount": Attributes(self, "_amount"),
             "memory": Attributes(self, "_memory"),
             "counts": Attributes(self, "steps", "updates", "_begun"),
+            "width": self.width,
             "accidents": Attributes(self.accidents, "count", "in_a_row"),
         }
