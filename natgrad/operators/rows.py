@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, output_map, say_once
-from natgrad.operators.row_taps import Explicit, Part, backward_to_taps, frozen_point, record_taps
+from natgrad.operators.row_parts import Explicit, Part, fresh_point, hear_rows, part_of
 from natgrad.pure import Call, PureModel, mixes_examples
 from natgrad.spaces import Space
 
@@ -147,15 +147,13 @@ class Rows:
         pure = pure_of(self.linearization.function)
         if pure is None or not isinstance(pure.model, nn.Module) or mixes_examples(pure.model):
             return None
-        point = frozen_point(self.linearization.leaves)
-        outputs, taps = record_taps(pure.model, self.space, lambda: self.linearization.function(point))
-        if not taps or any(len(tap.dummy) != self.batch for tap in taps):
+        point = fresh_point(self.linearization.leaves)
+        cotangents = position_cotangents(self.factor, self.batch)
+        heard = hear_rows(pure.model, self.space, lambda: self.linearization.function(point), cotangents, self.batch)
+        if not heard or any(len(seen.activations) != self.batch for seen in heard):
             return None
-        deltas = zip(
-            *(backward_to_taps(outputs, taps, c) for c in position_cotangents(self.factor, self.batch)), strict=True
-        )
-        parts = [tap.part(delta, self.space.dtype) for tap, delta in zip(taps, deltas, strict=True)]
-        known = {name for tap in taps for name in (tap.weight, tap.bias)}
+        parts = [part_of(seen) for seen in heard]
+        known = {name for seen in heard for name in seen.layer.layout.names}
         rest = [name for name in self.space if name not in known]
         if not rest:
             return parts

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CASES, F64, X3, Case, assert_close, draw, mlp, reference_jacobian, reference_outputs, seeded
+from models import (
+    CASES,
+    F64,
+    X3,
+    Case,
+    assert_close,
+    draw,
+    mlp,
+    reference_jacobian,
+    reference_metric,
+    reference_outputs,
+    seeded,
+)
 from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian
 from natgrad.metrics import empirical_fisher, fisher
-from natgrad.operators.row_taps import Explicit, Outer
+from natgrad.operators.row_parts import Explicit, Outer
 from natgrad.operators.rows import Rows
 from natgrad.spaces import trainable
 
@@ -252,3 +264,38 @@ def test_a_wide_batch_of_a_deep_net_stays_within_round_off():
     operator = fisher(model, Categorical()).at(params, x)
     assert_close(operator.rows.squares(), operator.rows.dense().square().sum(1), 1e-13)
     assert_close(operator.rows.gram(), operator.rows.dense().mT @ operator.rows.dense(), 1e-12)
+
+
+def stack(*layers: nn.Module, shape: tuple[int, ...] = (5, 3)) -> tuple[nn.Module, tuple[int, ...]]:
+    return nn.Sequential(*layers), shape
+
+
+KNOWN = {
+    "layer norm": lambda: stack(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+    "group norm": lambda: stack(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 2), shape=(5, 2, 3)),
+    "groups": lambda: stack(nn.Conv1d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(8, 2), shape=(5, 4, 3)),
+    "same": lambda: stack(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(18, 2), shape=(5, 1, 3, 3)),
+    "transposed": lambda: stack(nn.ConvTranspose1d(2, 2, 2), nn.Flatten(), nn.Linear(8, 2), shape=(5, 2, 3)),
+    "a bias alone": lambda: stack(frozen_weight(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)),
+}
+
+
+def frozen_weight(layer: nn.Linear) -> nn.Linear:
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_kind_of_layer_has_its_rows_from_the_taps(name, monkeypatch):
+    model, x = seeded(lambda: KNOWN[name]()[0]), draw(*KNOWN[name]()[1])
+    params = dict(trainable(model))
+    operator = fisher(model, Gaussian()).at(params, x)
+    expected = reference_metric(Case(lambda: model, x, Gaussian()), model, params)
+    monkeypatch.setattr(Rows, "_per_example", lambda *_, **__: pytest.fail("not from the taps"))
+    root = operator.root()
+    assert root is not None
+    assert_close(root @ root.mT, expected, 1e-11)
+    assert_close(operator.rows.gram(), root.mT @ root, 1e-11)
+    assert_close(operator.diagonal(), expected.diagonal(), 1e-11)
+    vector = draw(len(expected), seed=4)
+    assert_close(operator.rows.mv(operator.rows.rmv(vector)), expected @ vector, 1e-11)

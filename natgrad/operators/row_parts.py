@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from natgrad.layers.kinds import LinearLayer, known_layers
+from natgrad.layers.moments import Seen
+from natgrad.layers.passes import collect_passes
+from natgrad.layers.taps import Tap, derivatives
 from natgrad.spaces import Params, Space
 
 BLOCK = 256  # rows of a Gram matrix at a time
@@ -61,7 +63,7 @@ class Outer:
         flat = self.deltas.reshape(b * k, o)
         # a column of ones is the bias's input
         inputs = self.inputs if self.weight else self.inputs[:, :0]
-        inputs = torch.cat([inputs, torch.ones_like(self.inputs[:, :1])], dim=1) if self.bias else inputs
+        inputs = torch.cat([inputs, inputs.new_ones(b, 1)], dim=1) if self.bias else inputs
         for start, stop in blocks(b, max(1, BLOCK // k)):
             like = inputs[start:stop] @ inputs[:stop].mT
             pairs = flat[start * k : stop * k] @ flat[: stop * k].mT
@@ -130,18 +132,14 @@ class Explicit:
         return dict(zip(self.sizes, vector.split(list(self.sizes.values())), strict=True))
 
 
-def shared_over_positions(inputs: Tensor, deltas: Tensor, weight: str | None, bias: str | None) -> Explicit:
-    """Rows of a linear map applied at t positions of every example (sequences, convolution patches).
-
-    inputs: (b, t, d).   deltas: (b, k, t, o). The row of the weight is sum_t delta_t (x) a_t.
-    """
-    b, k, _, o = deltas.shape
-    found: dict[str, Tensor] = {}
-    if weight:
-        found[weight] = torch.einsum("xkto,xtd->xkod", deltas, inputs).reshape(b * k, -1)
-    if bias:
-        found[bias] = deltas.sum(2).reshape(b * k, o)
-    return Explicit.of(found)
+def part_of(seen: Seen) -> Part:
+    """A layer's rows from its pass, whose deltas are one per cotangent of an example."""
+    layout, a = seen.layer.layout, seen.activations
+    deltas = torch.stack(seen.deltas, dim=1)  # (b, k, t, G, o)
+    if isinstance(seen.layer, LinearLayer) and a.shape[1] == 1:
+        return Outer(a[:, 0, 0, : layout.inputs], deltas[:, :, 0, 0], layout.weight, layout.bias)
+    rows = torch.einsum("xktgo,xtgd->xkgod", deltas, a).flatten(0, 1)
+    return Explicit.of({name: part.flatten(1) for name, part in torch.vmap(layout.split)(rows).items()})
 
 
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -149,107 +147,48 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, count)) for start in range(0, count, size))
 
 
-@dataclass(frozen=True)
-class Tap:
-    """One layer's pass: what went in, and a zero added to what came out, whose gradient is the output derivative."""
+def hear_rows(
+    model: nn.Module, space: Space, run: Callable[[], Tensor], cotangents: Sequence[Tensor], batch: int
+) -> list[Seen]:
+    """What a pass tells of the layers, one delta per cotangent.
 
-    module: nn.Module
-    inputs: Tensor
-    dummy: Tensor
-    weight: str | None
-    bias: str | None
+    Args:
+        model: The module.
+        space: Of the parameters.
+        run: A forward pass of the model, which gives the outputs with a graph.
+        cotangents: On the outputs, (R, m) each.
+        batch: The number of examples.
 
-    def part(self, deltas: Sequence[Tensor], dtype: torch.dtype) -> Part:
-        """This layer's rows, from the output derivatives of k cotangents, each of the output's shape."""
-        stacked = torch.stack(tuple(deltas), dim=1).to(dtype)  # (b, k, ...)
-        if isinstance(self.module, nn.Linear):
-            return self._linear(self.inputs.to(dtype), stacked)
-        return self._convolution(self.inputs.to(dtype), self.module, stacked)
-
-    def _linear(self, inputs: Tensor, deltas: Tensor) -> Part:
-        if inputs.dim() == 2:
-            return Outer(inputs, deltas, self.weight, self.bias)
-        positions = inputs.flatten(1, -2)
-        return shared_over_positions(positions, deltas.flatten(2, -2), self.weight, self.bias)
-
-    def _convolution(self, inputs: Tensor, module: Any, deltas: Tensor) -> Part:
-        images = inputs if inputs.dim() == 4 else inputs.unsqueeze(2)
-        kernel, stride, padding, dilation = (
-            tuple(getattr(module, key)) for key in ("kernel_size", "stride", "padding", "dilation")
-        )
-        if inputs.dim() == 3:  # a 1-d convolution is a 2-d one on images of height 1
-            kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
-        patches = functional.unfold(images, kernel, dilation, padding, stride).mT  # (b, positions, d)
-        return shared_over_positions(patches, deltas.flatten(3).mT, self.weight, self.bias)
-
-
-def record_taps(model: nn.Module, space: Space, run: Callable[[], Tensor]) -> tuple[Tensor, list[Tap]]:
-    """Call `run()`, a forward pass of `model`, with a tap in every layer that the layer-wise rows know.
-
-    Returns run's outputs and the taps of the layers that were called exactly once and whose parameters belong to
-    them alone. The hooks are gone when this returns.
+    Returns:
+        The layers whose inputs and derivatives fit together; no embeddings, whose rows are better not written out.
     """
-    names = own_names(model, space)
-    seen: list[Tap] = []
+    layers, taps = known_layers(model, space), list[Tap]()
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        dummy = torch.zeros_like(output, requires_grad=True)
-        weight, bias = names[module]
-        seen.append(Tap(module, args[0].detach(), dummy, weight, bias))
-        return output + dummy  # a new tensor: an in-place activation after it does no harm
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            taps.append(Tap.of(layers[module], args[0], output))
 
-    handles = [module.register_forward_hook(hook) for module in names]
+    handles = [module.register_forward_hook(hook) for module in layers]
     try:
         with torch.enable_grad():
             outputs = run()
     finally:
         for handle in handles:
             handle.remove()
-    calls = Counter(tap.module for tap in seen)
-    return outputs, [tap for tap in seen if calls[tap.module] == 1 and is_batched(tap)]
+    deltas = fill_zeros(derivatives(outputs, taps, cotangents)[0])
+    return [seen for seen in collect_passes(taps, deltas, space.dtype, batch) if not seen.by_token]
 
 
-def is_batched(tap: Tap) -> bool:
-    """False for a layer called on a single example, whose leading dimension is not the examples'."""
-    if isinstance(tap.module, nn.Linear):
-        return tap.inputs.dim() >= 2
-    return tap.inputs.dim() == (3 if isinstance(tap.module, nn.Conv1d) else 4)
+def fill_zeros(deltas: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
+    """Zeros where a cotangent's derivative does not arrive at a tap that others' reach."""
+    like = [next((found for found in column if found is not None), None) for column in zip(*deltas, strict=True)]
+
+    def fill(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return torch.zeros_like(other) if one is None and other is not None else one
+
+    return [[fill(one, other) for one, other in zip(row, like, strict=True)] for row in deltas]
 
 
-def own_names(model: nn.Module, space: Space) -> dict[nn.Module, tuple[str | None, str | None]]:
-    """Layers with a closed form -> the names of their weight and bias in the space (None if not there).
-
-    Left out: layers that share a parameter with another, and layers without any parameter in the space.
-    """
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found = {}
-    for prefix, module in model.named_modules():
-        if not has_closed_form(module) or any(uses[id(p)] > 1 for p in module.parameters(recurse=False)):
-            continue
-        dot = f"{prefix}." if prefix else ""
-        weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
-        if weight or bias:
-            found[module] = (weight, bias)
-    return found
-
-
-def has_closed_form(module: nn.Module) -> bool:
-    """True for plain linear layers and for convolutions that `unfold` describes. Subclasses may compute anything."""
-    if type(module) is nn.Linear:
-        return True
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d)) or type(module) not in (nn.Conv1d, nn.Conv2d):
-        return False
-    return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-
-
-def backward_to_taps(outputs: Tensor, taps: Sequence[Tap], cotangent: Tensor) -> list[Tensor]:
-    """Output derivatives at every tap for one cotangent on the outputs: a backward pass without weight gradients."""
-    dummies = [tap.dummy for tap in taps]
-    return list(
-        torch.autograd.grad(outputs, dummies, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True)
-    )
-
-
-def frozen_point(leaves: Params) -> dict[str, Tensor]:
-    """The parameters without gradient: a tapped pass needs derivatives at the taps only."""
-    return {name: leaf.detach() for name, leaf in leaves.items()}
+def fresh_point(leaves: Params) -> dict[str, Tensor]:
+    """The parameters as leaves of a new graph."""
+    return {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
