@@ -19,11 +19,19 @@ class Measuring(Protocol):
     """An objective that also knows how far a step really moves the model."""
 
     def __call__(self, vector: Vector) -> float:
-        """The loss at theta + d, NaN where it is not finite."""
+        """The loss at theta + d, NaN where it is not finite.
+
+        Args:
+            vector: d, shape (n,).
+        """
         ...
 
     def measure(self, vector: Vector) -> tuple[float, float]:
-        """The loss at theta + d, and the KL that d moves in nats per example; NaN where they are not finite."""
+        """The loss at theta + d, and the KL that d moves in nats per example; NaN where they are not finite.
+
+        Args:
+            vector: d, shape (n,).
+        """
         ...
 
 
@@ -113,7 +121,11 @@ class NormalisedRate(Rule):
 
 
 def leads_down(model: Quadratic) -> bool:
-    """Whether the loss falls along the proposal, by a finite amount."""
+    """Whether the loss falls along the proposal, by a finite amount.
+
+    Args:
+        model: The quadratic model with its proposal.
+    """
     return -math.inf < float(model.slope(model.proposal)) < 0
 
 
