@@ -41,6 +41,11 @@ class Damping(ABC):
         return False
 
     @property
+    def of_whole(self) -> float:
+        """The share of the mean eigenvalue over all blocks that is added to each block's own."""
+        return 0.0
+
+    @property
     def every(self) -> int | None:
         """Steps between two uses of the reduction ratio; None: what the optimizer's flow has as its default."""
         return None
@@ -123,22 +128,31 @@ class Relative(Damping):
         factor: A plain number: the share of the mean eigenvalue.
         per: "metric" takes the mean over the whole metric; "block" takes each block's own, so that layers are damped
             alike whatever their scale. A metric that is not made of blocks is one block.
+        whole: With "block": this many mean eigenvalues over all blocks are added to each block's own, in
+            `ng.kfac` and its like. A block that the loss hardly depends on, behind a layer scale of 1e-6, has hardly
+            any damping of its own, and its steps no end.
 
     Raises:
-        ValueError: If factor is negative or not finite, or for another unit.
+        ValueError: If factor or whole is negative or not finite, or for another unit.
     """
 
     factor: float
     per: Literal["metric", "block"] = "metric"
+    whole: float = 0.0
 
     def __post_init__(self) -> None:
         require("factor", self.factor)
+        require("whole", self.whole)
         if self.per not in ("metric", "block"):
             raise ValueError(f"per is {self.per!r}, expected 'metric' or 'block'")
 
     @property
     def per_block(self) -> bool:
         return self.per == "block"
+
+    @property
+    def of_whole(self) -> float:
+        return self.whole
 
     def initial(self) -> float:
         return self.factor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.pass_statistics import Reading
 from natgrad.optim.running_averages import change, renewed
 from natgrad.pure import map_tensors
-from natgrad.rules import Parts, Rule, inner_product
+from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise
 from natgrad.structures.layerwise import Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchanging
@@ -26,6 +27,8 @@ from natgrad.structures.process_sums import exchanging
 ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
 MISFIT = "the statistics in state_dict do not fit the block of {}"
 HEADROOM = 1e-6  # of the largest number: running averages add up
+
+Prepare = Callable[[Operator, float], dict[str, Tensor]]
 
 
 @dataclass
@@ -56,13 +59,17 @@ class Inverted:
 
 @dataclass(frozen=True)
 class Whole:
-    """All blocks together, as a damping of the whole metric asks for them."""
+    """All blocks together, as a damping of the whole metric asks for them, of one moment's averages."""
 
     blocks: Blocks
     nats: float
 
     def mean_eigenvalue(self) -> Tensor:
-        """Over all blocks, of today's averages."""
+        """Over all blocks, made once."""
+        return self._mean
+
+    @cached_property
+    def _mean(self) -> Tensor:
         return torch.as_tensor(self.blocks.mean_eigenvalue(), dtype=torch.float64)
 
 
@@ -158,12 +165,15 @@ class Blocks:
         operators = [self.operator(block) for block in self]
         return sum(float(one.mean_eigenvalue()) * one.size for one in operators) / sum(one.size for one in operators)
 
-    def invert(self, level_of: Callable[[Block, Operator], float], rule: Rule) -> tuple[dict[str, Inverted], int]:
+    def invert(
+        self, level_of: Callable[[Block, Operator], float], inverts: bool, prepare: Prepare | None
+    ) -> tuple[dict[str, Inverted], int]:
         """Damped inverses from today's averages by key, and the number of those that failed. Nothing is written.
 
         Args:
             level_of: A block and its operator -> its damping.
-            rule: Says whether it needs inverses, and prepares what else its directions need.
+            inverts: False where no inverse is needed.
+            prepare: A rule's, where its directions need more; None otherwise.
         """
         found, failures = dict[str, Inverted](), 0
         for key, block in self.all.items():
@@ -171,7 +181,7 @@ class Blocks:
             level = level_of(block, operator)
             if not level > 0:  # nothing was seen of this block yet: no derivative reached it
                 continue
-            made = invert_block(operator, level, rule)
+            made = invert_block(operator, level, inverts, prepare)
             if made is None:
                 failures += 1
             else:
@@ -189,6 +199,9 @@ class Blocks:
             if found.operator is not None:
                 numbers["inverse"] = renewed(numbers, "inverse", found.packed)
                 block.inverse = unpack_operator(numbers["inverse"])
+            else:
+                numbers.pop("inverse", None)
+                block.inverse = None
 
     def keep_shapes(self, shapes: Mapping[str, dict[str, Tensor]]) -> None:
         """Write what the rule remembers of blocks, by key."""
@@ -301,13 +314,13 @@ class Blocks:
         return self.all[key]
 
 
-def invert_block(operator: Operator, level: float, rule: Rule) -> Inverted | None:
-    """A block's damped inverse, and what the rule prepares; None where numbers fail."""
-    inverse = robust_inverse(operator, level) if rule.needs_inverse else None
-    if rule.needs_inverse and inverse is None:
+def invert_block(operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Inverted | None:
+    """A block's damped inverse, and what a rule prepares; None where numbers fail."""
+    inverse = robust_inverse(operator, level) if inverts else None
+    if inverts and inverse is None:
         return None
     try:
-        prepared = rule.prepare(operator, level)
+        prepared = {} if prepare is None else prepare(operator, level)
     except RuntimeError:  # torch.linalg.LinAlgError is one
         return None
     if not all(bool(torch.isfinite(t.sum())) for t in prepared.values()):

@@ -19,8 +19,8 @@ from natgrad.optim.block_averages import Block, Blocks, Inverted, Whole
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.pass_statistics import Reading
-from natgrad.optim.running_averages import penalised, running_mean
-from natgrad.optim.schedule import Clock
+from natgrad.optim.running_averages import penalised, running_mean, signal_sums
+from natgrad.optim.schedule import Clock, follow_signal
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Vector
 
@@ -78,13 +78,17 @@ class Attempt:
     rule: Rule
     inverses: dict[str, Inverted] = field(default_factory=dict)
     means: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shapes: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    memories: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock, self.stride = dict(self.clock), copy(self.stride)
         self.sample = self.stride.sample
+        # a rule that turns takes the plain damped inverses until then
+        self.turned = self.rule.turns_at is not None and self.clock["turned"] >= 0
+        self.shapes = self.rule.shapes and (self.rule.turns_at is None or self.turned)
+        self.inverts = self.rule.needs_inverse and not self.turned
         self.copies = [dict(group) for group in self.param_groups]
         by_id = {id(p): group for group in self.copies for p in group["params"]}
         self.groups = {name: by_id[id(p)] for name, p in self.named.items() if id(p) in by_id}
@@ -94,7 +98,9 @@ class Attempt:
     def invert(self, damping: Damping) -> None:
         """Damped inverses of today's averages."""
         self.inverses, failures = self.blocks.invert(
-            partial(self._level, damping, Whole(self.blocks, self.nats)), self.rule
+            partial(self._level, damping, Whole(self.blocks, self.nats)),
+            self.inverts,
+            self.rule.prepare if self.shapes else None,
         )
         self.clock["failures"] += failures
         self.clock["inverted"] = self.clock["step"]
@@ -104,6 +110,8 @@ class Attempt:
         name = block.layout.names[0]
         number, l2 = float(self.groups[name]["damping"]), float(self.groups[name]["l2"])
         level = damping.amount(number, operator if damping.per_block else whole) + l2
+        if damping.of_whole:
+            level += damping.of_whole * number * float(whole.mean_eigenvalue())
         if name in self.outside.levels:
             level += self.outside.damping(name, damping.amount(number, whole))
         return level
@@ -121,9 +129,10 @@ class Attempt:
         directions, slopes, levels = self._directions(gradients)
         if not directions:
             return None
+        self.count_signal(gradients)
         vector = Parts(directions, {name: -self._lr(name) for name in directions})
         even = len({self._lr(name) for name in directions}) == 1
-        if self.rule.shapes:
+        if self.shapes:
             full, promise = None, Lazy(partial(self._promise, vector, levels))
             if self.sample is not None:
                 self._measure(vector.tensors(), self.blocks.forms(vector, levels))
@@ -147,6 +156,9 @@ class Attempt:
             options={key: min(float(group[key]) for group in self.copies) for key in self.rule.options},
             counts=counts,
             measure=partial(self._step_along, levels),
+            turned=self.turned,
+            layers=[block.layout.names for block in self.blocks],
+            params=self.named,
         )
 
     def _directions(
@@ -158,9 +170,9 @@ class Attempt:
         for key, block in self.blocks.all.items():
             means = {name: self._mean(name, gradients[name]) for name in block.layout.names if name in gradients}
             last = self.inverses.get(key) or self.blocks.last_inverted(block)
-            if last is None or not means or (self.rule.needs_inverse and last.operator is None):
+            if last is None or not means or (self.inverts and last.operator is None):
                 continue
-            if self.rule.shapes:
+            if self.shapes:
                 steps |= self._shape(key, block, last, means, gradients)
             else:
                 assert last.operator is not None
@@ -187,7 +199,7 @@ class Attempt:
             memory=self.blocks.of(block).get("shape", {}),
             steps=self.clock["step"],
         )
-        direction, self.shapes[key] = self.rule.shape(point)
+        direction, self.memories[key] = self.rule.shape(point)
         return self.blocks.owner.give_back(block.layout, direction, means)
 
     def _mean(self, name: str, gradient: Tensor) -> Tensor:
@@ -199,6 +211,22 @@ class Attempt:
     def _penalised(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         strengths = self.strengths()
         return Penalised(gradients, self.named, strengths) if any(strengths.values()) else gradients
+
+    def count_signal(self, gradients: Mapping[str, Tensor]) -> None:
+        """Follow how much of the gradients is signal, and turn to the rule's own directions where that is little.
+
+        Turning asks for fresh statistics, roots and measurements at the next step.
+        """
+        if not self.rule.turns_at or self.turned:
+            return
+        kept = {name: mean for name, mean in self.means.items() if mean}
+        if not kept:  # no momentum: nothing is known
+            return
+        decays = {name: float(self.groups[name]["momentum"]) for name in kept}
+        penalised = self._penalised(gradients)
+        sums = signal_sums({name: penalised[name] for name in kept}, kept, decays)
+        if follow_signal(self.clock, sums.tolist(), self.rule.turns_at):
+            self.clock |= {"updated": -1, "inverted": -1, "measured": -1}
 
     # the metric along a step
 
@@ -312,7 +340,7 @@ class Attempt:
         for name, vectors in self.vectors.items():
             self.state[self.named[name]][RULE] = vectors
         self.blocks.keep(self.inverses)
-        self.blocks.keep_shapes(self.shapes)
+        self.blocks.keep_shapes(self.memories)
         self.blocks.settle()
         for group, adapted in zip(self.param_groups, self.copies, strict=True):
             group["damping"] = adapted["damping"]

@@ -72,3 +72,27 @@ def written(old: Any, new: Any, used: set[int]) -> Any:
         return new
     alike = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
     return old.copy_(new) if alike else new
+
+
+def signal_sums(
+    gradients: Mapping[str, Tensor], kept: Mapping[str, Mapping[str, Any]], decays: Mapping[str, float]
+) -> Tensor:
+    """|m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone: (3,), double precision.
+
+    A mean over k gradients with weights in proportion to b^i has (1 - b) / (1 + b) (1 + b^k) / (1 - b^k) of one
+    gradient's variance.
+
+    Args:
+        gradients: g by name.
+        kept: What `running_mean` keeps of m, by name.
+        decays: b by name.
+    """
+    rows = []
+    for name, gradient in gradients.items():
+        decay, count = decays[name], kept[name]["count"]
+        faded = decay**count
+        mean = torch.linalg.vector_norm(kept[name]["mean"]).double().square() / (1 - faded) ** 2
+        single = torch.linalg.vector_norm(gradient).double().square()
+        noise = (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)
+        rows.append(torch.stack([mean.to(single), single, noise * single]))
+    return torch.stack([row.to(rows[0].device) for row in rows]).sum(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Clock = dict[str, Any]
 RAMP = 10  # steps after which the intervals between updates grow by one
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
+FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
 SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the next
 
 
@@ -15,10 +17,22 @@ def started() -> Clock:
 
     interval: steps between updates that the statistics' drift asks for.   failures: steps, readings and inverses that
     came to nothing.   refused: steps that would have raised the loss.   late, skipped: steps in a row, up to now, whose
-    statistics were due and not read, and that were skipped.   seen: examples, where the rule counts them.
+    statistics were due and not read, and that were skipped.   turned: the step at which noise had hidden the
+    gradient, -1 before.   signal: what `follow_signal` knows.   seen: examples, where the rule counts them.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
-    return {"step": 0, "interval": 1.0, **events, "failures": 0, "refused": 0, "late": 0, "skipped": 0, "seen": 0}
+    return {
+        "step": 0,
+        "interval": 1.0,
+        **events,
+        "failures": 0,
+        "refused": 0,
+        "late": 0,
+        "skipped": 0,
+        "seen": 0,
+        "turned": -1,
+        "signal": [0.0, 0.0, 0.0],
+    }
 
 
 def due(clock: Clock, event: str, every: int) -> bool:
@@ -37,3 +51,17 @@ def pace(clock: Clock, change: float | None, most: int) -> None:
     if change is not None:
         factor = min(max(TOLERANCE / max(change, 1e-9), SLOWEST), FASTEST)
         clock["interval"] = min(max(clock["interval"] * factor, 1.0), float(most))
+
+
+def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:
+    """Count one step's |m|^2, |g|^2 and noise, and turn where the share of signal is below `least`.
+
+    The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
+    were noise alone. Returns True at the turn.
+    """
+    clock["signal"] = [FADES * before + (1 - FADES) * now for before, now in zip(clock["signal"], sums, strict=True)]
+    mean, single, noise = clock["signal"]
+    if clock["step"] + 1 < SURE or not mean - noise < least * (single - noise):
+        return False
+    clock["turned"] = clock["step"]
+    return True

@@ -3,7 +3,9 @@
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
+from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.quadratic import BlockStep, FlatStep, Lazy, Memory, Parts, Quadratic, Step, Vector, inner_product
+from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.step_rules import (
     LineSearch,
     MeasuredLength,
@@ -28,6 +30,7 @@ __all__ = [
     "Measuring",
     "Memory",
     "Momentum",
+    "NoiseAware",
     "NormalisedRate",
     "Objective",
     "OnlineRadius",
@@ -35,6 +38,7 @@ __all__ = [
     "Quadratic",
     "Rate",
     "Rule",
+    "SpectralDescent",
     "Step",
     "SubspaceSearch",
     "TrustRegion",

@@ -42,6 +42,11 @@ class Rule(ABC):
         return type(self).shape is not Rule.shape
 
     @property
+    def turns_at(self) -> float | None:
+        """The share of signal in gradients below which `shape` takes over; 0: never, None: from the start."""
+        return None
+
+    @property
     def options(self) -> dict[str, float]:
         """Settings that a parameter group may change, by name; `Quadratic.options` has the least over the groups."""
         return {}

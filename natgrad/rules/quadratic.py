@@ -292,6 +292,9 @@ class Quadratic:
         counts: `examples` of this step and `seen` so far, where they are known.
         length_unit: What sqrt(d^T G d) is measured by, where lengths have a unit.
         measure: A vector -> the step with what the metric says along it; None: by a product with the operator.
+        turned: True once noise hides the gradient, for a rule that asks (`Rule.turns_at`).
+        layers: Names of the parameters of each block; empty where the metric does not lie in blocks.
+        params: The parameters by name, for the sizes of layers.
     """
 
     gradient: Vector
@@ -311,6 +314,9 @@ class Quadratic:
     counts: Mapping[str, int] = field(default_factory=dict)
     length_unit: float = 5.0
     measure: Callable[[Vector], Step] | None = None
+    turned: bool = False
+    layers: Sequence[tuple[str, ...]] = ()
+    params: Mapping[str, Tensor] = field(default_factory=dict)
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.

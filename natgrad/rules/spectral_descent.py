@@ -1,0 +1,153 @@
+"""Spectral steps: the polar factor of each layer's gradient, in coordinates in which its inputs are white."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.lapack import eigh
+from natgrad.operators import Kronecker, Operator, Spectral
+from natgrad.rules.base import Objective, Rule
+from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.quadratic import Memory, Quadratic, Step
+
+POLISH = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.875, -1.25, 0.375),
+)
+"""a, b, c of X <- a X + (b X X^T + c (X X^T)^2) X, one after the other. Amsel et al. 2025 (Polar Express)."""
+
+
+@dataclass(frozen=True)
+class SpectralDescent(Rule):
+    """d = polar(n R) R for each layer, R = (A / mean(A) + damping I)^(-1/2) of its inputs' second moment A.
+
+    polar(X) = U V^T for X = U S V^T. It is the steepest descent where a step is as large as what it changes in the
+    layer's outputs over whitened inputs, |d R^-1| in operator norm. All directions of a layer move alike, whatever the
+    gradient has of them, so that neither noise nor a few steep directions take the whole step. n = (1 - ahead) m +
+    ahead g, of the running mean m and today's gradient g. A layer of (outputs, inputs) moves by length * sqrt(max(1,
+    outputs / inputs)) in that norm. Parameters without a Kronecker product (norms, biases alone, cut factors) move
+    along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at a fixed root mean square: `vectors` * length, and
+    no more than that of a layer's matrix.
+
+    Lengths do not depend on the gradient's: let the learning rate fall towards the end of training.
+
+    Args:
+        length: Of a step at learning rate 1.
+        damping: Added to A, in units of its mean eigenvalue.
+        ahead: Weight of today's gradient in n besides its part in m.
+        vectors: Root mean square of entries without a Kronecker product, in lengths.
+        kl_share: Most nats per example of a step as a share of the loss; a bound against accidents.
+
+    Raises:
+        ValueError: Unless length, damping, vectors, kl_share > 0 and 0 <= ahead <= 1.
+
+    Reference:
+        Jordan et al. 2024 (Muon) is R = I.
+    """
+
+    length: float = 0.05
+    damping: float = 0.3
+    ahead: float = 0.1
+    vectors: float = 0.06
+    kl_share: float = 0.5
+
+    needs_inverse = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "damping", "vectors", "kl_share"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a number > 0")
+        if not 0 <= self.ahead <= 1:
+            raise ValueError(f"ahead is {self.ahead}, expected a weight in [0, 1]")
+
+    def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
+        if isinstance(metric, Kronecker) and max(metric.left.dim(), metric.right.dim()) < 4:
+            tokens = metric.left.dim() == 1 and metric.right.dim() > 1  # an embedding's inputs are on the left
+            return (
+                whitener(metric.left, tokens, self.damping) if tokens else whitener(metric.right, False, self.damping)
+            )
+        if isinstance(metric, Spectral) and metric.spectrum.dim() < 4:
+            eigen = metric.eigen
+            if eigen.left_vectors is None and eigen.right_vectors is not None:
+                return whitener(eigen.left_values, True, self.damping)
+            values, vectors = eigen.right_values.clamp(min=0), eigen.right_vectors
+            return whitener(
+                values if vectors is None else (vectors * values.unsqueeze(-2)) @ vectors.mT, False, self.damping
+            )
+        return {"squares": metric.diagonal().clamp(min=0)}
+
+    def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
+        n = block.mean.lerp(block.gradient().to(block.mean), self.ahead)
+        if "squares" in block.prepared or not block.prepared:
+            return self.scale_entries(n, block.prepared.get("squares")), {}
+        tokens = "tokens" in block.prepared
+        root = block.prepared["tokens" if tokens else "inputs"].to(n)
+        matrix = n.mT if tokens else n  # (..., outputs, inputs)
+        found = times(polar(times(matrix, root)), root) * max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
+        return (found.mT if tokens else found).contiguous(), {}
+
+    def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
+        """n / (F + damping mean F)^(1/2) at the root mean square of entries."""
+        if squares is not None:
+            metric = squares.view(n.shape).to(n)
+            n = n / (metric + self.damping * metric.mean()).clamp(min=torch.finfo(n.dtype).tiny).sqrt()
+        most = min(self.vectors, n.shape[-1] ** -0.5)
+        size = n.square().mean().sqrt()
+        return torch.where(size > 0, n * (most / size.clamp(min=torch.finfo(n.dtype).tiny)), 0.0)
+
+    def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        proposal = model.proposal
+        form = proposal.form()
+        radius = self.radius(model, form)
+        bound = (2 * radius / (model.nats * form.clamp(min=0))).sqrt()  # no curvature at all: infinite
+        rate = torch.where(form > 0, bound.clamp(max=self.length), self.length)
+        return proposal.scaled(rate), memory
+
+    def radius(self, model: Quadratic, like: Tensor) -> Tensor:
+        """The bound on this step's KL, in nats per example."""
+        bound = torch.zeros_like(like) + model.nats * self.kl_share
+        if model.bounded:
+            loss = torch.as_tensor(model.loss).to(like)
+            bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
+        return bound.clamp(max=model.options.get("max_kl", math.inf))
+
+
+def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:
+    """(A / mean(A) + damping I)^(-1/2) for A (..., n, n), or for a diagonal (n,)."""
+    values, vectors = (moment, None) if moment.dim() == 1 else eigh(moment)
+    values = values.clamp(min=0)
+    mean = values.mean(-1, keepdim=True)
+    scaled = torch.where(mean > 0, values / torch.where(mean > 0, mean, 1.0), 1.0)
+    inverse = (scaled + damping).rsqrt()  # without the scale of A: lengths are in the units of weights
+    return {
+        "tokens" if tokens else "inputs": inverse if vectors is None else (vectors * inverse.unsqueeze(-2)) @ vectors.mT
+    }
+
+
+def times(matrix: Tensor, root: Tensor) -> Tensor:
+    """X R for X (..., p, q) and R (..., q, q), or (q,) for a diagonal."""
+    return matrix * root if root.dim() == 1 else matrix @ root
+
+
+def polar(matrix: Tensor) -> Tensor:
+    """U V^T for X = U S V^T (..., p, q), by products alone; singular values below 1e-4 of |X| come out below 1.
+
+    0 for X = 0.
+    """
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    size = torch.linalg.matrix_norm(x, keepdim=True)
+    x = x / (1.01 * size).clamp(min=torch.finfo(x.dtype).tiny)
+    for a, b, c in POLISH:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x

@@ -1,0 +1,194 @@
+"""`NoiseAware`: natural steps within a share of each layer, then spectral ones in noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import natgrad as ng
+from natgrad.optim.running_averages import signal_sums
+from natgrad.optim.schedule import follow_signal, started
+from natgrad.rules import MeasuredLength, NoiseAware, SpectralDescent
+from natgrad.rules.spectral_descent import polar, whitener
+
+F64 = torch.float64
+SAFE = ng.Relative(0.03, per="block", whole=1.0)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def polar_by_svd(matrix: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 9), (9, 3), (2, 4, 6)])
+def test_polar_factor_by_products_is_that_of_the_singular_vectors(shape: tuple[int, ...]) -> None:
+    matrix = draw(*shape)
+    torch.testing.assert_close(polar(matrix), polar_by_svd(matrix), atol=2e-3, rtol=0)
+    torch.testing.assert_close(polar(1e-12 * matrix), polar(matrix))
+    assert not polar(torch.zeros(shape)).any()
+
+
+def test_whitened_second_moment_is_its_damped_share() -> None:
+    rows = draw(40, 4) * torch.tensor([3.0, 1.0, 0.1, 0.0], dtype=F64)
+    moment = rows.mT @ rows / 40
+    root = whitener(moment, False, 0.3)["inputs"]
+    mean = moment.diagonal().mean()
+    torch.testing.assert_close(root @ root, torch.linalg.inv(moment / mean + 0.3 * torch.eye(4, dtype=F64)))
+    torch.testing.assert_close(
+        whitener(moment.diagonal(), True, 0.3)["tokens"], (moment.diagonal() / mean + 0.3).rsqrt()
+    )
+    assert torch.isfinite(whitener(torch.zeros(4, 4), False, 0.3)["inputs"]).all()
+
+
+def train(model: nn.Module, opt: Any, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    losses = []
+    for x, y in batches:
+        opt.zero_grad()
+        loss = opt.loss(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_spectral_step_is_the_written_out_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x, y = draw(50, 4), draw(50, 3, seed=1)
+    rule = SpectralDescent(length=0.1, damping=0.2, ahead=0.25)
+    opt = ng.kfac(model, nn.MSELoss(), rule=rule, lr=0.5)
+    before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
+    train(model, opt, [(x, y)])
+    after = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+    ones = torch.cat([x, torch.ones(50, 1, dtype=F64)], 1)
+    gradient = 2 * (ones @ before.mT - y).mT @ ones / 150
+    moment = ones.mT @ ones / 50
+    values, vectors = torch.linalg.eigh(moment / moment.diagonal().mean() + 0.2 * torch.eye(5, dtype=F64))
+    root = (vectors * values.rsqrt()) @ vectors.mT
+    expected = polar_by_svd(gradient @ root) @ root  # 3 outputs, 5 inputs: no factor
+    torch.testing.assert_close(before - after, 0.5 * 0.1 * expected, atol=2e-4, rtol=0)
+
+
+def test_the_move_of_a_layer_is_a_share_of_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        model[2].weight.mul_(1e-3)  # so small a layer counts as a fresh one
+        model[2].bias.zero_()
+    opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=NoiseAware(move=0.01, kl_share=1e6), damping=1e-6)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, opt, [(draw(30, 6), torch.arange(30) % 3)])
+    for first in (0, 2):
+        moved = sum(
+            (p.detach() - q).square().sum()
+            for p, q in list(zip(model.parameters(), before, strict=True))[first : first + 2]
+        )
+        size = math.sqrt(sum(float(q.square().sum()) for q in before[first : first + 2]))
+        bound = 0.01 * max(size, 0.5 * math.sqrt(len(before[first])))
+        assert float(moved) ** 0.5 == pytest.approx(bound, rel=1e-6)
+
+
+def test_without_its_bounds_the_rule_is_the_measured_length() -> None:
+    found = []
+    for rule in (MeasuredLength(), NoiseAware(move=math.inf, noise=0.0)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=rule)
+        found.append(train(model, opt, [(draw(30, 6, seed=k), torch.arange(30) % 3) for k in range(15)]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9])
+def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(decay: float) -> None:
+    for signal, expected in ((0.0, 0.0), (1.0, 1.0)):
+        mean, totals = torch.zeros(20_000, dtype=F64), torch.zeros(3, dtype=F64)
+        for count in range(1, 30):
+            gradient = signal + (1 - signal) * draw(20_000, seed=count)
+            mean = mean.lerp(gradient, 1 - decay)
+            totals += signal_sums({"w": gradient}, {"w": {"count": count, "mean": mean}}, {"w": decay})
+        m, g, z = totals.tolist()
+        assert (m - z) / (g - z) == pytest.approx(expected, abs=0.02)
+
+
+def test_the_turn_comes_after_ten_steps_at_the_least_and_stays() -> None:
+    clock = started()
+    for step in range(9):
+        clock["step"] = step
+        assert not follow_signal(clock, [0.0, 1.0, 0.05], 0.26)
+    clock["step"] = 9
+    assert follow_signal(clock, [0.0, 1.0, 0.05], 0.26)
+    assert clock["turned"] == 9
+
+
+def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that() -> None:
+    def fresh() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Embedding(12, 6), nn.Flatten(), nn.LayerNorm(24), nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 3)
+        )
+        return model, ng.kfac(model, nn.CrossEntropyLoss(), rule=NoiseAware(), damping=SAFE)
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randint(12, (16, 4), generator=generator), torch.randint(3, (16,), generator=generator))
+        for _ in range(40)
+    ]
+    model, opt = fresh()
+    train(model, opt, batches[:30])
+    assert 9 <= opt._clock["turned"] < 29
+    again, other = fresh()
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(opt.state_dict())
+    assert train(again, other, batches[30:]) == train(model, opt, batches[30:])
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+@pytest.mark.parametrize("gamma", [1e-6, 0.0])
+def test_nearly_dead_branches_train(recipe: Any, gamma: float) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.up, self.down, self.head = (
+                nn.Linear(8, 12),
+                nn.Linear(12, 24),
+                nn.Linear(24, 12),
+                nn.Linear(12, 3),
+            )
+            self.norm, self.gamma = nn.LayerNorm(12), nn.Parameter(torch.full((12,), gamma))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.stem(x)
+            h = h + self.gamma * self.down(functional.gelu(self.up(self.norm(h))))
+            return self.head(h)
+
+    torch.manual_seed(0)
+    model = Scaled()
+    x = draw(400, 8).float()
+    y = (x[:, :3] * x[:, 3:6]).argmax(1)
+    batches = [(x[k % 5 * 80 :][:80], y[k % 5 * 80 :][:80]) for k in range(60)]
+    losses = train(model, recipe(model, nn.CrossEntropyLoss(), rule=NoiseAware(), damping=SAFE), batches)
+    assert max(losses) < 2 * losses[0]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"move": 0.0}, {"noise": 1.0}, {"noise": -0.1}, {"max_kl": 0.0}, {"kl_share": -1.0}, {"warm": 0}]
+)
+def test_settings_are_checked(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        NoiseAware(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"length": 0.0}, {"damping": 0.0}, {"ahead": 1.5}, {"vectors": -1.0}])
+def test_settings_of_spectral_steps_are_checked(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        SpectralDescent(**settings)
