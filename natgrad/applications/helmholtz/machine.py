@@ -21,12 +21,17 @@ ENUMERABLE = 20
 class HelmholtzMachine(nn.Module):
     """p(x, h) from the top layer down, q(h | x) from the data up: sigmoid belief networks (Dayan et al. 1995).
 
-    sizes: units per layer, visible first, such as [784, 200, 10].   prior: the top layer's probabilities of being up, a
-    number or (n,), fixed; None: learned, starting at 1/2.   units: the two values, {0, 1} or {-1, 1}.   autoregressive:
-    every unit also sees the units before it in its own layer (in both networks).
-
     generation[l] is p(h_l | h_{l+1}), the last one the prior; recognition[l] is q(h_{l+1} | h_l). Each unit is a
-    logistic regression on its parents, with a bias. ValueError for fewer than two layers, a size < 1, other units.
+    logistic regression on its parents, with a bias.
+
+    Args:
+        sizes: Units per layer, visible first, such as [784, 200, 10].
+        prior: The top layer's probabilities of being up, a number or (n,), fixed; None: learned, starting at 1/2.
+        units: The two values, {0, 1} or {-1, 1}.
+        autoregressive: True if every unit also sees the units before it in its own layer (in both networks).
+
+    Raises:
+        ValueError: For fewer than two layers, a size < 1, other units.
     """
 
     def __init__(
@@ -55,14 +60,25 @@ class HelmholtzMachine(nn.Module):
 
     @torch.no_grad()
     def dream(self, n: int, generator: torch.Generator | None = None) -> States:
-        """n draws from p(x, h): one tensor (n, size) per layer, visible first."""
+        """n draws from p(x, h): one tensor (n, size) per layer, visible first.
+
+        Args:
+            n: Number of draws.
+            generator: Of the draws; None for the global one.
+        """
         states: States = []
         for layer in reversed(list(each_layer(self.generation))):
             states.insert(0, layer.sample(states[0] if states else None, (n,), generator))
         return states
 
     def sample(self, n: int, generator: torch.Generator | None = None, *, means: bool = False) -> Tensor:
-        """n visible states (n, size); means: the probabilities of being up instead, which look smoother."""
+        """n visible states (n, size); means: the probabilities of being up instead, which look smoother.
+
+        Args:
+            n: Number of draws.
+            generator: Of the draws; None for the global one.
+            means: True for the probabilities of being up instead, which look smoother.
+        """
         states = self.dream(check_integer("n", n), generator)
         if not means:
             return states[0]
@@ -71,7 +87,13 @@ class HelmholtzMachine(nn.Module):
 
     @torch.no_grad()
     def recognise(self, x: Any, samples: int = 1, generator: torch.Generator | None = None) -> States:
-        """`samples` draws of h from q(h | x) per example: one tensor (samples, b, size) per layer, visible first."""
+        """`samples` draws of h from q(h | x) per example: one tensor (samples, b, size) per layer, visible first.
+
+        Args:
+            x: Examples, shape (b, visible).
+            samples: Draws of h per example; None, where it is allowed, for the exact sum over all states.
+            generator: Of the draws; None for the global one.
+        """
         x, samples = self.check(x), check_integer("samples", samples)
         states = [x.expand(samples, *x.shape)]
         for layer in each_layer(self.recognition):
@@ -80,20 +102,33 @@ class HelmholtzMachine(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """The visible units' probabilities of being up after one way up and down, (b, size)."""
+        """The visible units' probabilities of being up after one way up and down, (b, size).
+
+        Args:
+            x: Examples, shape (b, visible).
+            generator: Of the draws; None for the global one.
+        """
         states = self.recognise(x, 1, generator)
         return torch.sigmoid(next(each_layer(self.generation)).logits(states[1][0], states[0][0]))
 
     # likelihoods
 
     def log_joint(self, states: States) -> Tensor:
-        """log p(x, h) of states, (...)."""
+        """log p(x, h) of states, (...).
+
+        Args:
+            states: One tensor (..., size) per layer, visible first.
+        """
         parents: list[Tensor | None] = [*states[1:], None]
         found = [g.log_prob(p, own) for g, p, own in zip(each_layer(self.generation), parents, states, strict=True)]
         return torch.stack(found).sum(0)
 
     def log_posterior(self, states: States) -> Tensor:
-        """log q(h | x) of states, (...)."""
+        """log q(h | x) of states, (...).
+
+        Args:
+            states: One tensor (..., size) per layer, visible first.
+        """
         pairs = zip(each_layer(self.recognition), states[:-1], states[1:], strict=True)
         return torch.stack([layer.log_prob(below, own) for layer, below, own in pairs]).sum(0)
 
@@ -103,6 +138,11 @@ class HelmholtzMachine(nn.Module):
 
         A lower bound in expectation that rises with samples (Burda et al. 2016). samples=None: exact, by summing over
         all states of the hidden units. ValueError for more than 20 hidden units then.
+
+        Args:
+            x: Examples, shape (b, visible).
+            samples: Draws of h per example; None, where it is allowed, for the exact sum over all states.
+            generator: Of the draws; None for the global one.
         """
         x = self.check(x)
         if samples is None:
@@ -112,7 +152,11 @@ class HelmholtzMachine(nn.Module):
         return torch.cat(found).logsumexp(0) - math.log(samples)
 
     def weights_of(self, states: States) -> Tensor:
-        """log p(x, h) - log q(h | x): the logs of the importance weights, (samples, b)."""
+        """log p(x, h) - log q(h | x): the logs of the importance weights, (samples, b).
+
+        Args:
+            states: One tensor (..., size) per layer, visible first.
+        """
         return self.log_joint(states) - self.log_posterior(states)
 
     @torch.no_grad()
@@ -125,6 +169,11 @@ class HelmholtzMachine(nn.Module):
         unit's inputs with a 1 as last; of p over its own draws, of q over the examples x and q's draws given them.
         samples: draws of h per example, and as many dreams; None: exact, by summing over all states, for at most 20
         units in all (ValueError otherwise).
+
+        Args:
+            x: Examples, shape (b, visible).
+            samples: Draws of h per example; None, where it is allowed, for the exact sum over all states.
+            generator: Of the draws; None for the global one.
         """
         x = self.check(x)
         if samples is None:
@@ -172,7 +221,11 @@ class HelmholtzMachine(nn.Module):
             )
 
     def check(self, x: Any) -> Tensor:
-        """x, a tensor or an array, as the machine's parameters are. ValueError for another shape, or other entries."""
+        """x, a tensor or an array, as the machine's parameters are. ValueError for another shape, or other entries.
+
+        Args:
+            x: Examples, shape (b, visible).
+        """
         width, given = self.sizes[0], x
         try:
             x = torch.as_tensor(x)

@@ -55,6 +55,7 @@ class NaturalWakeSleep(WakeSleep):
     Args:
         machine: What is trained.
         lr: Learning rate of SGD.
+        settings: The keywords that follow, each a setting or a group of them.
         fisher: A `UnitFisher` group: how blocks are held, damped and bounded.
         damping: lambda, in nats per squared unit of a weight, or an ng damping.
         refresh: Steps between new estimates and inverses; None so that they cost a quarter of a plain step.

@@ -27,7 +27,14 @@ class Algorithm(ABC):
 
     @abstractmethod
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
-        """x: (b, visible).   samples: draws of h per example."""
+        """What a batch teaches both networks.
+
+        Args:
+            machine: The two networks.
+            x: Examples, shape (b, visible).
+            samples: Draws of h per example.
+            generator: Of the draws.
+        """
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,11 @@ class Classic(Algorithm):
 class Reweighted(Algorithm):
     """Reweighted wake-sleep (Bornschein & Bengio 2015): p and q learn from q's draws with importance weights.
 
-    wake_phi: the share of that in what q learns; the rest is p's dreams (sleep-phi). ValueError outside [0, 1].
+    Args:
+        wake_phi: The share of that in what q learns, in [0, 1]; the rest is p's dreams (sleep-phi).
+
+    Raises:
+        ValueError: For a share outside of [0, 1].
     """
 
     wake_phi: float = 0.5

@@ -119,7 +119,7 @@ def test_help_explains_every_keyword_of_wake_sleep():
     text = inspect.getdoc(ng.NaturalWakeSleep)
     assert text is not None
     explained = re.findall(r"^    (\w+): ", text[text.index("Args:") : text.index("Raises:")], re.M)
-    assert set(explained) == {"machine", "lr", *NaturalWakeSleepSettings.__annotations__}
+    assert set(explained) == {"machine", "lr", "settings", *NaturalWakeSleepSettings.__annotations__}
     plain = inspect.getdoc(ng.WakeSleep)
     assert plain is not None
     explained = re.findall(r"^    (\w+): ", plain[plain.index("Args:") : plain.index("Raises:")], re.M)
