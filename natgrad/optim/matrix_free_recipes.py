@@ -95,15 +95,11 @@ def krylov_subspace(
     Raises:
         TypeError: For a criterion that is not a likelihood.
     """
-    return NaturalGradient(
-        model,
-        gauss_newton(model, as_criterion(criterion), outputs=outputs),
-        lr,
-        solver=KrylovSubspace(dimension=dimension),
-        rule=SubspaceSearch(steps=steps),
-        warm_start=1.0,
-        **options,
+    chosen = fill_options(
+        options,
+        FlatOptions(solver=KrylovSubspace(dimension=dimension), rule=SubspaceSearch(steps=steps), warm_start=1.0),
     )
+    return NaturalGradient(model, gauss_newton(model, as_criterion(criterion), outputs=outputs), lr, **chosen)
 
 
 @with_options(FlatOptions, FlatSettings, "structure", damping=1e-2)
@@ -168,9 +164,8 @@ def ang(
         >>> ng.score_matching_loss(log_p, params, x).backward()
         >>> opt.step()
     """
-    structure = AdaptiveInverse(method or Averaged())
-    chosen = fill_options(options, FlatOptions(rule=OnlineRadius(bound, hold)))
-    return NaturalGradient(params_or_model, metric, lr, structure=structure, damping=0.0, **chosen)
+    usual = FlatOptions(structure=AdaptiveInverse(method or Averaged()), damping=0.0, rule=OnlineRadius(bound, hold))
+    return NaturalGradient(params_or_model, metric, lr, **fill_options(options, usual))
 
 
 def fill_options(options: FlatOptions, defaults: FlatOptions) -> FlatOptions:

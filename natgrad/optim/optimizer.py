@@ -263,15 +263,15 @@ class NaturalGradient(ModelOptimizer):
         check_solution(solution)
         counts = count_examples(operator, self._metric_data(), self._seen) if self.rule.needs_counts else {}
         model = quadratic(point, operator, solution, amount, self._circumstances(objective, counts))
-        remembered = self._flat_state(point)
-        remembered.pop("solution", None)
-        step, kept = self.rule.step(model, objective, remembered)
+        remembered: Memory = {key: vector for key, vector in self._flat_state(point).items() if key != "solution"}
+        step, told = self.rule.step(model, objective, remembered)
+        kept: Memory = dict(told)
         ratio, refused = judge(self.damping, model, step, objective) if self._judges() else (None, False)
         # a loss that is not finite at the start already leaves nothing to compare with
         failed = not moves_finitely(point, step) or (objective is not None and math.isnan(objective.before))
         if failed or refused:
             step = model.nothing()
-            kept = {key: torch.zeros_like(vector) for key, vector in kept.items()}  # a fresh start
+            kept = dict.fromkeys(kept, point.space.zeros())  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
         report = report_step(self._last, operator, point.gradient, model, step, solution, ratio, failed, refused)
         level = self._level if ratio is None else self.damping.update(self._level, ratio)

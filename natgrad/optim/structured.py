@@ -31,7 +31,7 @@ from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, watch
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sampled
 from natgrad.pure import check_select, full_precision, leaves
-from natgrad.rules import MeasuredLength, Momentum, Quadratic, Rule, Step
+from natgrad.rules import BlockStep, MeasuredLength, Momentum, Quadratic, Rule, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
@@ -308,6 +308,10 @@ class StructuredNaturalGradient(ModelOptimizer):
                 step, memory = self.rule.step(replace(model, loss=before), loss_at, attempt.memory())
                 refused = judged and self._judged(attempt, model, step, loss_at)
         attempt.remember(memory, forget=refused)
+        if not isinstance(step, BlockStep):
+            raise TypeError(
+                f"rule {self.rule} returned {step!r}, expected a step made of the model's own: proposal, along"
+            )
         if not refused:
             attempt.move(model, step)
 

@@ -87,14 +87,16 @@ class _Bfgs:
 
     def __init__(self, model: Quadratic, basis: Subspace, loss_at: Differentiable, choices: SubspaceSearch) -> None:
         self.basis, self.loss_at, self.choices = basis, loss_at, choices
+        gradient, damping = model.gradient, model.damping
+        assert isinstance(gradient, Tensor)
         values, vectors = eigh(basis.project_operator())
-        values = values.abs() + model.damping
+        values = values.abs() + (damping.mean() if isinstance(damping, Tensor) else damping)
         # a direction without curvature gets the smallest that the dtype resolves, not an infinite step
         values = values.clamp(min=float(values.max()) * torch.finfo(values.dtype).eps ** 0.5)
         self.inverse = (vectors / values) @ vectors.mT
-        self.point, self.loss = torch.zeros_like(values), model.loss
+        self.point, self.loss = torch.zeros_like(values), float(model.loss)
         self.first = self.loss
-        start = -self.inverse @ (basis.vectors @ model.gradient)  # the damped solution in the space
+        start = -self.inverse @ (basis.vectors @ gradient)  # the damped solution in the space
         value, slope = self._at(start)
         if value < self.loss:
             self.point, self.loss, self.slope = start, value, slope
