@@ -96,7 +96,12 @@ class SpectralDescent(Rule):
         return (found.mT if tokens else found).contiguous(), {}
 
     def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
-        """n / (F + damping mean F)^(1/2) at the root mean square of entries."""
+        """n / (F + damping mean F)^(1/2) at the root mean square of entries.
+
+        Args:
+            n: The gradient's mean, in the shape of the block.
+            squares: F, the diagonal of the metric; None where there is none.
+        """
         if squares is not None:
             metric = squares.view(n.shape).to(n)
             n = n / (metric + self.damping * metric.mean()).clamp(min=torch.finfo(n.dtype).tiny).sqrt()
@@ -113,7 +118,12 @@ class SpectralDescent(Rule):
         return proposal.scaled(rate), memory
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
-        """The bound on this step's KL, in nats per example."""
+        """The bound on this step's KL, in nats per example.
+
+        Args:
+            model: Knows the loss and its nats.
+            like: A tensor of the dtype and the device wanted.
+        """
         bound = torch.zeros_like(like) + model.nats * self.kl_share
         if model.bounded:
             loss = torch.as_tensor(model.loss).to(like)
