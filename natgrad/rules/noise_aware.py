@@ -46,7 +46,9 @@ class NoiseAware(Rule):
         ValueError: Unless max_kl, kl_share, move > 0, warm >= 1 and 0 <= noise < 1.
 
     Example:
-        >>> opt = ng.kfac(model, criterion, rule=natgrad.rules.NoiseAware())
+        >>> from natgrad.rules import NoiseAware
+        >>> NoiseAware(move=0.05).noise
+        0.26
     """
 
     max_kl: float = math.inf
