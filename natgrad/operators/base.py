@@ -89,13 +89,10 @@ class Operator(ABC):
         return self.facts.length_unit
 
     def declare(self, **facts: Any) -> Self:
-        """The same operator with other facts; this one stays as it is.
+        """A shallow copy with other facts, which shares all tensors; this operator stays as it is.
 
         Args:
             facts: Fields of `Facts` by name; the others stay as they are.
-
-        Returns:
-            A shallow copy: it shares all tensors.
         """
         found = copy.copy(self)
         found.facts = replace(self.facts, **facts)
@@ -116,7 +113,11 @@ class Operator(ABC):
 
     @classmethod
     def unpack(cls, parts: dict[str, Any]) -> Operator:
-        """The operator made of what `pack` gave, where lists stand for tuples."""
+        """The operator made of what `pack` gave.
+
+        Args:
+            parts: As from `pack`, with lists in place of tuples.
+        """
         return cls(**parts)
 
     @property
@@ -131,10 +132,18 @@ class Operator(ABC):
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:
-        """G v: (n,) -> (n,)."""
+        """G v, shape (n,).
+
+        Args:
+            vector: v, shape (n,).
+        """
 
     def mm(self, block: Tensor) -> Tensor:
-        """G V: (n, k) -> (n, k). Column by column: batched products gained nothing on wide layers (measured)."""
+        """G V, shape (n, k). Column by column: batched products gained nothing on wide layers (measured).
+
+        Args:
+            block: V, shape (n, k).
+        """
         if block.shape[1] == 0:
             return torch.zeros_like(block)
         return torch.stack([self.mv(column) for column in block.unbind(1)], dim=1)
@@ -144,7 +153,11 @@ class Operator(ABC):
         return None
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        """(G + damping I)^-1 as an operator where it has a closed form, else None. At damping 0: the pseudo-inverse."""
+        """(G + damping I)^-1 as an operator where it has a closed form, else None. At damping 0: the pseudo-inverse.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         return None
 
     @property
@@ -175,7 +188,16 @@ class Operator(ABC):
         return (self.size, self.size)
 
     def check(self, block: Tensor, name: str = "vector") -> None:
-        """ValueError unless `block` has shape (n,) or (n, k)."""
+        """Check the shape of what is to be multiplied.
+
+        Args:
+            block: A tensor of shape (n,) or (n, k).
+            name: What the error message calls it.
+
+        Raises:
+            TypeError: If it is no tensor.
+            ValueError: If its shape is another one.
+        """
         if not isinstance(block, Tensor):
             raise TypeError(f"{name} is {type(block).__name__}, expected a tensor of shape ({self.size},)")
         if block.dim() not in (1, 2) or block.shape[0] != self.size:
@@ -199,7 +221,11 @@ class Operator(ABC):
     __rmul__ = __mul__
 
     def shift(self, damping: float) -> Shifted:
-        """G + damping I."""
+        """G + damping I.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         return Shifted(self, damping)
 
     def __repr__(self) -> str:
@@ -220,7 +246,14 @@ def register_packable(kind: type[Operator]) -> None:
 
 
 class Sum(Operator):
-    """G_1 + G_2 + ...: operators of one size, dtype, device and unit (`nats`); ValueError otherwise."""
+    """G_1 + G_2 + ...
+
+    Args:
+        terms: Operators of one size, dtype, device and unit (`nats`).
+
+    Raises:
+        ValueError: If they differ in one of these.
+    """
 
     state = ("terms",)
 
@@ -262,7 +295,15 @@ class Sum(Operator):
 
 
 class Scaled(Operator):
-    """factor * G, factor >= 0 (ValueError otherwise: the result would not be positive semi-definite)."""
+    """factor * G.
+
+    Args:
+        operator: G, of size n.
+        factor: A number >= 0.
+
+    Raises:
+        ValueError: For a negative factor: the result would not be positive semi-definite.
+    """
 
     state = (
         "operator",
@@ -310,7 +351,15 @@ class Scaled(Operator):
 
 
 class Shifted(Operator):
-    """G + damping I, damping >= 0 (ValueError otherwise)."""
+    """G + damping I.
+
+    Args:
+        operator: G, of size n.
+        damping: In G's units, >= 0.
+
+    Raises:
+        ValueError: For a negative damping.
+    """
 
     state = (
         "operator",

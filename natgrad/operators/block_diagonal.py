@@ -12,7 +12,14 @@ from natgrad.operators.facts import combine_facts
 
 
 class Block(Operator):
-    """diag(G_1, ..., G_k), each on the next entries. ValueError for no block, mixed dtypes, devices or units."""
+    """diag(G_1, ..., G_k), each on the next entries of the vector.
+
+    Args:
+        blocks: G_1, ..., G_k, at least one, of one dtype, device and unit (`nats`).
+
+    Raises:
+        ValueError: If there is no block, or if they differ in dtype, device or unit.
+    """
 
     state = ("blocks",)
 

@@ -11,13 +11,22 @@ from natgrad.operators.rows import Rows
 
 
 class CentredRows:
-    """U (I - m m^T / sum m) for `Rows` U (n, r) and the 0/1 marks m (r,) of the columns that count."""
+    """U (I - m m^T / sum m).
+
+    Args:
+        rows: U, shape (n, r).
+        counted: m, shape (r,): 1 for the columns that count, 0 for the others.
+    """
 
     def __init__(self, rows: Rows, counted: Tensor) -> None:
         self.rows, self.counted, self.rank = rows, counted, rows.rank
 
     def centre(self, weights: Tensor) -> Tensor:
-        """w - m (m . w) / sum m, shape (r,): the projection, its own transpose."""
+        """w - m (m . w) / sum m, shape (r,): the projection, which is its own transpose.
+
+        Args:
+            weights: w, shape (r,).
+        """
         return weights - self.counted * (self.counted @ weights / self.counted.sum())
 
     def mv(self, weights: Tensor) -> Tensor:
@@ -43,8 +52,17 @@ class CentredRows:
 class Centred(Operator):
     """C = U U^T - gbar gbar^T for an uncentred second moment U U^T whose columns are g_i / sqrt(N).
 
-    moment: a pulled-back metric with one column per example.   counted: (r,), 1 where the example counts, 0 where it
-    was ignored. Pascanu & Bengio eq. 13 (TONGA), with per-example gradients: products and solves stay in sample space.
+    The gradients are those of single examples, and products and solves stay in sample space.
+
+    Args:
+        moment: U U^T, a pulled-back metric with one column per example.
+        counted: Shape (r,): 1 where the example counts, 0 where it was ignored.
+
+    Raises:
+        ValueError: If `counted` has not one entry per column of U, or if the moment has no root.
+
+    Reference:
+        Pascanu & Bengio 2013, eq. 13 (TONGA).
     """
 
     def __init__(self, moment: Pullback, counted: Tensor) -> None:

@@ -15,7 +15,11 @@ from natgrad.operators.facts import Facts
 
 
 class Factored(Operator):
-    """G = L L^T, L (n, n) lower triangular with a positive diagonal: products and solves in O(n^2)."""
+    """G = L L^T: products and solves in O(n^2).
+
+    Args:
+        lower: L, shape (n, n), lower triangular with a positive diagonal.
+    """
 
     state = ("lower",)
 
@@ -37,7 +41,11 @@ class Factored(Operator):
         return True
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        """At damping 0 by two triangular solves per vector; else a new factorisation, O(n^3)."""
+        """At damping 0 by two triangular solves per vector; else a new factorisation, O(n^3).
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         return FactoredInverse(self.lower) if damping == 0 else Dense(self.dense()).inverse(damping)
 
     def diagonal(self) -> Tensor:
@@ -45,7 +53,11 @@ class Factored(Operator):
 
 
 class FactoredInverse(Operator):
-    """(L L^T)^-1, L (n, n) lower triangular: two triangular solves per vector."""
+    """(L L^T)^-1: two triangular solves per vector.
+
+    Args:
+        lower: L, shape (n, n), lower triangular.
+    """
 
     def __init__(self, lower: Tensor) -> None:
         self.factor = Factor(lower, 0.0, 0)
@@ -65,9 +77,12 @@ class FactoredInverse(Operator):
 
 
 class Inverted(Operator):
-    """G known by P = G^-1 (n, n), symmetric positive definite: solves are products with P.
+    """G known by P = G^-1: solves are products with P.
 
     A product with G itself factorises P, once: O(n^3).
+
+    Args:
+        matrix: P, shape (n, n), symmetric positive definite.
     """
 
     state = ("matrix",)
@@ -98,5 +113,9 @@ class Inverted(Operator):
         return True
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        """P itself at damping 0; else (I + damping P)^-1 P, O(n^3)."""
+        """P itself at damping 0; else (I + damping P)^-1 P, O(n^3).
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         return Dense.trusted(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))

@@ -14,10 +14,19 @@ from natgrad.spaces import Params, Space
 
 
 class Curvature(Operator):
-    """H = d^2 f / d theta^2 at a point, symmetric and as a rule indefinite; H v by double backward (Pearlmutter 1994).
+    """H = d^2 f / d theta^2 at a point, symmetric and as a rule indefinite; H v by double backward.
 
-    function: params -> scalar tensor.   params: the point; copied, so that H stays that of this point.
-    Zeros where f is linear. ValueError for a value that is not a finite scalar, or does not depend on params.
+    H is zero where f is linear.
+
+    Args:
+        function: f, params -> scalar tensor.
+        params: The point, by name. It is copied, so that H stays that of this point.
+
+    Raises:
+        ValueError: If the value is not a finite scalar, or does not depend on params.
+
+    Reference:
+        Pearlmutter 1994.
     """
 
     facts = Facts(indefinite=True)
@@ -53,7 +62,14 @@ class Curvature(Operator):
 
 
 def check_value(value: object) -> None:
-    """ValueError unless f gave a finite scalar tensor that depends on the parameters."""
+    """Check that f gave a finite scalar tensor that depends on the parameters.
+
+    Args:
+        value: What f gave.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
     if not isinstance(value, Tensor) or value.dim() != 0:
         came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"the loss has {came}, expected a scalar tensor, the mean over the batch")

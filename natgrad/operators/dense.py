@@ -17,10 +17,11 @@ class Dense(Operator):
 
     Args:
         matrix: Shape (n, n), symmetric; positive semi-definite unless `indefinite`.
-        indefinite: Whether G may have negative eigenvalues; `inverse` is then by eigenvalues, and there is no root.
+        indefinite: True if G may have negative eigenvalues. Its inverse is then by eigenvalues, and there is no root.
 
     Raises:
-        ValueError: If the matrix is not square or not symmetric.
+        TypeError: If the matrix is no tensor.
+        ValueError: If it is not square, not symmetric or not of floating point.
     """
 
     state = ("matrix",)
@@ -44,7 +45,12 @@ class Dense(Operator):
 
     @classmethod
     def trusted(cls, matrix: Tensor) -> Dense:
-        """A matrix that is symmetric by construction: looking for asymmetry takes three more of its size."""
+        """A matrix that is symmetric by construction, without a check: looking for asymmetry takes three more of its
+        size.
+
+        Args:
+            matrix: Shape (n, n), symmetric and positive semi-definite.
+        """
         operator = cls.__new__(cls)
         operator._hold(matrix)
         return operator
@@ -78,7 +84,14 @@ class Dense(Operator):
 
 
 class Diagonal(Operator, packed_as="diagonal"):
-    """G = diag(values), values (n,) >= 0. ValueError for another shape or a negative entry."""
+    """G = diag(values).
+
+    Args:
+        values: Shape (n,), >= 0.
+
+    Raises:
+        ValueError: For another shape or a negative entry.
+    """
 
     state = ("values",)
 

@@ -12,15 +12,21 @@ from natgrad.operators.base import Operator
 
 
 class Kronecker(Operator, packed_as="kronecker"):
-    """A (p, p) (x) B (q, q), both symmetric PSD, acting on a (p, q) matrix flattened row-major: n = p q.
+    """A (x) B, acting on a (p, q) matrix flattened row-major: n = p q.
 
     For a linear layer y = W x, A is the output factor E[d d^T] and B the input factor E[x x^T]. A leading dimension
     stands for independent blocks (the groups of a convolution): A (k, p, p), B (k, q, q), n = k p q. A factor (p,)
     stands for its diagonal matrix (the token frequencies of an embedding). Two leading dimensions broadcast: A
     (k, 1, p, p) with B (1, m, q, q) or B (q, q) are the products of `Tiled`.
-    factored: `inverse` is K-FAC's (A + pi sqrt(damping) I)^-1 (x) (B + sqrt(damping) / pi I)^-1, cheaper than the exact
-    inverse, whose eigendecompositions it does without, and different from it.
-    ValueError if a factor is not square, or if the factors differ in dtype, device or number of blocks.
+
+    Args:
+        left: A, shape (p, p), symmetric positive semi-definite; or one of the shapes above.
+        right: B, shape (q, q), likewise.
+        factored: True if `inverse` is K-FAC's (A + pi sqrt(damping) I)^-1 (x) (B + sqrt(damping) / pi I)^-1. That is
+            another matrix than the exact inverse, and cheaper: it needs no eigendecomposition.
+
+    Raises:
+        ValueError: If a factor is not square, or if the factors differ in dtype, device or number of blocks.
     """
 
     def __init__(self, left: Tensor, right: Tensor, *, factored: bool = False) -> None:
@@ -56,15 +62,25 @@ class Kronecker(Operator, packed_as="kronecker"):
         return True
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        """Exact damping in the joint eigenbasis, unless `factored`."""
+        """Exact damping in the joint eigenbasis, unless `factored`.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         if self.factored:
             return self.factored_inverse(damping)
         return Spectral(KroneckerEigen.of(self.left, self.right)).inverse(damping)
 
     def factored_inverse(self, damping: float) -> Kronecker:
-        """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 = (tr A / p) / (tr B / q); Martens & Grosse eq. 6.3.
+        """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 = (tr A / p) / (tr B / q).
 
-        pi makes the two cross terms equally large; it is 1 where a factor is zero, which then stays harmless.
+        pi makes the two cross terms equally large. It is 1 where a factor is zero, which then does no harm.
+
+        Args:
+            damping: l, in G's units, >= 0.
+
+        Reference:
+            Martens & Grosse 2015, section 6.3.
         """
         left, right = mean_diagonal(self.left), mean_diagonal(self.right)
         pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
@@ -87,9 +103,14 @@ class Kronecker(Operator, packed_as="kronecker"):
 
 
 class Spectral(Operator, packed_as="spectral"):
-    """V diag(spectrum) V^T in the eigenbasis V of a Kronecker product, spectrum (..., p, q) >= 0.
+    """V diag(spectrum) V^T in the eigenbasis V of a Kronecker product.
 
-    spectrum: default the product's own eigenvalues; any other corrects them (EKFAC, George et al. 2018).
+    Args:
+        eigen: The eigenvectors and eigenvalues of both factors.
+        spectrum: Shape (..., p, q), >= 0. Default: the product's own eigenvalues; any other corrects them, as in EKFAC.
+
+    Reference:
+        George et al. 2018.
     """
 
     def __init__(self, eigen: KroneckerEigen, spectrum: Tensor | None = None) -> None:

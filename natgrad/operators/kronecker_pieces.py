@@ -16,11 +16,18 @@ from natgrad.operators.kronecker import Kronecker, diagonal_of, inverse_factor
 
 
 class Tiled(Operator, packed_as="tiled"):
-    """An operator on the tiles (k, m, s, t) of a matrix (p, q), flattened row-major, k s >= p and m t >= q.
+    """An operator on the tiles (k, m, s, t) of a matrix (p, q), flattened row-major.
 
-    tiles: e.g. a `Kronecker` with factors (k, 1, s, s) and (1, m, t, t); a factor that is not cut is one (q, q), or
-    (q,) for its diagonal. Where the pieces hold more than the dimension, the last ones end in zeros.
-    ValueError if the tiles do not cover the matrix.
+    Where the pieces hold more than the dimension, the last ones end in zeros.
+
+    Args:
+        tiles: Of size k m s t, such as a `Kronecker` with factors (k, 1, s, s) and (1, m, t, t). A factor that is not
+            cut has shape (q, q), or (q,) for a diagonal one.
+        grid: (k, m, s, t), with k s >= p and m t >= q.
+        shape: (p, q).
+
+    Raises:
+        ValueError: If the tiles do not cover the matrix.
     """
 
     def __init__(self, tiles: Kronecker | Operator, grid: tuple[int, int, int, int], shape: tuple[int, int]) -> None:
@@ -33,7 +40,14 @@ class Tiled(Operator, packed_as="tiled"):
 
     @staticmethod
     def kronecker(left: Tensor, right: Tensor, shape: tuple[int, int], *, factored: bool = False) -> Tiled:
-        """From factors of which one at least is cut, (k, 1, s, s) or (1, m, t, t)."""
+        """A (x) B on the tiles of a matrix (p, q), from factors of which at least one is cut.
+
+        Args:
+            left: A, shape (k, 1, s, s) if it is cut, else (p, p) or (p,).
+            right: B, shape (1, m, t, t) if it is cut, else (q, q) or (q,).
+            shape: (p, q).
+            factored: As in `Kronecker`.
+        """
         tiles = Kronecker(left, right, factored=factored)
         return Tiled(tiles, grid_of(tiles.matrix_shape), shape)
 
@@ -46,7 +60,11 @@ class Tiled(Operator, packed_as="tiled"):
         return self.tiles.closed_form
 
     def inverse(self, damping: float = 0.0) -> Tiled | None:
-        """For `factored` tiles K-FAC's, with the pi of the whole factors, so that cutting changes no damping."""
+        """For `factored` tiles K-FAC's, with the pi of the whole factors, so that cutting changes no damping.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         if isinstance(self.tiles, Kronecker) and self.tiles.factored:
             found: Operator | None = self._factored(self.tiles, damping)
         else:

@@ -16,8 +16,13 @@ from natgrad.spaces import Space
 class Arranged(Operator):
     """One operator per layer, in the coordinates of a space of parameters.
 
-    space: the parameters.   parts: (layout, operator on the layer's matrix flattened row-major), together covering
-    every name of the space exactly once. ValueError if they do not, or if an operator's size is not its layout's.
+    Args:
+        space: The space of the parameters, of size n.
+        parts: Pairs of a layout and an operator on the layer's matrix flattened row-major. Together they cover every
+            name of the space exactly once.
+
+    Raises:
+        ValueError: If they do not, or if an operator's size is not its layout's.
     """
 
     def __init__(self, space: Space, parts: Sequence[tuple[Layout, Operator]]) -> None:

@@ -26,8 +26,12 @@ UNREACHED = (
 class OutputMap:
     """params -> outputs as rows (R, m): a pure model followed by a family's layout of its outputs.
 
-    rows: what turns the model's outputs into (R, m), one row per independent event (an example, a token).
-    The rows of one example lie together: R = b * positions.   select: what is taken of the outputs first.
+    The rows of one example lie together: R = b * positions.
+
+    Args:
+        pure: The model as a function of its parameters.
+        rows: What turns the model's outputs into (R, m), one row per independent event (an example, a token).
+        select: What is taken of the outputs first. Default: all.
     """
 
     def __init__(
@@ -37,10 +41,19 @@ class OutputMap:
         self.first: Any = None  # what was selected at the first evaluation, before the layout
 
     def of(self, pure: PureModel) -> OutputMap:
-        """The same of another pure model."""
+        """The same rows of another pure model.
+
+        Args:
+            pure: The other model.
+        """
         return OutputMap(pure, self.rows, self.select)
 
     def __call__(self, params: Params) -> Tensor:
+        """The outputs as rows, shape (R, m).
+
+        Args:
+            params: The parameters, by name.
+        """
         outputs = self.pure(params)
         outputs = outputs if self.select is None else self.select(outputs)
         if self.first is None:
@@ -49,7 +62,7 @@ class OutputMap:
 
 
 class Linearization:
-    """f(theta) ~ f(theta_0) + J (theta - theta_0), f: dict -> (R, m), J never formed.
+    """f(theta) ~ f(theta_0) + J (theta - theta_0), J never formed.
 
     J^T w is a backward pass of the one forward graph. J v is the derivative of u -> J^T u, a backward pass of
     the backward graph: both graphs are built once, which makes J^T M J cost 1.25 gradients instead of 2.1 to 2.4.
@@ -57,7 +70,13 @@ class Linearization:
     takes over (it costs 12 gradients to prepare, the check included). A network without double backward falls back
     to forward-mode products with a fresh graph each.
 
-    ValueError if the outputs are not finite, are empty or do not depend on the parameters.
+    Args:
+        function: f, params -> outputs (R, m).
+        params: theta_0, by name. It is copied.
+        linearise_after: Number of products J v after which the linear form takes over. Default: never.
+
+    Raises:
+        ValueError: If the outputs are not finite, are empty or do not depend on the parameters.
     """
 
     def __init__(
@@ -76,7 +95,14 @@ class Linearization:
         self._forward: Callable[[Tensor], Tensor] | None = None
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        """J^T w: (R, m) -> (n,)."""
+        """J^T w, shape (n,).
+
+        Args:
+            cotangent: w, shape (R, m).
+
+        Raises:
+            ValueError: If the outputs do not depend on the parameters.
+        """
         gradients = torch.autograd.grad(
             self.graph, list(self.leaves.values()), cotangent.to(self.graph.dtype), retain_graph=True, allow_unused=True
         )
@@ -85,7 +111,14 @@ class Linearization:
         return self.space.flatten(dict(zip(self.leaves, gradients, strict=True)))
 
     def jvp(self, vector: Tensor) -> Tensor:
-        """J v: (n,) -> (R, m)."""
+        """J v, shape (R, m).
+
+        Args:
+            vector: v, shape (n,).
+
+        Raises:
+            RuntimeError: If the model supports neither double backward nor forward-mode derivatives.
+        """
         self.space.check(vector)
         self.products += 1
         if self._forward is not None:

@@ -9,7 +9,14 @@ from natgrad.operators.base import Operator
 
 
 class LowRank(Operator):
-    """G = U U^T, U (n, r). ValueError unless U has two dimensions."""
+    """G = U U^T.
+
+    Args:
+        factor: U, shape (n, r).
+
+    Raises:
+        ValueError: If U has not two dimensions.
+    """
 
     state = ("factor",)
 

@@ -15,7 +15,9 @@ from natgrad.operators.base import Operator
 class Spikes:
     """F = V diag(d) V^T + rho (I - V V^T): a few eigenvalues of their own, one for all other directions.
 
-    vectors: V (..., D, r), orthonormal columns.   values: (d_1, ..., d_r, rho), (..., r + 1).
+    Args:
+        vectors: V, shape (..., D, r), with orthonormal columns.
+        values: (d_1, ..., d_r, rho), shape (..., r + 1).
     """
 
     vectors: Tensor
@@ -40,10 +42,17 @@ class Spikes:
 class Spiked(Operator, packed_as="spiked"):
     """sum_ij spectrum_ij (v_i v_i^T) (x) (w_j w_j^T), where the last i and j stand for all that V and W leave out.
 
-    Acts on a (p, q) matrix flattened row-major. left: V (..., p, r), right: W (..., q, s), orthonormal columns, r or s
-    may be 0.   spectrum: (..., r + 1, s + 1), >= 0. A leading dimension stands for independent blocks. A zero column
-    has the last one's eigenvalue.   unit: what relative damping refers to, default the mean eigenvalue.
-    ValueError for shapes that do not fit. Products cost 4 p q (r + s) operations.
+    Acts on a (p, q) matrix flattened row-major. A leading dimension stands for independent blocks. A zero column
+    has the last one's eigenvalue. Products cost 4 p q (r + s) operations.
+
+    Args:
+        left: V, shape (..., p, r), with orthonormal columns; r may be 0.
+        right: W, shape (..., q, s), with orthonormal columns; s may be 0.
+        spectrum: Shape (..., r + 1, s + 1), >= 0.
+        unit: What relative damping refers to, a scalar tensor. Default: the mean eigenvalue.
+
+    Raises:
+        ValueError: For shapes that do not fit.
     """
 
     state = (
@@ -82,7 +91,11 @@ class Spiked(Operator, packed_as="spiked"):
         return True
 
     def inverse(self, damping: float = 0.0) -> Spiked:
-        """Exact: 1 / (spectrum + damping); at damping 0 the pseudo-inverse."""
+        """Exact: 1 / (spectrum + damping); at damping 0 the pseudo-inverse.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         cutoff = 10 * safe_cutoff(max(self.matrix_shape[-2:]), self.dtype) * self.spectrum.max() if damping == 0 else 0
         damped = self.spectrum + damping
         drop = damped <= cutoff
@@ -115,8 +128,12 @@ class Spiked(Operator, packed_as="spiked"):
 class SpikedKronecker(Operator):
     """A (x) B with both factors low rank plus scaled identity, on a (p, q) matrix flattened row-major.
 
-    factored: `inverse` damps both factors, (A + a mean(A) I)^-1 (x) (B + a mean(B) I)^-1 with a^2 = damping over the
-    product of the means, which is K-FAC's factored damping and Kaldi's smoothing by a (its alpha); else it is exact.
+    Args:
+        left: A, of size p.
+        right: B, of size q.
+        factored: True if `inverse` damps both factors, (A + a mean(A) I)^-1 (x) (B + a mean(B) I)^-1, where a^2 is the
+            damping over the product of the means. This is K-FAC's factored damping, and Kaldi's smoothing by a (its
+            alpha). False: exact.
     """
 
     def __init__(self, left: Spikes, right: Spikes, *, factored: bool = False) -> None:

@@ -16,21 +16,37 @@ from natgrad.operators.rows import Rows, batch_of
 
 
 class Form(Protocol):
-    """A symmetric PSD form M on every row of outputs (R, m)."""
+    """A symmetric positive semi-definite form M on every row of the outputs (R, m)."""
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        """M v for every row: (R, m), (R, m) -> (R, m)."""
+        """M v for every row, shape (R, m).
+
+        Args:
+            outputs: The outputs at which M is taken, shape (R, m).
+            tangents: v, shape (R, m).
+        """
         ...
 
     def root(self, outputs: Tensor) -> Tensor | None:
-        """F (R, m, q) with M = F F^T for every row, or None where no factor is known."""
+        """F (R, m, q) with M = F F^T for every row, or None where no factor is known.
+
+        Args:
+            outputs: The outputs at which M is taken, shape (R, m).
+        """
         ...
 
 
 class Pullback(Operator):
     """J^T M J, averaged over rows: the shape of every metric in this library.
 
-    linearization: outputs (R, m) near a point.   form: M.   weights: (R,), summing to one for a mean; default 1/R each.
+    Args:
+        linearization: The outputs (R, m) near a point, with J.
+        form: M.
+        weights: Of the rows, shape (R,), with sum one for a mean. Default: 1 / R each.
+        facts: What else is known of the operator, such as its unit.
+
+    Raises:
+        ValueError: If `weights` has not one entry per row.
     """
 
     # exact traces up to this many backward passes; beyond, an unbiased estimate serves relative damping
@@ -121,8 +137,10 @@ def random_signs(count: int, size: int, dtype: torch.dtype, device: torch.device
 class Chunked(Operator):
     """A sum of operators that are rebuilt for every product, so that only one graph is in memory at a time.
 
-    builders: each returns its term. Costs a forward pass more per product than a kept graph, and saves the memory
-    of all graphs but one.
+    A product costs a forward pass more than with a kept graph, and the memory of all graphs but one is saved.
+
+    Args:
+        builders: Each returns its term of the sum. At least one.
     """
 
     def __init__(self, builders: Sequence[Callable[[], Operator]]) -> None:

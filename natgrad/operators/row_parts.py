@@ -23,23 +23,39 @@ class Part(Protocol):
     """Some parameters' part of U (n, r): r row gradients, in whatever form is cheapest."""
 
     def add_gram(self, total: Tensor) -> None:
-        """total (r, r) += this part's U^T U, in the lower triangle only."""
+        """total += U^T U of this part, in the lower triangle only.
+
+        Args:
+            total: Shape (r, r), changed in place.
+        """
         ...
 
     def rows(self, which: slice = ALL) -> dict[str, Tensor]:
-        """name -> (r, size): the row gradients written out; which: those of some whole examples."""
+        """The row gradients written out, shape (r, size) by name.
+
+        Args:
+            which: A slice of rows, those of some whole examples. Default: all.
+        """
         ...
 
     def squares(self) -> dict[str, Tensor]:
-        """name -> (size,): sums of squares over the rows."""
+        """Sums of squares over the rows, shape (size,) by name."""
         ...
 
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
-        """name -> (size,): the combination of the rows with weights (r,)."""
+        """The combination of the rows, shape (size,) by name.
+
+        Args:
+            weights: Of the rows, shape (r,).
+        """
         ...
 
     def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
-        """(r,): every row's inner product with a tangent, given by name, in the parameters' shapes."""
+        """Every row's inner product with a tangent, shape (r,).
+
+        Args:
+            tangents: By name, in the parameters' shapes.
+        """
         ...
 
 
@@ -47,7 +63,13 @@ class Part(Protocol):
 class Outer:
     """A linear layer seen once per example: row (x, c) of the weight is delta_xc (x) a_x, of the bias delta_xc.
 
-    inputs: a (b, d).   deltas: (b, k, o).   r = b k. A name is None where that parameter is not in the space.
+    There are r = b k rows.
+
+    Args:
+        inputs: a, shape (b, d).
+        deltas: Shape (b, k, o).
+        weight: The weight's name; None where it is not in the space.
+        bias: The bias's name; None where it is not in the space.
     """
 
     inputs: Tensor
@@ -102,14 +124,23 @@ class Outer:
 
 @dataclass(frozen=True)
 class Explicit:
-    """Row gradients written out: matrix (r, total size of the named parameters)."""
+    """Row gradients written out.
+
+    Args:
+        matrix: Shape (r, total size of the named parameters).
+        sizes: Name -> number of entries, in the order of the columns.
+    """
 
     matrix: Tensor
     sizes: dict[str, int]
 
     @staticmethod
     def of(rows: dict[str, Tensor]) -> Explicit:
-        """From (r, size) by name."""
+        """The parts by name, side by side.
+
+        Args:
+            rows: Name -> (r, size).
+        """
         return Explicit(torch.cat(list(rows.values()), dim=1), {name: part.shape[1] for name, part in rows.items()})
 
     def add_gram(self, total: Tensor) -> None:

@@ -27,7 +27,7 @@ Each = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
 
 
 class Rows:
-    """U (n, r) = J^T F, r = R q, for a factor F (R, m, q) of the form on the outputs.
+    """U (n, r) = J^T F, r = R q, for a factor F of the form on the outputs.
 
     Columns are ordered by row of outputs, then by column of F. There are these ways to the same numbers, fastest first:
     layer by layer from taps (and per-example gradients for parameters that taps do not know), per-example functional
@@ -35,6 +35,10 @@ class Rows:
     sequence-first models) the second; and one backward pass per column. All but the last assume that a row of outputs
     depends on its own example alone. A random combination U w is compared with a plain backward pass, and the next way
     is taken where they disagree (dropout, parameters that the model also uses outside of their layer).
+
+    Args:
+        linearization: The outputs (R, m) near a point, with J.
+        factor: F, shape (R, m, q).
     """
 
     # one backward pass per column is said to be slow from this many columns
@@ -54,21 +58,37 @@ class Rows:
         return self.linearization.space
 
     def combine(self, weights: Tensor) -> Tensor:
-        """F w, a cotangent on the outputs: (r,) -> (R, m)."""
+        """F w, a cotangent on the outputs, shape (R, m).
+
+        Args:
+            weights: w, shape (r,).
+        """
         columns = weights.to(self.factor.dtype).view(self.factor.shape[0], -1)
         return torch.einsum("imq,iq->im", self.factor, columns)
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w: (r,) -> (n,), a third of a gradient from the layers' rows."""
+        """U w, shape (n,): a third of a gradient from the layers' rows.
+
+        Args:
+            weights: w, shape (r,).
+        """
         return self.space.flatten(self._shaped(merged(part.mv(weights) for part in self.parts)))
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v: (n,) -> (r,)."""
+        """U^T v, shape (r,).
+
+        Args:
+            vector: v, shape (n,).
+        """
         tangents = {name: part.to(self.space.dtype) for name, part in self.space.unflatten(vector).items()}
         return torch.stack([part.rmv(tangents) for part in self.parts]).sum(0)
 
     def backward(self, weights: Tensor) -> Tensor:
-        """U w by one backward pass: needs no rows, and is what they are checked against."""
+        """U w by one backward pass, shape (n,): it needs no rows, and they are checked against it.
+
+        Args:
+            weights: w, shape (r,).
+        """
         return self.linearization.vjp(self.combine(weights))
 
     def gram(self) -> Tensor:

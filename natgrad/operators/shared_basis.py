@@ -13,8 +13,15 @@ from natgrad.operators.kronecker import positive_inverse
 class SharedBasis(Operator):
     """diag(G_1, ..., G_k), G_j = Q diag(s_j) Q^T + r_j (1 - Q Q^T): a unit's own eigenvalues in a common basis.
 
-    basis: Q (d, m) with orthonormal columns, m <= d.   spectrum: s (k, m) >= 0.   rest: r (k,) >= 0, the one
-    eigenvalue of all directions outside of Q. n = k d. ValueError for shapes that do not fit.
+    There are n = k d parameters.
+
+    Args:
+        basis: Q, shape (d, m), with orthonormal columns, m <= d.
+        spectrum: s, shape (k, m), >= 0.
+        rest: r, shape (k,), >= 0: the one eigenvalue of all directions outside of Q.
+
+    Raises:
+        ValueError: For shapes that do not fit.
     """
 
     state = (

@@ -15,11 +15,18 @@ CHUNK = 2**24
 
 
 class SharedRows(Operator):
-    """diag(G_1, ..., G_k), G_j = A_j^T diag(w_j) A_j, A_j = A diag(m_j): rows A (s, d) that all units share.
+    """diag(G_1, ..., G_k), G_j = A_j^T diag(w_j) A_j, A_j = A diag(m_j): rows A that all units share.
 
-    weights: w (k, s) >= 0.   mask: m (k, d) of zeros and ones, the columns that a unit sees; None: all. Products and
-    the diagonal cost O(k s d); no block is formed. The inverse is by Woodbury, through k matrices (s, s), where there
-    are fewer rows than columns, and through the blocks (k, d, d) otherwise. ValueError for shapes that do not fit.
+    Products and the diagonal cost O(k s d), and no block is formed. The inverse is by Woodbury, through k matrices
+    (s, s), where there are fewer rows than columns, and through the blocks (k, d, d) otherwise.
+
+    Args:
+        rows: A, shape (s, d).
+        weights: w, shape (k, s), >= 0.
+        mask: m, shape (k, d), of zeros and ones: 1 for the columns that a unit sees. Default: all.
+
+    Raises:
+        ValueError: For shapes that do not fit.
     """
 
     state = (
@@ -44,7 +51,11 @@ class SharedRows(Operator):
         return self.seen((along * self.weights) @ self.rows).reshape(-1)
 
     def seen(self, block: Tensor) -> Tensor:
-        """The columns of (k, d) that the units see, zeros elsewhere."""
+        """The columns that the units see, zeros elsewhere.
+
+        Args:
+            block: Shape (k, d).
+        """
         return block if self.mask is None else block * self.mask
 
     def blocks(self) -> Tensor:
@@ -54,11 +65,19 @@ class SharedRows(Operator):
         return found if self.mask is None else found * self.mask.unsqueeze(2) * self.mask.unsqueeze(1)
 
     def spectral(self, rank: int) -> SharedBasis:
-        """The nearest blocks, in Frobenius norm, that are diagonal in a basis Q for all units, of `rank` directions.
+        """The nearest blocks, in Frobenius norm, that are diagonal in a basis Q for all units.
 
-        Q has the leading eigenvectors of the blocks' mean; a unit's eigenvalues are diag(Q^T G_j Q), as in EKFAC
-        (George et al. 2018), and the mean of what is left. ValueError under a mask: units that see different columns
-        share no basis.
+        Q has the leading eigenvectors of the blocks' mean; a unit's eigenvalues are diag(Q^T G_j Q), as in EKFAC, and
+        the mean of what is left.
+
+        Args:
+            rank: The number of directions in Q.
+
+        Raises:
+            ValueError: Under a mask: units that see different columns share no basis.
+
+        Reference:
+            George et al. 2018.
         """
         if self.mask is not None:
             raise ValueError("mask is given: units that see different columns share no basis, use inverse()")
@@ -101,9 +120,13 @@ class SharedRows(Operator):
 
 
 class SharedRowsInverse(Operator):
-    """(G + damping I)^-1 of `SharedRows` by Woodbury, damping > 0, with k inner inverses (s, s).
+    """(G + damping I)^-1 of `SharedRows` by Woodbury, with k inner inverses (s, s).
 
     With B_j = diag(sqrt w_j) A_j: (B^T B + damping I)^-1 = (I - B^T (damping I + B B^T)^-1 B) / damping.
+
+    Args:
+        operator: G.
+        damping: In G's units, > 0.
     """
 
     state = (

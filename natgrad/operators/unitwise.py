@@ -17,7 +17,8 @@ class Units(Operator, packed_as="units"):
 
     Args:
         matrices: Shape (k, d, d), positive semi-definite unless `indefinite`.
-        indefinite: Whether they may have negative eigenvalues; `inverse` is then by eigenvalues, and there is no root.
+        indefinite: True if they may have negative eigenvalues. The inverse is then by eigenvalues, and there is no
+            root.
 
     Raises:
         ValueError: For another shape.
@@ -61,9 +62,18 @@ class QuasiDiagonal(Operator):
     """k units, each [[diag(s) + c c^T / b, c], [c^T, b]] over its d weights and its bias: n = k (d + 1).
 
     Agrees with the unit's Fisher block on the diagonal and on the bias's row, and is the positive semi-definite matrix
-    behind Ollivier's quasi-diagonal reduction (2015, section 2.3), which inverts it in O(d) per unit.
-    squares: E[delta^2 a^2] (k, d + 1), the bias's E[delta^2] = b last.   cross: c = E[delta^2 a] (k, d).
-    s = squares - c^2 / b >= 0 by Cauchy-Schwarz. ValueError for shapes that do not fit.
+    behind Ollivier's quasi-diagonal reduction, which inverts it in O(d) per unit. s = squares - c^2 / b >= 0 by
+    Cauchy-Schwarz.
+
+    Args:
+        squares: E[delta^2 a^2], shape (k, d + 1), with the bias's E[delta^2] = b last.
+        cross: c = E[delta^2 a], shape (k, d).
+
+    Raises:
+        ValueError: For shapes that do not fit.
+
+    Reference:
+        Ollivier 2015, section 2.3.
     """
 
     state = (
@@ -98,7 +108,11 @@ class QuasiDiagonal(Operator):
         return True
 
     def inverse(self, damping: float = 0.0) -> QuasiDiagonalInverse:
-        """Exact; at damping 0 a generalised inverse X with G X G = G, not the one of least norm."""
+        """Exact; at damping 0 a generalised inverse X with G X G = G, not the one of least norm.
+
+        Args:
+            damping: In G's units, >= 0.
+        """
         return QuasiDiagonalInverse(self, damping)
 
     def diagonal(self) -> Tensor:
@@ -106,7 +120,12 @@ class QuasiDiagonal(Operator):
 
 
 class QuasiDiagonalInverse(Operator, packed_as="quasi"):
-    """(G + damping I)^-1 of a `QuasiDiagonal` G, by eliminating the bias and Sherman-Morrison on the weights."""
+    """(G + damping I)^-1 of a `QuasiDiagonal` G, by eliminating the bias and Sherman-Morrison on the weights.
+
+    Args:
+        operator: G.
+        damping: In G's units, >= 0.
+    """
 
     def __init__(self, operator: QuasiDiagonal, damping: float) -> None:
         self.operator, self.damping = operator, damping
