@@ -111,12 +111,20 @@ class ModelOptimizer(Optimizer):
         return called.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and with them the count of what they are a sum of."""
+        """Clear the gradients, and with them the count of what they are a sum of.
+
+        Args:
+            set_to_none: False sets them to zero instead of None.
+        """
         super().zero_grad(set_to_none)
         self._recall.forget_gradients()
 
     def report(self) -> Report:
-        """What each parameter gets: structure, entries, and numbers remembered between steps."""
+        """What each parameter gets.
+
+        Returns:
+            One `Row` per parameter: its structure, its entries, and the numbers remembered between steps.
+        """
         describe = self._describer()
         return Report(Row(name, *describe(name, p)) for name, p in self._by_group())
 
@@ -129,7 +137,14 @@ class ModelOptimizer(Optimizer):
         """Take the hooks off the model. Also happens when the optimizer dies."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters (unfrozen, created later). ValueError for parameters of another model or a bad number."""
+        """Add parameters that were unfrozen or created later.
+
+        Args:
+            param_group: A group as in torch.optim: "params", and the group keys that differ from the defaults.
+
+        Raises:
+            ValueError: For parameters of another model, or a number out of range.
+        """
         named = self.model.named_parameters() if isinstance(self.model, nn.Module) else self.model.items()
         known = {id(p): name for name, p in named}
         super().add_param_group(checked_group(param_group, known, self.defaults, self.LIMITS))
@@ -149,7 +164,10 @@ class ModelOptimizer(Optimizer):
         return write_checkpoint(super().state_dict(), name_positions(self), extra)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, as it is or after `torch.distributed.checkpoint`.
+        """Continue from `state_dict()`.
+
+        Args:
+            state_dict: What that returned, as it is or after `torch.distributed.checkpoint`.
 
         Raises:
             ValueError: If it is of another kind of optimizer, structure, metric or model, or if a part of it was lost.

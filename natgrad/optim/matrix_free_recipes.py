@@ -48,6 +48,7 @@ def hessian_free(
         Martens 2010; Pascanu & Bengio 2013 show that it is natural gradient descent.
 
     Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
         >>> opt = ng.hessian_free(model, nn.CrossEntropyLoss())
         >>> opt.zero_grad()
         >>> opt.loss(model(x), y).backward()
@@ -160,6 +161,8 @@ def ang(
         **options: What `ng.NaturalGradient` takes too: `natgrad.optim.FlatOptions`.
 
     Example:
+        >>> log_p = lambda params, x: -0.5 * (params["precision"] * x * x).sum()
+        >>> params, x = {"precision": torch.ones(3, requires_grad=True)}, torch.randn(50, 3)
         >>> opt = ng.ang(params, ng.score_metric(log_p))
         >>> ng.score_matching_loss(log_p, params, x).backward()
         >>> opt.step()

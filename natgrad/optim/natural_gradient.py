@@ -12,12 +12,29 @@ from natgrad.solvers import Auto, Solution, Solver, Status
 def natural_gradient(
     operator: Operator, gradient: Tensor, *, solver: Solver | None = None, damping: float | Damping = 0.0
 ) -> Solution:
-    """x = (G + damping I)^-1 g; `.value` is x (n,), with residual, steps and status beside it.
+    """x = (G + damping I)^-1 g.
 
-    operator: G at a point, from metric.at(params, inputs).   gradient: g (n,), flattened in the same order
-    (ng.Space(params).flatten(...)).   solver: default `Auto`, by shape and cost.   damping: a number >= 0 or a
-    strategy, whose first value counts; at 0 a singular G gives the minimum-norm solution with direct and sample-space
-    solvers. Amari 1998. ValueError for wrong shapes, a non-finite gradient or metric, negative damping.
+    Args:
+        operator: G at a point, from `metric.at(params, inputs)`.
+        gradient: g, shape (n,), flattened in the same order as G: `ng.Space(params).flatten(...)`.
+        solver: How the system is solved; default `ng.Auto()`, by shape and cost.
+        damping: A number >= 0 in the unit of G, or a strategy, whose first value counts. At 0 a singular G gives the
+            minimum-norm solution with direct and sample-space solvers.
+
+    Returns:
+        A `Solution`: `.value` is x, shape (n,), with the residual, the number of steps and the status beside it.
+
+    Raises:
+        TypeError: For an operator or a solver of another kind.
+        ValueError: For a gradient of another shape, a gradient or a metric that is not finite, a negative damping.
+
+    Reference:
+        Amari 1998.
+
+    Example:
+        >>> G = ng.operators.Dense(torch.tensor([[2.0, 0.0], [0.0, 4.0]]))
+        >>> ng.natural_gradient(G, torch.tensor([1.0, 1.0])).value
+        tensor([0.5000, 0.2500])
     """
     if not isinstance(operator, Operator):
         raise TypeError(

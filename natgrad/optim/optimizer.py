@@ -65,11 +65,11 @@ class NaturalGradient(ModelOptimizer):
     """theta <- theta + rule(-lr (G + damping I)^-1 g), G from any metric: the flat flow of the engine.
 
     The metric is taken on the inputs of the model's last training-mode forward, at the parameters before the step, with
-    the same dropout masks; or on `observe(inputs)`; a density's on the X of its last loss that went backward. A
-    parameter whose gradient is None is left alone. Use `loss = opt.loss(outputs, targets)` so that targets,
-    reduction='sum' and the loss's value are known; rules and dampings that re-evaluate the loss then need no closure,
-    and replay the same pass. A step that would make a parameter infinite is never taken, and counted. Whatever is
-    raised in a step, parameters and state are unchanged then, as after Ctrl-C in the middle of a solve.
+    the same dropout masks; or on `observe(inputs)`. A density's metric is taken on the X of its last loss that went
+    backward. A parameter whose gradient is None is left alone. Use `loss = opt.loss(outputs, targets)`, which tells the
+    step the targets, the reduction and the loss's value: rules and dampings that re-evaluate the loss then need no
+    closure, and replay the same pass. A step that would make a parameter infinite is counted and not taken. After an
+    error or Ctrl-C in a step, parameters and state are as before it.
 
     Args:
         model: An `nn.Module`, or a dict of tensors when the metric is of a function f(params, x).
@@ -81,6 +81,7 @@ class NaturalGradient(ModelOptimizer):
         ValueError: At `step`, for no remembered forward, and where a rule needs a loss that it cannot evaluate.
 
     Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
         >>> opt = ng.NaturalGradient(model, ng.fisher(model, nn.CrossEntropyLoss()), lr=0.5, damping=ng.Relative(0.1))
         >>> opt.zero_grad()
         >>> opt.loss(model(x), y).backward()
@@ -146,18 +147,31 @@ class NaturalGradient(ModelOptimizer):
         """Take the next step's metric on these inputs instead of the gradient's (unlabelled data, another batch).
 
         On other data than the gradient's, part of the gradient lies outside the metric's range and the step grows like
-        1 / damping (Pascanu & Bengio, section 4). floor: damping for this step at least, in units of G, however far an
-        adaptive strategy has lowered it; `state_report().outside` tells how much of the gradient G did not explain.
-        targets: for metrics that use them. ValueError for a negative floor.
+        1 / damping (Pascanu & Bengio, section 4); `state_report().outside` tells how large that part is.
+
+        Args:
+            inputs: As the model takes them.
+            targets: For metrics that use them.
+            floor: The least damping of this step, in units of G, however far an adaptive strategy has lowered it.
+
+        Raises:
+            ValueError: For a negative floor.
         """
         check_number("floor", floor)
         self._recall.observed, self._recall.floor = Data(inputs, targets, None), floor
 
     def search_on(self, inputs: Any, targets: Any) -> None:
-        """Evaluate the next step's trial points on these examples instead of the gradient's: for rules and dampings
-        that re-evaluate the loss, so that a step is not fitted to one batch (Vinyals & Povey 2012).
+        """Evaluate the next step's trial points on these examples, so that it is not fitted to the gradient's alone.
 
-        TypeError if the metric has no criterion, or the model is not a module. ValueError without targets or examples.
+        For rules and dampings that re-evaluate the loss (Vinyals & Povey 2012).
+
+        Args:
+            inputs: As the model takes them.
+            targets: As the criterion takes them.
+
+        Raises:
+            TypeError: If the metric has no criterion, or the model is not a module.
+            ValueError: Without targets or examples.
         """
         if not isinstance(self.model, nn.Module):
             raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
-    """One parameter: the structure that it gets, its number of entries, and the numbers remembered for it."""
+    """One parameter in a `Report`.
+
+    Attributes:
+        parameter: Its name in the model.
+        structure: The structure that it gets.
+        size: Its number of entries.
+        memory: The numbers remembered for it between steps.
+    """
 
     parameter: str
     structure: str
@@ -32,16 +39,24 @@ class Report(list[Row]):
 class StateReport:
     """The last step in numbers. NaN or None where a number was not needed and so not computed.
 
-    step: steps taken.   loss: before the step, as a mean.   kl: nats per example that the step moved, to second order.
-    damping: lambda that the system was solved with.   ratio: true over predicted decrease.
-    solver_steps, residual (relative to the gradient), status: of the solve.   outside: |g - G x| / |g|, the share of
-    the gradient that the metric leaves to the damping: near 1 where the gradient lies outside the metric's range, as on
-    other data, or where the damping drowns the metric.   rate: length of the step relative to the proposal; 0 for a
-    rejected step.   gradient: norm of the mean loss's gradient.   failures: steps since the start that were skipped for
-    numerical trouble.   refused: steps that were not taken because they raised the loss.   counts: what the structure
-    counted: examples seen, updates refused, inverses kept.
-
-    Structured optimizers give damping in units of a block's mean eigenvalue, as their first parameter group has it.
+    Attributes:
+        step: Steps taken so far.
+        loss: The mean loss before the step.
+        kl: Nats per example that the step moved, to second order.
+        damping: The lambda that the system was solved with. Structured optimizers give it in units of a block's mean
+            eigenvalue, as their first parameter group has it.
+        ratio: True over predicted decrease of the loss.
+        solver_steps: Steps of the solver.
+        residual: Of the solve, relative to the norm of the gradient.
+        status: How the solve ended.
+        outside: |g - G x| / |g|, the share of the gradient that the metric leaves to the damping. It is near 1 where
+            the gradient lies outside the metric's range, as on other data, or where the damping is far above the
+            metric.
+        rate: Length of the step relative to the proposal; 0 for a rejected step.
+        gradient: Norm of the mean loss's gradient.
+        failures: Steps since the start that were skipped for numerical trouble.
+        refused: Steps since the start that were not taken because they raised the loss.
+        counts: What the structure counted: examples seen, updates refused, inverses kept.
     """
 
     step: int = 0

@@ -65,6 +65,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         ValueError: For a rule that needs the solver of a flat system.
 
     Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
         >>> opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), ng.Kronecker(0.95), lr=1.0)
         >>> opt.zero_grad()
         >>> opt.loss(model(x), y).backward()

@@ -27,7 +27,7 @@ UNCONVERTED = {
     "applications.policy",
     "layers",
     "operators",
-    "optim",
+    "optim.structured_recipes",
     "structures",
 }
 
@@ -96,7 +96,7 @@ def undocumented(thing: object, name: str) -> Iterator[str]:
 def _of_constructor(cls: type, name: str) -> Iterator[str]:
     init = vars(next((base for base in cls.__mro__ if "__init__" in vars(base)), object)).get("__init__")
     if inspect.isfunction(init) and not getattr(cls, "_is_protocol", False):
-        known = set().union(*(named_arguments(own_docstring(base)) for base in ancestors(cls)))
+        known = set().union(*(named_arguments(own_docstring(where)) for where in (init, *ancestors(cls))))
         yield from (f"{name}({a})" for a in argument_names(init, bound=True) if a not in known)
 
 
@@ -193,8 +193,11 @@ TYPED = (
     "MarkovSearch",
     "MinresQLP",
     "MultivariateNormal",
+    "NaturalGradient",
     "Score",
     "Space",
+    "StructuredNaturalGradient",
+    "ang",
     "applications.flows.expected_value",
     "applications.flows.flow",
     "exact_derivatives",
@@ -204,7 +207,9 @@ TYPED = (
     "geometry.kl_ball",
     "geometry.m_projection",
     "hessian",
+    "hessian_free",
     "minimize",
+    "natural_gradient",
     "natural_gradient_of_mean",
     "positive",
     "ratio_matching_loss",
