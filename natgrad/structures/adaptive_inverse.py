@@ -34,19 +34,29 @@ class Update(ABC):
 
     @abstractmethod
     def start(self, operator: Operator) -> Memory:
-        """The memory before the first update."""
+        """The memory before the first update.
+
+        Args:
+            operator: G of the first step, for its size, dtype and device.
+        """
 
     @abstractmethod
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
-        """The memory after U (n, r); None where it would not be finite. Writes anew.
+        """The memory after U U^T joined; None where it would not be finite. Writes anew.
 
-        memory: with `step`, this one's number from 1, `seen`, examples up to and with this step's, and `unit`, the
-        length that sqrt(d^T G d) is measured by.
+        Args:
+            memory: From the last step, with `step`, this one's number from 1, `seen`, examples up to and with this
+                step's, and `unit`, the length that sqrt(d^T G d) is measured by.
+            root: U, shape (n, r).
         """
 
     @abstractmethod
     def operator(self, memory: Memory) -> Operator:
-        """What is solved with."""
+        """What is solved with.
+
+        Args:
+            memory: From `step`.
+        """
 
     @property
     @abstractmethod
@@ -59,8 +69,15 @@ class FirstOrder(Update):
     """Eq. 4 as printed: G^-1 <- (1 + eps) G^-1 - eps (G^-1 U)(G^-1 U)^T, eps = max(1 / (t + offset), floor).
 
     Where eq. 4 would lose positivity (eps lambda_max(U^T G^-1 U) >= 1 + eps, tested exactly) the exact update is taken
-    instead, and counted as "refused". start_at: G is start_at * I at first; with a small offset most updates are
-    refused. ValueError unless offset > 0, 0 <= floor < 1 and start_at > 0.
+    instead, and counted as "refused".
+
+    Args:
+        offset: In steps, > 0. With a small one most updates are refused.
+        floor: The least eps, in [0, 1).
+        start_at: G is start_at * I at first, > 0.
+
+    Raises:
+        ValueError: For a value outside of these ranges.
     """
 
     offset: float = 100.0
@@ -93,9 +110,16 @@ class FirstOrder(Update):
 class Woodbury(Update):
     """The exact inverse of eq. 3 by Woodbury's formula, at the cost of eq. 4 and an (r, r) factorisation.
 
-    eps = max(1 / (t + offset), floor), G = start_at * I at first. There is no damping: with floor > 0, G^-1 grows by
-    1 / (1 - floor) per step in directions that the data never show; `Averaged` bounds it.
-    ValueError unless offset > 0, 0 <= floor < 1 and start_at > 0.
+    There is no damping: with floor > 0, G^-1 grows by 1 / (1 - floor) per step in directions that the data never show;
+    `Averaged` bounds it. The weight of new data is eps = max(1 / (t + offset), floor).
+
+    Args:
+        offset: In steps, > 0.
+        floor: The least eps, in [0, 1).
+        start_at: G is start_at * I at first, > 0.
+
+    Raises:
+        ValueError: For a value outside of these ranges.
     """
 
     offset: float = 30.0
@@ -176,12 +200,24 @@ class Averaged(Update):
         return None if lower is None else {**found, "lower": lower}
 
     def columns(self, before: float, root: Tensor, seen: int) -> float:
-        """How many columns the mean is over, once U (..., n, r) has joined a mean over so many."""
+        """How many columns the mean is over, once U has joined.
+
+        Args:
+            before: The number of columns without U.
+            root: U, shape (..., n, r).
+            seen: Examples up to and with this step's.
+        """
         n, r = root.shape[-2:]
         return min(before + r, max(self.horizon * n, self.batches * r) * max(1.0, seen / self.hold))
 
     def amount(self, metric: Tensor, seen: int, unit: float | Tensor) -> Tensor:
-        """The damping of G (..., n, n) after so many examples, in units of G, (...,)."""
+        """The damping of G after so many examples, in units of G, shape (...,).
+
+        Args:
+            metric: G, shape (..., n, n).
+            seen: Examples up to and with this step's.
+            unit: The length that sqrt(d^T G d) is measured by.
+        """
         mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)
         share = min(1.0, max(seen - self.hold, 0.0) / self.late)
         return unit**2 * max(self.damping, self.decay / (1 + seen)) + share * mean
@@ -198,12 +234,20 @@ class Averaged(Update):
 class AdaptiveInverse(Structure):
     """Keeps the inverse of a running average of G: O(r n^2) per step for a root U (n, r), r = N b for the score metric.
 
-    method: `ng.Averaged()` (default), `ng.Woodbury()` or `ng.FirstOrder()`, eq. 4 as printed. For any metric; one
-    without a root is written out, O(n^3). Solve with damping=0, as `ng.ang` does: the updates hold what they need, and
-    more of it costs a factorisation per step. Numbers that are not finite leave the last inverse in place, which
-    `opt.state_report().counts` tells ("kept"), as it tells the updates of eq. 4 that were "refused". Parameters that
-    come or go start the average anew. Memory: n^2 numbers, 2 n^2 for `Averaged`. A step writes at most two more.
-    TypeError for a method that is none; ValueError for a metric that may be indefinite.
+    For any metric; one without a root is written out, O(n^3). Solve with damping=0, as `ng.ang` does: the updates hold
+    what they need, and more of it costs a factorisation per step. Numbers that are not finite leave the last inverse in
+    place, which `opt.state_report().counts` tells ("kept"), as it tells the updates of eq. 4 that were "refused".
+    Parameters that come or go start the average anew. Memory: n^2 numbers, 2 n^2 for `Averaged`. A step writes at most
+    two more. An update raises a ValueError for a metric that may be indefinite.
+
+    Args:
+        method: `ng.Averaged()` (default), `ng.Woodbury()` or `ng.FirstOrder()`, eq. 4 as printed.
+
+    Raises:
+        TypeError: For a method that is none of these.
+
+    Reference:
+        Karakida, Okada & Amari 2016, section 2.
     """
 
     method: Update = field(default_factory=Averaged)

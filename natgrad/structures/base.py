@@ -22,14 +22,32 @@ class Structure(ABC):
     ) -> tuple[Operator, Memory]:
         """The operator for this step and the memory for the next.
 
-        memory: what the last call returned, None at first; tensors and plain values only, so that a checkpoint
-        holds all of it. params, inputs, random: as for `Metric.at`. The memory passed in is not changed.
+        Args:
+            memory: What the last call returned, None at first. It holds tensors and plain values only, so that a
+                checkpoint holds all of it. It is not changed.
+            metric: Which G.
+            params: The point, by name.
+            inputs: The metric's data, as for `Metric.at`.
+            random: The random numbers of the pass, for dropout, as for `Metric.at`.
+
+        Returns:
+            The operator, of size n, and the memory.
         """
 
     def kind_of(self, name: str, memory: Memory | None) -> str:
-        """What a parameter got at the last update, for reports."""
+        """What a parameter got at the last update, for reports.
+
+        Args:
+            name: The parameter's name.
+            memory: What the last call of `update` returned.
+        """
         return type(self).__name__
 
     def held(self, size: int, total: int) -> int:
-        """How many numbers are remembered between steps for a parameter of `size` entries, `total` being trained."""
+        """How many numbers are remembered between steps for one parameter tensor.
+
+        Args:
+            size: The number of its entries.
+            total: The number of entries of all parameters that are trained.
+        """
         return 0

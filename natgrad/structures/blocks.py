@@ -20,11 +20,19 @@ class Blocks(Structure):
     """One block of G per parameter tensor, exactly; or, with rows=True, one per row of every matrix (its units).
 
     Needs nothing of the model but its metric: for functions log_p(params, x), score and ratio metrics, tensors that no
-    layer holds. A tensor of one dimension is one block; with rows=True, each of its entries.   decay: of the running
-    average over steps, corrected for its start.   largest: blocks with more rows are refused, since d^2 numbers are
-    kept of each. Memory: d^2 per block of d, and the metric's root (n, r) while it is taken apart (chunk_size in the
-    metric bounds that). ValueError for a decay outside [0, 1), or at a block beyond `largest`.
-    Le Roux, Manzagol & Bengio 2008 for blocks; per unit: Ollivier 2015.
+    layer holds. A tensor of one dimension is one block; with rows=True, each of its entries is one. Memory: d^2 numbers
+    per block of d, and the metric's root (n, r) while it is taken apart (chunk_size in the metric bounds that).
+
+    Args:
+        decay: Weight of the past in the running average over steps, in [0, 1). The average is corrected for its start.
+        rows: True for one block per row.
+        largest: Blocks with more rows are refused, since d^2 numbers are kept of each.
+
+    Raises:
+        ValueError: For a decay outside [0, 1); at the first step, for a block beyond `largest`.
+
+    Reference:
+        Le Roux, Manzagol & Bengio 2008 for blocks; per unit: Ollivier 2015.
     """
 
     decay: float = 0.0

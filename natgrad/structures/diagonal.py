@@ -15,7 +15,10 @@ from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_stati
 
 @dataclass(frozen=True)
 class Diagonal(Layerwise):
-    """The metric's diagonal: the second moments of the examples' gradients. Memory: one number per parameter."""
+    """The metric's diagonal: the second moments of the examples' gradients. Memory: one number per parameter.
+
+    Its arguments are those of `Layerwise`.
+    """
 
     sums = True
 
@@ -28,11 +31,18 @@ class Diagonal(Layerwise):
 
 @dataclass(frozen=True)
 class UnitWise(Layerwise):
-    """One block per unit: an output's weights and its bias (Le Roux et al. 2008; Ollivier 2015).
+    """One block per unit: an output's weights and its bias.
 
-    largest: units with at most this many parameters get their whole block, larger ones a quasi-diagonal block: the
-    diagonal and the bias's row, at the cost of a diagonal; without a bias that is the diagonal. Memory per unit of d
-    parameters: d^2 numbers, or 2 d. For an embedding a unit is a token.
+    Memory per unit of d parameters: d^2 numbers, or 2 d. For an embedding a unit is a token.
+
+    Arguments that are not listed here are those of `Layerwise`.
+
+    Args:
+        largest: Units with at most this many parameters get their whole block. Larger ones get a quasi-diagonal block:
+            the diagonal and the bias's row, at the cost of a diagonal. Without a bias that is the diagonal.
+
+    Reference:
+        Le Roux et al. 2008; Ollivier 2015.
     """
 
     sums = True
@@ -60,7 +70,11 @@ class UnitWise(Layerwise):
 
 
 def layer_squares(seen: Seen) -> torch.Tensor:
-    """The diagonal of a layer's metric, (groups, outputs, columns)."""
+    """The diagonal of a layer's metric, shape (groups, outputs, columns).
+
+    Args:
+        seen: What a pass told of the layer.
+    """
     if seen.by_token:
         size = seen.layer.layout.outputs
         found = [token_squares(seen.activations, deltas, size, seen.padding).unsqueeze(0) for deltas in seen.deltas]

@@ -22,9 +22,13 @@ from natgrad.operators.linearization import output_map
 class Outputs:
     """A pass's outputs as an estimate sees them.
 
-    tree: as the model returned them.   rows: laid out as (R, m).   form: M on each row.   weights: (R,), of the rows in
-    the mean loss.   examples: which entries of the rows are whose.   slope: the mean loss's gradient in the rows, for
-    those who ask for it; None where the targets are not known.
+    Args:
+        tree: As the model returned them.
+        rows: Laid out as (R, m).
+        form: M on each row.
+        weights: Of the rows in the mean loss, shape (R,).
+        examples: Which entries of the rows belong to which example.
+        slope: Gives the mean loss's gradient in the rows, shape (R, m). None where the targets are not known.
     """
 
     tree: Any
@@ -36,7 +40,12 @@ class Outputs:
 
     @staticmethod
     def of(pullback: Pullback, examples: Examples) -> Outputs:
-        """Those behind a metric at a point."""
+        """The outputs behind a metric at a point.
+
+        Args:
+            pullback: The metric at the point.
+            examples: Which entries of the rows belong to which example.
+        """
         known = output_map(pullback.linearization.function)
         tree = pullback.outputs if known is None else known.first
         return Outputs(tree, pullback.outputs, pullback.form, pullback.weights, examples)
@@ -47,18 +56,32 @@ class Estimate(ABC):
 
     @abstractmethod
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
-        """Tensors (R, m) such that the sum over them of the examples' outer products is, in expectation, the metric's.
+        """Cotangents whose outer products, one per example, add up to the metric's in expectation.
 
-        The rows' weights in the loss are included. ValueError where the metric's form has no root to draw from.
+        Args:
+            outputs: The pass's outputs.
+            generator: Of the draws.
+
+        Returns:
+            Tensors (R, m). The rows' weights in the loss are included.
+
+        Raises:
+            ValueError: If the metric's form has no root to draw from.
         """
 
 
 @dataclass(frozen=True)
 class Sampled(Estimate):
-    """`samples` draws of the labels from the model's own distribution: unbiased, one backward pass per draw.
+    """Draws of the labels from the model's own distribution: unbiased, one backward pass per draw.
 
     For a form that is no likelihood's Fisher: its root times random signs, which has the same second moment. Different
-    rows of one example are drawn independently, so their cross terms vanish on average. ValueError for samples < 1.
+    rows of one example are drawn independently, so their cross terms vanish on average.
+
+    Args:
+        samples: The number of draws.
+
+    Raises:
+        ValueError: For samples < 1.
     """
 
     samples: int = 1
@@ -85,7 +108,8 @@ class ExactLabels(Estimate):
 class Empirical(Estimate):
     """The data's own labels: the empirical Fisher, not the Fisher. One backward pass; it needs the targets.
 
-    The rows of one example count together, as one gradient. ValueError where the targets are not known.
+    The rows of one example count together, as one gradient. At the first step it raises a ValueError where the targets
+    are not known.
     """
 
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
@@ -106,7 +130,12 @@ NO_ROOT = (
 
 
 def drawn_score(outputs: Outputs, generator: torch.Generator) -> Tensor:
-    """One draw s (R, m) with E[s s^T] = M in every row."""
+    """One draw s (R, m) with E[s s^T] = M in every row.
+
+    Args:
+        outputs: The pass's outputs.
+        generator: Of the draw.
+    """
     form = outputs.form
     if isinstance(form, Likelihood):
         return form.score(outputs.tree, form.sample(outputs.tree, generator))
@@ -122,7 +151,14 @@ def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def root_of(outputs: Outputs) -> Tensor:
-    """F (R, m, q) with M = F F^T, unweighted. ValueError if there is none."""
+    """F (R, m, q) with M = F F^T, unweighted.
+
+    Args:
+        outputs: The pass's outputs.
+
+    Raises:
+        ValueError: If the form has no root.
+    """
     root = outputs.form.root(outputs.rows)
     if root is None:
         raise ValueError(NO_ROOT)

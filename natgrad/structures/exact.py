@@ -27,8 +27,14 @@ class Exact(Structure):
 class Dense(Structure):
     """G as a matrix (n, n), with an exponential running average over steps and bias correction.
 
-    decay: weight of the past, in [0, 1); 0 keeps this step's matrix alone. The first batch counts as itself: the
-    average is sum_s decay^(t - s) G_s over sum_s decay^(t - s). Memory: n^2 numbers. ValueError outside [0, 1).
+    The first batch counts as itself: the average is sum_s decay^(t - s) G_s over sum_s decay^(t - s). Memory: n^2
+    numbers.
+
+    Args:
+        decay: Weight of the past, in [0, 1); 0 keeps this step's matrix alone.
+
+    Raises:
+        ValueError: For a decay outside [0, 1).
     """
 
     decay: float = 0.0

@@ -12,7 +12,11 @@ from torch import Tensor
 def average_metric(matrix: Tensor, root: Tensor, rate: float, *, out: Tensor | None = None) -> Tensor:
     """Eq. 3 itself: (1 - rate) G + rate U U^T, in O(n^2 r).
 
-    out: where to write, `matrix` itself for an update in place; default a new tensor.
+    Args:
+        matrix: G, shape (..., n, n).
+        root: U, shape (..., n, r).
+        rate: Weight of U U^T, in (0, 1).
+        out: Where to write; `matrix` itself for an update in place. Default: a new tensor.
     """
     return _plus_outer(matrix, root, 1 - rate, rate, out)
 
@@ -22,17 +26,30 @@ def adapt_inverse(
 ) -> Tensor:
     """Eq. 4: G^-1 after the update, to first order in rate: (1 + rate) G^-1 - rate (G^-1 U)(G^-1 U)^T, in O(n^2 r).
 
-    Positive definite exactly where `stays_positive`. image: G^-1 U, where it is known. out: as for `average_metric`.
+    Positive definite exactly where `stays_positive` is true.
+
+    Args:
+        inverse: G^-1, shape (..., n, n).
+        root: U, shape (..., n, r).
+        rate: Weight of U U^T, in (0, 1).
+        image: G^-1 U, shape (..., n, r), where it is known.
+        out: As for `average_metric`.
     """
     image = inverse @ root if image is None else image
     return _plus_outer(inverse, image, 1 + rate, -rate, out)
 
 
 def stays_positive(inverse: Tensor, root: Tensor, rate: float, *, image: Tensor | None = None) -> Tensor:
-    """Whether eq. 4 leaves G^-1 positive definite: rate * lambda_max(U^T G^-1 U) < 1 + rate, (...,) of bool.
+    """True where eq. 4 leaves G^-1 positive definite: rate * lambda_max(U^T G^-1 U) < 1 + rate, shape (...,).
 
     By a Cholesky factorisation of (1 + rate) I - rate U^T G^-1 U, (r, r), which exists on the same condition.
     False where anything is not finite.
+
+    Args:
+        inverse: G^-1, shape (..., n, n).
+        root: U, shape (..., n, r).
+        rate: Weight of U U^T, in (0, 1).
+        image: G^-1 U, shape (..., n, r), where it is known.
     """
     gram = root.mT @ (inverse @ root if image is None else image)
     found = torch.linalg.cholesky_ex(_shift(-rate * gram, 1 + rate))
@@ -44,8 +61,14 @@ def woodbury_inverse(
 ) -> Tensor:
     """G^-1 after the update, exactly: [G^-1 - G^-1 U ((1 - rate) / rate I + U^T G^-1 U)^-1 U^T G^-1] / (1 - rate).
 
-    O(n^2 r + r^3), rate in (0, 1). Always positive definite. image: G^-1 U, where it is known. out: as for
-    `average_metric`. Not finite where the (r, r) matrix cannot be factorised.
+    O(n^2 r + r^3). Always positive definite. Not finite where the (r, r) matrix cannot be factorised.
+
+    Args:
+        inverse: G^-1, shape (..., n, n).
+        root: U, shape (..., n, r).
+        rate: Weight of U U^T, in (0, 1).
+        image: G^-1 U, shape (..., n, r), where it is known.
+        out: As for `average_metric`.
     """
     image = inverse @ root if image is None else image
     small = torch.linalg.cholesky_ex(_shift(root.mT @ image, (1 - rate) / rate))

@@ -39,14 +39,24 @@ SIDES = ("left", "right")
 class Kronecker(Layerwise):
     """S (x) A per layer (K-FAC): S = E[delta delta^T] of the output derivatives, A = E[a a^T] of the inputs.
 
-    reduce: take the positions of a sequence or image together (means of inputs, sums of derivatives), for losses that
-    see their mean, instead of one by one.   factored: K-FAC's own damped inverse, with pi, instead of the exact one.
-    largest, budget: a factor with more rows, or more bytes, keeps as few equal blocks of its diagonal as fit; largest=1
-    keeps the diagonal. An embedding's A is diagonal: token frequencies. Norms and depthwise convolutions, with one
-    output per group, get their exact blocks.
-    Exact for one example, and where inputs and derivatives are independent. Memory: the factors.
-    ValueError for a largest or a budget that no row fits.
-    Martens & Grosse 2015; convolutions as in Grosse & Martens 2016; Eschenhagen et al. 2023 for shared weights.
+    Exact for one example, and where inputs and derivatives are independent. An embedding's A is diagonal: token
+    frequencies. Norms and depthwise convolutions, with one output per group, get their exact blocks. Memory: the
+    factors.
+
+    Arguments that are not listed here are those of `Layerwise`.
+
+    Args:
+        reduce: True to take the positions of a sequence or image together (means of inputs, sums of derivatives), for
+            losses that see their mean, instead of one by one.
+        factored: True for K-FAC's own damped inverse, with pi, instead of the exact one.
+        largest: A factor with more rows keeps as few equal blocks of its diagonal as fit; 1 keeps the diagonal.
+        budget: Likewise for a factor of more bytes.
+
+    Raises:
+        ValueError: For a largest or a budget that no row fits.
+
+    Reference:
+        Martens & Grosse 2015; convolutions: Grosse & Martens 2016; shared weights: Eschenhagen et al. 2023.
     """
 
     sums = True
@@ -82,11 +92,24 @@ class EigenKronecker(Layerwise):
     """K-FAC's eigenbasis with the metric's own diagonal in it (EKFAC): closer to the metric in Frobenius norm, always.
 
     The diagonal is that of the examples' own gradients, exact for shared weights too. With a running average, earlier
-    diagonals move to the new basis as the diagonal of what they were.
-    reduce, largest, budget: as in `Kronecker`. Memory: the factors, their eigenvectors and one number per parameter.
-    stale: a factor's eigenvectors are kept from the last update while V^T M V is off its diagonal by at most this share
-    of its norm, which one product tells; 0 takes an eigendecomposition at every update. ValueError outside [0, 1).
-    George et al. 2018.
+    diagonals move to the new basis as the diagonal of what they were. Memory: the factors, their eigenvectors and one
+    number per parameter.
+
+    Arguments that are not listed here are those of `Layerwise`.
+
+    Args:
+        reduce: As in `Kronecker`.
+        largest: As in `Kronecker`.
+        stale: A share in [0, 1). A factor's eigenvectors are kept from the last update while V^T M V is off its
+            diagonal by at most this share of its norm, which one product tells; 0 takes an eigendecomposition at every
+            update.
+        budget: As in `Kronecker`, in bytes.
+
+    Raises:
+        ValueError: For a largest or a budget that no row fits, or `stale` outside of [0, 1).
+
+    Reference:
+        George et al. 2018.
     """
 
     sums = True

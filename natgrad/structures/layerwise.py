@@ -31,11 +31,19 @@ class Layerwise(Structure):
     """One operator per layer, from running averages of its statistics; the diagonal metric for everything else.
 
     A subclass says which statistics a pass gives, and which operator they make.
-    decay: weight of the past in the running averages, in [0, 1); the first batch counts as itself.   estimate: how the
-    expectation over labels is taken, default one draw.   seed: of the draws. ValueError for a decay outside [0, 1),
-    TypeError for another estimate.
-    sums: whether all that a pass gives goes through `accumulate_statistics` or `exchanged`, so that several processes
-    can add it up.
+
+    Args:
+        decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.
+        estimate: How the expectation over labels is taken. Default: one draw.
+        seed: Of the draws.
+
+    Attributes:
+        sums: True if all that a pass gives goes through `accumulate_statistics` or `exchanged`, so that several
+            processes can add it up.
+
+    Raises:
+        ValueError: For a decay outside [0, 1).
+        TypeError: For another estimate.
     """
 
     sums: ClassVar[bool] = False
@@ -52,14 +60,33 @@ class Layerwise(Structure):
 
     @abstractmethod
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        """Running totals after one more pass of a layer: decay * before + what the pass gives."""
+        """Running totals after one more pass of a layer: decay * before + what the pass gives.
+
+        Args:
+            seen: What the pass told of the layer.
+            before: The totals so far; None at first.
+            decay: Weight of the past, in [0, 1).
+
+        Returns:
+            Tensors by name.
+        """
 
     @abstractmethod
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
-        """The layer's block, on its matrix flattened row-major, from running totals and their weight."""
+        """The layer's block, on its matrix flattened row-major.
+
+        Args:
+            layer: The layer.
+            totals: Its running totals, from `statistics`.
+            weight: The totals' weight: a total over it is an average.
+        """
 
     def kind(self, totals: Statistics) -> str:
-        """What a layer with these totals got, for reports."""
+        """What a layer with these totals got, for reports.
+
+        Args:
+            totals: From `statistics`.
+        """
         return type(self).__name__
 
     def update(
@@ -96,6 +123,11 @@ class Layerwise(Structure):
         """Totals by layer (and by name for parameters without one) after one more pass, and their weight.
 
         A pass that is not finite leaves the totals as they were: one bad batch does not poison the average.
+
+        Args:
+            layers: What the pass told of every layer.
+            squares: Name -> squares, for parameters without a layer.
+            memory: What the last call of `update` returned, None at first.
         """
         before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
         totals = {one.key: self.statistics(one, before.get(one.key), self.decay) for one in layers}
@@ -111,9 +143,12 @@ class Layerwise(Structure):
 
 
 def is_asking(readings: int) -> bool:
-    """Whether layers are judged afresh: at readings 0, 2, 4, 8, 16, and at every 32nd.
+    """True if layers are judged afresh: at readings 0, 2, 4, 8, 16, and at every 32nd.
 
     A second use of a weight may be hidden at first, by a gate or a head that starts at zero.
+
+    Args:
+        readings: The number of readings before this one.
     """
     return readings % 32 == 0 or (readings > 1 and readings & (readings - 1) == 0)
 
@@ -121,7 +156,10 @@ def is_asking(readings: int) -> bool:
 def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
     """decay * before + fresh, entry by entry, in fresh's storage; without the past where that is of another kind.
 
-    fresh is a sum over examples: with several processes, over the examples of all.
+    Args:
+        before: The totals so far, by name; None at first.
+        fresh: A sum over examples, by name. With several processes, it is added up over the examples of all.
+        decay: Weight of the past, in [0, 1).
     """
     fresh = exchanged(fresh)
     if before is None or before.keys() != fresh.keys():

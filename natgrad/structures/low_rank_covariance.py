@@ -18,7 +18,7 @@ from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_stati
 
 @dataclass(frozen=True)
 class LowRankCovariance(Layerwise):
-    """Per layer U U^T, U the `rank` leading directions of the examples' gradients (Le Roux, Manzagol & Bengio 2008).
+    """Per layer U U^T, U the `rank` leading directions of the examples' gradients.
 
     A running average: with b new gradients the (rank + b) vectors sqrt(decay) U, g_1, ..., g_b are turned by the
     eigenvectors of their Gram matrix, and the longest kept. Not centred. Directions that are left out count as much as
@@ -26,7 +26,18 @@ class LowRankCovariance(Layerwise):
     nowhere above the metric's leading eigenvalues after. Relative damping refers to the mean of the kept eigenvalues.
     Of a batch with more than 2 rank examples the gradients are added up in 2 rank groups, each times a random sign of
     its own: their second moment stays right on average, at the cost of one gradient.
-    Embeddings get the diagonal. Memory: rank * n numbers for n parameters. ValueError for a rank below 1.
+    Embeddings get the diagonal. Memory: rank * n numbers for n parameters.
+
+    Arguments that are not listed here are those of `Layerwise`.
+
+    Args:
+        rank: The number of directions per layer.
+
+    Raises:
+        ValueError: For a rank below 1.
+
+    Reference:
+        Le Roux, Manzagol & Bengio 2008.
     """
 
     rank: int = 16

@@ -26,7 +26,13 @@ FIRST = 3
 
 @dataclass(frozen=True)
 class Tracked:
-    """F = R^T diag(d) R + rho I: basis R (..., r, D), values d (..., r), rest rho (...,)."""
+    """F = R^T diag(d) R + rho I.
+
+    Args:
+        basis: R, shape (..., r, D), with orthonormal rows.
+        values: d, shape (..., r).
+        rest: rho, shape (...,).
+    """
 
     basis: Tensor
     values: Tensor
@@ -41,7 +47,11 @@ class Tracked:
         return self.spikes().dense()
 
     def spikes(self, scale: float | Tensor = 1.0) -> Spikes:
-        """scale * F by its eigenvalues: d + rho, and rho for the rest."""
+        """scale * F by its eigenvalues: d + rho, and rho for the rest.
+
+        Args:
+            scale: A number, or a tensor of shape (..., 1).
+        """
         rest = self.rest.unsqueeze(-1)
         return Spikes(self.basis.mT, scale * torch.cat([self.values + rest, rest], dim=-1))
 
@@ -49,7 +59,11 @@ class Tracked:
 def start(size: int, rank: int, like: Tensor, level: float = 0.0) -> Tracked:
     """d = rho = level, and directions drawn from a generator of their own.
 
-    rank: at most size - 1, the rest needs a direction.   like: for leading dimensions, dtype and device.
+    Args:
+        size: D.
+        rank: r, at most D - 1 is taken: the rest needs a direction.
+        like: A tensor whose leading dimensions, dtype and device the result has.
+        level: d and rho.
     """
     rank, lead = min(rank, size - 1), like.shape[:-2]
     drawn = torch.randn(size, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -58,12 +72,20 @@ def start(size: int, rank: int, like: Tensor, level: float = 0.0) -> Tracked:
 
 
 def tracked(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) -> Tracked:
-    """Low rank plus scaled identity close to T = decay F + X^T X, rows X (..., N, D).
+    """Low rank plus scaled identity close to T = decay F + X^T X.
 
     One step of subspace iteration: Y = R T, Y Y^T = U C U^T, R' = C^-1/2 U^T Y, d' + rho' = C^1/2, rho' so that the
     trace is T's. Exact where R's span is T's own and T is a multiple of the identity beside it; at rest these are T's
     leading eigenvectors. d' is floored at 5e-4 of the largest C^1/2 (and at `least`).
-    NaN throughout for rows that are not finite.
+
+    Args:
+        before: F.
+        rows: X, shape (..., N, D).
+        decay: Weight of F, >= 0.
+        least: Floor of d' and rho'.
+
+    Returns:
+        F'. NaN throughout for rows that are not finite.
     """
     rank, size = before.basis.shape[-2:]
     trace = rows.square().sum((-2, -1)) + decay * before.trace()
@@ -117,9 +139,13 @@ def smoothed(rows: Tensor, state: Tracked, alpha: float) -> Tensor:
 class OnlineSide:
     """One side of a layer in Kaldi's loop: X in, X G^-1 out, G from the batches before.
 
-    rank: of F.   period: batches between updates, after the first ten.   history: rows that the running average
-    remembers.   alpha: smoothing. Defaults as published, the rank's for inputs: min(20, (D + 1) / 2), 80 for output
-    derivatives.
+    Defaults are as published, the rank's for inputs: min(20, (D + 1) / 2); it is 80 for output derivatives.
+
+    Args:
+        rank: Of F.
+        period: Batches between updates, after the first ten.
+        history: Rows that the running average remembers.
+        alpha: Smoothing.
     """
 
     rank: int = 20
@@ -128,9 +154,14 @@ class OnlineSide:
     alpha: float = 4.0
 
     def precondition(self, rows: Tensor, state: Tracked | None, batches: int) -> tuple[Tensor, Tracked | None]:
-        """Preconditioned rows (N, D), and the state for the next batch. batches: seen before this one.
+        """Preconditioned rows (N, D), and the state for the next batch.
 
         Rows that are not finite come back as they are, and leave the state as it was.
+
+        Args:
+            rows: X, shape (N, D).
+            state: F from the batches before; None at first.
+            batches: The number of batches seen before this one.
         """
         if not all_finite(rows):
             return rows, state
@@ -145,6 +176,11 @@ class OnlineSide:
         return found, self.update(rows, state) if due else state
 
     def update(self, rows: Tensor, state: Tracked) -> Tracked:
-        """F' ~ eta X^T X / N + (1 - eta) F, eta = min(.9, 1 - exp(-N / history))."""
+        """F' ~ eta X^T X / N + (1 - eta) F, eta = min(.9, 1 - exp(-N / history)).
+
+        Args:
+            rows: X, shape (N, D).
+            state: F.
+        """
         eta = min(0.9, 1 - math.exp(-len(rows) / self.history))
         return tracked(state, (eta / len(rows)) ** 0.5 * rows, 1 - eta, least=1e-10)

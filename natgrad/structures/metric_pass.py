@@ -32,7 +32,13 @@ LARGEST = 2**25  # entries of row gradients that are written out for parameters 
 
 @dataclass(frozen=True)
 class Collected:
-    """What a metric's own pass gave, and the metric that it came from. meet: whether all rows are one example's."""
+    """What a metric's own pass gave, and the metric that it came from.
+
+    Args:
+        metric: The metric at the point.
+        heard: What was heard of the layers.
+        meet: True if all rows are one example's.
+    """
 
     metric: Pullback
     heard: Heard

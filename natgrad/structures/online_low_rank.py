@@ -18,16 +18,28 @@ from natgrad.structures.low_rank_tracking import Tracked, first, tracked
 
 @dataclass(frozen=True)
 class OnlineLowRank(Layerwise):
-    """S (x) A per layer as in K-FAC, each factor a low rank plus a multiple of the identity (Povey et al. 2015).
+    """S (x) A per layer as in K-FAC, each factor a low rank plus a multiple of the identity.
 
-    A: second moment of the inputs with a 1 appended, rank at most `rank_in`; S: of the output derivatives, `rank_out`;
-    neither above half its size, rounded up.   gradient: learn them from the rows and columns of the batch's gradient
-    instead of from the examples (as the 2020 report's runs did), A then divided by its trace. With drawn labels the
-    gradient's second moment is the Fisher, with `ng.Empirical()` it holds the mean gradient too.   factored: smooth
-    each factor (Kaldi's alpha is sqrt(damping)) instead of damping their product exactly.
-    The first batch is iterated upon three times; later ones once. Norms and depthwise convolutions get their exact
-    blocks, embeddings the diagonal. Memory: rank * (size + 1) + 1 numbers per side. Neither factor is ever formed.
-    ValueError for a rank below 1.
+    A is the second moment of the inputs with a 1 appended, S that of the output derivatives. The first batch is
+    iterated
+    upon three times; later ones once. Norms and depthwise convolutions get their exact blocks, embeddings the diagonal.
+    Memory: rank * (size + 1) + 1 numbers per side. Neither factor is ever formed.
+
+    Arguments that are not listed here are those of `Layerwise`.
+
+    Args:
+        rank_in: The rank of A at most; never above half its size, rounded up.
+        rank_out: The rank of S at most, likewise.
+        gradient: True to learn the factors from the rows and columns of the batch's gradient instead of from the
+            examples (as the 2020 report's runs did), A then divided by its trace. With drawn labels the gradient's
+            second moment is the Fisher, with `ng.Empirical()` it holds the mean gradient too.
+        factored: True to smooth each factor (Kaldi's alpha is sqrt(damping)) instead of damping their product exactly.
+
+    Raises:
+        ValueError: For a rank below 1.
+
+    Reference:
+        Povey et al. 2015.
     """
 
     rank_in: int = 20

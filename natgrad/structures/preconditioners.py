@@ -37,7 +37,14 @@ class Preconditioner(ABC):
     ) -> tuple[Operator, Memory]:
         """P as an operator, and the memory for the next step.
 
-        memory, metric, params, inputs, random: as for `Structure.update`.   operator: G.   damping: of the system.
+        Args:
+            memory: As for `Structure.update`.
+            metric: As for `Structure.update`.
+            params: As for `Structure.update`.
+            inputs: As for `Structure.update`.
+            damping: Of the system, in G's units, >= 0.
+            operator: G, of size n.
+            random: As for `Structure.update`.
         """
 
 
@@ -45,12 +52,20 @@ class Preconditioner(ABC):
 class DiagonalPreconditioner(Preconditioner):
     """P = (diag(D) + damping I)^-power, D the diagonal of G or of the data's own gradients.
 
-    power: .75 in Martens 2010, section 4.7; 1 is Jacobi's.   samples: draws of the labels from which D = diag(G) is
-    estimated, one more pass with a backward each (`ng.Diagonal`); None: exact, which costs a backward pass per output.
-    empirical: D = mean of the examples' squared gradients instead, Martens' choice; it needs targets.
-    decay: weight of the past in a running average of the estimate, in [0, 1).
     A metric that is no likelihood's has no labels to draw: there D is the mean of `samples` of z o G z, z random signs.
-    ValueError unless 0 < power <= 1 and samples >= 1.
+
+    Args:
+        power: In (0, 1]. It is .75 in Martens 2010, section 4.7; 1 is Jacobi's.
+        samples: Draws of the labels from which D = diag(G) is estimated, one more pass with a backward each
+            (`ng.Diagonal`). None: exact, which costs a backward pass per output.
+        empirical: True for D = mean of the examples' squared gradients, Martens' choice. It needs targets.
+        decay: Weight of the past in a running average of the estimate, in [0, 1).
+
+    Raises:
+        ValueError: For a power or a decay outside of these ranges, or samples < 1.
+
+    Reference:
+        Martens 2010, section 4.7.
     """
 
     power: float = 0.75
@@ -96,9 +111,14 @@ class DiagonalPreconditioner(Preconditioner):
 class EmpiricalPreconditioner(Preconditioner):
     """P = (U + damping I)^-1, U the empirical Fisher of some of the batch's examples, inverted in sample space.
 
-    examples: how many, drawn with a fixed seed. One product with P takes two passes over their row gradients. It
-    catches the directions in which the data's gradients are large, which are those of large G only near a good fit.
-    Needs targets, and a damping above zero. ValueError for examples < 1.
+    One product with P takes two passes over the examples' row gradients. It catches the directions in which the data's
+    gradients are large, which are those of large G only near a good fit. Needs targets, and a damping above zero.
+
+    Args:
+        examples: How many, drawn with a fixed seed.
+
+    Raises:
+        ValueError: For examples < 1.
     """
 
     examples: int = 100
@@ -125,9 +145,12 @@ class EmpiricalPreconditioner(Preconditioner):
 
 @dataclass(frozen=True)
 class StructurePreconditioner(Preconditioner):
-    """P = (S + damping I)^-1 for a structure whose operator S has a closed-form inverse, such as Kronecker factors.
+    """P = (S + damping I)^-1 for a structure's operator S.
 
-    TypeError at the first step for a structure without one, or for that of a Hessian.
+    At the first step it raises a TypeError for an S without a closed-form inverse, or for that of a Hessian.
+
+    Args:
+        structure: One whose operator has a closed-form inverse, such as Kronecker factors.
     """
 
     structure: Structure
@@ -158,7 +181,18 @@ class StructurePreconditioner(Preconditioner):
 
 
 def as_preconditioner(choice: Any, solver: Solver) -> Preconditioner | None:
-    """A preconditioner or a structure, for a solver that takes one. TypeError for anything else."""
+    """A preconditioner or a structure, for a solver that takes one.
+
+    Args:
+        choice: A preconditioner, a structure or None.
+        solver: The solver that it is for.
+
+    Returns:
+        A preconditioner; None for None.
+
+    Raises:
+        TypeError: For another choice, or a solver that takes no preconditioner.
+    """
     if choice is None:
         return None
     if not isinstance(choice, (Preconditioner, Structure)):
@@ -188,8 +222,18 @@ class SampleSpaceInverse(Operator):
 def empirical(
     metric: Metric, params: Params, inputs: Any, examples: int | None, random: RandomState | None
 ) -> Pullback:
-    """The empirical Fisher of a metric's model at this step's data. ValueError without targets, TypeError for a metric
-    without a model and a criterion.
+    """The empirical Fisher of a metric's model at this step's data.
+
+    Args:
+        metric: One of a model and a criterion.
+        params: The point, by name.
+        inputs: The metric's data.
+        examples: How many of them to draw; None: all.
+        random: The random numbers of the pass, for dropout.
+
+    Raises:
+        ValueError: Without targets.
+        TypeError: For a metric without a model and a criterion.
     """
     source = metric.moment if isinstance(metric, Covariance) else metric
     if not isinstance(source, (PullbackMetric, Hessian)):

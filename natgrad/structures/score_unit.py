@@ -13,10 +13,10 @@ def join_spread(known: dict[str, Any] | None, examples: Tensor) -> dict[str, Any
 
     Args:
         known: What this returned before, None at first.
-        examples: X, (..., b, N), finite.
+        examples: X, shape (..., b, N), finite.
 
     Returns:
-        examples: how many.   mean: (..., N).   squares: sum |x - mean|^2, (...,).
+        A dict: "examples", how many; "mean", shape (..., N); "squares", sum |x - mean|^2, shape (...,).
     """
     count, mean = examples.shape[-2], examples.mean(-2)
     squares = (examples - mean.unsqueeze(-2)).square().sum((-2, -1))

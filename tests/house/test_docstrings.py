@@ -26,9 +26,7 @@ SECTIONS = ("Args", "Attributes")
 UNCONVERTED = {
     "applications.policy",
     "layers",
-    "operators",
     "optim.structured_recipes",
-    "structures",
 }
 
 
