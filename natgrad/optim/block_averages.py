@@ -161,9 +161,11 @@ class Blocks:
         self._changes = []
 
     def mean_eigenvalue(self) -> float:
-        """Over all blocks, of today's averages."""
-        operators = [self.operator(block) for block in self]
-        return sum(float(one.mean_eigenvalue()) * one.size for one in operators) / sum(one.size for one in operators)
+        """Over all blocks that are trained, of today's averages."""
+        trained = [block for block in self if any(self.named[name].requires_grad for name in block.layout.names)]
+        operators = [self.operator(block) for block in trained]
+        size = sum(one.size for one in operators)
+        return sum(float(one.mean_eigenvalue()) * one.size for one in operators) / size if size else 0.0
 
     def invert(
         self, level_of: Callable[[Block, Operator], float], inverts: bool, prepare: Prepare | None

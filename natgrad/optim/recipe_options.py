@@ -24,7 +24,9 @@ class BlockOptions(TypedDict, total=False):
     """What `ng.kfac` and its like have in common.
 
     Args:
-        rule: How a direction becomes a step; default `ng.MeasuredLength()`. Any rule but `ng.SubspaceSearch`.
+        rule: How a direction becomes a step; default
+            `natgrad.rules.NoiseAware()` in `ng.kfac` and `ng.ekfac`, `ng.MeasuredLength()` elsewhere. Any rule but
+            `ng.SubspaceSearch`.
         momentum: Decay of the gradient's running mean (bias-corrected), taken before the metric, so that the whole step
             is in today's metric; in [0, 1). Default 0.9, and 0 with `rule=ng.Momentum(...)`.
         damping: A strategy, which means what it means in `ng.NaturalGradient`. A number is short for

@@ -5,13 +5,16 @@ Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step(
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 from torch import nn
 
+from natgrad.damping import Damping, Relative
 from natgrad.families import Likelihood
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.structured import StructuredNaturalGradient
+from natgrad.rules import NoiseAware
 from natgrad.structures import (
     Diagonal,
     EigenKronecker,
@@ -28,7 +31,11 @@ from natgrad.structures import (
 Criterion = nn.Module | Likelihood
 
 
-@with_options(BlockOptions, BlockSettings)
+SAFE = Relative(0.03, per="block", whole=1.0)
+"""Damping that does not vanish with a block that the loss hardly depends on."""
+
+
+@with_options(BlockOptions, BlockSettings, damping=SAFE)
 def kfac(
     model: nn.Module,
     criterion: Criterion,
@@ -39,6 +46,10 @@ def kfac(
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
     """The natural gradient with a Kronecker product per layer (K-FAC), of the true Fisher.
+
+    Steps are natural, within a share of each layer, while the gradient stands out from its noise, and spectral ones in
+    the coordinates of each layer's inputs from then on: `natgrad.rules.NoiseAware`. K-FAC as in the papers has
+    `rule=natgrad.rules.MeasuredLength()` and `damping=ng.Relative(0.03, per="block")`.
 
     Args:
         model: The network.
@@ -60,10 +71,10 @@ def kfac(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    return build(model, criterion, Kronecker(decay, estimate, factored=True), lr, options)
+    return build(model, criterion, Kronecker(decay, estimate, factored=True), lr, heed_noise(options), damping=SAFE)
 
 
-@with_options(BlockOptions, BlockSettings)
+@with_options(BlockOptions, BlockSettings, damping=SAFE)
 def ekfac(
     model: nn.Module,
     criterion: Criterion,
@@ -91,7 +102,7 @@ def ekfac(
     Reference:
         George et al. 2018.
     """
-    return build(model, criterion, EigenKronecker(decay, estimate), lr, options)
+    return build(model, criterion, EigenKronecker(decay, estimate), lr, heed_noise(options), damping=SAFE)
 
 
 @with_options(BlockOptions, BlockSettings, damping=0.1)
@@ -218,6 +229,20 @@ def tonga(
     return build(model, criterion, LowRankCovariance(decay, estimate, rank=rank), lr, options, damping=0.3)
 
 
+def heed_noise(options: BlockOptions) -> BlockOptions:
+    """The options with `NoiseAware` as the rule, where the user gave none; max_kl and kl_share are its own then."""
+    if options.get("rule") is not None:
+        return options
+    usual, rest = NoiseAware(), BlockOptions(**options)
+    max_kl, kl_share = rest.pop("max_kl", None), rest.pop("kl_share", None)
+    rule = replace(
+        usual,
+        max_kl=usual.max_kl if max_kl is None else max_kl,
+        kl_share=usual.kl_share if kl_share is None else kl_share,
+    )
+    return BlockOptions(rule=rule) | {key: value for key, value in rest.items() if key != "rule"}  # type: ignore[return-value]
+
+
 def build(
     model: nn.Module,
     criterion: Criterion,
@@ -225,7 +250,7 @@ def build(
     lr: float,
     options: BlockOptions,
     *,
-    damping: float = 0.03,
+    damping: float | Damping = 0.03,
 ) -> StructuredNaturalGradient:
     """The optimizer with a recipe's structure, and its damping where the user gave none."""
     return StructuredNaturalGradient(model, criterion, structure, lr, **(BlockOptions(damping=damping) | options))

@@ -92,7 +92,8 @@ def test_steps_end_at_the_minimum_of_the_true_quadratic_model(recipe: Callable[.
     model = linear()
     targets = draw(len(X), 3) if isinstance(criterion, nn.MSELoss) else Y
     metric = ng.fisher(model, criterion).at(ng.trainable(model), X)
-    opt = recipe(model, criterion, estimate=EXACT, damping=1e-3, kl_share=math.inf)
+    rule = ng.MeasuredLength(kl_share=math.inf)
+    opt = recipe(model, criterion, estimate=EXACT, damping=1e-3, rule=rule)
     step = move(opt, model, X, targets)
     gradient = flat_gradient(model) / (len(X) if criterion.reduction == "sum" else 1)
     if opt.state_report().rate < 1:  # at 1, the step is the damped one of the blocks
@@ -108,7 +109,7 @@ def test_blocks_that_promise_too_little_are_seen_through():
         nn.init.eye_(layer.weight)
     model = nn.Sequential(*layers).to(F64)
     x, y = draw(16, 3), draw(16, 3, seed=1)
-    opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, kl_share=math.inf)
+    opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(kl_share=math.inf))
     metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x)
     step = move(opt, model, x, y)
     assert opt._stride.known(ONE) > 2

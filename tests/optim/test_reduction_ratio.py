@@ -21,7 +21,12 @@ from natgrad.optim.reduction_ratio import EVERY
 LM = partial(ng.LevenbergMarquardt, per="block")
 EXACT = ng.ExactLabels()
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
-WILD: dict[str, Any] = {"lr": 300.0, "measure": False, "kl_share": math.inf, "momentum": 0.0}
+WILD: dict[str, Any] = {
+    "lr": 300.0,
+    "measure": False,
+    "rule": ng.MeasuredLength(kl_share=math.inf),
+    "momentum": 0.0,
+}
 
 
 def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:
@@ -153,7 +158,8 @@ def closure_of(opt: Any, model: nn.Module, parts: list[slice]) -> Callable[[], T
 
 def test_micro_batches_are_judged_together_by_the_closure():
     whole, parts = net(), net()
-    one, many = (ng.kfac(m, CE, damping=LM(0.05), estimate=EXACT, measure=False) for m in (whole, parts))
+    rule = ng.MeasuredLength()  # takes both along the same path, refusals included
+    one, many = (ng.kfac(m, CE, damping=LM(0.05), estimate=EXACT, measure=False, rule=rule) for m in (whole, parts))
     readings = []
     read = many._read
     many._read = lambda *a: readings.append(1) or read(*a)

@@ -106,7 +106,10 @@ def test_gradient_scaling_skips_a_step_that_overflowed():
 def test_clipping_acts_on_the_gradient_before_the_bound_on_the_step(bound: float):
     def step(scale: float, norm: float = math.inf) -> tuple[Tensor, float]:
         model = net()
-        opt, start = ng.kfac(model, CE, estimate=EXACT, **(FREE | {"max_kl": bound})), flat(model)
+        opt, start = (
+            ng.kfac(model, CE, estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(bound, math.inf)),
+            flat(model),
+        )
         opt.loss(model(X), Y).backward()
         for p in model.parameters():
             p.grad = scale * p.grad  # type: ignore[operator]
