@@ -26,7 +26,10 @@ PATIENCE = 1000
 
 
 class EnvironmentFault(RuntimeError, ValueError):
-    """An environment raised, returned what is not finite or of another shape, or never ends."""
+    """An environment raised, returned what is not finite or of another shape, or never ends.
+
+    The agent is as it was before the current update; the next call of `learn` begins new episodes.
+    """
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,11 @@ Array = np.ndarray
 class Head(ABC):
     """A distribution over the actions of a space: rows (b, width) of parameters, and draws that the rows give.
 
-    space: of one environment's actions; filled in by `on`. A draw is what the family draws; `actions` turns it into
-    what the environment takes. Log-probabilities, KL and Fisher are those of the draws.
+    A draw is what the family draws; `actions` turns it into what the environment takes. Log-probabilities, KL and
+    Fisher are those of the draws.
+
+    Args:
+        space: Of one environment's actions; filled in by `on`.
     """
 
     kind: ClassVar[str] = ""  # the gymnasium space
@@ -42,32 +45,87 @@ class Head(ABC):
 
     @abstractmethod
     def mode(self, rows: Tensor) -> Tensor:
-        """The likeliest draw of every row."""
+        """The likeliest draw of every row.
+
+        Args:
+            rows: Parameters, shape (b, width).
+
+        Returns:
+            Draws, shape (b, ...).
+        """
 
     @abstractmethod
     def entropy(self, rows: Tensor) -> Tensor:
-        """In nats, (b, width) -> (b,)."""
+        """The entropy of every row's distribution.
+
+        Args:
+            rows: Parameters, shape (b, width).
+
+        Returns:
+            Nats, shape (b,).
+        """
 
     @abstractmethod
     def actions(self, draws: Tensor) -> Array:
-        """Draws as the environment takes them, (b, ...)."""
+        """Draws as the environment takes them.
+
+        Args:
+            draws: What `draw` or `mode` gave, shape (b, ...).
+
+        Returns:
+            An array (b, ...) of the space's shape and dtype.
+        """
 
     def on(self, space: Any) -> Head:
-        """This head for a space. ValueError unless it is of the head's kind."""
+        """This head for a space.
+
+        Args:
+            space: A gymnasium space, of one environment's actions.
+
+        Returns:
+            A copy that knows the space.
+
+        Raises:
+            ValueError: Unless the space is of the head's kind.
+        """
         if type(space).__name__ != self.kind:
             raise ValueError(f"head is {type(self).__name__}(), which is for {self.kind} actions; the space is {space}")
         return replace(self, space=space)
 
     def draw(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """One draw per row."""
+        """One draw per row.
+
+        Args:
+            rows: Parameters, shape (b, width).
+            generator: The source of random numbers, on the device of the rows.
+
+        Returns:
+            Draws, shape (b, ...).
+        """
         return self.family.sample(rows, generator)
 
     def log_prob(self, rows: Tensor, draws: Tensor) -> Tensor:
-        """(b, width) -> (b,)."""
+        """log p(draw) under every row.
+
+        Args:
+            rows: Parameters, shape (b, width).
+            draws: One per row, shape (b, ...).
+
+        Returns:
+            Nats, shape (b,).
+        """
         return -self.family.nll(rows, draws)
 
     def kl(self, rows: Tensor, other: Tensor) -> Tensor:
-        """KL(p_rows, p_other) of every state in nats, (b,)."""
+        """KL(p_rows, p_other) of every state.
+
+        Args:
+            rows: Parameters of the first distribution, shape (b, width).
+            other: Parameters of the second one, shape (b, width).
+
+        Returns:
+            Nats, shape (b,).
+        """
         return self.family.kl(rows, other)
 
 
@@ -224,7 +282,10 @@ class SquashedGaussianHead(GaussianHead):
     """tanh of a Gaussian, stretched over the space's bounds: nothing is clipped.
 
     A bijection changes neither KL nor Fisher: both are those of the Gaussian below, as are entropy and log-probability
-    (the Jacobian of tanh cancels in every ratio). ValueError for a space without finite bounds.
+    (the Jacobian of tanh cancels in every ratio).
+
+    Raises:
+        ValueError: By `on`, for a space without finite bounds.
     """
 
     def on(self, space: Any) -> Head:
@@ -246,7 +307,16 @@ HEADS: dict[str, type[Head]] = {
 
 
 def choose_head(space: Any, head: Head | None = None) -> Head:
-    """The head of an action space, or the given one on it. ValueError for a space without one."""
+    """The head of an action space, or the given one on it.
+
+    Args:
+        space: A gymnasium space, of one environment's actions.
+        head: Taken instead of the space's usual one.
+
+    Raises:
+        TypeError: For a space or a head of another kind.
+        ValueError: For a space without a head, or a head that is not for this space.
+    """
     if not isinstance(space, import_gymnasium().Space):
         raise TypeError(f"the action space is {type(space).__name__}, expected a gymnasium space")
     if head is not None:

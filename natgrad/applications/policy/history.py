@@ -27,13 +27,26 @@ COLUMNS = (
 
 
 class History:
-    """Lists of equal length, one entry per update: `history["return"]`, `["kl"]`, ...; `names` has them all.
+    """Lists of equal length, one entry per update: `history["return"]`, `history["kl"]`, ...
 
-    update, steps: so far.   episodes: that ended in the update's batch; return, length: their means, None where none
-    did.   accepted: whether the policy moved.   kl: measured, in nats per state, 0 where it did not move; gain: of the
-    surrogate, measured.   predicted_kl, predicted_gain: by the models that the step was taken by.   backtracks: trials
-    rejected.   cg_residual: |g - (F + damping I) x| / |g|.   cg_steps: products.   entropy: of the policy that acted,
-    in nats.   explained_variance: of the returns, by the critic before it learned from them.   seconds: of the update.
+    The columns:
+
+    - `update`, `steps`: how many so far.
+    - `episodes`: how many ended in the update's batch.
+    - `return`, `length`: means over these episodes; None where none ended.
+    - `accepted`: True if the policy moved.
+    - `kl`: the mean KL of the update, measured, in nats per state; 0 where the policy did not move.
+    - `predicted_kl`: the same by the quadratic model that the step was taken by.
+    - `gain`: of the surrogate, measured, in units of the standardised advantage.
+    - `predicted_gain`: the same by the linear model.
+    - `backtracks`: trials of the line search that were rejected.
+    - `cg_residual`: |g - (F + damping I) x| / |g|.
+    - `cg_steps`: products of the solver.
+    - `damping`: lambda of the solve.
+    - `entropy`: of the policy that acted, in nats.
+    - `explained_variance`: of the returns, by the critic before it learned from them.
+    - `critic_loss`: the critic's mean squared error over the last epoch.
+    - `seconds`: of the update.
     """
 
     def __init__(self) -> None:
@@ -54,7 +67,14 @@ class History:
         return list(self._columns)
 
     def add(self, row: dict[str, Any]) -> None:
-        """One update. ValueError unless every column has its number."""
+        """Add one update.
+
+        Args:
+            row: A value for every column, by name.
+
+        Raises:
+            ValueError: Unless every column has its value.
+        """
         if set(row) != set(self._columns):
             raise ValueError(f"row has {sorted(row)}, expected {sorted(self._columns)}")
         for name, value in row.items():
@@ -90,5 +110,9 @@ class History:
         return {name: list(column) for name, column in self._columns.items()}
 
     def load_state_dict(self, state: dict[str, list[Any]]) -> None:
-        """Go on from there."""
+        """Go on from a checkpoint.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self._columns = {name: list(state[name]) for name in COLUMNS}

@@ -49,10 +49,18 @@ Array = np.ndarray
 
 
 class PolicyLearner(ABC):
-    """A policy in an environment, under training. A subclass says by which rule a step gets its length."""
+    """A policy in an environment, under training. A subclass says by which rule a step gets its length.
 
-    rate = 1.0
-    """Of the step that the rule is given."""
+    Args:
+        policy: The network, or None or "MlpPolicy" for the default one.
+        env: A gymnasium environment, vector environment, registered name, or a sequence of them.
+        critic: A module from observations to (b,) or (b, 1), or None for the default one.
+        head: The distribution of actions, or None for the space's own.
+        choices: The keywords, as `translate_choices` gives them.
+        groups: The groups of settings by name, as `read_groups` gives them.
+    """
+
+    rate = 1.0  # of the step that the rule is given
 
     def __init__(
         self,
@@ -127,13 +135,16 @@ class PolicyLearner(ABC):
         progress: bool | None = None,
         **spelled: Any,
     ) -> History:
-        """Train for at least so many more steps of the environments, in whole batches. Returns the history so far.
+        """Train in whole batches, and return the history so far. Ctrl-C ends it after the last whole update.
 
-        callback: called with the learner after each update; stops if it returns True.   progress: a bar; None for where
-        the standard error is a terminal. Ctrl-C ends it with what was learned up to the last whole update. An
-        environment that raises, returns NaN or never ends is an `EnvironmentFault`, and everything is as it was
-        before the current update; the next call begins new episodes. spelled: `total_timesteps` and `progress_bar`
-        mean the same.
+        Args:
+            total_steps: At least so many more steps, of all environments together.
+            callback: Called with the learner after each update; training stops if it returns True.
+            progress: True for a bar, False for none; None for one where the standard error is a terminal.
+            **spelled: `total_timesteps` and `progress_bar`, as stable-baselines3 calls total_steps and progress.
+
+        Raises:
+            EnvironmentFault: If an environment raises, returns NaN or never ends. The current update is undone then.
         """
         steps, progress = as_learning(total_steps, progress, spelled)
         whole = isinstance(steps, float) and steps.is_integer()
@@ -262,7 +273,11 @@ class PolicyLearner(ABC):
         }
 
     def fisher(self, observations: Any = None) -> Operator:
-        """The exact Fisher of the policy, a mean over states: of observations (b, ...), or of the last batch."""
+        """The exact Fisher of the policy, a mean over states.
+
+        Args:
+            observations: As the environment gives them, shape (b, ...); None for the states of the last batch.
+        """
         if observations is None:
             if self.rollout is None:
                 raise ValueError("observations is None and there is no batch yet: call learn(), or pass observations")
@@ -274,11 +289,12 @@ class PolicyLearner(ABC):
 
     @torch.no_grad()
     def predict(self, observation: Any, deterministic: bool = True, **spelled: Any) -> Any:
-        """The action for an observation as the environment gives it, or actions for a batch of them.
+        """The action for an observation, scaled by what training has seen; ValueError for a wrong shape, or NaN.
 
-        deterministic: the likeliest one; False: a draw, from a generator that training does not use. Observations are
-        scaled by what training has seen, which does not change here. ValueError for another shape, or NaN.
-        spelled: with `state` or `episode_start`, as stable-baselines3's tools call it, the pair (action, None).
+        Args:
+            observation: As the environment gives it, or a batch of them for a batch of actions.
+            deterministic: True for the likeliest action, False for a draw, from a generator that training does not use.
+            **spelled: With `state` or `episode_start`, as stable-baselines3 passes, the answer is (action, None).
         """
         paired = as_prediction(deterministic, spelled)
         states, alone = self._states(observation)
@@ -302,10 +318,13 @@ class PolicyLearner(ABC):
         return torch.from_numpy(np.ascontiguousarray(self.scale(found))).to(like.device, like.dtype), alone
 
     def evaluate(self, env: Any, episodes: int = 20, *, deterministic: bool = True, seed: int = 0) -> list[float]:
-        """Returns of so many whole episodes, the policy and its scales frozen; env: as for the learner.
+        """The returns of whole episodes, the policy and its scales frozen.
 
-        Of several environments, each gives its share: long episodes count as much as short ones. In the environments
-        of the training, whose episodes are then given up, as in others.
+        Args:
+            env: As for the learner. In the environments of the training, whose episodes are given up, as in others.
+            episodes: How many. Of several environments each gives its share: long ones count as much as short ones.
+            deterministic: True for the likeliest actions, False for draws.
+            seed: Of the environments.
         """
         worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
         if worlds.shape != self.worlds.shape:
@@ -331,8 +350,8 @@ class PolicyLearner(ABC):
     def save(self, path: str | Path) -> None:
         """Everything that the next update depends on, to a file that torch.load(weights_only=True) reads.
 
-        Environments whose attributes are plain values (classic control, toy text, most of one's own) are saved too, so
-        that their episodes go on; for others `load` begins new ones.
+        Args:
+            path: Of the file. Environments with plain attributes are in it; for others `load` begins new episodes.
         """
         torch.save(self.state_dict(), path)
 
@@ -340,7 +359,8 @@ class PolicyLearner(ABC):
     def load(self, path: str | Path) -> PolicyLearner:
         """Continue from `save`, bit for bit on the CPU where the environment could be saved. Returns the learner.
 
-        ValueError for a file of another kind, or of other networks.
+        Args:
+            path: Of a file that `save` wrote; ValueError for a file of another kind, or of other networks.
         """
         self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
         return self
@@ -351,7 +371,11 @@ class PolicyLearner(ABC):
         return {"algorithm": type(self).__name__, **write_parts(parts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `load` reads."""
+        """Continue from `state_dict`.
+
+        Args:
+            state: What that returned.
+        """
         if not isinstance(state, dict) or state.get("algorithm") != type(self).__name__:
             came = state.get("algorithm", "no algorithm") if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"the file holds {came}, expected what {type(self).__name__}.save() wrote")

@@ -11,14 +11,25 @@ Array = np.ndarray
 
 
 class RunningMoments:
-    """Mean and variance (population's) of all rows seen, entry by entry: those of numpy over the whole, in float64."""
+    """Mean and variance (population's) of all rows seen, entry by entry: those of numpy over the whole, in float64.
+
+    Args:
+        shape: Of one row.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.count = 0
         self.mean, self.var = np.zeros(shape), np.ones(shape)
 
     def update(self, rows: Array) -> None:
-        """Take in rows (b, *shape). Chan, Golub & LeVeque 1979: exact for batches of any size."""
+        """Take in rows; exact for batches of any size.
+
+        Args:
+            rows: An array (b, *shape).
+
+        Reference:
+            Chan, Golub & LeVeque 1979.
+        """
         if not len(rows):
             return
         size = len(rows)
@@ -38,7 +49,14 @@ class RunningMoments:
         return {"count": self.count, "mean": torch.tensor(self.mean), "var": torch.tensor(self.var)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a checkpoint.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: For moments of another shape.
+        """
         if tuple(state["mean"].shape) != self.mean.shape:
             raise ValueError(
                 f"the saved moments have shape {tuple(state['mean'].shape)}, expected {self.mean.shape}: was it saved "

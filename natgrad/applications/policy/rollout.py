@@ -24,9 +24,14 @@ Value = Callable[[Tensor], Tensor]
 class Rollout:
     """A batch of B transitions, all environments together, steps without an action left out.
 
-    states (B, ...): as the networks saw them.   draws (B, ...): of the head.   rows (B, width): parameters of the
-    policy that acted.   values, advantages, returns (B,): the critic's before, GAE, and advantages + values.
-    episodes: those that ended in it.
+    Attributes:
+        states: As the networks saw them, shape (B, ...).
+        draws: Of the head, shape (B, ...).
+        rows: Action parameters of the policy that acted, shape (B, width).
+        values: The critic's, before it learned from the batch, shape (B,).
+        advantages: By `gae`, shape (B,), in units of the scaled rewards.
+        returns: advantages + values, shape (B,).
+        episodes: Those that ended in the batch.
     """
 
     states: Tensor
@@ -144,10 +149,31 @@ def estimate_advantages(
 def gae(
     rewards: Array, values: Array, following: Array, terminated: Array, ended: Array, gamma: float, lam: float
 ) -> Array:
-    """A_t = delta_t + gamma lam A_t+1 within an episode, delta_t = r_t + gamma V(s_t+1) - V(s_t); all (steps, n).
+    """A_t = delta_t + gamma lam A_t+1 within an episode, where delta_t = r_t + gamma V(s_t+1) - V(s_t).
 
-    following: V of the state after each step, before any reset; it does not count where the episode terminated, and
-    does where it was truncated. Schulman, Moritz, Levine, Jordan & Abbeel 2016, eq. 11-16.
+    Args:
+        rewards: r, shape (steps, n) for n environments.
+        values: V of the state before each step, shape (steps, n).
+        following: V of the state after each step and before any reset, shape (steps, n). It counts where an episode was
+            truncated, and does not where it terminated.
+        terminated: True where the task ended the episode, shape (steps, n).
+        ended: True where the episode ended, by the task or by a time limit, shape (steps, n).
+        gamma: Discount of rewards, in [0, 1].
+        lam: Weight of the later steps, in [0, 1]: 0 takes one step's advantage, 1 the whole return's.
+
+    Returns:
+        Advantages A, shape (steps, n).
+
+    Reference:
+        Schulman, Moritz, Levine, Jordan & Abbeel 2016, eq. 11-16.
+
+    Example:
+        >>> import numpy as np
+        >>> from natgrad.applications.policy import gae
+        >>> zeros, over = np.zeros((2, 1)), np.array([[False], [True]])
+        >>> gae(np.ones((2, 1)), zeros, zeros, over, over, gamma=0.5, lam=1.0)
+        array([[1.5],
+               [1. ]])
     """
     deltas = rewards + gamma * following * ~terminated - values
     weights = gamma * lam * ~ended

@@ -47,6 +47,7 @@ class TRPO(PolicyLearner):
         radius: Bound on the mean KL of an update over the visited states, in nats.
         critic: A module from observations to (b,) or (b, 1); None for two tanh layers of 64.
         head: The distribution of actions, where the space's own will not do, such as `SquashedGaussianHead()`.
+        **settings: The following, as groups or one by one.
         rollouts: A `Rollouts` group.
         natural_step: A `NaturalStep` group.
         critic_training: A `CriticTraining` group.
@@ -77,10 +78,10 @@ class TRPO(PolicyLearner):
             stable-baselines3.
 
     Example:
-        ```python
-        agent = ng.TRPO(None, "CartPole-v1", batch=512)
-        agent.learn(1024)
-        ```
+        >>> agent = ng.TRPO(None, "CartPole-v1", batch=64)
+        >>> history = agent.learn(128)
+        >>> history["steps"]
+        [64, 128]
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class NaturalPolicyGradient(PolicyLearner):
         lr: A rate instead of that.
         critic: A module from observations to (b,) or (b, 1); None for two tanh layers of 64.
         head: The distribution of actions, where the space's own will not do.
-        settings: As for `TRPO`, the line search's left out.
+        **settings: As for `TRPO`, the line search's left out.
 
     Raises:
         ValueError: For a number out of range, outputs of the wrong shape, a space without a head.
@@ -170,7 +171,7 @@ def acktr(
         env: As for `NaturalPolicyGradient`.
         radius: Bounds the KL by the exact Fisher's quadratic model, in nats.
         decay: Of the factors' running averages, per update.
-        settings: As for `NaturalPolicyGradient`; `damping` is 0.01 unless given.
+        **settings: As for `NaturalPolicyGradient`; `damping` is 0.01 unless given.
 
     Reference:
         Wu, Mansimov, Grosse, Liao & Ba 2017.
