@@ -21,9 +21,12 @@ Record = tuple[int, Tensor, Tensor]
 
 
 class Recorder:
-    """What the taps of one model's compiled regions heard during `recording()`.
+    """What the taps of one model's compiled regions recorded during `recording()`.
 
-    number: its name in the graphs, which hold constants only.   dummy: 0-dimensional, the argument that all taps share.
+    Attributes:
+        number: Its name in the graphs, which hold constants only.
+        dummy: 0-dimensional, the argument that all taps share.
+        records: One per call of a layer; None outside of `recording()`.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,11 @@ class Recorder:
         RECORDERS[self.number] = self
 
     def move(self, device: torch.device) -> None:
-        """Put the dummy where the model is: one tensor elsewhere would keep a graph from being captured whole."""
+        """Put the dummy where the model is: one tensor elsewhere would keep a graph from being captured whole.
+
+        Args:
+            device: The model's.
+        """
         self.dummy = torch.zeros((), device=device, requires_grad=True)
 
     @contextmanager
@@ -80,5 +87,12 @@ class Fused(torch.autograd.Function):
 
 
 def fused(output: Tensor, inputs: Tensor, recorder: Recorder, place: int) -> Tensor:
-    """The output of a layer, tapped. place: of the layer among the recorder's."""
+    """The output of a layer, tapped.
+
+    Args:
+        output: Of the layer.
+        inputs: Of the layer.
+        recorder: Of the model.
+        place: The layer's number among the recorder's.
+    """
     return Fused.apply(output, inputs, recorder.dummy, recorder.number, place)  # type: ignore[return-value]

@@ -22,7 +22,12 @@ from natgrad.pure import leaves, map_tensors
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """A partition of the outputs' entries (R, m) that examples may be. labels: numbers from 0 to count - 1."""
+    """A partition of the outputs' entries that may be the examples.
+
+    Args:
+        count: The number of examples.
+        labels: Each entry's example, from 0 to count - 1, shape (R, m).
+    """
 
     count: int
     labels: Tensor
@@ -34,13 +39,21 @@ class Examples:
         return first[:, 0] if bool((self.labels == first).all()) else None
 
     def scale(self, cotangent: Tensor, numbers: Tensor) -> Tensor:
-        """Each example's entries (R, m) times its number (count,)."""
+        """Each example's entries times its number, shape (R, m).
+
+        Args:
+            cotangent: Shape (R, m).
+            numbers: Shape (count,).
+        """
         return cotangent * numbers[self.labels].to(cotangent.dtype)
 
     def cotangents(self, factor: Tensor) -> Iterator[Tensor]:
-        """(R, m) per column that an example has in the factor (R, m, q), all examples' at once.
+        """One tensor (R, m) per column that an example has in the factor, all examples' at once.
 
         A column that mixes the entries of several examples makes one of them all.
+
+        Args:
+            factor: Shape (R, m, q).
         """
         row, column = (factor != 0).any(1).nonzero(as_tuple=True)
         owners = self._owners(factor, row, column)
@@ -87,14 +100,14 @@ def partitions(
     batch: int,
     inputs: Iterable[Tensor] = (),
 ) -> list[Examples]:
-    """What examples may be, likeliest first: those alone between which the form is zero.
+    """What the examples may be, likeliest first: only partitions between whose parts the form is zero.
 
     Args:
         tree: The model's outputs as it returned them.
         rows: The same as rows, (R, m).
-        lay: What makes the one of the other, if it is known.
+        lay: What makes the rows of the tree, if it is known.
         form_mv: Outputs and tangents v (R, m) to M v, row by row.
-        batch: How many there are if rows of one lie together.
+        batch: The number of examples if rows of one lie together.
         inputs: The model's own, where they are known.
     """
     found = [consecutive(batch, rows)]
@@ -149,14 +162,15 @@ def find_examples(
     """The first partition that every tap respects, and the taps with the examples' places in them.
 
     Two backward passes, to the taps alone; one more per partition that fails. None of them where no tap leaves a doubt
-    (two dimensions, examples first) and nobody asks.
+    (two dimensions, examples first) and `ask` is false.
 
     Args:
         outputs: (R, m), with a graph.
         taps: Calls of layers and products with matrices in it.
         known: What may be examples, likeliest first.
-        strict: Where none fits, take all rows as one example; otherwise the partition that comes nearest.
-        ask: Also where shapes leave no doubt: the examples may meet all the same, as the nodes of a graph do.
+        strict: True: where none fits, all rows are one example. False: the partition that comes nearest.
+        ask: True to look also where shapes leave no doubt: the examples may meet all the same, as the nodes of a graph
+            do.
     """
     first = known[0] if known else together(outputs)
     sure = not any(doubtful(tap, first.count) for tap in taps)
@@ -193,7 +207,12 @@ def unplaced(tap: Tap) -> bool:
 
 
 def doubtful(tap: Tap, count: int) -> bool:
-    """Whether shapes leave open where a call's examples are."""
+    """True if shapes leave open where a call's examples are.
+
+    Args:
+        tap: The call.
+        count: The number of examples.
+    """
     if isinstance(tap, (Product, ExpertProduct)):
         return not tap.loose and len(tap.inputs) != count
     features = tap.layer.features(tap.inputs)

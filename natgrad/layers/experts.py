@@ -49,10 +49,13 @@ class ExpertSource:
 class ExpertProduct(Tap):
     """y = W_e x for the rows x of every expert, (experts, n, d), or of one, (n, d).
 
+    Arguments that are not listed here are those of `Tap`.
+
     Args:
-        turned: y = x W_e instead.
-        columns: Inputs and derivatives have their rows along the last dimension.
+        turned: True for y = x W_e.
+        columns: True if inputs and derivatives have their rows along the last dimension.
         expert: The one; None for all.
+        loose: True: which example a row comes from is not known.
     """
 
     turned: bool = False

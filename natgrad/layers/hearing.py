@@ -71,7 +71,11 @@ class Pass:
         return collect_passes(self.taps, self.deltas, self.dtype, self.examples.count)
 
     def collect_products(self, spare: Sequence[Traced]) -> list[Seen]:
-        """What the graph's products with these matrices tell."""
+        """What the graph's products with these matrices tell.
+
+        Args:
+            spare: The matrices.
+        """
         if not spare:
             return []
         found = products(self.outputs, spare, self.params)
@@ -80,7 +84,11 @@ class Pass:
         return collect_passes(found, deltas, self.dtype, self.examples.count)
 
     def explains(self, seen: Seen) -> bool | None:
-        """True if a layer gives its parameters' whole gradient; None where that cannot be told."""
+        """True if a layer gives its parameters' whole gradient; None where that cannot be told.
+
+        Args:
+            seen: The layer's pass.
+        """
         return explains(seen, self.gradients, self.eps)
 
 
@@ -99,9 +107,9 @@ def hear(
 
     Args:
         one: The pass.
-        asks: Whether a layer is judged; the others are trusted.
-        takes: Whether a layer's pass is of use to the caller at all.
-        silent: Layers that do not explain a gradient that is not zero unless they were heard.
+        asks: True for a layer that is judged; the others are trusted.
+        takes: True for a layer whose pass is of use to the caller at all.
+        silent: Layers that do not explain a gradient that is not zero unless the taps told of them.
         spare: The matrices to look for in the graph, given the answers so far.
 
     Returns:

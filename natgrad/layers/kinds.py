@@ -25,7 +25,12 @@ from natgrad.spaces import Space
 
 @dataclass(frozen=True, eq=False)
 class Layer(ABC):
-    """A module whose parameters a structure knows how to treat. module: the module itself.   layout: its matrix."""
+    """A module whose parameters a structure knows how to treat.
+
+    Args:
+        module: The module itself.
+        layout: Its matrix.
+    """
 
     module: Any
     layout: Layout
@@ -37,11 +42,19 @@ class Layer(ABC):
 
     @abstractmethod
     def activations(self, inputs: Tensor) -> Tensor:
-        """The module's input as (b, t, groups, columns), the bias's ones appended; tokens (b, t) for an embedding."""
+        """The module's input as (b, t, groups, columns), the bias's ones appended; tokens (b, t) for an embedding.
+
+        Args:
+            inputs: As the module was given them.
+        """
 
     @abstractmethod
     def deltas(self, gradient: Tensor) -> Tensor:
-        """The derivative at the module's output as (b, t, groups, outputs); (b, t, e) for an embedding."""
+        """The derivative at the module's output as (b, t, groups, outputs); (b, t, e) for an embedding.
+
+        Args:
+            gradient: In the output's shape.
+        """
 
     @property
     def claims(self) -> tuple[str, ...]:
@@ -54,15 +67,27 @@ class Layer(ABC):
         return False
 
     def batched(self, inputs: Tensor) -> bool:
-        """Whether the input has an example dimension (a module may be called on one example without it)."""
+        """True if the input has an example dimension (a module may be called on one example without it).
+
+        Args:
+            inputs: As the module was given them.
+        """
         return inputs.dim() >= 2
 
     def features(self, tensor: Tensor) -> int | None:
-        """How many of the input's or output's last dimensions are no positions; None if its layout is fixed."""
+        """How many of the input's or output's last dimensions are no positions; None if its layout is fixed.
+
+        Args:
+            tensor: The input or the output.
+        """
         return None
 
     def with_bias(self, columns: Tensor) -> Tensor:
-        """(..., d) with the trained columns only, and ones for the bias."""
+        """The trained columns only, and ones for the bias.
+
+        Args:
+            columns: Shape (..., d).
+        """
         kept = columns if self.layout.weight is not None else columns[..., :0]
         return functional.pad(kept, (0, 1), value=1.0) if self.layout.bias is not None else kept
 
@@ -171,7 +196,13 @@ OWN_KINDS: dict[type[nn.Module], Build] = {}
 
 
 def layer_of(module: nn.Module, dot: str, space: Space) -> Layer | None:
-    """A module as a layer; None for other kinds, and where no parameter is in the space. dot: before its names."""
+    """A module as a layer; None for other kinds, and where no parameter is in the space.
+
+    Args:
+        module: The module.
+        dot: What stands before its parameters' names, with the dot.
+        space: Of the parameters that are trained.
+    """
     if type(module) in OWN_KINDS:
         return OWN_KINDS[type(module)](module, dot, space.blocks.__contains__)
     kind = next((layer for types, layer in KINDS.items() if type(module) in types), None)

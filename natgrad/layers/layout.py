@@ -13,9 +13,16 @@ from torch import Tensor
 class Layout:
     """A layer's parameters as one matrix per group, (groups, outputs, inputs [+ 1]): the bias is the last column.
 
-    weight, bias: names, None where the layer has none or it is not trained; inputs is 0 without a weight.
-    transposed: the weight is stored (groups * inputs' channels, outputs, ...), as in transposed convolutions; then
-    `inputs` = channels * taps.   shape, bias_shape: of weight and bias as the module stores them.
+    Args:
+        weight: The weight's name; None where the layer has none or it is not trained.
+        bias: The bias's name; None likewise.
+        groups: The number of groups, each with a matrix of its own.
+        outputs: Of one group.
+        inputs: Of one group, without the bias; 0 without a weight.
+        shape: Of the weight as the module stores it.
+        bias_shape: Of the bias as the module stores it.
+        transposed: True if the weight is stored as (groups * channels, outputs, ...), as in transposed convolutions,
+            where each group has so many input channels. Then `inputs` = channels * taps.
     """
 
     weight: str | None
@@ -38,7 +45,11 @@ class Layout:
         return self.groups, self.outputs, self.inputs + (self.bias is not None)
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The layer's tensors, by name -> (groups, outputs, columns)."""
+        """The layer's matrix, shape (groups, outputs, columns).
+
+        Args:
+            tensors: The layer's tensors by name, in the modules' shapes.
+        """
         parts = []
         if self.weight is not None:
             parts.append(self._matrix(tensors[self.weight]))
@@ -47,7 +58,11 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def split(self, matrix: Tensor) -> dict[str, Tensor]:
-        """(groups, outputs, columns) -> the layer's tensors by name, in the modules' shapes."""
+        """The layer's tensors by name, in the modules' shapes.
+
+        Args:
+            matrix: Shape (groups, outputs, columns).
+        """
         found = {}
         if self.weight is not None:
             found[self.weight] = self._stored(matrix[..., : self.inputs])

@@ -25,9 +25,15 @@ NUMBERS = 2**24
 class Seen:
     """A layer's pass: activations, and the deltas of every cotangent, scaled so that the pass counts `share` times.
 
-    counts: (groups,), how many positions each group has, where they differ; the others' activations are zeros.
-    pooled: examples could not be told apart, all positions are one example's.   cotangents: how many the first list of
-    deltas holds, as more examples.   skip: a token that is never trained.
+    Args:
+        layer: The layer.
+        activations: a, shape (b, t, G, d); tokens (b, t) for an embedding.
+        deltas: Per cotangent, shape (b, t, G, o); (b, t, e) for an embedding.
+        share: How many times the pass counts.
+        counts: How many positions each group has, shape (G,), where they differ; the others' activations are zeros.
+        pooled: True if examples could not be told apart: all positions are one example's.
+        cotangents: How many of them the first list of deltas holds, as more examples.
+        skip: A token that is never trained.
     """
 
     layer: Layer
@@ -40,7 +46,11 @@ class Seen:
     skip: int | None = None
 
     def counted(self, share: float) -> Seen:
-        """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals."""
+        """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals.
+
+        Args:
+            share: A number > 0.
+        """
         return replace(self, deltas=[share**0.5 * deltas for deltas in self.deltas], share=share * self.share)
 
     @property
@@ -49,7 +59,11 @@ class Seen:
         return self.layer.key
 
     def only(self, which: slice) -> Seen:
-        """The same pass with some of its cotangents."""
+        """The same pass with some of its cotangents.
+
+        Args:
+            which: A slice of cotangents.
+        """
         if self.cotangents == 1:
             return replace(self, deltas=self.deltas[which])
         start, stop, _ = which.indices(self.cotangents)
@@ -59,12 +73,12 @@ class Seen:
 
     @property
     def by_token(self) -> bool:
-        """Whether the activations are tokens, standing for unit vectors."""
+        """True if the activations are tokens, standing for unit vectors."""
         return not self.activations.is_floating_point()
 
     @property
     def single(self) -> bool:
-        """Whether every group has one output (norms, depthwise convolutions): its block is exact at a factor's cost."""
+        """True if every group has one output (norms, depthwise convolutions): its block is exact at a factor's cost."""
         groups, outputs, _ = self.layer.layout.matrix_shape
         return groups > 1 and outputs == 1
 
@@ -84,10 +98,15 @@ class Seen:
 
 
 class Mixed(Seen):
-    """A matrix's pass in several parts: as y = W x here, as y = x W or as a table of rows there (a tied embedding).
+    """A matrix's pass in several parts: y = W x in one, y = x W or a table of rows in another (a tied embedding).
 
     The activations and deltas are all parts' positions side by side, made when they are asked for: tokens as unit
     vectors, cotangents as more examples.
+
+    Args:
+        layer: The layer.
+        parts: The passes.
+        share: How many times the pass counts.
     """
 
     parts: list[Seen]
@@ -168,7 +187,14 @@ def token_moment(tokens: Tensor, size: int, padding: int | None, dtype: torch.dt
 def reduced(a: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
     """Positions taken together: mean of a and sum of deltas, (b, 1, G, d) and (b, 1, G, o).
 
-    K-FAC-reduce of Eschenhagen et al. 2023: exact for a deep linear network whose loss sees the mean over positions.
+    Exact for a deep linear network whose loss sees the mean over positions.
+
+    Args:
+        a: Shape (b, t, G, d).
+        deltas: Shape (b, t, G, o).
+
+    Reference:
+        K-FAC-reduce of Eschenhagen et al. 2023.
     """
     return a.mean(1, keepdim=True), deltas.sum(1, keepdim=True)
 
@@ -195,9 +221,15 @@ def rotated_squares(a: Tensor, deltas: Tensor, eigen: KroneckerEigen) -> Tensor:
 
 
 def turned(tensor: Tensor, vectors: Tensor | None) -> Tensor:
-    """(b, t, G, d) in the basis of vectors (d, d) or (G, d, d); None: as it is.
+    """The tensor in the basis of the vectors.
 
-    (b, t, 1, n) in that of a cut factor's blocks, with as many zeros at the end as they are larger.
+    Args:
+        tensor: Shape (b, t, G, d).
+        vectors: Shape (d, d) or (G, d, d); for a cut factor's blocks (..., s, s), with four dimensions. None: the
+            tensor as it is.
+
+    Returns:
+        The tensor's shape; for a cut factor (b, t, 1, n), with as many zeros at the end as the blocks are larger.
     """
     if vectors is None:
         return tensor

@@ -27,8 +27,11 @@ def collect_passes(
 ) -> list[Seen]:
     """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out.
 
-    deltas: per cotangent and tap; calls without one are left out.   dtype: of the result, default the widest of float32
-    and the deltas' own.   examples: of the outputs, if known: calls that have as many together are parts of a batch.
+    Args:
+        taps: The calls.
+        deltas: Per cotangent and tap, the derivative there; calls without one are left out.
+        dtype: Of the result. Default: the widest of float32 and the deltas' own.
+        examples: Of the outputs, if known: calls that have as many together are parts of a batch.
     """
     calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
     for i, call in enumerate(taps):
@@ -42,7 +45,14 @@ def collect_passes(
 def merged(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
     """All calls of one module as one pass: more positions of the same examples, or more examples.
 
-    None where they do not fit together, or where an input was overwritten since.
+    Args:
+        layer: The module's.
+        calls: Each with its deltas, one per cotangent.
+        dtype: As in `collect_passes`.
+        examples: As in `collect_passes`.
+
+    Returns:
+        None where the calls do not fit together, or where an input was overwritten since.
     """
     if not all(call.intact for call, _ in calls):
         return None
@@ -70,10 +80,17 @@ def merged(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int 
 def arranged(
     layer: Layer, lay: Callable[[Tensor], Tensor], tensor: Tensor, examples: int | None, place: Place | None = None
 ) -> Tensor:
-    """What `lay` makes of a call's input or derivative, examples first, by their place in it.
+    """A call's input or derivative in the layer's layout, examples first.
 
-    Without one, where the outputs tell how many there are: positions may come before examples, (t, b, d), or be
-    flattened with them, (b t, d).
+    Without a place, the number of examples decides, where the outputs tell it: positions may come before examples,
+    (t, b, d), or be flattened with them, (b t, d).
+
+    Args:
+        layer: The call's.
+        lay: The layer's `activations` or `deltas`.
+        tensor: The input or the derivative.
+        examples: Their number, if known.
+        place: Where the examples run, if known.
     """
     if place is not None and examples is not None:
         found = lay(tensor.movedim(place.axis, 0))
@@ -121,7 +138,11 @@ def traced_pass(layer: Traced, calls: Products, dtype: torch.dtype, examples: in
 class Fold:
     """How rows (R, d) become (b, t, d), and the dimension in which calls are joined.
 
-    examples: b; None for rows that are an example each.   pooled: examples cannot be told apart, b = 1.
+    Args:
+        positions_first: True if rows run over positions, then over examples.
+        examples: b; None for rows that are an example each.
+        along: The dimension in which calls are joined.
+        pooled: True if examples cannot be told apart: b = 1.
     """
 
     positions_first: bool
@@ -190,7 +211,13 @@ def token_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -
 
 
 def arrived(calls: Products, fold: Fold, rows: int | None = None) -> list[Tensor]:
-    """Per cotangent, the derivatives at all products, (b, t, o); rows: padded to so many outputs."""
+    """Per cotangent, the derivatives at all products, (b, t, o).
+
+    Args:
+        calls: The products, each with its deltas.
+        fold: How rows become examples and positions.
+        rows: Pad to so many outputs. Default: no padding.
+    """
     columns = zip(*(deltas for _, deltas in calls), strict=True)
     return [
         joined([laid(delta, call, fold, rows) for (call, _), delta in zip(calls, column, strict=True)], fold.along)

@@ -12,7 +12,15 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Room:
-    """What one factor may take. largest: rows of a block.   budget: bytes of all its blocks."""
+    """How much memory one factor may take.
+
+    Args:
+        largest: Rows of a block, >= 1.
+        budget: Bytes of all its blocks, >= 1024.
+
+    Raises:
+        ValueError: For smaller numbers, or numbers that are no integers.
+    """
 
     largest: int
     budget: int
@@ -24,7 +32,12 @@ class Room:
                 raise ValueError(f"{name} is {value!r}, expected a number of {unit}, an integer >= {least}")
 
     def pieces(self, size: int, itemsize: int) -> int:
-        """How many blocks, as few as fit: k blocks of n / k rows take n^2 / k numbers. n of them are a diagonal."""
+        """How many blocks, as few as fit: k blocks of n / k rows take n^2 / k numbers. n of them are a diagonal.
+
+        Args:
+            size: n, the factor's rows.
+            itemsize: Bytes of one number.
+        """
         fitting = max(math.ceil(size / self.largest), math.ceil(size * size * itemsize / self.budget))
         each = math.ceil(size / min(max(fitting, 1), max(size, 1)))
         return math.ceil(size / max(each, 1))

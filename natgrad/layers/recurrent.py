@@ -15,14 +15,14 @@ LIBRARIES: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
 
 
 class Unroll:
-    """Forward hooks of one recurrent module: before and after a pass. A copied or pickled model carries idle ones.
+    """Forward hooks of one recurrent module: before and after a pass. Those of a copied or pickled model do nothing.
 
     oneDNN runs an LSTM in float32, and cuDNN every recurrent module on a GPU, as one node of the graph. Without them
     torch takes one product with each matrix and step, to the same numbers up to round-off: what goes into a product
     and the derivative at it can then be read (`natgrad.layers.traced`).
 
     Args:
-        owner: Who says whether the next pass is listened to; the hooks do not keep it alive. None: nobody.
+        owner: Its `listens()` says whether the next pass is read; the hooks do not keep it alive. None: no pass is.
     """
 
     def __init__(self, owner: Any = None) -> None:

@@ -17,7 +17,7 @@ Lay = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """How a module of a user's own is read; see `register`."""
+    """How a module of a user's own is read. The arguments are those of `register`, whose defaults are filled in."""
 
     activations: Lay
     deltas: Lay
@@ -28,7 +28,13 @@ class Kind:
     features: int | None
 
     def layer(self, module: nn.Module, prefix: str, trained: Callable[[str], bool]) -> RegisteredLayer | None:
-        """A module as a layer; None if none of its parameters is trained."""
+        """A module as a layer; None if none of its parameters is trained.
+
+        Args:
+            module: Of the registered class.
+            prefix: What stands before its parameters' names, with the dot.
+            trained: True for the name of a parameter that is trained.
+        """
         weight, bias = (f"{prefix}{name}" if name else "" for name in (self.weight, self.bias))
         groups, outputs, inputs = self.shape(module)
         has = dict(module.named_parameters(recurse=False))

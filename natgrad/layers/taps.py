@@ -28,15 +28,21 @@ from natgrad.pure import is_evaluating
 class Place:
     """Where the examples run in a call's input and output: a dimension, or the rows of the first one.
 
-    axis: the dimension; where it holds more than the examples, an example's positions lie together in it.
-    fast: the first dimension runs over positions, and within each over examples, (t b, ...).
+    Args:
+        axis: The dimension. Where it holds more than the examples, an example's positions lie together in it.
+        fast: True if the first dimension runs over positions, and within each over examples, (t b, ...).
     """
 
     axis: int = 0
     fast: bool = False
 
     def spread(self, numbers: Tensor, like: Tensor) -> Tensor:
-        """One number per example (b,), where the example runs in `like`."""
+        """One number per example, where the example runs in `like`.
+
+        Args:
+            numbers: Shape (b,).
+            like: The call's input or output.
+        """
         times = like.shape[self.axis] // len(numbers)
         spread = numbers.repeat(times) if self.fast else numbers.repeat_interleave(times)
         return spread.view([-1 if i == self.axis else 1 for i in range(like.dim())])
@@ -46,8 +52,13 @@ class Place:
 class Tap:
     """One call of a module: its input, and where the derivative of its output arrives.
 
-    edge: None in a compiled graph.   dtype: of the output.   version: of the input, to notice a later change.
-    place: of the examples, where it was asked for; None: by the shapes.
+    Args:
+        layer: The module's.
+        inputs: The call's first argument.
+        edge: Where the derivative arrives; None in a compiled graph.
+        dtype: Of the output.
+        version: Of the input, to notice a later change.
+        place: Of the examples, where it was looked for; None: by the shapes.
     """
 
     layer: Layer
@@ -59,20 +70,30 @@ class Tap:
 
     @staticmethod
     def of(layer: Layer, inputs: Tensor, output: Tensor) -> Tap:
-        """The tap of one call that just returned `output`."""
+        """The tap of one call that just returned.
+
+        Args:
+            layer: The module's.
+            inputs: The call's first argument.
+            output: What it returned, with a graph.
+        """
         return Tap(layer, inputs.detach(), get_gradient_edge(output), output.dtype, version_of(inputs))
 
     @property
     def intact(self) -> bool:
-        """Whether the input still is what the layer saw."""
+        """True if the input still is what the layer saw."""
         return version_of(self.inputs) == self.version
 
 
 class Taps:
     """The calls of known modules, while `armed`, in passes that build a graph and are the user's own.
 
-    paused: until the model is called the next time; calls outside of compiled graphs are not heard.   recorder: of the
-    calls inside compiled graphs.   places: the layers by their numbers there.
+    Attributes:
+        armed: True while calls are recorded.
+        paused: True until the model is called the next time; calls outside of compiled graphs are not recorded then.
+        calls: Those recorded so far.
+        recorder: Of the calls inside compiled graphs.
+        places: The layers by their numbers there.
     """
 
     def __init__(self) -> None:
@@ -88,16 +109,19 @@ class Taps:
         return calls
 
     def pause(self, until_called: bool) -> list[Tap]:
-        """The calls so far. until_called: kept, for another loss of the same pass, until the model is called again, or
-        the backward pass of a loss begins (`Release`).
+        """The calls so far.
 
-        Layers that run again in a backward pass, checkpointed ones, are not heard meanwhile: their graphs may go.
+        Layers that run again in a backward pass, checkpointed ones, are not recorded meanwhile: their graphs may go.
+
+        Args:
+            until_called: True to keep the calls, for another loss of the same pass, until the model is called again, or
+                the backward pass of a loss begins (`Release`).
         """
         self.paused = until_called
         return list(self.calls) if until_called else self.take()
 
     def listens(self) -> bool:
-        """True if the pass under way is heard."""
+        """True if the calls of the pass under way are recorded."""
         return self.armed and not self.paused and not is_evaluating()
 
     def resume(self) -> None:
@@ -108,7 +132,13 @@ class Taps:
 
 
 class Tapped:
-    """Forward hook of one module. A copied or pickled model carries a deaf one."""
+    """Forward hook of one module. That of a copied or pickled model records nothing.
+
+    Args:
+        taps: Where calls are recorded; not kept alive. None: nowhere.
+        layer: The module's; not kept alive.
+        place: The layer's number in compiled graphs.
+    """
 
     def __init__(self, taps: Taps | None = None, layer: Layer | None = None, place: int = 0) -> None:
         self.taps = None if taps is None else weakref.ref(taps)
@@ -133,7 +163,15 @@ class Tapped:
 
 
 def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
-    """Listen to the modules; returns the handles whose remove() takes the hooks off. Somebody must hold the layers."""
+    """Record the modules' calls. The hooks do not keep the layers alive: the caller must hold them.
+
+    Args:
+        taps: Where calls are recorded.
+        layers: Each module's layer.
+
+    Returns:
+        Handles, whose `remove()` takes the hooks off.
+    """
     taps.places = list(layers.values())
     for p in itertools.islice(itertools.chain.from_iterable(module.parameters() for module in layers), 1):
         taps.recorder.move(p.device)
@@ -159,7 +197,15 @@ class Resume:
 
 
 def resume(model: nn.Module, taps: Taps) -> RemovableHandle:
-    """Go on listening, after a pause, when the model is called; returns the handle that takes the hook off."""
+    """Go on recording, after a pause, when the model is called.
+
+    Args:
+        model: The model.
+        taps: Where calls are recorded.
+
+    Returns:
+        A handle, whose `remove()` takes the hook off.
+    """
     return model.register_forward_pre_hook(Resume(taps))
 
 
@@ -202,9 +248,17 @@ def derivatives(
     cotangents: Sequence[Tensor],
     leaves: Sequence[Tensor] = (),
 ) -> tuple[list[list[Tensor | None]], list[list[Tensor | None]]]:
-    """Per cotangent on the outputs: the derivatives at every tap, and at the leaves. The graph is kept.
+    """The derivatives at every tap, and at the leaves, per cotangent on the outputs. The graph is kept.
 
-    None where the outputs do not depend on it: a pass that did not lead to them, a branch that was not used.
+    Args:
+        outputs: (R, m), with a graph.
+        taps: Calls in it.
+        cotangents: (R, m) each.
+        leaves: Other tensors of the graph.
+
+    Returns:
+        Two lists of lists. None where the outputs do not depend on it: a pass that did not lead to them, a branch that
+            was not used.
     """
     at_taps, at_leaves = [], []
     for cotangent in cotangents:

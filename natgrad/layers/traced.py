@@ -26,11 +26,15 @@ SECOND = "products with "
 
 @dataclass(frozen=True, eq=False)
 class Traced(Layer):
-    """A matrix found by its products in the graph. positions_first: their rows run over positions, then examples.
+    """A matrix found by its products in the graph.
 
     Its activations are (b, t, groups, d) and its deltas (b, t, groups, outputs) already.
-    module: the recurrent one that it belongs to, if any: packed sequences are noticed by all its products together.
-    second: it stands in for a layer whose own calls do not explain the matrix.
+
+    Args:
+        module: The recurrent one that it belongs to, if any: packed sequences are noticed by all its products together.
+        layout: The matrix.
+        positions_first: True if the products' rows run over positions, then over examples.
+        second: True if it stands in for a layer whose own calls do not explain the matrix.
     """
 
     positions_first: bool = False
@@ -59,10 +63,16 @@ class Traced(Layer):
 class Product(Tap):
     """One product with a traced matrix: y = W x for every row x (R, d) of the inputs, or a look-up of tokens.
 
-    turned: y = x W instead: the matrix's rows meet the inputs, as in a look-up.   columns: y is laid out as (o, R).
-    piece: the rows of the matrix that take part.   padding: the token that a look-up does not train.
-    shape: of the inputs before they were laid out as rows, where the graph tells; else ().   loose: rows cannot be
-    told apart by examples: the other factor is a parameter too (W + B A), or sequences are packed.
+    Arguments that are not listed here are those of `Tap`.
+
+    Args:
+        turned: True for y = x W: the matrix's rows meet the inputs, as in a look-up.
+        columns: True if y is laid out as (o, R).
+        piece: The rows of the matrix that take part, (start, stop).
+        padding: The token that a look-up does not train.
+        shape: Of the inputs before they were laid out as rows, where the graph tells; else ().
+        loose: True if rows cannot be told apart by examples: the other factor is a parameter too (W + B A), or
+            sequences are packed.
     """
 
     turned: bool = False
@@ -73,7 +83,11 @@ class Product(Tap):
     loose: bool = False
 
     def rows(self, delta: Tensor) -> int:
-        """R, from the derivative at the product."""
+        """R, the number of rows.
+
+        Args:
+            delta: The derivative at the product.
+        """
         return delta.shape[1] if self.columns else delta.numel() // delta.shape[-1]
 
 
@@ -106,7 +120,7 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
 
 
 def second_layers(known: Iterable[Layer]) -> list[Traced]:
-    """For every known layer with a matrix: that matrix alone, in case it is used behind the layer's back."""
+    """For every known layer with a matrix: that matrix alone, in case the model also uses it outside of its layer."""
     layouts = [layer.layout for layer in known if layer.layout.weight is not None and len(layer.layout.shape) == 2]
     alone = [replace(layout, bias=None, groups=1, outputs=layout.shape[0]) for layout in layouts]
     return [Traced(None, layout, second=True) for layout in alone]
@@ -167,7 +181,14 @@ CUTS, FLIPS = ("Split", "SplitWithSizes", "Slice"), ("T", "Transpose", "Permute"
 
 @dataclass(frozen=True)
 class Source:
-    """What an edge of the graph carries: some rows of a traced matrix, transposed or not."""
+    """What an edge of the graph carries: some rows of a traced matrix.
+
+    Args:
+        layer: The matrix's.
+        dtype: Of the parameter.
+        piece: The rows, (start, stop).
+        flipped: True if they are transposed.
+    """
 
     layer: Traced
     dtype: torch.dtype

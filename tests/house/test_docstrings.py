@@ -24,7 +24,6 @@ import natgrad as ng
 SECTIONS = ("Args", "Attributes")
 # Folders and files whose docstrings are not in Google style yet.
 UNCONVERTED = {
-    "layers",
     "optim.structured_recipes",
 }
 
