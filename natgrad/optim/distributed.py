@@ -24,9 +24,14 @@ from natgrad.structures import Layerwise
 
 @dataclass
 class Ranks:
-    """The processes that train one model. size: how many; one exchanges nothing.   rank: this one's number.
+    """The processes that train one model.
 
-    group: given, or that of the wrappers.   wrappers: what averages the gradients, if that is known.
+    Attributes:
+        group: Given, or that of the wrappers.
+        size: How many; one alone exchanges nothing.
+        rank: This one's number.
+        wrappers: What averages the gradients, if that is known.
+        settled: True once `settle` has looked.
     """
 
     group: Any = None
@@ -69,8 +74,13 @@ class Ranks:
     ) -> tuple[Tensor | None, Any, Any]:
         """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
 
-        losses: of this process's micro-batches; NaN if there are some, and none has rows.   scale: of its gradient; 0
-        stands for 1. The gradient that all processes have is the mean of theirs, and so is its scale.
+        The gradient that all processes have is the mean of theirs, and so is its scale.
+
+        Args:
+            losses: Of this process's micro-batches; the mean of one process is NaN if none of them has rows.
+            nats: Per unit of this process's loss.
+            scale: Of this process's gradient; 0 stands for 1.
+            device: Where the numbers are added up.
         """
         rows = sum(loss.rows for loss in losses)
         parts = [loss.value * loss.rows for loss in losses if loss.rows]
@@ -203,9 +213,12 @@ def refuse_join(wrappers: Sequence[DistributedDataParallel]) -> None:
 class Roll:
     """Who heard what in one pass, over all processes.
 
-    failed: whether anybody's pass was not finite.   layers, names: rows by layer and by parameter without a layer.
-    refused: layers that did not explain somebody's gradients.   tokens: matrices that somebody looked rows up in, and
-    did nothing else with.
+    Attributes:
+        failed: True if the pass of some process was not finite.
+        layers: Rows by layer.
+        names: Rows by parameter without a layer.
+        refused: Layers that did not explain the gradients of some process.
+        tokens: Matrices that some process looked rows up in, and did nothing else with.
     """
 
     failed: bool

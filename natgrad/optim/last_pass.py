@@ -34,14 +34,20 @@ class Loss(NamedTuple):
 class Recall:
     """What happened since the last step: the last training pass, the losses, data to observe.
 
-    latest: the last loss.   gone: those that `backward` went through since the gradients were cleared; a loss that was
-    only looked at (validation, logging) is none of them.   losses: the same in units of their means, with those in
-    evaluation mode.   computed: all training losses since the last step.
-    outputs: the optimizer's own choice among the model's outputs.   watched: the parameters whose gradients tell when
-    they were cleared, and besides which a loss depends on nothing but passes.   key: under which passes are written
-    into the graphs of their outputs.
-    observed: for the metric, searched: for trial points, in place of the pass's own data.   floor: of the damping on
-    observed data.
+    Attributes:
+        last: The last training pass.
+        latest: The last loss.
+        gone: The losses that `backward` went through since the gradients were cleared. A loss that was only looked at
+            (validation, logging) is none of them.
+        losses: The same in units of their means, with those in evaluation mode.
+        computed: All training losses since the last step.
+        outputs: The optimizer's own choice among the model's outputs.
+        watched: The parameters whose gradients tell when they were cleared. Besides them a loss depends on nothing but
+            passes.
+        key: Under which passes are written into the graphs of their outputs.
+        observed: Data for the metric, in place of the pass's own.
+        searched: Data for trial points, in place of the pass's own.
+        floor: The least damping on observed data.
     """
 
     def __init__(self, outputs: Select | None = None, watched: Iterable[Tensor] = ()) -> None:
@@ -175,8 +181,14 @@ class Recall:
     ) -> None:
         """Keep the targets and units of a loss.
 
-        rows: what it weighs among the losses of a step.   chosen: whether `choose` made the outputs.   needed: whether
-        the step will ask how the outputs came from the model's.
+        Args:
+            criterion: What it is a value of.
+            outputs: What it was computed on.
+            targets: Its targets.
+            value: The loss.
+            rows: What it weighs among the losses of a step.
+            chosen: True if `choose` made the outputs.
+            needed: True if the step will ask how the outputs came from the model's.
         """
         known = map_tensors(outputs, torch.detach)
         route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
@@ -277,8 +289,10 @@ class Counter:
 class Listener:
     """Forward pre-hook that tells a `Recall` about training passes. A copied or pickled model carries a deaf one.
 
-    traceable: deaf inside a compiled graph too, where it would break the graph.   in_eval: passes in evaluation mode
-    are for training too.
+    Args:
+        recall: What it tells; None for a hook that does nothing.
+        traceable: True to do nothing inside a compiled graph too, where it would break the graph.
+        in_eval: True if passes in evaluation mode are for training too.
     """
 
     def __init__(self, recall: Recall | None = None, traceable: bool = False, in_eval: bool = False) -> None:

@@ -42,7 +42,13 @@ OTHER_BATCH = (
 
 @dataclass(frozen=True)
 class Made:
-    """What a pass returned. passed: the pass.   values: its tensors, detached.   versions: of them, at that time."""
+    """What a pass returned.
+
+    Attributes:
+        passed: The pass.
+        values: The tensors that it returned, detached.
+        versions: Of these tensors, at that time.
+    """
 
     passed: Any
     values: list[Tensor]
@@ -163,11 +169,15 @@ class Pull(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Route:
-    """passes: that the loss was made of.   select: from their outputs to what it was computed on, None for the outputs.
+    """How what a loss was computed on came from the outputs of passes.
 
-    problem: what keeps the loss from being evaluated at other parameters, a sentence.   unsure: what was given to the
-    loss, where the graph does not tell how it came from the outputs: compare before you believe it.
-    stale: whether the outputs were changed in place since.
+    Attributes:
+        passes: Those that the loss was made of.
+        select: From their outputs to what the loss was computed on; None for the outputs themselves.
+        problem: What keeps the loss from being evaluated at other parameters, a sentence; empty where nothing does.
+        unsure: What was given to the loss, where the graph does not tell how it came from the outputs: compare before
+            you believe it.
+        stale: True if the outputs were changed in place since.
     """
 
     passes: tuple[Any, ...]
@@ -226,9 +236,13 @@ def linearised(outputs: Any, graph: Graph, made: list[Made], passes: tuple[Any, 
 
 @dataclass(frozen=True)
 class Graph:
-    """sources: marked outputs by node and number.   nodes: what lies above them.   reaching: nodes that lead to one.
+    """The part of an autograd graph that lies between marked outputs and a loss.
 
-    variables: leaves that are reached otherwise.
+    Attributes:
+        sources: Marked outputs by node and number.
+        nodes: What lies above them.
+        reaching: Nodes that lead to one of them.
+        variables: Leaves that are reached otherwise.
     """
 
     sources: Mapping[tuple[Node, int], tuple[Made, int]]
@@ -315,9 +329,15 @@ def detached(outputs: Any) -> Any:
 
 
 def check_same(route: Route, found: Any, chosen: Select | None) -> None:
-    """ValueError unless a loss was computed on what the model gives again, within the precision of its dtype.
+    """Check that a loss was computed on what the model gives again, within the precision of its dtype.
 
-    found: the model's outputs.   chosen: what is chosen of them.
+    Args:
+        route: How it came from the outputs.
+        found: The model's outputs.
+        chosen: What is chosen of them; None for all.
+
+    Raises:
+        ValueError: If it was not.
     """
     found = found if chosen is None else chosen(found)
     pairs = list(leaves(route.unsure)), list(leaves(found))

@@ -88,8 +88,14 @@ class Objective(ABC):
 class Replay(Objective):
     """A pass again, as a pure function: nothing of the user's moves.
 
-    passed: the data, and the random state before it.   before: the loss at d = 0 where it is known, else None.
-    select: what the criterion is of, given the model's outputs; None for all of them.
+    Args:
+        model: The network.
+        criterion: The loss.
+        passed: The data, and the random state before the pass.
+        before: The loss at d = 0 where it is known, else None.
+        params: theta, by name.
+        space: The order of the parameters in d.
+        select: What the criterion is of, given the model's outputs; None for all of them.
     """
 
     def __init__(

@@ -48,12 +48,15 @@ SHAPES = 64  # of passes for which the examples' places are kept
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass tells: the layers, squares for the parameters without a layer, and the number of its rows.
+    """What one pass tells. With several processes: this one's part.
 
-    apart: the layers again, with labels drawn apart, for measuring what the statistics were fitted to.   scores: from
-    those labels, of the parameters without a layer, summed over examples, per cotangent.
-    With several processes: this one's part.   weights: by layer and parameter, the rows of all processes that used it;
-    default this one's.   exchange: how the parts are added up.
+    Attributes:
+        heard: The layers, and squares for the parameters without a layer.
+        rows: The number of its rows.
+        apart: The layers again, with labels drawn apart, for measuring what the statistics were fitted to.
+        scores: From those labels, of the parameters without a layer, summed over examples, per cotangent.
+        weights: By layer and parameter, the rows of all processes that used it; default this one's.
+        exchange: How the parts of several processes are added up.
     """
 
     heard: Heard
@@ -81,9 +84,13 @@ class Reader:
     gradient that is not zero, and again from time to time (`is_asking`): a second use of its weight may be hidden at
     first. Parameters where they differ, and parameters without a layer, get squares: the diagonal over examples, by one
     backward pass to them alone per example with `ExactLabels()`, else from at most `GROUPS` groups of examples.
-    trusted, refused: claims of the layers that explain their parameters, and of those that do not.   readings: so
-    far.   unsure: whether a layer met a zero gradient, which explains anything.   placed: where the examples run, by
-    the shapes of a pass's calls.
+
+    Attributes:
+        trusted: Claims of the layers that explain their parameters.
+        refused: Claims of those that do not.
+        readings: Their number so far.
+        unsure: True if a layer met a zero gradient, which explains anything.
+        placed: Where the examples run, by the shapes of a pass's calls.
     """
 
     def __init__(

@@ -56,10 +56,18 @@ class Pass:
 
 @dataclass(eq=False)
 class Told:
-    """One loss: how it came from the passes' outputs, its targets, its value as a mean, and what that was divided by.
+    """One loss of a training pass.
 
-    outputs: what it was computed on, detached.   dtype: of them.   rows: what it weighs.   weight: the derivative of
-    what went backward in it, None until it did.
+    Attributes:
+        route: How what it was computed on came from the passes' outputs.
+        outputs: What it was computed on, detached.
+        targets: Its targets.
+        target_versions: Of these tensors, at that time.
+        value: Its value as a mean.
+        scale: What that was divided by.
+        dtype: Of the outputs.
+        rows: What it weighs.
+        weight: The derivative of what went backward in it; None until it did.
     """
 
     route: Route

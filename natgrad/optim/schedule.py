@@ -15,10 +15,19 @@ SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the n
 def started() -> Clock:
     """The clock of a fresh optimizer.
 
-    interval: steps between updates that the statistics' drift asks for.   failures: steps, readings and inverses that
-    came to nothing.   refused: steps that would have raised the loss.   late, skipped: steps in a row, up to now, whose
-    statistics were due and not read, and that were skipped.   turned: the step at which noise had hidden the
-    gradient, -1 before.   signal: what `follow_signal` knows.   seen: examples, where the rule counts them.
+    Returns:
+        Numbers by name:
+
+        - `updated`, `inverted`, `measured`, `judged`: the step at which that happened last, -1 before.
+        - `step`: steps so far.
+        - `interval`: steps between updates that the statistics' drift asks for.
+        - `failures`: steps, readings and inverses that came to nothing.
+        - `refused`: steps that would have raised the loss.
+        - `late`: steps in a row, up to now, whose statistics were due and not read.
+        - `skipped`: steps in a row, up to now, that were skipped.
+        - `seen`: examples, where the rule counts them.
+        - `turned`: the step at which noise had hidden the gradient, -1 before.
+        - `signal`: what `follow_signal` knows.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
     return {
@@ -57,7 +66,15 @@ def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:
     """Count one step's |m|^2, |g|^2 and noise, and turn where the share of signal is below `least`.
 
     The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
-    were noise alone. Returns True at the turn.
+    were noise alone.
+
+    Args:
+        clock: Holds the running sums; this step is added.
+        sums: |m|^2, |g|^2 and Z of this step.
+        least: The share of signal below which to turn.
+
+    Returns:
+        True at the turn.
     """
     clock["signal"] = [FADES * before + (1 - FADES) * now for before, now in zip(clock["signal"], sums, strict=True)]
     mean, single, noise = clock["signal"]
