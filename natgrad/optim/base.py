@@ -202,7 +202,14 @@ class ModelOptimizer(Optimizer):
 
     @abstractmethod
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
-        """A loss of a training pass was computed. chosen: the optimizer's own `outputs` made its outputs."""
+        """Note a loss of a training pass.
+
+        Args:
+            outputs: What it was computed on.
+            targets: Its targets.
+            value: The loss.
+            chosen: True if the optimizer's own `outputs` made the outputs.
+        """
 
     @abstractmethod
     def _step(self, called: Called) -> None:

@@ -184,7 +184,16 @@ def own_copy(numbers: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
 
 
 def check_like(state: Mapping[Tensor, Mapping[str, Any]], named: Named, keys: Set[str] | None) -> None:
-    """ValueError for a tensor that is kept per entry of a parameter and has another shape. keys: which; None: all."""
+    """Check the shapes of what is kept per entry of a parameter.
+
+    Args:
+        state: What is kept, by parameter.
+        named: Names and parameters.
+        keys: Of what is kept per entry; None for all.
+
+    Raises:
+        ValueError: For a tensor of another shape than its parameter.
+    """
     for name, p in named:
         for key in state[p] if keys is None else keys & state[p].keys():
             if tuple(state[p][key].shape) != tuple(p.shape):

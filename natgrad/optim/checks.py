@@ -124,7 +124,9 @@ def check_blocks(model: Any, structure: Any, **intervals: int) -> None:
 def given_parameters(params: Any, known: Mapping[str, Tensor]) -> list[Any]:
     """What `torch.optim.Optimizer` takes: parameters, (name, parameter) pairs, or groups of either.
 
-    params: any of these, a module, or a dict by name; None for all that are known.
+    Args:
+        params: Any of these, a module, or a dict by name; None for all that are known.
+        known: Parameters by name.
     """
     if params is None:
         return list(known.values())
@@ -141,9 +143,16 @@ def checked_group(
     defaults: Mapping[str, Any],
     limits: Mapping[str, float] = LIMITS,
 ) -> dict[str, Any]:
-    """A parameter group with its parameters, or pairs, as a list. ValueError for strangers, or a key outside its range.
+    """A parameter group with its parameters, or pairs, as a list.
 
-    known: names of the model's parameters by id.
+    Args:
+        group: What the user gave.
+        known: Names of the model's parameters by id.
+        defaults: Of the group's keys.
+        limits: The largest value of each key that is a number.
+
+    Raises:
+        ValueError: For parameters that are not the model's, or a key outside of its range.
     """
     params = given_parameters(group["params"], {})
     tensors = [one[1] if isinstance(one, tuple) else one for one in params]

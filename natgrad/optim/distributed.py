@@ -98,9 +98,13 @@ class Ranks:
         )
 
     def check_gradients(self, norm: Tensor) -> None:
-        """ValueError where a group was given and nobody averages the gradients, so that parameters would drift apart.
+        """Check that all processes have the same gradient.
 
-        norm: of this process's gradient.
+        Args:
+            norm: Of this process's gradient.
+
+        Raises:
+            ValueError: Where a group was given and nobody averages the gradients, so that parameters would drift apart.
         """
         if self.size == 1 or self.wrappers:
             return

@@ -348,7 +348,17 @@ class Deaf:
 
 
 def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:
-    """Attach a listener; returns the handle whose remove() takes it off. traceable: it may be part of a graph."""
+    """Attach a listener.
+
+    Args:
+        model: The network.
+        recall: What it tells.
+        traceable: True if it may be part of a compiled graph.
+        in_eval: True if passes in evaluation mode are for training too.
+
+    Returns:
+        The handle whose remove() takes it off.
+    """
     return model.register_forward_pre_hook(Listener(recall, traceable, in_eval), with_kwargs=True)
 
 

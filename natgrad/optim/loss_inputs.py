@@ -66,7 +66,11 @@ def mark(outputs: Any, passed: Any, key: object) -> None:
 
 @dataclass(frozen=True)
 class Picked:
-    """Tensors of the outputs as they are. tree: what was given to the loss, with a tensor's place for each tensor."""
+    """Tensors of the outputs as they are.
+
+    Attributes:
+        tree: What was given to the loss, with a tensor's place for each tensor.
+    """
 
     tree: Any
 
@@ -196,7 +200,10 @@ class Route:
 def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | None:
     """How `outputs` came from marked passes, read off their graph; None if no marked pass is part of it.
 
-    params: the model's. A parameter that is reached besides the passes makes the route unknown: ValueError's sentence.
+    Args:
+        outputs: What a loss was computed on.
+        key: Under which passes were marked.
+        params: The model's. One that is reached besides the passes makes the route unknown: `problem` says so.
     """
     tensors = list(leaves(outputs))
     direct = [mark_of(t.grad_fn, t.output_nr, key) for t in tensors]

@@ -43,11 +43,16 @@ class Stride:
         ranks: Ranks,
         penalty: Tensor | float = 0.0,
     ) -> None:
-        """Take the ratio from the sample, if there is one. promised: the steps' d^T m, by parameter as they are.
-
-        penalty: what the form has besides the metric.
+        """Take the ratio from the sample, if there is one.
 
         A form that is not finite makes the steps from here on shorter by a factor of ten.
+
+        Args:
+            steps: d, by name.
+            promised: The steps' d^T m, by parameter as they are.
+            named: The parameters.
+            ranks: The processes that train the model.
+            penalty: What the form has besides the metric.
         """
         sample, self.sample = self.sample, None
         if sample is None:
@@ -79,7 +84,15 @@ def measure_form(
     ranks: Ranks,
     penalty: Tensor | float = 0.0,
 ) -> Tensor:
-    """moves^T G moves on the sample of a pass, over all processes. penalty: what the form has besides the metric."""
+    """moves^T G moves on the sample of a pass, over all processes.
+
+    Args:
+        sample: A part of a pass, as `sampled` gives it.
+        moves: A vector, by name.
+        named: The parameters.
+        ranks: The processes that train the model.
+        penalty: What the form has besides the metric.
+    """
     rows, like = float(sample.rows), next(iter(moves.values()))
     found = torch.as_tensor(form_along(sample, moves, named)[0] + penalty).to(like)
     total, weight = ranks.sum(torch.stack([rows * found, torch.as_tensor(rows).to(found)]))

@@ -36,9 +36,13 @@ class EnvironmentFault(RuntimeError, ValueError):
 class Stepped:
     """One step of n environments.
 
-    rewards (n,).   terminated, truncated (n,): whether the episode ended, and how.   successors (n, ...): the
-    observations after the step and before any reset.   following (n, ...): those that the next action is taken on.
-    valid (n,): False where nothing happened but a reset (vector environments in NEXT_STEP mode).
+    Attributes:
+        rewards: As they came, shape (n,).
+        terminated: True where the task ended the episode, shape (n,).
+        truncated: True where a time limit ended the episode, shape (n,).
+        successors: The observations after the step and before any reset, shape (n, ...).
+        following: The observations that the next action is taken on, shape (n, ...).
+        valid: False where nothing happened but a reset (vector environments in NEXT_STEP mode), shape (n,).
     """
 
     rewards: Array
@@ -72,10 +76,12 @@ class Episode:
 
 
 class Environments:
-    """n environments in step. `max_episode_steps`: longer episodes are truncated; math.inf: they may go on for ever.
+    """n environments in step.
 
-    env: a gymnasium environment, a vector environment in any autoreset mode, the name of a registered one, a function
-    that makes one of these, or a sequence of such.
+    Args:
+        env: A gymnasium environment, a vector environment in any autoreset mode, the name of a registered one, a
+            function that makes one of these, or a sequence of such.
+        max_episode_steps: Longer episodes are truncated; math.inf lets them go on for ever.
     """
 
     def __init__(self, env: Any, max_episode_steps: float | None = None) -> None:

@@ -10,7 +10,12 @@ SHOWN = {"return": "return", "KL": "kl", "entropy": "entropy"}
 
 
 class Progress:
-    """Shown on the standard error. shown: None for where that is a terminal."""
+    """Shown on the standard error.
+
+    Args:
+        total: Steps that `learn` was asked for.
+        shown: True to show it, False not to; None to show it where the standard error is a terminal.
+    """
 
     def __init__(self, total: int, shown: bool | None) -> None:
         self.total, self.done = total, 0
