@@ -66,6 +66,7 @@ def kfac(
         Martens & Grosse 2015.
 
     Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
         >>> opt = ng.kfac(model, nn.CrossEntropyLoss(), lr=1.0)
         >>> opt.zero_grad()
         >>> opt.loss(model(x), y).backward()
@@ -101,6 +102,13 @@ def ekfac(
 
     Reference:
         George et al. 2018.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.ekfac(model, nn.CrossEntropyLoss(), lr=1.0)
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
     return build(model, criterion, EigenKronecker(decay, estimate), lr, heed_noise(options), damping=SAFE)
 

@@ -23,9 +23,7 @@ import natgrad as ng
 
 SECTIONS = ("Args", "Attributes")
 # Folders and files whose docstrings are not in Google style yet.
-UNCONVERTED = {
-    "optim.structured_recipes",
-}
+UNCONVERTED: set[str] = set()
 
 
 def named_arguments(docstring: str | None) -> set[str]:
@@ -199,6 +197,7 @@ TYPED = (
     "ang",
     "applications.flows.expected_value",
     "applications.flows.flow",
+    "ekfac",
     "exact_derivatives",
     "fisher",
     "gauss_newton",
@@ -207,6 +206,7 @@ TYPED = (
     "geometry.m_projection",
     "hessian",
     "hessian_free",
+    "kfac",
     "minimize",
     "natural_gradient",
     "natural_gradient_of_mean",
