@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from natgrad.linalg import all_finite
@@ -163,3 +164,25 @@ def checked_group(
         if key in defaults:
             check_key(key, group.get(key, defaults[key]), most)
     return {**group, "params": params}
+
+
+def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None, wild: bool) -> str:
+    """Why a step is left out.
+
+    Args:
+        gradients: By name.
+        loss: Of the step; None where it is not known.
+        wild: True if the loss is far above all losses of the run.
+    """
+    if wild:
+        return (
+            "the loss is more than ten times the highest of this run; nothing was changed. Look at this batch; data of "
+            "another scale are taken from the fourth such batch in a row on"
+        )
+    wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
+    what = "the loss" if loss is not None and not bool(torch.isfinite(loss)) else "the step"
+    what = f"the gradient of {wrong[0]!r}" if wrong else what
+    return (
+        f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
+        "GradScaler, scaler.step(optimizer) skips such steps)"
+    )

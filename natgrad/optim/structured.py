@@ -16,7 +16,7 @@ from natgrad.layers.taps import Release
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.block_averages import Blocks
 from natgrad.optim.checkpoint import Checkpoint, Format
-from natgrad.optim.checks import NotFiniteError, check_blocks, given_parameters, named_parameters
+from natgrad.optim.checks import NotFiniteError, check_blocks, describe_trouble, given_parameters, named_parameters
 from natgrad.optim.distributed import meet
 from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Called
@@ -30,6 +30,7 @@ from natgrad.optim.schedule import due, pace, started
 from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, watch
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sampled
+from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import check_select, full_precision, leaves
 from natgrad.rules import BlockStep, MeasuredLength, Momentum, Quadratic, Rule, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
@@ -47,8 +48,9 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     Passes in evaluation mode are not read, unless `train_in_eval=True`; training on in evaluation mode warns after 5
     steps whose statistics were due, and raises RuntimeError after 25. Statistics that are not finite are not taken, and
-    an inverse that fails leaves its last good one in place; both are counted in `state_report().failures`. A step
-    happens whole or not at all: Ctrl-C and errors leave the last one's state.
+    an inverse that fails leaves its last good one in place; both are counted in `state_report().failures`, and so is a
+    batch that is left out because its loss is more than ten times the highest of the run. A step happens whole or not
+    at all: Ctrl-C and errors leave the last one's state.
 
     With several processes (`torch.distributed`), model may be a `DistributedDataParallel` or what it wraps: statistics
     and losses are added up over the processes, and all take the same step. They all must call `loss` and `step` alike.
@@ -111,6 +113,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._stride, self._outside = Stride(), Outside()
         self._pending = 0  # readings since the last step
         self._bad = False  # whether its batch was counted as a failure
+        self._wild = WildBatches()
         self._nats: Any = 1.0
         self._warned: set[str] = set()
         self._finalizer = weakref.finalize(
@@ -184,6 +187,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             "refused": sorted(self._reader.refused),
             "generator": self._labels().get_state(),
             "ratio": torch.zeros(()) if ratio is None else ratio,  # always a tensor, which a fresh one's can take
+            "wild": self._wild.save(),
         }
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
@@ -195,6 +199,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             blocks.state = self.state
             self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
             self._clock = started() | saved.extra["clock"]
+            self._wild = WildBatches.load(saved.extra.get("wild"))
             ratio = saved.extra["ratio"]
             self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
             if saved.labels is not None:
@@ -253,7 +258,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._ranks.check_gradients(norm)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
-        finite = bool(known)  # this and `attempt.finite` are the synchronisations of a step between updates
+        wild = loss is not None and self._bounded and self._wild.is_wild(loss, self._clock["step"])
+        finite = bool(
+            known & ~torch.as_tensor(wild, device=norm.device)
+        )  # this and `attempt.finite` are the synchronisations of a step between updates
         if finite and not self._blocks.all:
             raise ValueError(
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode (or build "
@@ -276,13 +284,14 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not finite:
             if self.on_trouble == "raise":
                 self._pending, self._bad = 0, False
-                raise NotFiniteError(describe_trouble(gradients, loss))
+                raise NotFiniteError(describe_trouble(gradients, loss, bool(wild)))
             attempt = self._attempt(nats, told)
             attempt.clock["failures"] += not self._bad
         attempt.clock |= {"late": late, "skipped": 0 if finite else attempt.clock["skipped"] + 1}
         pace(attempt.clock, self._blocks.drift(), self.update_every)
         attempt.clock["step"] += 1
         values = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
+        values["_wild"] = self._wild.after(loss, finite)
         attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0, "_bad": False}, self._forget_batch)
         watch(self._clock["skipped"], SKIPPED)
 
@@ -376,17 +385,6 @@ def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None)
     if rule.needs_solver or getattr(rule, "iterates", False):
         raise ValueError(f"rule {rule} needs what an iterative solver found: use ng.NaturalGradient, ng.hessian_free")
     return rule
-
-
-def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None) -> str:
-    """What is not finite."""
-    wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
-    what = "the loss" if loss is not None and not bool(torch.isfinite(loss)) else "the step"
-    what = f"the gradient of {wrong[0]!r}" if wrong else what
-    return (
-        f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
-        "GradScaler, scaler.step(optimizer) skips such steps)"
-    )
 
 
 def release(reader: Reader, listener: Any) -> None:
