@@ -259,11 +259,12 @@ def run_detached(call: Callable[[], Any]) -> Any:
 @contextmanager
 def mark_evaluation() -> Iterator[None]:
     """Inside, `is_evaluating()` holds: a forward pass that belongs to the library and not to the user."""
-    token = _EVALUATING.set(True)
-    try:
+    before = _EVALUATING.get()
+    try:  # before the first change: Ctrl-C must not leave every later pass unheard
+        _EVALUATING.set(True)
         yield
     finally:
-        _EVALUATING.reset(token)
+        _EVALUATING.set(before)
 
 
 def is_evaluating() -> bool:

@@ -46,8 +46,9 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[list[Record]]:
         """Inside, backward passes append (place, input, derivative at the output) per call of a layer."""
-        self.records = found = []
+        found: list[Record] = []
         try:
+            self.records = found
             yield found
         finally:
             self.records = None

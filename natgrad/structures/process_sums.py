@@ -16,11 +16,12 @@ _EXCHANGE: ContextVar[Exchange | None] = ContextVar("natgrad_exchange", default=
 @contextmanager
 def exchanging(exchange: Exchange | None) -> Iterator[None]:
     """Inside, `exchanged` is this."""
-    token = _EXCHANGE.set(exchange)
-    try:
+    before = _EXCHANGE.get()
+    try:  # before the first change, for Ctrl-C
+        _EXCHANGE.set(exchange)
         yield
     finally:
-        _EXCHANGE.reset(token)
+        _EXCHANGE.set(before)
 
 
 def exchanged(fresh: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from optim_models import CE, Interrupt, X, Y, flat, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.pure import is_evaluating, mark_evaluation
+from natgrad.structures.process_sums import exchanged, exchanging
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
@@ -154,3 +156,18 @@ def test_entries_that_are_infinite_on_purpose_do_not_stop_the_others():
     assert opt.state_report().failures == 0
     assert torch.equal(before.isfinite(), flat(model).isfinite())
     assert not torch.equal(before, flat(model))
+
+
+@pytest.mark.parametrize(
+    ("inside", "marked"),
+    [(mark_evaluation, is_evaluating), (lambda: exchanging(lambda fresh: {}), lambda: exchanged({"a": X}) == {})],
+    ids=["evaluation", "exchange"],
+)
+def test_ctrl_c_on_the_way_in_leaves_no_mark_for_later_passes(inside: Any, marked: Any):
+    with Interrupt(0) as whole, inside():
+        inner = whole.seen
+        assert marked()
+    for n in range(1, inner + 1):
+        with Interrupt(n), inside():
+            pass
+        assert not marked(), f"line {n}"
