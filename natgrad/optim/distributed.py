@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.layers.kinds import EmbeddingLayer, Layer
 from natgrad.layers.moments import Seen
+from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
 from natgrad.optim.parallel_models import DRIFT, refuse_sharded
 from natgrad.structures import Layerwise
@@ -44,12 +45,14 @@ class Ranks:
         """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
 
         Raises:
-            ValueError: Within `join`: a process that is out of examples takes no part in sums of statistics.
+            ValueError: If another process holds another model; within `join`, where a process that is out of examples
+                takes no part in sums of statistics.
         """
         if not self.settled:
             if self.group is None:
                 vars(self).update(vars(meet(model, None)[1]))
             self.check(structure)
+            self.compare(dict(model.named_parameters()))
             self.settled = True
         refuse_join(self.wrappers)
 
@@ -60,6 +63,12 @@ class Ranks:
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(found, group=self.group)
         return found
+
+    def compare(self, named: Mapping[str, Tensor]) -> None:
+        """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike."""
+        if self.size > 1 and named:
+            # a DistributedDataParallel has broadcast its values
+            check_equal_models(named, self.group, values=not self.wrappers)
 
     def check(self, structure: Layerwise) -> None:
         """TypeError for a structure whose statistics several processes cannot add up."""

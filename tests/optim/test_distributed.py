@@ -128,6 +128,22 @@ def unaveraged() -> dict[str, Any]:
     return {"words": words, "stayed": torch.equal(before, flat(model))}
 
 
+def different() -> dict[str, Any]:
+    """Models of other shapes, and of other values, in one group."""
+    words, stayed = [], True
+    for change in (lambda m: m.append(nn.Linear(3, 3).double()), lambda m: m[0].bias.data.add_(1e-12)):
+        model = net()
+        if distributed.get_rank() == 1:
+            change(model)
+        before = flat(model)
+        try:
+            train(ng.kfac(model, CE, group=distributed.group.WORLD, **FREE), model)
+        except ValueError as error:
+            words.append(str(error))
+        stayed &= torch.equal(before, flat(model))
+    return {"words": words, "stayed": stayed}
+
+
 FLAT: dict[str, Callable[..., Any]] = {
     "hessian_free": ng.hessian_free,
     "krylov_subspace": ng.krylov_subspace,
@@ -336,10 +352,11 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "strangers": strangers,
     "uneven": uneven,
     "unaveraged": unaveraged,
+    "different": different,
     "flat metrics": flat_metrics,
 }
 TOGETHER = ["kfac", "ekfac", "diagonal", "unitwise", "inner", "within", "given", "sums", "accumulated", "judged"]
-APART = {"refused", "strangers", "unaveraged", "flat metrics"}  # no two processes train one model there
+APART = {"refused", "strangers", "unaveraged", "different", "flat metrics"}  # no two processes train one model there
 
 
 def act(rank: int, folder: str) -> None:
@@ -417,6 +434,14 @@ def test_gradients_that_nobody_averages_are_refused(both: list[dict[str, Any]]):
     for rank in both:
         assert "different gradients" in rank["unaveraged"]["words"]
         assert rank["unaveraged"]["stayed"]
+
+
+def test_different_models_in_one_group_are_refused_on_all_processes(both: list[dict[str, Any]]):
+    for rank in both:
+        shapes, values = rank["different"]["words"]
+        assert "'3.weight' is missing on rank 0 and (3, 3) of torch.float64 on rank 1" in shapes
+        assert "other values on rank 1" in values
+        assert rank["different"]["stayed"]
 
 
 @pytest.mark.parametrize("name", FLAT)

@@ -1,0 +1,76 @@
+"""Processes that train one model together hold the same one: compared once, before they add anything up."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+MODULUS = 2**61 - 1
+
+
+def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool = False) -> None:
+    """Check that all processes of a group train parameters of the same names, shapes and dtypes.
+
+    All of them call it at the same time. Two numbers a process are exchanged; the names only where these differ.
+
+    Args:
+        named: The parameters by name.
+        group: The process group.
+        values: True to compare their entries too, bit for bit: where nobody has broadcast them.
+
+    Raises:
+        ValueError: On all processes, with the first parameter that differs and the rank that holds it.
+    """
+    device = next(iter(named.values())).device
+    own = torch.tensor([hash_names(named), hash_values(named) if values else 0], device=device)
+    found = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(found, own, group=group)
+    numbers = torch.stack(found).tolist()
+    if any(names != numbers[0][0] for names, _ in numbers):
+        tables: list[Any] = [None] * len(found)
+        distributed.all_gather_object(tables, describe_parameters(named), group=group)
+        rank = next(i for i, table in enumerate(tables) if table != tables[0])
+        first = next(name for name in {**tables[0], **tables[rank]} if tables[0].get(name) != tables[rank].get(name))
+        raise ValueError(
+            f"the {len(found)} processes hold different models: parameter {first!r} is "
+            f"{tables[0].get(first, 'missing')} on rank 0 and {tables[rank].get(first, 'missing')} on rank {rank}. "
+            "Build the same model on all of them, or give each model a group of its own processes"
+        )
+    rank = next((i for i, number in enumerate(numbers) if number != numbers[0]), None)
+    if rank is not None:
+        raise ValueError(
+            f"the parameters have other values on rank {rank} than on rank 0, and would never meet: seed all processes "
+            "alike before the model is built, load one checkpoint on all, or wrap it in a DistributedDataParallel"
+        )
+
+
+def describe_parameters(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Shape and dtype by name, as text."""
+    return {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in named.items()}
+
+
+def hash_names(named: Mapping[str, Tensor]) -> int:
+    """A number that differs where a name, a shape, a dtype or their order does."""
+    text = "\n".join(f"{name}: {what}" for name, what in describe_parameters(named).items())
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % MODULUS
+
+
+def hash_values(named: Mapping[str, Tensor]) -> int:
+    """A number that differs where an entry does, but for rare chance."""
+    device = next(iter(named.values())).device
+    sums = torch.stack([sum_bits(p.detach()).to(device) for p in named.values()]).tolist()
+    found = 0
+    for one in sums:
+        found = (found * 1_000_003 + one) % MODULUS
+    return found
+
+
+def sum_bits(tensor: Tensor) -> Tensor:
+    """The sum of all entries' bits as integers, a scalar tensor."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    return plain.contiguous().view(kinds[plain.element_size()]).sum(dtype=torch.int64)
