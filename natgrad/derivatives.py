@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from natgrad.embedding_bags import look_up_bags
 
-_ACTIVE: ContextVar[bool] = ContextVar("natgrad_exact_derivatives", default=False)
+_ACTIVE: ContextVar[_WrittenOut | None] = ContextVar("natgrad_exact_derivatives", default=None)
 
 
 @contextmanager
@@ -39,19 +39,36 @@ def exact_derivatives() -> Iterator[None]:
         ...     loss = (second + x).square().mean()
         >>> loss.backward()
     """
-    if _ACTIVE.get():
+    before = _ACTIVE.get()
+    if before is not None and before.on:
         yield
         return
-    token = _ACTIVE.set(True)
-    try:
-        with sdpa_kernel(SDPBackend.MATH), _WrittenOut():
+    with sdpa_kernel(SDPBackend.MATH), _WrittenOut() as mode:
+        try:
+            _ACTIVE.set(mode)
             yield
-    finally:
-        _ACTIVE.reset(token)
+        finally:
+            _ACTIVE.set(before)
 
 
 class _WrittenOut(TorchFunctionMode):
-    """Replaces the operations of `REPLACED` by functions of the same arguments."""
+    """Replaces the operations of `REPLACED` by functions of the same arguments.
+
+    Attributes:
+        on: Whether the mode is in force. Ctrl-C in a cleanup may leave the mode on with this False, which costs time,
+            but never the other way round, which would give wrong derivatives.
+    """
+
+    on = False
+
+    def __enter__(self) -> _WrittenOut:
+        super().__enter__()
+        self.on = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.on = False
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return REPLACED.get(func, func)(*args, **(kwargs or {}))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.scoped_values import Holding, ScopedValue
 from natgrad.spaces import Params
 
 Model = nn.Module | Callable[..., Any]
 Select = Callable[[Any], Any]
 """What is taken of a model's outputs."""
 
-_EVALUATING: ContextVar[bool] = ContextVar("natgrad_evaluating", default=False)
+_EVALUATING = ScopedValue("natgrad_evaluating", False)
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -256,15 +256,9 @@ def run_detached(call: Callable[[], Any]) -> Any:
         return map_tensors(call(), torch.detach)
 
 
-@contextmanager
-def mark_evaluation() -> Iterator[None]:
+def mark_evaluation() -> Holding[bool]:
     """Inside, `is_evaluating()` holds: a forward pass that belongs to the library and not to the user."""
-    before = _EVALUATING.get()
-    try:  # before the first change: Ctrl-C must not leave every later pass unheard
-        _EVALUATING.set(True)
-        yield
-    finally:
-        _EVALUATING.set(before)
+    return _EVALUATING.holding(True)
 
 
 def is_evaluating() -> bool:

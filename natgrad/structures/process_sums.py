@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 from torch import Tensor
 
+from natgrad.scoped_values import Holding, ScopedValue
+
 Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
-_EXCHANGE: ContextVar[Exchange | None] = ContextVar("natgrad_exchange", default=None)
+_EXCHANGE: ScopedValue[Exchange | None] = ScopedValue("natgrad_exchange", None)
 
 
-@contextmanager
-def exchanging(exchange: Exchange | None) -> Iterator[None]:
+def exchanging(exchange: Exchange | None) -> Holding[Exchange | None]:
     """Inside, `exchanged` is this."""
-    before = _EXCHANGE.get()
-    try:  # before the first change, for Ctrl-C
-        _EXCHANGE.set(exchange)
-        yield
-    finally:
-        _EXCHANGE.set(before)
+    return _EXCHANGE.holding(exchange)
 
 
 def exchanged(fresh: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import assert_close, draw, seeded
+from optim_models import Interrupt
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
 from torch.nn import functional
@@ -351,3 +352,19 @@ def test_newton_s_matrix_of_a_weight_normed_model(dim, axes):
 
     expected = hessian(loss)(space.flatten(params))
     assert_close(H.dense(), expected, 1e-9)
+
+
+def test_ctrl_c_at_any_line_leaves_later_derivatives_exact():
+    x = draw(2, 3).requires_grad_()
+
+    def is_written_out() -> bool:
+        with ng.exact_derivatives():
+            return "LayerNorm" not in type(functional.layer_norm(x, (3,)).grad_fn).__name__
+
+    assert "LayerNorm" in type(functional.layer_norm(x, (3,)).grad_fn).__name__
+    with Interrupt(0) as whole:
+        assert is_written_out()
+    for n in range(1, whole.seen + 1):
+        with Interrupt(n):
+            is_written_out()
+        assert is_written_out(), f"line {n}"

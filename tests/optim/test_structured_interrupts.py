@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.pure import is_evaluating, mark_evaluation
+from natgrad.scoped_values import ScopedValue
 from natgrad.structures.process_sums import exchanged, exchanging
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
@@ -163,11 +166,41 @@ def test_entries_that_are_infinite_on_purpose_do_not_stop_the_others():
     [(mark_evaluation, is_evaluating), (lambda: exchanging(lambda fresh: {}), lambda: exchanged({"a": X}) == {})],
     ids=["evaluation", "exchange"],
 )
-def test_ctrl_c_on_the_way_in_leaves_no_mark_for_later_passes(inside: Any, marked: Any):
-    with Interrupt(0) as whole, inside():
-        inner = whole.seen
-        assert marked()
-    for n in range(1, inner + 1):
-        with Interrupt(n), inside():
-            pass
+def test_ctrl_c_at_any_line_of_a_mark_leaves_none_for_later_passes(inside: Any, marked: Any):
+    def run() -> bool:
+        with inside():
+            return marked()
+
+    with Interrupt(0) as whole:
+        assert run()
+    assert whole.seen > 8  # lines of the way in, the question and the way out
+    for n in range(1, whole.seen + 1):
+        with Interrupt(n) as cut:
+            run()
+        assert cut.seen == n, f"line {n} was not reached"
         assert not marked(), f"line {n}"
+        assert run(), f"line {n}"
+
+
+def test_ctrl_c_in_an_inner_mark_keeps_the_outer_one():
+    scope = ScopedValue("test", 0)
+
+    def inner() -> None:
+        with scope.holding(2):
+            assert scope.get() == 2
+
+    with scope.holding(1):
+        with Interrupt(0) as whole:
+            inner()
+        for n in range(1, whole.seen + 1):
+            with Interrupt(n):
+                inner()
+            assert scope.get() == 1, f"line {n}"
+    assert scope.get() == 0
+
+
+def test_a_thread_that_runs_in_a_lent_context_sees_the_mark():
+    scope = ScopedValue("test", 0)
+    with scope.holding(1), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(contextvars.copy_context().run, scope.get).result() == 1
+        assert pool.submit(scope.get).result() == 0
