@@ -15,13 +15,15 @@ from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, PullbackMetric
 from natgrad.optim.recorded_pass import Data
 from natgrad.pure import Labelled, as_call
-from natgrad.rules import LineSearch, Rule
-from natgrad.solvers import CG, Auto, Solver
+from natgrad.rules import LineSearch, Rule, refuse_measured_kl
+from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
 from natgrad.spaces import check_parameters, trainable
 from natgrad.structures import Layerwise, Structure
 
 LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.inf, "kl_share": math.inf}
 LIMITS |= {"weight_decay": math.inf, "l2": math.inf}
+WITHOUT_BASIS = (Auto, CG, Direct, MinresQLP, SampleSpace)
+"""Solvers whose solution has no basis of the space that they searched."""
 
 
 class NotFiniteError(ValueError):
@@ -60,10 +62,19 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
             hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
-    forgets = solver is None or isinstance(solver, Auto) or (isinstance(solver, CG) and solver.keep is None)
-    if isinstance(rule, Rule) and rule.shapes:
+    if isinstance(rule, Rule):
+        check_rule(rule, solver or Auto())
+
+
+def check_rule(rule: Rule, solver: Solver) -> None:
+    """ValueError for a rule that the flat flow cannot serve with this solver."""
+    if rule.shapes:
         raise ValueError(f"rule {rule} shapes the directions of layers: use ng.kfac or another of its like")
-    if isinstance(rule, LineSearch) and rule.iterates and forgets:
+    refuse_measured_kl(rule)
+    if rule.needs_solver and isinstance(solver, WITHOUT_BASIS):
+        raise ValueError(f"rule {rule} searches the solver's space: use solver=ng.KrylovSubspace(dimension=...)")
+    keeps = isinstance(solver, CG) and solver.keep is not None
+    if isinstance(rule, LineSearch) and rule.iterates and isinstance(solver, WITHOUT_BASIS) and not keeps:
         raise ValueError(f"rule {rule} goes back over iterates, which the solver does not keep: use ng.CG(keep=1.3)")
 
 

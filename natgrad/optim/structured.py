@@ -32,7 +32,7 @@ from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sampled
 from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import check_select, full_precision, leaves
-from natgrad.rules import BlockStep, MeasuredLength, Momentum, Quadratic, Rule, Step
+from natgrad.rules import BlockStep, MeasuredLength, Momentum, Quadratic, Rule, Step, refuse_measured_kl
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
@@ -384,6 +384,7 @@ def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None)
         raise ValueError(f"{bounds} are settings of rule=ng.MeasuredLength(...): give them to the rule")
     if rule.needs_solver or getattr(rule, "iterates", False):
         raise ValueError(f"rule {rule} needs what an iterative solver found: use ng.NaturalGradient, ng.hessian_free")
+    refuse_measured_kl(rule)
     return rule
 
 

@@ -1,6 +1,6 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
-from natgrad.rules.base import Objective, Rule, require_loss
+from natgrad.rules.base import Objective, Rule, refuse_measured_kl, require_loss
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
@@ -46,6 +46,7 @@ __all__ = [
     "check_backtracking",
     "inner_product",
     "leads_down",
+    "refuse_measured_kl",
     "require_loss",
     "shorten",
 ]

@@ -31,6 +31,9 @@ class Rule(ABC):
     needs_solver: ClassVar[bool] = False
     """True if the rule needs what a solver of a flat system found: `Quadratic.basis` or `Quadratic.earlier`."""
 
+    needs_kl: ClassVar[bool] = False
+    """True if the rule needs an objective that measures the KL at trial points, as those of policies do."""
+
     @property
     def needs_loss(self) -> bool:
         """Whether the rule re-evaluates the loss at trial points."""
@@ -94,4 +97,17 @@ def require_loss(rule: Rule, loss_at: Objective | None) -> None:
     if rule.needs_loss and loss_at is None:
         raise ValueError(
             f"{rule} re-evaluates the loss: call optimizer.step(closure), or compute the loss with optimizer.loss(...)"
+        )
+
+
+def refuse_measured_kl(rule: Rule) -> None:
+    """ValueError for a rule that measures the KL at trial points, which a loss does not give.
+
+    Args:
+        rule: Which.
+    """
+    if rule.needs_kl:
+        raise ValueError(
+            f"rule {rule} measures the KL at trial points, which only policies give (ng.TRPO): bound the KL of a step "
+            "with rule=ng.TrustRegion(radius), or with max_kl= for ng.kfac and its like"
         )

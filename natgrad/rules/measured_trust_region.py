@@ -55,6 +55,7 @@ class MeasuredTrustRegion(Rule):
         Schulman et al. 2015, appendix C.
     """
 
+    needs_kl = True
     radius: float
     backtracks: int = 10
     shrink: float = 0.8

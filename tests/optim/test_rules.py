@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import MISSING, replace
+from functools import partial
 
 import pytest
 import torch
 from models import assert_close, draw
+from optim_models import CE, X, Y, flat, iterate, net
 from torch import Tensor
 
 import natgrad as ng
+from natgrad import rules
 from natgrad.rules import FlatStep, Quadratic
 
 G = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
@@ -185,3 +188,54 @@ def test_rules_say_whether_they_need_the_loss(rule: ng.Rule, needs: bool) -> Non
 def test_rules_are_checked_at_the_door(build, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}, expected"):
         build()
+
+
+RULES = [
+    rule(*((0.1,) if "radius" in names and names["radius"].default is MISSING else ()))
+    for rule in vars(rules).values()
+    if isinstance(rule, type) and issubclass(rule, ng.Rule) and rule is not ng.Rule
+    for names in [rule.__dataclass_fields__]
+] + [ng.LineSearch(iterates=True), ng.TrustRegion(0.1, backtracks=3)]
+"""Each rule that there is."""
+
+OPTIMIZERS = {
+    "kfac": ng.kfac,
+    "unitwise": ng.unitwise,
+    "hessian_free": ng.hessian_free,
+    "krylov_subspace": lambda model, loss, rule: ng.NaturalGradient(
+        model, ng.fisher(model, loss), rule=rule, solver=ng.KrylovSubspace(dimension=3), damping=0.1
+    ),
+} | {
+    type(solver).__name__: partial(
+        lambda solver, model, loss, rule: ng.NaturalGradient(
+            model, ng.fisher(model, loss), rule=rule, solver=solver, damping=0.1
+        ),
+        solver,
+    )
+    for solver in (ng.Direct(), ng.SampleSpace(), ng.MinresQLP(), ng.Auto(), ng.CG(keep=1.3))
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_a_rule_that_an_optimizer_cannot_serve_is_refused_when_it_is_built(rule: ng.Rule, name: str):
+    model = net()
+    try:
+        opt = OPTIMIZERS[name](model, CE, rule=rule)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert repr(rule) in refusal
+        return
+    before = flat(model)
+    for _ in range(3):
+        iterate(opt, model, X, Y)
+    assert not torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("build", [ng.kfac, ng.ekfac, ng.hessian_free, ng.natgrad_cg], ids=lambda build: build.__name__)
+def test_a_measured_kl_is_for_policies(build):
+    with pytest.raises(ValueError, match="which only policies give"):
+        build(net(), CE, rule=rules.MeasuredTrustRegion(0.1))
