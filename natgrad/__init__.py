@@ -33,6 +33,7 @@ from natgrad.families import (
     MultivariateNormal,
     Normal,
     Poisson,
+    likelihood,
     natural_gradient_of_mean,
 )
 from natgrad.families import Beta as Beta
@@ -163,6 +164,7 @@ __all__ = [
     "kfac",
     "krylov_subspace",
     "layers",
+    "likelihood",
     "metrics",
     "minimize",
     "natural_gradient",

@@ -12,13 +12,15 @@ from natgrad.families.coordinates import (
     convert_vector,
     fisher_in,
 )
-from natgrad.families.criteria import Criterion, Entrywise, as_criterion
+from natgrad.families.criteria import Criterion, Entrywise
+from natgrad.families.criteria import pick_logits as pick_logits
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.ising import Ising
+from natgrad.families.known_losses import as_criterion
 from natgrad.families.markov_field import MarkovField, MomentEstimate
 from natgrad.families.mean_gradient import (
     dual_gradient,
@@ -43,6 +45,7 @@ from natgrad.families.posterior import GaussianPosterior
 from natgrad.families.product_families import Product, SubModel
 from natgrad.families.regression import Slope, natural_slope
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
+from natgrad.families.wrapped_losses import likelihood
 
 Estimate, Rate = MomentEstimate, ExponentialRate  # their former names
 
@@ -97,6 +100,7 @@ __all__ = [
     "exact_natural_gradient_of_mean",
     "fisher_in",
     "gradient_of_mean",
+    "likelihood",
     "natural_gradient_of_mean",
     "natural_slope",
 ]

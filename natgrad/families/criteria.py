@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.families.base import Likelihood
+from natgrad.families.base import Likelihood, SeparableLikelihood
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.pure import leaves, map_tensors
@@ -51,6 +51,22 @@ class Entrywise(Likelihood):
         self.family.check_targets(outputs, targets)
 
 
+def pick_logits(family: Likelihood, outputs: Any) -> Any:
+    """The logits of a record that a model returned (transformers' ModelOutput), for a likelihood of one tensor.
+
+    Args:
+        family: The likelihood.
+        outputs: What the model returned.
+
+    Returns:
+        `outputs.logits`, or the outputs as they are.
+    """
+    if isinstance(outputs, Tensor) or not isinstance(family, (Entrywise, SeparableLikelihood, Categorical)):
+        return outputs
+    logits = getattr(outputs, "logits", None)
+    return logits if isinstance(logits, Tensor) else outputs
+
+
 @dataclass(frozen=True)
 class PoissonRate(Likelihood):
     """Poisson counts with the rate itself as output, as `PoissonNLLLoss(log_input=False)` has it: form 1 / rate.
@@ -85,10 +101,12 @@ class Criterion:
     Args:
         family: The likelihood that the loss stands for.
         loss: The mean loss, (outputs, targets) -> scalar tensor.
-        weigh: (outputs, targets) -> unnormalised row weights (R,) and the normaliser of the mean, a scalar tensor.
+        weigh: (outputs, events) -> unnormalised row weights (R,) and the normaliser of the mean, a scalar tensor.
             None: equal weights.
         summed: True under reduction='sum'.
         entrywise: The mean runs over single entries.
+        prepare: (outputs, targets) -> the targets as the likelihood takes them, where the loss takes others. None:
+            they are the same.
     """
 
     family: Likelihood
@@ -96,6 +114,7 @@ class Criterion:
     weigh: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
     summed: bool = False
     entrywise: bool = False
+    prepare: Callable[[Any, Any], Any] | None = None
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
         """The loss as the user wrote it, a scalar tensor.
@@ -107,8 +126,29 @@ class Criterion:
         Raises:
             ValueError: For targets that the likelihood cannot produce.
         """
-        self.family.check_targets(outputs, targets)
+        self.check(outputs, targets)
         return self.loss(outputs, targets)
+
+    def events(self, outputs: Any, targets: Any) -> Any:
+        """The targets as the likelihood takes them: labels moved to the places that predict them, bits of a class.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+        """
+        return targets if self.prepare is None else self.prepare(outputs, targets)
+
+    def check(self, outputs: Any, targets: Any) -> None:
+        """Check that targets can have come from the likelihood.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+
+        Raises:
+            ValueError: If they cannot.
+        """
+        self.family.check_targets(outputs, self.events(outputs, targets))
 
     def slope(self, outputs: Any, targets: Any) -> Any:
         """Gradient of the mean loss in the outputs, in the outputs' own layout.
@@ -137,7 +177,7 @@ class Criterion:
         uniform = torch.full((len(rows),), 1 / max(len(rows), 1), dtype=rows.dtype, device=rows.device)
         if targets is None or self.weigh is None:
             return uniform
-        weights, total = self.weigh(outputs, targets)
+        weights, total = self.weigh(outputs, self.events(outputs, targets))
         if not bool(total > 0):
             raise ValueError("targets: every one is ignored or has weight zero, so that the mean loss is 0 / 0")
         return weights / total
@@ -154,7 +194,7 @@ class Criterion:
         rows = self.family.rows(outputs)
         if self.weigh is None:
             return float(len(rows))
-        return self.weigh(outputs, targets)[1]
+        return self.weigh(outputs, self.events(outputs, targets))[1]
 
     def nats(self, outputs: Any) -> float:
         """Nats per example in one unit of the mean loss.
@@ -168,53 +208,6 @@ class Criterion:
         if not (isinstance(self.family, Entrywise) or self.entrywise):
             return 1.0
         return len(self.family.rows(outputs)) / max(len(next(leaves(outputs))), 1)
-
-
-def as_criterion(criterion: Any) -> Criterion:
-    """A `torch.nn` loss or an `ng` likelihood as a `Criterion`.
-
-    CrossEntropyLoss and NLLLoss -> Categorical, BCEWithLogitsLoss -> Bernoulli, MSELoss -> Gaussian(sqrt(1/2)),
-    GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss -> Poisson; with weight,
-    pos_weight, ignore_index, label_smoothing, reduction 'mean' or 'sum', and sequence dimensions.
-
-    Args:
-        criterion: A `torch.nn` loss, an `ng` likelihood, or a `Criterion`.
-
-    Raises:
-        TypeError: For a loss that is not a likelihood, and for a subclass of one, which may compute anything.
-        ValueError: For reduction='none'.
-
-    Example:
-        >>> ng.families.as_criterion(nn.CrossEntropyLoss()).family
-        IgnoringCategorical(classes=None, dim=1, ignore_index=-100)
-    """
-    if isinstance(criterion, type):
-        raise TypeError(
-            f"criterion is the class {criterion.__name__}, expected a loss or a likelihood; add the parentheses"
-        )
-    if isinstance(criterion, Criterion):
-        return criterion
-    if isinstance(criterion, Likelihood):
-        return Criterion(criterion, lambda outputs, targets: criterion.nll(outputs, targets).mean())
-    build = KNOWN.get(type(criterion))
-    if build is None:
-        names = ", ".join(kind.__name__ for kind in KNOWN)
-        hint = "; use BCEWithLogitsLoss on the logits" if isinstance(criterion, nn.BCELoss) else ""
-        raise TypeError(
-            f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad{hint}; "
-            f"expected one of {names}, or an ng likelihood (ng.Categorical(), ..., or your own with nll and sample)"
-        )
-    if criterion.reduction not in ("mean", "sum"):
-        raise ValueError(
-            f"criterion has reduction={criterion.reduction!r}, expected 'mean' or 'sum': the metric must be that of "
-            "the number that is minimised"
-        )
-    return build(criterion)
-
-
-def describe(thing: Any) -> str:
-    """A class by its name, an instance by its type's."""
-    return thing.__name__ if isinstance(thing, type) else type(thing).__name__
 
 
 def cross_entropy(criterion: nn.CrossEntropyLoss) -> Criterion:
@@ -317,13 +310,3 @@ def poisson_nll(criterion: nn.PoissonNLLLoss) -> Criterion:
     """Log rates, or rates with log_input=False."""
     family = Poisson() if criterion.log_input else PoissonRate(criterion.eps)
     return Criterion(Entrywise(family), criterion, None, criterion.reduction == "sum")
-
-
-KNOWN: dict[type, Callable[[Any], Criterion]] = {
-    nn.CrossEntropyLoss: cross_entropy,
-    nn.NLLLoss: nll_loss,
-    nn.BCEWithLogitsLoss: bce_with_logits,
-    nn.MSELoss: mse,
-    nn.GaussianNLLLoss: gaussian_nll,
-    nn.PoissonNLLLoss: poisson_nll,
-}

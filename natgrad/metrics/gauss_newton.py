@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,8 @@ def gauss_newton(
     """
     if isinstance(loss, (Likelihood, Criterion, type)):
         return GaussNewton(model, as_criterion(loss), outputs=outputs)
+    if isinstance(loss, functools.partial) or inspect.isroutine(loss):  # its own Hessian, even where it is known
+        return LossGaussNewton(model, Criterion(PlainOutputs(), loss), outputs=outputs)
     try:
         return GaussNewton(model, as_criterion(loss), outputs=outputs)
     except TypeError:
@@ -68,7 +72,7 @@ class GaussNewton(PullbackMetric):
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
         if targets is None:
             return self.criterion.family, None
-        self.criterion.family.check_targets(outputs, targets)
+        self.criterion.check(outputs, targets)
         return self.criterion.family, self.criterion.weights(outputs, targets)
 
 

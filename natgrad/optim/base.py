@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad.families import Criterion
+from natgrad.families import Criterion, pick_logits
 from natgrad.optim.accidents import OnTrouble
 from natgrad.optim.checkpoint import Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
@@ -59,7 +59,8 @@ class ModelOptimizer(Optimizer):
         step count by their rows: those that went backward since the gradients were cleared.
 
         Args:
-            outputs: What the model returned, or what the criterion is of.
+            outputs: What the model returned, or what the criterion is of. Of a record with `logits`, as transformers'
+                models return, a criterion of one tensor takes these.
             targets: As the criterion takes them.
 
         Returns:
@@ -71,6 +72,7 @@ class ModelOptimizer(Optimizer):
         """
         self._follow_parameters()
         outputs, chosen = self._recall.choose(outputs)
+        outputs = pick_logits(self.criterion.family, outputs)
         value = self.criterion.value(outputs, targets)
         if torch.is_grad_enabled() and value.requires_grad:
             if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:

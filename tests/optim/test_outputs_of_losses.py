@@ -327,6 +327,22 @@ def test_optimisers_take_what_outputs_selects(optimiser, kind, whole):
     assert ends[0] == pytest.approx(ends[1], rel=1e-7)
 
 
+@pytest.mark.parametrize("optimiser", ["kfac", "hessian_free", "natgrad_cg"])
+@pytest.mark.parametrize("kind", ["dataclass", "model output"])
+def test_a_record_with_logits_needs_no_selector(optimiser, kind):
+    ends = []
+    for model in (returning(kind), plain()):
+        opt = getattr(ng, optimiser)(model, CE)
+        for _ in range(2):
+            opt.zero_grad()
+            opt.loss(model(X), Y).backward()
+            opt.step()
+        with torch.no_grad():
+            opt.loss(model(X), Y)  # to look at
+        ends.append(flat(model))
+    assert_close(ends[0], ends[1], rtol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("kind", "optimiser"),
     pair(["dict", "tuple", "nested", "dataclass", "model output"], ["hessian_free", "natgrad_cg", "krylov_subspace"]),

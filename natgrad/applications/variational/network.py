@@ -105,7 +105,8 @@ class Network(Target):
         """-log p(data | weights), scaled to the whole set from a batch; rows of the outputs that the set has."""
         params = self.space.unflatten(place) if isinstance(place, Tensor) else place
         call = as_call(inputs)
-        rows = self.criterion.family.nll(PureModel(self.model, call)(params), targets)
+        outputs = PureModel(self.model, call)(params)
+        rows = self.criterion.family.nll(outputs, self.criterion.events(outputs, targets))
         return rows.sum() * (self.data_size / call.batch()), self.data_size * len(rows) / call.batch()
 
     def _log_joint(self, loss: Tensor, place: Tensor) -> Tensor:
