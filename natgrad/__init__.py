@@ -11,6 +11,7 @@ from natgrad.applications import denoising_score_matching_loss as denoising_scor
 from natgrad.applications import ratio_matching_loss as ratio_matching_loss
 from natgrad.applications import score_matching_loss
 from natgrad.applications import sliced_score_matching_loss as sliced_score_matching_loss
+from natgrad.applications import vmc as vmc
 from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
 from natgrad.applications.helmholtz import WakeSleep as WakeSleep
 from natgrad.applications.policy import TRPO, NaturalPolicyGradient
@@ -18,6 +19,8 @@ from natgrad.applications.search import BernoulliSearch as BernoulliSearch
 from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.applications.search import MarkovSearch as MarkovSearch
 from natgrad.applications.variational import variational
+from natgrad.applications.vmc import LogAmplitude as LogAmplitude
+from natgrad.applications.vmc import stochastic_reconfiguration as stochastic_reconfiguration
 from natgrad.damping import Constant, LevenbergMarquardt, Relative
 from natgrad.damping import Damping as Damping
 from natgrad.densities import Density as Density

@@ -1,6 +1,6 @@
 """One file, or folder, per kind of problem."""
 
-from natgrad.applications import flows, helmholtz, policy, search, variational
+from natgrad.applications import flows, helmholtz, policy, search, variational, vmc
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad.applications.gauss_markov import GaussMarkov
@@ -26,4 +26,5 @@ __all__ = [
     "search",
     "sliced_score_matching_loss",
     "variational",
+    "vmc",
 ]

@@ -12,6 +12,7 @@ from natgrad.metrics.fisher import (
     sampled_fisher,
 )
 from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
+from natgrad.metrics.geometric_tensor import GeometricTensor, geometric_tensor
 from natgrad.metrics.hessian import Hessian, hessian
 from natgrad.metrics.langevin import Langevin
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
@@ -26,6 +27,7 @@ __all__ = [
     "EmpiricalFisher",
     "Fisher",
     "GaussNewton",
+    "GeometricTensor",
     "Hessian",
     "Langevin",
     "LossGaussNewton",
@@ -40,6 +42,7 @@ __all__ = [
     "empirical_fisher",
     "fisher",
     "gauss_newton",
+    "geometric_tensor",
     "hessian",
     "kl",
     "ratio_metric",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from natgrad.operators.base import Operator
@@ -11,23 +10,25 @@ from natgrad.operators.rows import Rows
 
 
 class CentredRows:
-    """U (I - m m^T / sum m).
+    """U (I - Q Q^T), with Q^T Q = I.
 
     Args:
         rows: U, shape (n, r).
-        counted: m, shape (r,): 1 for the columns that count, 0 for the others.
+        counted: The columns of Q up to their lengths, shape (r, q) or (r,), orthogonal to one another.
     """
 
     def __init__(self, rows: Rows, counted: Tensor) -> None:
-        self.rows, self.counted, self.rank = rows, counted, rows.rank
+        columns = counted.reshape(len(counted), -1)
+        self.rows, self.rank = rows, rows.rank
+        self.means = columns / columns.norm(dim=0)
 
     def centre(self, weights: Tensor) -> Tensor:
-        """w - m (m . w) / sum m, shape (r,): the projection, which is its own transpose.
+        """w - Q Q^T w, shape (r,): the projection, which is its own transpose.
 
         Args:
             weights: w, shape (r,).
         """
-        return weights - self.counted * (self.counted @ weights / self.counted.sum())
+        return weights - self.means @ (self.means.mT @ weights)
 
     def mv(self, weights: Tensor) -> Tensor:
         """(r,) -> (n,)."""
@@ -40,26 +41,33 @@ class CentredRows:
     def lower_gram(self) -> Tensor:
         """P U^T U P (r, r) with the projection P."""
         gram = self.rows.gram()
-        gram = gram - torch.outer(self.counted, self.counted @ gram) / self.counted.sum()
-        return gram - torch.outer(gram @ self.counted, self.counted) / self.counted.sum()
+        gram = gram - self.means @ (self.means.mT @ gram)
+        return gram - (gram @ self.means) @ self.means.mT
 
     def dense(self) -> Tensor:
         """(n, r)."""
         root = self.rows.dense()
-        return root - torch.outer(root @ self.counted, self.counted) / self.counted.sum()
+        return root - (root @ self.means) @ self.means.mT
+
+    def squares(self) -> Tensor:
+        """Diagonal of U P U^T, shape (n,), without U written out where the rows can do without."""
+        left_out = sum(self.rows.mv(mean).square() for mean in self.means.unbind(1))
+        return (self.rows.squares() - left_out).clamp(min=0)
 
 
 class Centred(Operator):
-    """C = U U^T - gbar gbar^T for an uncentred second moment U U^T whose columns are g_i / sqrt(N).
+    """C = U U^T - sum_j m_j m_j^T for a second moment U U^T, m_j = U q_j its means.
 
-    The gradients are those of single examples, and products and solves stay in sample space.
+    With columns g_i / sqrt(N) of U and one q_j of equal entries it is the covariance of the g_i. Rows of several
+    outputs have one q_j per output, since each has a mean of its own. Products and solves stay in sample space.
 
     Args:
-        moment: U U^T, a pulled-back metric with one column per example.
-        counted: Shape (r,): 1 where the example counts, 0 where it was ignored.
+        moment: U U^T, a pulled-back metric with a root.
+        counted: The q_j up to their lengths, as columns (r, q), orthogonal to one another; one alone as (r,), for
+            example 1 where an example counts and 0 where it was ignored.
 
     Raises:
-        ValueError: If `counted` has not one entry per column of U, or if the moment has no root.
+        ValueError: If `counted` has not one row per column of U, or if the moment has no root.
 
     Reference:
         Pascanu & Bengio 2013, eq. 13 (TONGA).
@@ -90,6 +98,9 @@ class Centred(Operator):
 
     def root(self) -> Tensor:
         return self.rows.dense()
+
+    def diagonal(self) -> Tensor:
+        return self.rows.squares()
 
     def dense(self) -> Tensor:
         root = self.root()

@@ -6,6 +6,7 @@ from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
 from natgrad.solvers.minres_qlp import MinresQLP
 from natgrad.solvers.sample_space import SampleSpace
+from natgrad.solvers.spring import Spring
 from natgrad.solvers.subspace import KrylovSubspace
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "SampleSpace",
     "Solution",
     "Solver",
+    "Spring",
     "Status",
     "Subspace",
 ]

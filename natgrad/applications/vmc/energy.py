@@ -1,0 +1,143 @@
+"""The mean of local energies with its error, correlated samples counted for what they are worth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Energy:
+    """An energy with its error.
+
+    Args:
+        mean: Of the local energies' real part.
+        error: Standard error of the mean, from blocks of correlated samples; 0 where all states were enumerated.
+        variance: Of the local energies, E|e - E e|^2: zero in an eigenstate.
+        correlation: Samples that are worth one independent sample: (error / naive error)^2.
+        samples: Their number.
+        settled: False if the chains are too short to tell the error, which is then a lower bound.
+        imaginary: Mean of the imaginary part, which is zero up to noise.
+
+    Example:
+        >>> print(ng.vmc.Energy(mean=-2.90372, error=0.00041, variance=0.1, correlation=1.0, samples=1000))
+        -2.90372 +- 0.00041
+    """
+
+    mean: float
+    error: float
+    variance: float
+    correlation: float = 1.0
+    samples: int = 1
+    settled: bool = True
+    imaginary: float = 0.0
+
+    def __str__(self) -> str:
+        digits = 8 if not 0 < self.error < math.inf else max(0, 1 - math.floor(math.log10(self.error)))
+        return f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
+
+
+def estimate_energy(local_energies: Tensor, weights: Tensor | None = None, *, enumerated: bool = False) -> Energy:
+    """The mean of local energies with its error.
+
+    Samples of a chain are taken in order, and averaged in blocks of 1, 2, 4, ... The error of the block means grows
+    until blocks are longer than the correlations; the smallest block B with B^3 > 2 L (error_B / error_1)^4 is taken.
+    Chains are independent of one another.
+
+    Args:
+        local_energies: Shape (L,), or (chains, L); real or complex.
+        weights: Of the samples, same shape, with sum one: their error is that of a weighted mean of independent
+            samples. None: equal ones, in chains.
+        enumerated: True if the states are all there are, with their probabilities: no error is left.
+
+    Reference:
+        Flyvbjerg & Petersen 1989; the choice of the block: Lee, Mella & Rappe 2011 and Wolff 2004.
+
+    Example:
+        >>> energy = ng.vmc.estimate_energy(torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)))
+        >>> energy.settled, abs(energy.mean) < 4 * energy.error
+        (True, True)
+    """
+    values = local_energies.detach().reshape(1, -1) if local_energies.dim() == 1 else local_energies.detach()
+    values = values.to(torch.complex128 if values.is_complex() else torch.float64)
+    shares = torch.full(values.shape, 1 / values.numel(), dtype=torch.float64, device=values.device)
+    if weights is not None:
+        shares = weights.detach().reshape(values.shape).to(torch.float64)
+    mean = (shares * values).sum()
+    gaps = values - mean
+    variance = float((shares * gaps.abs().square()).sum())
+    error, correlation, settled = 0.0, 1.0, True
+    if not enumerated and weights is not None:
+        error = float((shares * gaps.real).square().sum().sqrt())
+    elif not enumerated:
+        error, correlation, settled = measure_error(gaps.real)
+    imaginary = float(mean.imag) if values.is_complex() else 0.0
+    return Energy(float(mean.real), error, variance, correlation, values.numel(), settled, imaginary)
+
+
+def measure_error(gaps: Tensor) -> tuple[float, float, bool]:
+    """The standard error of the mean of (chains, L) by blocking, the samples worth one, and whether it has settled."""
+    chains, length = gaps.shape
+    if gaps.numel() < 2:
+        return math.inf, 1.0, False
+    naive, size, error = block_error(gaps), 1, block_error(gaps)
+    if naive == 0:
+        return 0.0, 1.0, True
+    largest = error
+    while length >= 2 * size and chains * (length // (2 * size)) >= 8:
+        if size**3 > 2 * length * (error / naive) ** 4:
+            return error, (error / naive) ** 2, True
+        size *= 2
+        error = block_error(gaps[:, : length // size * size].unflatten(1, (-1, size)).mean(2))
+        largest = max(largest, error)
+    settled = length == 1 or size**3 > 2 * length * (error / naive) ** 4
+    found = error if settled else largest
+    return found, (found / naive) ** 2, settled
+
+
+def block_error(means: Tensor) -> float:
+    """Standard error of the mean of independent numbers."""
+    return math.sqrt(float(means.var()) / means.numel())
+
+
+def extrapolate_variance(energies: list[Energy]) -> Energy:
+    """The energy at zero variance, by a weighted line through (variance, energy): an eigenstate has none.
+
+    Args:
+        energies: Of several trial states of one Hamiltonian that approach the same eigenstate, at least two with
+            different variances.
+
+    Returns:
+        The line's value at zero, with the error that follows from the energies' errors; where all of these are zero,
+        from their scatter about the line.
+
+    Raises:
+        ValueError: For fewer than two different variances.
+
+    Reference:
+        Kashima & Imada 2001.
+
+    Example:
+        >>> line = [ng.vmc.Energy(-1.0 + 0.5 * v, 0.01, v) for v in (0.1, 0.2, 0.4)]
+        >>> print(ng.vmc.extrapolate_variance(line))
+        -1.000 +- 0.012
+    """
+    x = torch.tensor([one.variance for one in energies], dtype=torch.float64)
+    y = torch.tensor([one.mean for one in energies], dtype=torch.float64)
+    if len(set(x.tolist())) < 2:
+        raise ValueError(f"energies have {len(set(x.tolist()))} different variances, expected at least two")
+    errors = torch.tensor([one.error for one in energies], dtype=torch.float64)
+    known = bool((errors > 0).all()) and bool(errors.isfinite().all())
+    weights = errors.pow(-2) if known else torch.ones_like(errors)
+    total, centre = weights.sum(), (weights * x).sum() / weights.sum()
+    spread = (weights * (x - centre).square()).sum()
+    slope = (weights * (x - centre) * y).sum() / spread
+    value = (weights * y).sum() / total - slope * centre
+    leverage = 1 / total + centre.square() / spread
+    if not known:
+        left = y - value - slope * x
+        leverage = leverage * left.square().sum() / max(1, len(energies) - 2)
+    return Energy(float(value), float(leverage.sqrt()), 0.0, samples=sum(one.samples for one in energies))

@@ -1,0 +1,235 @@
+"""Stochastic reconfiguration: the natural gradient of the energy of a wave function, for any sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.vmc.amplitude import LogAmplitude
+from natgrad.applications.vmc.energy import Energy, estimate_energy
+from natgrad.checks import check_number, check_positive
+from natgrad.damping import Constant, Damping
+from natgrad.linalg import all_finite
+from natgrad.metrics.geometric_tensor import geometric_tensor, lay_out_amplitudes
+from natgrad.optim import NaturalGradient
+from natgrad.rules import Rule
+from natgrad.solvers import Auto, Solver
+from natgrad.solvers.spring import Spring
+from natgrad.spaces import trainable
+from natgrad.structures import Dense, Exact, Structure
+
+
+def stochastic_reconfiguration(
+    psi: LogAmplitude,
+    lr: float = 0.05,
+    damping: float | Damping = 1e-3,
+    momentum: float = 0.0,
+    *,
+    clip: float | None = None,
+    structure: Structure | None = None,
+    solver: Solver | None = None,
+    rule: Rule | None = None,
+) -> StochasticReconfiguration:
+    """theta <- theta - lr (S + damping I)^-1 F, with F = Re Cov(O, e) half the energy's gradient, S = Re Cov(O, O).
+
+    O = d log psi / d theta at the samples, e their local energies. It is imaginary time evolution within the network,
+    lr its time step, and the natural gradient of the energy. The solver follows the shape: S itself (SR) where there
+    are fewer parameters than samples, the Gram matrix of the samples (minSR), layer by layer and without the Jacobian,
+    where there are more. With momentum the step is SPRING's.
+
+    Args:
+        psi: The wave function.
+        lr: Time step. A scheduler of torch's takes `.optimizer`.
+        damping: Added to the diagonal of S, as it is; or a strategy such as `ng.Relative(1e-3)`.
+        momentum: mu of SPRING, in [0, 1): how much of the last direction stays where the samples say nothing.
+        clip: Local energies count in F up to this many mean absolute deviations from their median, as in FermiNet (5
+            there); the reported energy is of all. None: as they are, which lattice models need.
+        structure: `ng.Kronecker()` and its like for large nets: K-FAC, of the moment about zero instead of the mean.
+            Default `ng.Exact()`.
+        solver: Default `ng.Auto()`, by shape.
+        rule: Default `ng.Rate()`; `ng.TrustRegion(radius=...)` bounds a step, in nats of |psi|^2.
+
+    Raises:
+        TypeError: If psi is not an `ng.LogAmplitude`.
+        ValueError: For numbers out of range, and for momentum with a damping of each block's own.
+
+    Reference:
+        Sorella 1998 (SR); Chen & Heyl 2024 (minSR); Goldshlager, Abrahamsen & Lin 2024 (SPRING); Pfau, Spencer,
+        Matthews & Foulkes 2020 (clipping, K-FAC).
+
+    Example:
+        >>> psi = ng.LogAmplitude(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+        >>> sr = ng.stochastic_reconfiguration(psi, lr=0.05, damping=1e-3)
+        >>> states, local_energies = torch.randn(100, 4), torch.randn(100)
+        >>> print(sr.step(states, local_energies).samples)
+        100
+    """
+    if not isinstance(psi, LogAmplitude):
+        raise TypeError(f"psi is {type(psi).__name__}, expected ng.LogAmplitude(net)")
+    check_number("momentum", momentum)
+    if momentum >= 1:
+        raise ValueError(f"momentum is {momentum}, expected a number in [0, 1)")
+    if clip is not None:
+        check_positive("clip", clip, hint=", or None for local energies as they are")
+    if not isinstance(damping, Damping):
+        check_number("damping", damping)
+        damping = Constant(damping, per="loss")
+    if momentum and damping.per_block:
+        raise ValueError(f"damping is {damping}, expected one for the whole of S with momentum: SPRING pulls by it")
+    inner = solver or Auto()
+    centred = structure is None or isinstance(structure, (Exact, Dense))
+    metric = geometric_tensor(psi, centred=centred, outputs=psi.take_moving)
+    optimizer = NaturalGradient(
+        trainable(psi),
+        metric,
+        lr,
+        structure=structure,
+        solver=Spring(inner) if momentum else inner,
+        damping=damping,
+        rule=rule,
+        warm_start=momentum,
+    )
+    return StochasticReconfiguration(psi, optimizer, clip)
+
+
+class StochasticReconfiguration:
+    """What `stochastic_reconfiguration` gives: `.step(states, local_energies)`, and what it has come to.
+
+    Args:
+        psi: The wave function.
+        optimizer: The engine, a `torch.optim.Optimizer` over psi's real parameters.
+        clip: As in `stochastic_reconfiguration`.
+
+    Attributes:
+        energies: The energy at every step so far, each with its error.
+    """
+
+    def __init__(self, psi: LogAmplitude, optimizer: NaturalGradient, clip: float | None = None) -> None:
+        self.psi, self.optimizer, self.clip = psi, optimizer, clip
+        self.energies: list[Energy] = []
+
+    def step(
+        self, states: Tensor, local_energies: Tensor, weights: Tensor | None = None, *, enumerated: bool = False
+    ) -> Energy:
+        """One step.
+
+        Args:
+            states: Samples of |psi|^2, shape (b, ...); or of several chains, shape (chains, b, ...).
+            local_energies: (H psi)(s) / psi(s), shape (b,) or (chains, b), real or complex.
+            weights: Of the samples, with sum one, same shape. None: equal ones.
+            enumerated: True if the states are all there are, with their probabilities as weights.
+
+        Returns:
+            The energy before the step, with its error. It joins `energies`.
+
+        Raises:
+            ValueError: For shapes that do not fit, and for a local energy or log psi that is not finite: the sentence
+                names the sample. Nothing is changed then.
+        """
+        states, flat = check_samples(states, local_energies)
+        energy = estimate_energy(local_energies, weights, enumerated=enumerated)
+        shares = None if weights is None else weights.detach().reshape(-1)
+        self._set_gradients(states, flat, shares)
+        self.optimizer.observe(states, shares)
+        self.optimizer.step()
+        self.energies.append(energy)
+        return energy
+
+    def state_report(self) -> Any:
+        """How the last step went, as of `ng.NaturalGradient`: damping, solver, residual, KL in nats of |psi|^2."""
+        return self.optimizer.state_report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on besides psi's parameters, and the energies so far: plain values and tensors."""
+        told = [list(vars(energy).values()) for energy in self.energies]
+        return {"optimizer": self.optimizer.state_dict(), "energies": told}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Args:
+            state_dict: What that returned.
+        """
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.energies = [Energy(*told) for told in state_dict["energies"]]
+
+    def _set_gradients(self, states: Tensor, local_energies: Tensor, weights: Tensor | None) -> None:
+        """F into the parameters' `.grad`."""
+        params = trainable(self.psi)
+        with torch.enable_grad():
+            rows = lay_out_amplitudes(self.psi.take_moving(self.psi(states)))
+            check_amplitudes(rows, states)
+            cotangents = find_cotangents(local_energies, rows.detach(), weights, self.clip)
+            gradients = torch.autograd.grad(rows, list(params.values()), cotangents, allow_unused=True)
+        for p, gradient in zip(params.values(), gradients, strict=True):
+            p.grad = torch.zeros_like(p) if gradient is None else gradient
+
+
+def find_cotangents(local_energies: Tensor, rows: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:
+    """w (e - E e) on the rows of log psi, so that F = Re E[O* (e - E e)] is their pullback.
+
+    Args:
+        local_energies: e, shape (b,), real or complex.
+        rows: log psi, shape (b, m).
+        weights: Shape (b,), or None.
+        clip: As in `stochastic_reconfiguration`.
+
+    Returns:
+        Shape (b, m).
+    """
+    values = lay_out_amplitudes(local_energies)
+    if clip is not None:
+        values = clip_outliers(values, clip)
+    shares = rows.new_full((len(rows),), 1 / len(rows)) if weights is None else weights.to(rows)
+    shares = (shares / shares.sum()).unsqueeze(1)
+    gaps = (values - (shares.to(values) * values).sum(0)).to(rows)
+    if gaps.shape[1] < rows.shape[1]:  # real energies of a complex psi
+        gaps = torch.cat([gaps, torch.zeros_like(gaps)], dim=1)
+    return shares * gaps[:, : rows.shape[1]]
+
+
+def clip_outliers(values: Tensor, width: float) -> Tensor:
+    """Numbers within `width` mean absolute deviations of their median, column by column.
+
+    Args:
+        values: Shape (b, m).
+        width: Of the window.
+
+    Reference:
+        Pfau et al. 2020; median and deviation as in their code.
+    """
+    centre = values.median(dim=0).values
+    reach = width * (values - centre).abs().mean(0)
+    return values.clamp(centre - reach, centre + reach)
+
+
+def check_samples(states: Tensor, local_energies: Tensor) -> tuple[Tensor, Tensor]:
+    """States (b, ...) and local energies (b,), chains one after the other. ValueError where they do not fit."""
+    shape = local_energies.shape
+    if local_energies.dim() not in (1, 2) or states.shape[: len(shape)] != shape or not shape.numel():
+        raise ValueError(
+            f"states has shape {tuple(states.shape)} and local_energies {tuple(shape)}, expected (b, ...) and (b,), or "
+            "(chains, b, ...) and (chains, b)"
+        )
+    if states.dim() == len(shape):
+        raise ValueError(f"states has shape {tuple(states.shape)}, expected an axis for the variables of a state too")
+    flat, states = local_energies.detach().reshape(-1), states.detach().flatten(0, len(shape) - 1)
+    if not all_finite(flat):
+        worst = int((~flat.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"local_energies[{worst}] is {flat[worst].item()} at the state {states[worst].tolist()}: look for psi = 0 "
+            "or a singular potential there"
+        )
+    return states, flat
+
+
+def check_amplitudes(rows: Tensor, states: Tensor) -> None:
+    """ValueError where log psi is not finite, with the state."""
+    if not all_finite(rows):
+        worst = int((~rows.isfinite()).any(1).nonzero()[0])
+        raise ValueError(
+            f"log psi is {rows[worst].tolist()} at the state {states[worst].tolist()}: a sample of |psi|^2 has a "
+            "finite one; look for an overflow in the network"
+        )
