@@ -12,6 +12,11 @@ OVERDUE = (
     "evaluation, and compute the loss with optimizer.loss on every step; to train in evaluation mode on purpose "
     "(dropout off, batch norm frozen), build the optimizer with train_in_eval=True"
 )
+UNUSABLE = (
+    "the statistics of the last {count} steps were due and could not be used, so that these steps were taken with the "
+    "metric of earlier ones, if at all: second moments of inputs or of derivatives overflow, or are not finite. Scale "
+    "the inputs or the loss, or train in float64"
+)
 SKIPPED = (
     "the last {count} steps were skipped, because the loss, its gradient or the step was not finite: nothing is "
     "learnt. Look at the data and for an overflow in the model, or go back to a checkpoint; if the parameters "

@@ -27,7 +27,7 @@ from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_optio
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
 from natgrad.optim.schedule import due, pace, started
-from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, watch
+from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, UNUSABLE, watch
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sampled
 from natgrad.optim.wild_batches import WildBatches
@@ -267,8 +267,9 @@ class StructuredNaturalGradient(ModelOptimizer):
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode (or build "
                 "the optimizer with train_in_eval=True), and call backward() on it"
             )
-        late = self._clock["late"] + 1 if self._reader.taps.armed and not (self._pending or self._bad) else 0
-        watch(late, OVERDUE)
+        awaited = self._reader.taps.armed and not self._pending
+        late = self._clock["late"] + int(finite) if awaited else 0  # skipped steps are counted by themselves
+        watch(late if finite else 0, UNUSABLE if self._bad else OVERDUE)
         told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
         attempt = self._attempt(nats, dict(told))
         if finite:

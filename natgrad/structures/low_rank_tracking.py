@@ -96,7 +96,8 @@ def tracked(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) -> 
     squares, turn = (found.flip(-1) for found in eigh(images.double() @ images.double().mT))
     floor = (decay * before.rest).double().unsqueeze(-1)  # T is nowhere less
     roots = torch.maximum(squares.clamp(min=0).sqrt(), floor)
-    kept = torch.where(roots > 0, 1 / torch.where(roots > 0, roots, 1), 0)
+    shown = roots > 16 * torch.finfo(rows.dtype).tiny  # 1 / roots overflows below; such directions are completed
+    kept = torch.where(shown, 1 / torch.where(shown, roots, 1), 0)
     basis = orthonormal((kept.unsqueeze(-1) * turn.mT).to(rows.dtype) @ images)
     rest = ((trace - roots.sum(-1).to(trace)) / (size - rank)).clamp(min=least)
     above = roots.to(rows.dtype) - rest.unsqueeze(-1)

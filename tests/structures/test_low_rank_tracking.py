@@ -187,3 +187,14 @@ def test_the_loop_starts_with_three_updates_and_then_keeps_its_period():
     assert known is not None
     updated = tracked(known, (eta / 32) ** 0.5 * rows, 1 - eta)
     assert_close(side.update(rows, known).dense(), updated.dense(), 1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.45, 0.6, 0.9])
+@pytest.mark.parametrize("examples", [2, 30])
+def test_rows_of_any_length_are_tracked_without_a_nan(dtype: torch.dtype, share: float, examples: int):
+    rows = draw(examples, 6).to(dtype) * torch.finfo(dtype).tiny ** share
+    found = first(rows, 3)
+    found = tracked(found, rows, 0.9)
+    assert all(bool(t.isfinite().all()) for t in (found.basis, found.values, found.rest))
+    assert_close(found.basis @ found.basis.mT, torch.eye(3, dtype=dtype), 1e-5)
