@@ -12,7 +12,7 @@ from natgrad.metrics.fisher import (
     sampled_fisher,
 )
 from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_newton
-from natgrad.metrics.geometric_tensor import GeometricTensor, geometric_tensor
+from natgrad.metrics.geometric_tensor import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.metrics.hessian import Hessian, hessian
 from natgrad.metrics.langevin import Langevin
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
@@ -45,6 +45,7 @@ __all__ = [
     "geometric_tensor",
     "hessian",
     "kl",
+    "lay_out_amplitudes",
     "ratio_metric",
     "sampled_fisher",
     "score_metric",

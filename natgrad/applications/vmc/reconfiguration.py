@@ -12,11 +12,10 @@ from natgrad.applications.vmc.energy import Energy, estimate_energy
 from natgrad.checks import check_number, check_positive
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
-from natgrad.metrics.geometric_tensor import geometric_tensor, lay_out_amplitudes
+from natgrad.metrics import geometric_tensor, lay_out_amplitudes
 from natgrad.optim import NaturalGradient
 from natgrad.rules import Rule
-from natgrad.solvers import Auto, Solver
-from natgrad.solvers.spring import Spring
+from natgrad.solvers import Auto, Solver, Spring
 from natgrad.spaces import trainable
 from natgrad.structures import Dense, Exact, Structure
 
