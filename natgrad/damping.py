@@ -59,7 +59,7 @@ class Damping(ABC):
         """Whether `update` uses the reduction ratio, so that the loss must be evaluated after the step."""
         return False
 
-    def predicted(self, change: float, slope: float) -> float:
+    def predict_change(self, change: float, slope: float) -> float:
         """The predicted change of the loss that the ratio divides by.
 
         Args:
@@ -239,7 +239,7 @@ class LevenbergMarquardt(Damping):
     def needs_ratio(self) -> bool:
         return True
 
-    def predicted(self, change: float, slope: float) -> float:
+    def predict_change(self, change: float, slope: float) -> float:
         return slope if self.linear_model else change
 
     def update(self, damping: float, ratio: float) -> float:

@@ -87,7 +87,7 @@ class Fused(torch.autograd.Function):
         return gradients[0], None, heard(inputs, gradients[0], dummy, ctx.number, ctx.place), None, None
 
 
-def fused(output: Tensor, inputs: Tensor, recorder: Recorder, place: int) -> Tensor:
+def tap_output(output: Tensor, inputs: Tensor, recorder: Recorder, place: int) -> Tensor:
     """The output of a layer, tapped.
 
     Args:

@@ -201,7 +201,7 @@ def lowest(taps: Iterable[Tap], dtype: torch.dtype) -> torch.dtype:
     return max([dtype, *(tap.dtype for tap in taps)], key=lambda kind: torch.finfo(kind).eps)
 
 
-def unplaced(tap: Tap) -> bool:
+def has_no_place(tap: Tap) -> bool:
     """True if nothing that could tell arrived at a call yet: behind a head that starts at zero, for example."""
     return tap.place is None and not (isinstance(tap, (Product, ExpertProduct)) and tap.loose)
 

@@ -35,7 +35,7 @@ class Heard:
     sure: bool = True
 
     @property
-    def held(self) -> set[str]:
+    def held_names(self) -> set[str]:
         """The names of the parameters that the layers hold."""
         return {name for one in self.layers for name in one.layer.layout.names}
 

@@ -62,11 +62,11 @@ class Layer(ABC):
         return self.layout.names
 
     @property
-    def routed(self) -> bool:
+    def is_routed(self) -> bool:
         """True if the groups are experts: each sees some of the positions, and another number of them in every pass."""
         return False
 
-    def batched(self, inputs: Tensor) -> bool:
+    def has_examples(self, inputs: Tensor) -> bool:
         """True if the input has an example dimension (a module may be called on one example without it).
 
         Args:
@@ -108,7 +108,7 @@ class LinearLayer(Layer):
 class ConvolutionLayer(Layer):
     """Convolutions in 1, 2 or 3 dimensions, transposed or not: a linear map of patches, one per output position."""
 
-    def batched(self, inputs: Tensor) -> bool:
+    def has_examples(self, inputs: Tensor) -> bool:
         return inputs.dim() == len(self.module.kernel_size) + 2
 
     def activations(self, inputs: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class NormLayer(Layer):
         return len(self.module.normalized_shape) if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)) else None
 
     def activations(self, inputs: Tensor) -> Tensor:
-        return self.with_bias(self._channels(normalised(self.module, inputs)).unsqueeze(-1))
+        return self.with_bias(self._channels(normalise_inputs(self.module, inputs)).unsqueeze(-1))
 
     def deltas(self, gradient: Tensor) -> Tensor:
         return self._channels(gradient).unsqueeze(-1)
@@ -143,7 +143,7 @@ class NormLayer(Layer):
 class EmbeddingLayer(Layer):
     """Rows of a table by token: the input is a unit vector, so that its second moment is the tokens' frequencies."""
 
-    def batched(self, inputs: Tensor) -> bool:
+    def has_examples(self, inputs: Tensor) -> bool:
         return inputs.dim() >= 1
 
     def features(self, tensor: Tensor) -> int:
@@ -246,7 +246,7 @@ def patches_of(module: Any, inputs: Tensor) -> Tensor:
     transposed = isinstance(module, TRANSPOSED)
     padded = inputs if transposed else pad_as(module, inputs)
     if not transposed and len(module.kernel_size) < 3:
-        return unfolded(module, padded)
+        return unfold_patches(module, padded)
     channels, taps = inputs.shape[1], prod(module.kernel_size)
     kernel = torch.eye(taps, dtype=inputs.dtype, device=inputs.device).view(taps, 1, *module.kernel_size)
     if not transposed:
@@ -258,7 +258,7 @@ def patches_of(module: Any, inputs: Tensor) -> Tensor:
     return spread(inputs, kernel, None, *options).flatten(2)
 
 
-def unfolded(module: Any, padded: Tensor) -> Tensor:
+def unfold_patches(module: Any, padded: Tensor) -> Tensor:
     """Patches of a padded 1-d or 2-d input."""
     kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
     if padded.dim() == 3:  # a 1-d convolution is a 2-d one on images of height 1
@@ -280,7 +280,7 @@ def pad_as(module: Any, inputs: Tensor) -> Tensor:
     return functional.pad(inputs, flat, mode=mode) if any(flat) else inputs
 
 
-def normalised(module: Any, inputs: Tensor) -> Tensor:
+def normalise_inputs(module: Any, inputs: Tensor) -> Tensor:
     """A norm layer's output before its scale and shift."""
     if isinstance(module, nn.LayerNorm):
         return functional.layer_norm(inputs, module.normalized_shape, None, None, module.eps)

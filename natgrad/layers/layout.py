@@ -65,7 +65,7 @@ class Layout:
         """
         found = {}
         if self.weight is not None:
-            found[self.weight] = self._stored(matrix[..., : self.inputs])
+            found[self.weight] = self._store_matrix(matrix[..., : self.inputs])
         if self.bias is not None:
             found[self.bias] = matrix[..., -1].reshape(self.bias_shape)
         return found
@@ -76,7 +76,7 @@ class Layout:
         channels = self.shape[0] // self.groups
         return weight.reshape(self.groups, channels, self.outputs, -1).transpose(1, 2).flatten(2)
 
-    def _stored(self, matrix: Tensor) -> Tensor:
+    def _store_matrix(self, matrix: Tensor) -> Tensor:
         if self.transposed:
             channels = self.shape[0] // self.groups
             matrix = matrix.reshape(self.groups, self.outputs, channels, -1).transpose(1, 2)

@@ -45,7 +45,7 @@ class Seen:
     cotangents: int = 1
     skip: int | None = None
 
-    def counted(self, share: float) -> Seen:
+    def count_times(self, share: float) -> Seen:
         """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals.
 
         Args:
@@ -127,8 +127,8 @@ class Mixed(Seen):
     def by_token(self) -> bool:
         return False
 
-    def counted(self, share: float) -> Mixed:
-        return Mixed(self.layer, [part.counted(share) for part in self.parts], share * self.share)
+    def count_times(self, share: float) -> Mixed:
+        return Mixed(self.layer, [part.count_times(share) for part in self.parts], share * self.share)
 
     def only(self, which: slice) -> Mixed:
         return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)
@@ -184,7 +184,7 @@ def token_moment(tokens: Tensor, size: int, padding: int | None, dtype: torch.dt
     return counts / tokens.numel()
 
 
-def reduced(a: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
+def reduce_positions(a: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
     """Positions taken together: mean of a and sum of deltas, (b, 1, G, d) and (b, 1, G, o).
 
     Exact for a deep linear network whose loss sees the mean over positions.
@@ -217,10 +217,10 @@ def squares(a: Tensor, deltas: Tensor) -> Tensor:
 
 def rotated_squares(a: Tensor, deltas: Tensor, eigen: KroneckerEigen) -> Tensor:
     """The metric's diagonal in a Kronecker eigenbasis, (G, o, d): EKFAC's corrected eigenvalues."""
-    return squares(turned(a, eigen.right_vectors), turned(deltas, eigen.left_vectors))
+    return squares(turn_into_basis(a, eigen.right_vectors), turn_into_basis(deltas, eigen.left_vectors))
 
 
-def turned(tensor: Tensor, vectors: Tensor | None) -> Tensor:
+def turn_into_basis(tensor: Tensor, vectors: Tensor | None) -> Tensor:
     """The tensor in the basis of the vectors.
 
     Args:

@@ -38,11 +38,11 @@ def collect_passes(
         reached = [delta for found in deltas if (delta := found[i]) is not None]
         if reached:
             calls.setdefault(call.layer, []).append((call, reached))
-    found = [merged(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
+    found = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
     return [seen for seen in found if seen is not None]
 
 
-def merged(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
+def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
     """All calls of one module as one pass: more positions of the same examples, or more examples.
 
     Args:
@@ -62,22 +62,24 @@ def merged(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int 
         return collect_experts(layer, calls, dtype)
     if isinstance(layer, Traced):
         return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, Product)], dtype, examples)
-    if not all(layer.batched(call.inputs) for call, _ in calls):
+    if not all(layer.has_examples(call.inputs) for call, _ in calls):
         return None
-    each = [arranged(layer, layer.activations, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls]
+    each = [
+        arrange_call(layer, layer.activations, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls
+    ]
     sizes = [len(activations) for activations in each]
     along = 0 if len(calls) > 1 and sum(sizes) == examples else 1
     if along and len(set(sizes)) > 1:
         return None
-    activations = joined(each, along)
-    laid_out = ([arranged(layer, layer.deltas, d, examples, call.place) for d in deltas] for call, deltas in calls)
+    activations = join_parts(each, along)
+    laid_out = ([arrange_call(layer, layer.deltas, d, examples, call.place) for d in deltas] for call, deltas in calls)
     columns = zip(*laid_out, strict=True)
-    found = [joined(list(parts), along) for parts in columns]
+    found = [join_parts(list(parts), along) for parts in columns]
     fits = found[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
     return Seen(layer, activations, found) if fits else None
 
 
-def arranged(
+def arrange_call(
     layer: Layer, lay: Callable[[Tensor], Tensor], tensor: Tensor, examples: int | None, place: Place | None = None
 ) -> Tensor:
     """A call's input or derivative in the layer's layout, examples first.
@@ -111,7 +113,7 @@ def numbers(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
 
-def joined(parts: list[Tensor], along: int) -> Tensor:
+def join_parts(parts: list[Tensor], along: int) -> Tensor:
     """Side by side; no copy for one call."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=along)
 
@@ -180,14 +182,14 @@ def straight_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype
     groups, outputs, _ = layer.layout.matrix_shape
     if groups > 1 and any(row % outputs for call, _ in calls for row in call.piece):
         return None
-    a = joined([fold(call.inputs.to(dtype), call) for call, _ in calls], fold.along)
+    a = join_parts([fold(call.inputs.to(dtype), call) for call, _ in calls], fold.along)
     a, counts = layer.activations(a.unsqueeze(2)).expand(-1, -1, groups, -1), None
     if groups > 1 and any(call.piece != (0, groups * outputs) for call, _ in calls):
         part = [[call.piece[0] <= g * outputs < call.piece[1] for g in range(groups)] for call, _ in calls]
         lengths = torch.tensor([call.rows(deltas[0]) // len(a) for call, deltas in calls])
         mask = torch.tensor(part).repeat_interleave(lengths, dim=0).to(a)
         a, counts = a * mask.unsqueeze(-1), mask.sum(0)
-    found = [delta.unflatten(-1, (groups, outputs)) for delta in arrived(calls, fold, layer.layout.shape[0])]
+    found = [delta.unflatten(-1, (groups, outputs)) for delta in gather_derivatives(calls, fold, layer.layout.shape[0])]
     return Seen(layer, a, found, counts=counts, pooled=fold.pooled)
 
 
@@ -197,8 +199,10 @@ def turned_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) 
     A bias, added where the matrix is used as y = W x, has no part in it: its column is zero.
     """
     rows = layer.layout.shape[0]
-    inputs = joined([padded(fold(call.inputs.to(dtype), call), call.piece, rows) for call, _ in calls], fold.along)
-    found = arrived(calls, fold)
+    inputs = join_parts(
+        [pad_rows(fold(call.inputs.to(dtype), call), call.piece, rows) for call, _ in calls], fold.along
+    )
+    found = gather_derivatives(calls, fold)
     left, right = inputs.repeat(len(found), 1, 1).unsqueeze(2), torch.cat(found).unsqueeze(2)
     right = right if layer.layout.bias is None else functional.pad(right, (0, 1))
     return Seen(layer, right, [left], pooled=fold.pooled, cotangents=len(found))
@@ -206,11 +210,11 @@ def turned_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) 
 
 def token_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) -> Seen:
     """Look-ups in the matrix by token."""
-    tokens = joined([fold(call.inputs.reshape(-1), call) for call, _ in calls], fold.along)
-    return Seen(layer, tokens, arrived(calls, fold), pooled=fold.pooled, skip=calls[0][0].padding)
+    tokens = join_parts([fold(call.inputs.reshape(-1), call) for call, _ in calls], fold.along)
+    return Seen(layer, tokens, gather_derivatives(calls, fold), pooled=fold.pooled, skip=calls[0][0].padding)
 
 
-def arrived(calls: Products, fold: Fold, rows: int | None = None) -> list[Tensor]:
+def gather_derivatives(calls: Products, fold: Fold, rows: int | None = None) -> list[Tensor]:
     """Per cotangent, the derivatives at all products, (b, t, o).
 
     Args:
@@ -220,18 +224,21 @@ def arrived(calls: Products, fold: Fold, rows: int | None = None) -> list[Tensor
     """
     columns = zip(*(deltas for _, deltas in calls), strict=True)
     return [
-        joined([laid(delta, call, fold, rows) for (call, _), delta in zip(calls, column, strict=True)], fold.along)
+        join_parts(
+            [lay_derivative(delta, call, fold, rows) for (call, _), delta in zip(calls, column, strict=True)],
+            fold.along,
+        )
         for column in columns
     ]
 
 
-def laid(delta: Tensor, call: Product, fold: Fold, rows: int | None) -> Tensor:
+def lay_derivative(delta: Tensor, call: Product, fold: Fold, rows: int | None) -> Tensor:
     """The derivative at one product."""
     found = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
-    return found if rows is None else padded(found, call.piece, rows)
+    return found if rows is None else pad_rows(found, call.piece, rows)
 
 
-def padded(part: Tensor, piece: tuple[int, int], rows: int) -> Tensor:
+def pad_rows(part: Tensor, piece: tuple[int, int], rows: int) -> Tensor:
     """Some of the matrix's rows as all of them, zeros elsewhere; no copy for all."""
     start, stop = piece
     return part if stop - start == rows else functional.pad(part, (start, rows - stop))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.layers.compiled import Record, Recorder, fused
+from natgrad.layers.compiled import Record, Recorder, tap_output
 from natgrad.layers.kinds import Layer
 from natgrad.pure import is_evaluating
 
@@ -152,7 +152,7 @@ class Tapped:
         if taps is None or not taps.armed:
             return None
         if torch.compiler.is_compiling():  # the compiler guards on what was asked above: two graphs, armed and not
-            return None if torch.compiler.is_exporting() else fused(output, args[0], taps.recorder, self.place)
+            return None if torch.compiler.is_exporting() else tap_output(output, args[0], taps.recorder, self.place)
         layer = None if self.layer is None else self.layer()
         if layer is not None and not taps.paused and not is_evaluating():
             taps.calls.append(Tap.of(layer, args[0], output))
@@ -221,7 +221,7 @@ class Release:
             taps.calls.clear()
 
 
-def reached(
+def reach_calls(
     outputs: Tensor, taps: Taps, calls: Sequence[Tap], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[list[Tap], list[list[Tensor | None]], list[list[Tensor | None]]]:
     """`derivatives` at these calls and at those in compiled graphs: all calls, what arrived there and at the leaves."""
@@ -230,13 +230,13 @@ def reached(
         with taps.recorder.recording() as records:
             found, slopes = derivatives(outputs, calls, [cotangent], [*leaves, taps.recorder.dummy])
         if not at_calls:
-            everywhere += [recorded(taps, record) for record in records]
+            everywhere += [make_recorded_tap(taps, record) for record in records]
         at_calls.append([*found[0], *(delta for _, _, delta in records)])
         at_leaves.append(slopes[0][:-1])
     return everywhere, at_calls, at_leaves
 
 
-def recorded(taps: Taps, record: Record) -> Tap:
+def make_recorded_tap(taps: Taps, record: Record) -> Tap:
     """The tap of a call in a compiled graph. Its input is a copy."""
     place, inputs, delta = record
     return Tap(taps.places[place], inputs, None, delta.dtype, inputs._version)

@@ -49,7 +49,7 @@ class Traced(Layer):
         return " ".join(self.claims)
 
     @property
-    def routed(self) -> bool:
+    def is_routed(self) -> bool:
         return len(self.layout.shape) == 3
 
     def activations(self, inputs: Tensor) -> Tensor:
@@ -158,11 +158,11 @@ def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Ten
         else:
             found.append(replace(product, loose=product.loose or count[node] > 1))
     clear = [product for product in found if product.layer not in opaque]
-    uneven = packed(product for product in clear if isinstance(product, Product))
+    uneven = find_packed(product for product in clear if isinstance(product, Product))
     return [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
 
 
-def packed(found: Iterable[Product]) -> set[nn.Module]:
+def find_packed(found: Iterable[Product]) -> set[nn.Module]:
     """The recurrent modules that met packed sequences of different lengths: fewer rows at later steps.
 
     Their rows run over steps, and over the examples that are left, the longest first. Products with the inputs are of
@@ -199,7 +199,7 @@ class Source:
 def uses(root: Node | None, leaves: Leaves) -> Iterator[tuple[Node, int, Source | ExpertSource]]:
     """The nodes that take a traced matrix in, with the place of the argument."""
     stack = [] if root is None else [root]
-    experts = {node: layer for node, (layer, _) in leaves.items() if layer.routed}
+    experts = {node: layer for node, (layer, _) in leaves.items() if layer.is_routed}
     flat = {node: leaf for node, leaf in leaves.items() if node not in experts}
     visited = set(stack)  # holds the nodes: what stands for them in Python lives as long as somebody holds it
     while stack:

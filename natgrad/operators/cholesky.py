@@ -118,4 +118,4 @@ class Inverted(Operator):
         Args:
             damping: In G's units, >= 0.
         """
-        return Dense.trusted(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))
+        return Dense.from_symmetric(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))

@@ -41,10 +41,10 @@ class Dense(Operator):
 
     @classmethod
     def unpack(cls, parts: dict[str, Any]) -> Dense:
-        return cls.trusted(parts["matrix"])
+        return cls.from_symmetric(parts["matrix"])
 
     @classmethod
-    def trusted(cls, matrix: Tensor) -> Dense:
+    def from_symmetric(cls, matrix: Tensor) -> Dense:
         """A matrix that is symmetric by construction, without a check: looking for asymmetry takes three more of its
         size.
 

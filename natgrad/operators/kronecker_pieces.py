@@ -52,8 +52,8 @@ class Tiled(Operator, packed_as="tiled"):
         return Tiled(tiles, grid_of(tiles.matrix_shape), shape)
 
     def mv(self, vector: Tensor) -> Tensor:
-        cut = tiled(vector.reshape(self.matrix_shape), self.grid)
-        return untiled(self.tiles.mv(cut.reshape(-1)).view(self.grid), self.matrix_shape).reshape(-1)
+        cut = cut_tiles(vector.reshape(self.matrix_shape), self.grid)
+        return join_tiles(self.tiles.mv(cut.reshape(-1)).view(self.grid), self.matrix_shape).reshape(-1)
 
     @property
     def closed_form(self) -> bool:
@@ -66,7 +66,7 @@ class Tiled(Operator, packed_as="tiled"):
             damping: In G's units, >= 0.
         """
         if isinstance(self.tiles, Kronecker) and self.tiles.factored:
-            found: Operator | None = self._factored(self.tiles, damping)
+            found: Operator | None = self._factor_tiles(self.tiles, damping)
         else:
             found = self.tiles.inverse(damping)
         return None if found is None else Tiled(found, self.grid, self.matrix_shape)
@@ -78,7 +78,7 @@ class Tiled(Operator, packed_as="tiled"):
     def unpack(cls, parts: dict[str, Any]) -> Tiled:
         return cls(parts["tiles"], tuple(parts["grid"]), tuple(parts["shape"]))
 
-    def _factored(self, tiles: Kronecker, damping: float) -> Kronecker:
+    def _factor_tiles(self, tiles: Kronecker, damping: float) -> Kronecker:
         p, q = self.matrix_shape
         left, right = diagonal_of(tiles.left).sum() / p, diagonal_of(tiles.right).sum() / q
         pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
@@ -86,7 +86,7 @@ class Tiled(Operator, packed_as="tiled"):
         return Kronecker(inverse_factor(tiles.left, shift * pi), inverse_factor(tiles.right, shift / pi))
 
     def diagonal(self) -> Tensor:
-        return untiled(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)
+        return join_tiles(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)
 
     def trace(self) -> Tensor:
         return self.tiles.trace()
@@ -99,14 +99,14 @@ def grid_of(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return k, m, s, t
 
 
-def tiled(matrix: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
+def cut_tiles(matrix: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
     """(p, q) -> (k, m, s, t), zeros where the pieces hold more."""
     k, m, s, t = grid
     padded = functional.pad(matrix, (0, m * t - matrix.shape[1], 0, k * s - matrix.shape[0]))
     return padded.view(k, s, m, t).transpose(1, 2)
 
 
-def untiled(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
+def join_tiles(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
     """(k, m, s, t) -> (p, q)."""
     k, m, s, t = tiles.shape
     return tiles.transpose(1, 2).reshape(k * s, m * t)[: shape[0], : shape[1]]

@@ -102,12 +102,12 @@ class Outer:
 
     def squares(self) -> dict[str, Tensor]:
         squared = self.deltas.square().sum(1)  # (b, o)
-        return self._named(squared.mT @ self.inputs.square() if self.weight else None, squared.sum(0))
+        return self._name_parts(squared.mT @ self.inputs.square() if self.weight else None, squared.sum(0))
 
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
         b, k, _ = self.deltas.shape
         combined = (weights.view(b, k, 1) * self.deltas).sum(1)  # not einsum: its batched product is slower for k = 1
-        return self._named(combined.mT @ self.inputs if self.weight else None, combined.sum(0))
+        return self._name_parts(combined.mT @ self.inputs if self.weight else None, combined.sum(0))
 
     def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
         image = torch.zeros(1, 1, dtype=self.deltas.dtype, device=self.deltas.device)
@@ -117,7 +117,7 @@ class Outer:
             image = image + tangents[self.bias]
         return (self.deltas * image.unsqueeze(1)).sum(2).reshape(-1)
 
-    def _named(self, weight: Tensor | None, bias: Tensor) -> dict[str, Tensor]:
+    def _name_parts(self, weight: Tensor | None, bias: Tensor) -> dict[str, Tensor]:
         found = {self.weight: weight, self.bias: bias}
         return {name: value.reshape(-1) for name, value in found.items() if name is not None and value is not None}
 
@@ -151,15 +151,15 @@ class Explicit:
         return dict(zip(self.sizes, self.matrix[which].split(list(self.sizes.values()), dim=1), strict=True))
 
     def squares(self) -> dict[str, Tensor]:
-        return self._named(self.matrix.square().sum(0))
+        return self._name_parts(self.matrix.square().sum(0))
 
     def mv(self, weights: Tensor) -> dict[str, Tensor]:
-        return self._named(weights @ self.matrix)
+        return self._name_parts(weights @ self.matrix)
 
     def rmv(self, tangents: dict[str, Tensor]) -> Tensor:
         return self.matrix @ torch.cat([tangents[name].reshape(-1) for name in self.sizes])
 
-    def _named(self, vector: Tensor) -> dict[str, Tensor]:
+    def _name_parts(self, vector: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.sizes, vector.split(list(self.sizes.values())), strict=True))
 
 

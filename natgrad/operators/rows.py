@@ -72,7 +72,7 @@ class Rows:
         Args:
             weights: w, shape (r,).
         """
-        return self.space.flatten(self._shaped(merged(part.mv(weights) for part in self.parts)))
+        return self.space.flatten(self._shape_rows(merge_dicts(part.mv(weights) for part in self.parts)))
 
     def rmv(self, vector: Tensor) -> Tensor:
         """U^T v, shape (r,).
@@ -105,12 +105,12 @@ class Rows:
 
     def dense(self) -> Tensor:
         """U written out, shape (n, r)."""
-        rows = merged(part.rows() for part in self.parts)
+        rows = merge_dicts(part.rows() for part in self.parts)
         return torch.cat([rows[name] for name in self.space], dim=1).mT
 
     def squares(self) -> Tensor:
         """Diagonal of U U^T, shape (n,)."""
-        return self.space.flatten(self._shaped(merged(part.squares() for part in self.parts)))
+        return self.space.flatten(self._shape_rows(merge_dicts(part.squares() for part in self.parts)))
 
     def moment(self) -> Tensor:
         """U U^T, shape (n, n), from some examples' columns at a time."""
@@ -118,7 +118,7 @@ class Rows:
         step = max(1, self.CHUNK // max(1, self.space.size * self.columns)) * self.columns
         for start in range(0, self.rank, step):
             columns = slice(start, min(start + step, self.rank))
-            rows = merged(part.rows(columns) for part in self.parts)
+            rows = merge_dicts(part.rows(columns) for part in self.parts)
             some = torch.cat([rows[name] for name in self.space], dim=1)
             total.addmm_(some.mT, some)
         return total
@@ -126,15 +126,15 @@ class Rows:
     @cached_property
     def parts(self) -> list[Part]:
         """The row gradients, parameter by parameter, by the fastest way that proves right."""
-        return [self._by_column()] if self._separated is None else self._separated
+        return [self._by_column()] if self._separate_rows is None else self._separate_rows
 
     @property
     def separable(self) -> bool:
         """Whether the examples' rows are told apart: then there are `columns` backward passes, and `rank` otherwise."""
-        return self._separated is not None
+        return self._separate_rows is not None
 
     @cached_property
-    def _separated(self) -> list[Part] | None:
+    def _separate_rows(self) -> list[Part] | None:
         """The row gradients by a way that tells the examples apart; None where none proves right."""
         ways: tuple[Callable[[], list[Part] | None], ...] = (
             self._layerwise,
@@ -156,7 +156,7 @@ class Rows:
         generator = torch.Generator(self.factor.device).manual_seed(0)
         kind = {"generator": generator, "dtype": self.space.dtype, "device": self.factor.device}
         probe = torch.randn(self.rank, **kind)
-        found = self.space.flatten(self._shaped(merged(part.mv(probe) for part in parts)))
+        found = self.space.flatten(self._shape_rows(merge_dicts(part.mv(probe) for part in parts)))
         expected = self.backward(probe)
         tolerance = 1e3 * torch.finfo(expected.dtype).eps
         return bool(
@@ -201,11 +201,11 @@ class Rows:
         rows = torch.stack([self.backward(unit) for unit in eye])
         return Explicit(rows, {name: block.size for name, block in self.space.blocks.items()})
 
-    def _shaped(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _shape_rows(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.view(self.space.blocks[name].shape) for name, tensor in flat.items()}
 
 
-def merged(dicts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+def merge_dicts(dicts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """One dict of disjoint dicts."""
     return {name: tensor for found in dicts for name, tensor in found.items()}
 

@@ -43,7 +43,7 @@ class SharedBasis(Operator):
         self.dtype, self.device = basis.dtype, basis.device
 
     def mv(self, vector: Tensor) -> Tensor:
-        return self._scaled(vector, self.spectrum, self.rest)
+        return self._scale_in_basis(vector, self.spectrum, self.rest)
 
     def root(self) -> Tensor:
         """The symmetric one."""
@@ -70,7 +70,7 @@ class SharedBasis(Operator):
     def _largest(self) -> Tensor:
         return self.spectrum.amax() if self.spectrum.numel() else self.rest.max()
 
-    def _scaled(self, vector: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
+    def _scale_in_basis(self, vector: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
         block = vector.reshape(len(inside), -1)
         if self.whole:
             return ((block @ self.basis * inside) @ self.basis.mT).reshape(-1)

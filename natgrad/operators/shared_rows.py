@@ -47,10 +47,10 @@ class SharedRows(Operator):
         self.size, self.dtype, self.device = len(weights) * rows.shape[1], rows.dtype, rows.device
 
     def mv(self, vector: Tensor) -> Tensor:
-        along = self.seen(vector.reshape(len(self.weights), -1)) @ self.rows.mT  # (k, s)
-        return self.seen((along * self.weights) @ self.rows).reshape(-1)
+        along = self.mask_unseen(vector.reshape(len(self.weights), -1)) @ self.rows.mT  # (k, s)
+        return self.mask_unseen((along * self.weights) @ self.rows).reshape(-1)
 
-    def seen(self, block: Tensor) -> Tensor:
+    def mask_unseen(self, block: Tensor) -> Tensor:
         """The columns that the units see, zeros elsewhere.
 
         Args:
@@ -113,7 +113,7 @@ class SharedRows(Operator):
         return Units(self.blocks()).inverse(damping)
 
     def diagonal(self) -> Tensor:
-        return self.seen(self.weights @ self.rows.square()).reshape(-1)
+        return self.mask_unseen(self.weights @ self.rows.square()).reshape(-1)
 
     def dense(self) -> Tensor:
         return torch.block_diag(*self.blocks())
@@ -147,6 +147,8 @@ class SharedRowsInverse(Operator):
 
     def _once(self, vector: Tensor) -> Tensor:
         block = vector.reshape(len(self.scales), -1)
-        along = (self.operator.seen(block) @ self.operator.rows.mT) * self.scales  # (k, s)
+        along = (self.operator.mask_unseen(block) @ self.operator.rows.mT) * self.scales  # (k, s)
         inside = torch.bmm(self.inner, along.unsqueeze(2)).squeeze(2)
-        return ((block - self.operator.seen((inside * self.scales) @ self.operator.rows)) / self.damping).reshape(-1)
+        return (
+            (block - self.operator.mask_unseen((inside * self.scales) @ self.operator.rows)) / self.damping
+        ).reshape(-1)

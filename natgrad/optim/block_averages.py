@@ -17,7 +17,7 @@ from natgrad.operators import Diagonal, Layout, Operator, pack_operator, unpack_
 from natgrad.optim.block_owners import LocalOwner
 from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.pass_statistics import Reading
-from natgrad.optim.running_averages import change, renewed
+from natgrad.optim.running_averages import change, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise
@@ -119,12 +119,12 @@ class Blocks:
         Layer after layer, so that the old and the new averages are never all there at once; the reading is emptied on
         the way, from its end, as the first layers of a network tend to be the largest.
         """
-        if not agreed(sound(reading), reading):
+        if not agree_on_parts(sound(reading), reading):
             return False
         share, taken = float(reading.rows), True
         with exchanging(reading.exchange):
             while reading.layers:
-                seen = reading.layers.pop().counted(share)
+                seen = reading.layers.pop().count_times(share)
                 taken &= self._take_layer(seen, decay, float(reading.weights.get(seen.key, share)))
             for name, squares in reading.squares.items():
                 total = accumulate_statistics(self._totals(name, layered=False), {"squares": share * squares}, decay)
@@ -140,11 +140,11 @@ class Blocks:
         """One block's new totals, unless something in them is not finite: an eigendecomposition may have failed."""
         if not all(bool(torch.isfinite(t.sum())) for t in totals.values()):
             return False
-        numbers = self.of(self._known(key, block))
+        numbers = self.of(self._find_block(key, block))
         weight = decay * numbers["weight"] + rows if "totals" in numbers else rows
         if "totals" in numbers:
             self._changes.append(change(numbers["totals"], totals, numbers["weight"] / weight))
-        numbers.update(totals=renewed(numbers, "totals", totals), weight=weight)
+        numbers.update(totals=renew_entry(numbers, "totals", totals), weight=weight)
         return True
 
     def drift(self) -> float | None:
@@ -197,9 +197,9 @@ class Blocks:
             numbers = self.of(block)
             numbers["level"] = found.level
             if found.prepared:
-                numbers["prepared"] = renewed(numbers, "prepared", found.prepared)
+                numbers["prepared"] = renew_entry(numbers, "prepared", found.prepared)
             if found.operator is not None:
-                numbers["inverse"] = renewed(numbers, "inverse", found.packed)
+                numbers["inverse"] = renew_entry(numbers, "inverse", found.packed)
                 block.inverse = unpack_operator(numbers["inverse"])
             else:
                 numbers.pop("inverse", None)
@@ -263,7 +263,7 @@ class Blocks:
                 found[first] = inner_product(flat, operator.mv(flat) + levels[first] * flat)
         return found
 
-    def saved(self) -> dict[str, list[str]]:
+    def list_names(self) -> dict[str, list[str]]:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""
         return {key: list(block.layout.names) for key, block in self.all.items()}
 
@@ -301,7 +301,7 @@ class Blocks:
         """Whether there is a block under this key, of a layer or of a parameter without one."""
         return key in self.all and (self.all[key].layer is not None) == layered
 
-    def _known(self, key: str, block: Block) -> Block:
+    def _find_block(self, key: str, block: Block) -> Block:
         """The block under this key, made if it is new; blocks that shared a parameter with it are forgotten.
 
         One that was a layer's, and is a parameter's of the same name now, is new too.
@@ -349,7 +349,7 @@ def sound(reading: Reading) -> bool:
     return bool((torch.stack([n.double() for n in norms]).square() <= HEADROOM * largest).all())
 
 
-def agreed(fine: bool, reading: Reading) -> bool:
+def agree_on_parts(fine: bool, reading: Reading) -> bool:
     """Whether all processes find their parts of a reading fine."""
     if reading.exchange is None:
         return fine

@@ -78,7 +78,7 @@ class Ranks:
                 "could add up; use ng.Kronecker, ng.EigenKronecker, ng.Diagonal or ng.UnitWise"
             )
 
-    def pooled(
+    def pool_losses(
         self, losses: Sequence[Loss], nats: float, scale: float, device: torch.device
     ) -> tuple[Tensor | None, Any, Any]:
         """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
@@ -124,7 +124,7 @@ class Ranks:
                 "wrap the model in a DistributedDataParallel, or average the gradients before optimizer.step()"
             )
 
-    def summed(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    def sum_entries(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """`sum`, entry by entry."""
         return {key: self.sum(tensor) for key, tensor in fresh.items()}
 
@@ -278,5 +278,5 @@ def unheard(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen
         tokens = torch.zeros(1, 1, dtype=torch.long, device=like.device)
         return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0)
     deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents
-    counts = like.new_zeros(groups) if layer.routed else None
+    counts = like.new_zeros(groups) if layer.is_routed else None
     return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0, counts)

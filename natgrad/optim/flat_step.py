@@ -116,7 +116,7 @@ def at_rates(point: Point, operator: Operator, step: Step) -> Step:
     """Every parameter's part times its rate; one more product where rates differ."""
     rates = {point.rates[name] for name in point.params}
     if len(rates) == 1:
-        return step.scaled(rates.pop())
+        return step.scale_by(rates.pop())
     vector = flat(step)
     parts = {name: point.rates[name] * part for name, part in point.space.unflatten(vector).items()}
     vector = point.space.flatten(parts)
@@ -137,7 +137,7 @@ def judge(damping: Damping, model: Quadratic, step: Step, objective: Objective |
     """
     if objective is None:
         return None, False
-    predicted = damping.predicted(float(model.change(step)), float(model.slope(step)))
+    predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
     return verdict(predicted, objective(step.vector) - objective.before)
 
 

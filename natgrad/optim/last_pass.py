@@ -81,17 +81,17 @@ class Recall:
         """
         return sum(loss.count for loss in self.losses or self.computed)
 
-    def used(self) -> list[Told]:
+    def used_losses(self) -> list[Told]:
         """The losses of this step: those that went backward, or the last one if none is known to have."""
         return self.gone or ([] if self.latest is None else [self.latest])
 
     @property
     def last_told(self) -> Told | None:
         """The last of the losses of this step."""
-        used = self.used()
+        used = self.used_losses()
         return used[-1] if used else None
 
-    def passed(self) -> Pass | None:
+    def find_pass(self) -> Pass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
         told = self.last_told
         chosen = told.route.passes[0] if told is not None and told.route.passes else self.last
@@ -103,7 +103,7 @@ class Recall:
 
     def whole(self) -> Data:
         """All of the pass that the gradient belongs to. ValueError if there was none."""
-        last = self.passed()
+        last = self.find_pass()
         if last is None:
             raise ValueError(
                 "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
@@ -117,7 +117,7 @@ class Recall:
 
     def count_examples(self) -> int:
         """Examples of the passes that the gradient belongs to."""
-        passes = {id(one): one for told in self.used() for one in told.route.passes}
+        passes = {id(one): one for told in self.used_losses() for one in told.route.passes}
         known = list(passes.values()) or ([] if self.last is None else [self.last])
         return sum(one.call.batch() for one in known)
 

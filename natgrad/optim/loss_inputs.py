@@ -221,11 +221,13 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
     passes = tuple(one.passed for one in made)
     own = {id(p) for p in params}
     if any(id(leaf) in own for leaf in graph.variables):
-        return Route(passes, problem=UNKNOWN.format(what="made of the model's outputs alone"), unsure=detached(outputs))
-    return linearised(outputs, graph, made, passes)
+        return Route(
+            passes, problem=UNKNOWN.format(what="made of the model's outputs alone"), unsure=detach_outputs(outputs)
+        )
+    return linearise_graph(outputs, graph, made, passes)
 
 
-def linearised(outputs: Any, graph: Graph, made: list[Made], passes: tuple[Any, ...]) -> Route:
+def linearise_graph(outputs: Any, graph: Graph, made: list[Made], passes: tuple[Any, ...]) -> Route:
     """The route through a graph that has passes' outputs for its only sources."""
     places = [place_of(found, made) for found in graph.sources.values()]
     edges = [GradientEdge(node, number) for node, number in graph.sources]
@@ -236,7 +238,7 @@ def linearised(outputs: Any, graph: Graph, made: list[Made], passes: tuple[Any, 
         select = Linearised(outputs, places, values, edges)
     except RuntimeError as error:
         reason = f"made of the model's outputs in a way that can be differentiated twice ({str(error).splitlines()[0]})"
-        return Route(passes, problem=UNKNOWN.format(what=reason), unsure=detached(outputs))
+        return Route(passes, problem=UNKNOWN.format(what=reason), unsure=detach_outputs(outputs))
     problem = NONLINEAR.format(names=", ".join(nonlinear)) if nonlinear else ""
     return Route(passes, select, problem, stale=changed)
 
@@ -330,7 +332,7 @@ def unique(made: Iterable[Made]) -> list[Made]:
     return list({id(one): one for one in made}.values())
 
 
-def detached(outputs: Any) -> Any:
+def detach_outputs(outputs: Any) -> Any:
     """The same without its graph."""
     return map_tensors(outputs, torch.detach)
 

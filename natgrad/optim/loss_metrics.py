@@ -41,7 +41,7 @@ def metric_of_step(metric: Metric, recall: Recall, model: Any, params: Mapping[s
     Gradients of several passes (micro-batches) keep the metric of the last one. ValueError for a loss of something that
     cannot be followed.
     """
-    used, last = recall.used(), recall.last_told
+    used, last = recall.used_losses(), recall.last_told
     if last is None or not isinstance(model, nn.Module):
         return metric
     group = [told for told in used if told.route.passes == last.route.passes]

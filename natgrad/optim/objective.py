@@ -115,16 +115,16 @@ class Replay(Objective):
         self.before = self._evaluate(zero) if before is None else before
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
-        return float(run_detached(lambda: self._loss(self._moved(step))))
+        return float(run_detached(lambda: self._loss(self._move_parameters(step))))
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         with torch.enable_grad():
-            points = self._moved(step)
+            points = self._move_parameters(step)
             value = self._loss(points)
             gradients = torch.autograd.grad(value, list(points.values()), materialize_grads=True)
         return float(value.detach()), dict(zip(points, gradients, strict=True))
 
-    def _moved(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _move_parameters(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
         """theta + step as leaves that require a gradient, as in training: a forward pass may differentiate in them."""
         return {name: (p.detach() + step[name]).requires_grad_() for name, p in self.params.items()}
 
@@ -170,24 +170,24 @@ class Reclose(Objective):
         self.model, self.closure, self.recall, self.random = model, closure, recall, random
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
-        with self._moved(step):
+        with self._move_parameters(step):
             return number(self.closure()) / self.scale
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        with self._moved(step):
+        with self._move_parameters(step):
             value = number(self.closure()) / self.scale
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.params.items()}
             return value, {name: gradient.to_dense() / self.scale for name, gradient in gradients.items()}
 
     @contextmanager
-    def _moved(self, step: dict[str, Tensor]) -> Iterator[None]:
-        with self.random.replay(), self._restored(), torch.enable_grad():
+    def _move_parameters(self, step: dict[str, Tensor]) -> Iterator[None]:
+        with self.random.replay(), self._restore_parameters(), torch.enable_grad():
             for name, p in self.params.items():
                 p.data.add_(step[name])
             yield
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _restore_parameters(self) -> Iterator[None]:
         tensors = list(self.model.buffers()) if isinstance(self.model, nn.Module) else []
         tensors += list(self.params.values())
         values = [t.detach().clone() for t in tensors]
@@ -227,13 +227,13 @@ def objective_of(
 
     needed: whether it will be evaluated. ValueError then for a loss of something that cannot be made again.
     """
-    used = recall.used()
+    used = recall.used_losses()
     if isinstance(model, nn.Module) and searched is not None:
         select = recall.outputs if not used else used[-1].settle(model, params, recall.outputs)
         if isinstance(select, Linearised):
             raise ValueError(OTHER_BATCH)
         return Replay(model, criterion(), searched, None, params, space, select)
-    if isinstance(model, nn.Module) and used and recall.passed() is not None:
+    if isinstance(model, nn.Module) and used and recall.find_pass() is not None:
         problem = next((told.route.problem for told in used if told.route.problem), "") if needed else ""
         if not problem:
             return replay_losses(model, criterion(), recall, params, space)
@@ -248,7 +248,7 @@ def replay_losses(
     model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], space: Space, exact: bool = True
 ) -> Objective:
     """The step's losses as `opt.loss` saw them, evaluated again. exact: whether their values are those of a replay."""
-    used, parts = recall.used(), []
+    used, parts = recall.used_losses(), []
     for told in used:
         before = float(told.value) if exact else None
         select = told.settle(model, params, recall.outputs)

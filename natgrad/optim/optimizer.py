@@ -195,7 +195,7 @@ class NaturalGradient(ModelOptimizer):
         total = sum(p.numel() for group in self.param_groups for p in group["params"])
 
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
-            held = self.structure.held(p.numel(), total)
+            held = self.structure.count_numbers(p.numel(), total)
             held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
             kind = self.structure.kind_of(name, self._memory) if p.requires_grad else "frozen"
             return kind, p.numel(), held
@@ -325,7 +325,7 @@ class NaturalGradient(ModelOptimizer):
     @contextmanager
     def _replaying(self) -> Iterator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
-        last, generator, report = self._recall.passed(), getattr(self.metric, "generator", None), self._last
+        last, generator, report = self._recall.find_pass(), getattr(self.metric, "generator", None), self._last
         before = None if generator is None else generator.get_state()
         modes = last.modes_of(self.model) if last and isinstance(self.model, nn.Module) else nullcontext()
         try:

@@ -16,16 +16,16 @@ from natgrad.layers.examples import (
     doubtful,
     example_squares,
     find_examples,
+    has_no_place,
     partitions,
     together,
-    unplaced,
 )
 from natgrad.layers.experts import ExpertProduct
 from natgrad.layers.hearing import Heard, Pass, hear
 from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.moments import Seen, separate
 from natgrad.layers.recurrent import unroll_recurrence
-from natgrad.layers.taps import Place, Tap, Taps, reached, resume, tap
+from natgrad.layers.taps import Place, Tap, Taps, reach_calls, resume, tap
 from natgrad.layers.traced import Product, Traced, products, second_layers, traced_layers
 from natgrad.metrics import fisher
 from natgrad.optim.distributed import Ranks, call_roll, unheard
@@ -147,7 +147,7 @@ class Reader:
         one's part of them. None where another process's loss was not finite.
         """
         own, answers = self._own(criterion, outputs, targets, recall, apart)
-        return self._agreed(own, answers)
+        return self._agree_on_reading(own, answers)
 
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
@@ -172,9 +172,9 @@ class Reader:
             if "donated" not in str(error) or not self.layers:
                 raise
             # a compiled backward that ran for the user first does not run twice
-            return self._replayed(criterion, outputs, recall, len(rows))
+            return self._replay_pass(criterion, outputs, recall, len(rows))
         if self.layers and not taken and all(isinstance(call, (Product, ExpertProduct)) for call in one.taps):
-            return self._replayed(criterion, outputs, recall, len(rows))
+            return self._replay_pass(criterion, outputs, recall, len(rows))
         exact = isinstance(self.estimate, ExactLabels)
         found = hear(
             one,
@@ -204,10 +204,10 @@ class Reader:
         held = set() if asking else {name for names in self.by_names() for name in names}
         watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
         estimates = [self.estimate] if apart is None else [self.estimate, apart]
-        examples, calls = self._placed(criterion, outputs, rows, calls, recall)
+        examples, calls = self._place_calls(criterion, outputs, rows, calls, recall)
         drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
         cotangents = [c.to(rows.dtype) for part in drawn for c in part]
-        calls, deltas, slopes = reached(rows, self.taps, calls, cotangents, list(watched.values()))
+        calls, deltas, slopes = reach_calls(rows, self.taps, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
         one = Pass(rows, calls, examples, cotangents, deltas, self.named, gradients, eps=eps)
@@ -216,14 +216,14 @@ class Reader:
     def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
         """The watched parameters that get squares. A trusted layer that was not reached keeps what it has."""
         kept = [x for x in self._all.values() if self._trusts(x) and found.answers.get(x.key, True)]
-        held = found.held | {name for layer in kept for name in layer.layout.names}
+        held = found.held_names | {name for layer in kept for name in layer.layout.names}
         return [name for name in watched if name not in held]
 
     def _split_reading(self, found: Heard, one: Pass, own: int, slopes: list[list[Tensor | None]]) -> Reading:
         """The statistics' own cotangents, and those for measurements: the others, or all where there are no others."""
         measuring = slice(own if own < len(one.cotangents) else 0, None)
         apart = [part.only(measuring) for whole in found.layers for part in separate(whole) if not part.pooled]
-        scores = tuple(summed(one.gradients, slope, found.squares) for slope in slopes[measuring])
+        scores = tuple(sum_scores(one.gradients, slope, found.squares) for slope in slopes[measuring])
         found = replace(found, layers=[seen.only(slice(own)) for seen in found.layers])
         return Reading(found, len(one.outputs), apart, scores)
 
@@ -238,7 +238,7 @@ class Reader:
         self.readings += 1
         return asking
 
-    def _placed(
+    def _place_calls(
         self, criterion: Criterion, outputs: Any, rows: Tensor, calls: list[Tap], recall: Recall
     ) -> tuple[Examples, list[Tap]]:
         """What the examples are, and the calls with their places: asked once per shapes, and at every 16th reading."""
@@ -254,7 +254,7 @@ class Reader:
         strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
         examples, placed = find_examples(rows, calls, known, strict, ask=strict)
         chosen = next((i for i, one in enumerate(known) if one is examples), len(known))
-        if not any(unplaced(call) and (strict or doubtful(call, examples.count)) for call in placed):
+        if not any(has_no_place(call) and (strict or doubtful(call, examples.count)) for call in placed):
             self.placed = self.placed if len(self.placed) < SHAPES else {}
             self.placed[key] = chosen, [call.place for call in placed]
         return examples, placed
@@ -280,7 +280,7 @@ class Reader:
         first = next(layer for layer in self.layers.values() if layer.layout.weight == spare.layout.weight)
         return heard.get(first.key) is False and not self._refuses(first) and not self._refuses(spare)
 
-    def _agreed(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
+    def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
         layers, tokens = self._all, {one.key for one in own.layers if one.by_token}
         roll = call_roll(
@@ -301,7 +301,7 @@ class Reader:
             for key, layer in kept.items()
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
-        exchange = self.ranks.summed if self.ranks.size > 1 else None
+        exchange = self.ranks.sum_entries if self.ranks.size > 1 else None
         apart = [one for one in own.apart if one.key in kept]
         heard = replace(own.heard, layers=passed, squares=squares)
         return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
@@ -341,7 +341,7 @@ class Reader:
             found = list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, slope), generator))
             if isinstance(estimate, Sampled) or self._named_by_layers():
                 return found
-            return [signed(cotangent, examples, generator) for cotangent in found]
+            return [sign_examples(cotangent, examples, generator) for cotangent in found]
 
     def _named_by_layers(self) -> bool:
         """Whether every parameter belongs to a layer, whose examples' scores are told apart."""
@@ -349,11 +349,11 @@ class Reader:
         claimed = {name for layer in layers for name in layer.layout.names}
         return claimed.issuperset(self.named)
 
-    def _replayed(
+    def _replay_pass(
         self, criterion: Criterion, outputs: Any, recall: Recall, rows: int
     ) -> tuple[Reading, dict[str, bool]]:
         """From one more pass, as a pure function: graphs compiled before there were taps let nobody listen."""
-        last = recall.passed()
+        last = recall.find_pass()
         if last is None:
             raise ValueError(
                 "no statistics: no layer of the model was heard in training mode since the last step; call "
@@ -377,7 +377,7 @@ class Reader:
         return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
 
 
-def signed(cotangent: Tensor, examples: Examples, generator: torch.Generator) -> Tensor:
+def sign_examples(cotangent: Tensor, examples: Examples, generator: torch.Generator) -> Tensor:
     """A random sign on every example's entries.
 
     The statistics of layers do not change. The square of a sum over examples becomes, on average, the sum of squares;
@@ -387,7 +387,7 @@ def signed(cotangent: Tensor, examples: Examples, generator: torch.Generator) ->
     return examples.scale(cotangent, 2 * bits - 1)
 
 
-def summed(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
+def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
     """The scores of one cotangent by name, dense, of the parameters without a layer."""
     pairs = zip(watched, slopes, strict=True)
     return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}

@@ -19,7 +19,7 @@ from natgrad.optim.block_averages import Block, Blocks, Inverted, Whole
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.pass_statistics import Reading
-from natgrad.optim.running_averages import penalised, running_mean, signal_sums
+from natgrad.optim.running_averages import add_penalty, running_mean, signal_sums
 from natgrad.optim.schedule import Clock, follow_signal
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Vector
@@ -37,7 +37,7 @@ class Penalised(Mapping[str, Tensor]):
         self.gradients, self.named, self.strengths = gradients, named, strengths
 
     def __getitem__(self, name: str) -> Tensor:
-        return penalised(self.gradients[name], self.named[name], self.strengths[name])
+        return add_penalty(self.gradients[name], self.named[name], self.strengths[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.gradients)
@@ -142,9 +142,9 @@ class Attempt:
             if self.sample is not None:  # a common rate cancels: no copies
                 self._measure(directions if even else vector.tensors(), slopes if even else rated)
         ratio = self.stride.ratio
-        true = self._unmeasured(vector) if ratio is None else promise.scaled(ratio.to(self._device))
+        true = self._form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self._device))
         return Quadratic(
-            gradient=Parts(self._penalised(gradients)),
+            gradient=Parts(self._add_penalty(gradients)),
             operator=None,
             damping=float(self.copies[0]["damping"]),
             proposal=BlockStep(vector, true, promise, ratio, self._damping(levels)),
@@ -186,7 +186,7 @@ class Attempt:
         self, key: str, block: Block, last: Inverted, means: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """A block's direction as the rule shapes it."""
-        penalised = self._penalised(gradients)
+        penalised = self._add_penalty(gradients)
         point = BlockPoint(
             names=block.layout.names,
             kind=self.blocks.kind(block),
@@ -204,11 +204,11 @@ class Attempt:
 
     def _mean(self, name: str, gradient: Tensor) -> Tensor:
         p, group = self.named[name], self.groups[name]
-        whole = penalised(gradient, p, group["l2"])
+        whole = add_penalty(gradient, p, group["l2"])
         mean, self.means[name] = running_mean(self.state.get(p, {}), whole, group["momentum"])
         return mean
 
-    def _penalised(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _add_penalty(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         strengths = self.strengths()
         return Penalised(gradients, self.named, strengths) if any(strengths.values()) else gradients
 
@@ -223,7 +223,7 @@ class Attempt:
         if not kept:  # no momentum: nothing is known
             return
         decays = {name: float(self.groups[name]["momentum"]) for name in kept}
-        penalised = self._penalised(gradients)
+        penalised = self._add_penalty(gradients)
         sums = signal_sums({name: penalised[name] for name in kept}, kept, decays)
         if follow_signal(self.clock, sums.tolist(), self.rule.turns_at):
             self.clock |= {"updated": -1, "inverted": -1, "measured": -1}
@@ -245,10 +245,10 @@ class Attempt:
         if self.sample is not None:
             true = Lazy(partial(self._form_on_sample, self.sample, vector))
         else:
-            true = self._unmeasured(vector) if ratio is None else promise.scaled(ratio.to(self._device))
+            true = self._form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self._device))
         return BlockStep(vector, true, promise, ratio, self._damping(levels))
 
-    def _unmeasured(self, vector: Parts) -> Lazy:
+    def _form_of_blocks(self, vector: Parts) -> Lazy:
         """The form of the blocks, and a penalty's."""
         return Lazy(partial(self._promise, vector, self.strengths()))
 
@@ -295,9 +295,9 @@ class Attempt:
         self.told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
             self.told["kl"] = 0.5 * self.nats * form
-        self.parameters = {name: self._moved(name, vector) for name in vector}
+        self.parameters = {name: self._move_parameter(name, vector) for name in vector}
 
-    def _moved(self, name: str, vector: Parts) -> Tensor:
+    def _move_parameter(self, name: str, vector: Parts) -> Tensor:
         """The parameter after the step."""
         p, decay = self.named[name], self.groups[name]["weight_decay"]
         start = p * (1 - self._lr(name) * decay) if decay else p

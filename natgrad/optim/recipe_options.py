@@ -174,13 +174,13 @@ def with_options(options: Any, settings: type, *without: str, **own: Any) -> Cal
         ]
 
         @wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call_checked(*args: P.args, **kwargs: P.kwargs) -> R:
             check_keywords(function.__qualname__.removesuffix(".__init__"), kwargs, [*known, *values])
             return function(*args, **kwargs)
 
-        checked.__signature__ = plain.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
-        checked.__doc__ = join_arguments(function.__doc__ or "", options.__doc__, [p.name for p in shared])
-        return checked
+        call_checked.__signature__ = plain.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
+        call_checked.__doc__ = join_arguments(function.__doc__ or "", options.__doc__, [p.name for p in shared])
+        return call_checked
 
     return decorate
 

@@ -90,9 +90,9 @@ def objective_of_blocks(
     Raises:
         ValueError: If the step has several losses, or none, and no closure.
     """
-    space, used = Space(params), recall.used()
+    space, used = Space(params), recall.used_losses()
     problem = next((told.route.problem for told in used if told.route.problem), "")
-    if len(used) == 1 and recall.passed() is not None and not problem:
+    if len(used) == 1 and recall.find_pass() is not None and not problem:
         exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
         return replay_losses(model, criterion, recall, params, space, exact)
     if called.closure is None or called.value is None or called.random is None:
@@ -119,7 +119,9 @@ class Judge:
         """True over predicted change, and whether the step is refused: it raised the loss, or lost it."""
         assert self.strategy is not None
         change = loss_at.change(step.vector)
-        ratio, refused = verdict(self.strategy.predicted(float(model.change(step)), float(model.slope(step))), change)
+        ratio, refused = verdict(
+            self.strategy.predict_change(float(model.change(step)), float(model.slope(step))), change
+        )
         return ratio, refused or change > 0
 
     def due(self, clock: Clock) -> bool:
@@ -138,7 +140,7 @@ class Judge:
 
 def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:
     """Inside, modules are in the mode of the last pass, and compiled ones run as they were written: no new graph."""
-    stack, last = ExitStack(), recall.passed()
+    stack, last = ExitStack(), recall.find_pass()
     if last is not None:
         stack.enter_context(last.modes_of(model))
     stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -22,7 +22,7 @@ def dense(p: Tensor) -> Tensor:
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
-def penalised(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
+def add_penalty(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
     """The gradient of loss + l2 / 2 |theta|^2."""
     return torch.add(gradient, p, alpha=l2) if l2 else gradient
 
@@ -54,7 +54,7 @@ def change(old: Statistics, new: Statistics, share: float) -> Tensor:
     return torch.stack(found).max()
 
 
-def renewed(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict[str, Any]:
+def renew_entry(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict[str, Any]:
     """The new values of one entry of a block's numbers, in the old ones' storage if they fit and nobody else uses it.
 
     What lives from step to step then stays where it is, and what is freed leaves no holes between: the heap of a
@@ -63,10 +63,10 @@ def renewed(numbers: Mapping[str, Any], entry: str, new: dict[str, Any]) -> dict
     old, others = numbers.get(entry, {}), (numbers.get(key, {}) for key in SHARED - {entry})
     # EKFAC's inverse lies in its totals' basis, and what a rule prepares may too
     used = {t.data_ptr() for other in others for t in other.values() if isinstance(t, Tensor)}
-    return {key: written(old.get(key), value, used) for key, value in new.items()}
+    return {key: write_into(old.get(key), value, used) for key, value in new.items()}
 
 
-def written(old: Any, new: Any, used: set[int]) -> Any:
+def write_into(old: Any, new: Any, used: set[int]) -> Any:
     """`new`, in old's storage if it is a tensor of old's kind; new itself otherwise."""
     if not isinstance(old, Tensor) or not isinstance(new, Tensor) or {old.data_ptr(), new.data_ptr()} & used:
         return new

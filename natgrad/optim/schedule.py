@@ -12,7 +12,7 @@ FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; step
 SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the next
 
 
-def started() -> Clock:
+def start_clock() -> Clock:
     """The clock of a fresh optimizer.
 
     Returns:

@@ -72,7 +72,7 @@ class Stride:
         # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
         self.ratio = torch.where((found == 0) | ~(whole > 0), last, fresh).clamp(max=LARGEST)
 
-    def known(self, like: Tensor) -> Tensor:
+    def known_ratio(self, like: Tensor) -> Tensor:
         """What a step's length is divided by: the ratio, at least 1, on the device of `like`."""
         return torch.ones_like(like) if self.ratio is None else self.ratio.to(like).clamp(min=SMALLEST)
 
@@ -87,7 +87,7 @@ def measure_form(
     """moves^T G moves on the sample of a pass, over all processes.
 
     Args:
-        sample: A part of a pass, as `sampled` gives it.
+        sample: A part of a pass, as `sample_examples` gives it.
         moves: A vector, by name.
         named: The parameters.
         ranks: The processes that train the model.
@@ -99,7 +99,7 @@ def measure_form(
     return total / weight
 
 
-def sampled(reading: Reading) -> Reading:
+def sample_examples(reading: Reading) -> Reading:
     """A part of the examples, weighing as much as all: their memory outlives the backward pass.
 
     Parameters without a layer keep their scores, which are sums over examples.

@@ -26,10 +26,10 @@ from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
-from natgrad.optim.schedule import due, pace, started
+from natgrad.optim.schedule import due, pace, start_clock
 from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, UNUSABLE, watch
 from natgrad.optim.state_report import StateReport, state_report
-from natgrad.optim.step_length import Stride, bounded_below, sampled
+from natgrad.optim.step_length import Stride, bounded_below, sample_examples
 from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import check_select, full_precision, leaves
 from natgrad.rules import BlockStep, MeasuredLength, Momentum, Quadratic, Rule, Step, refuse_measured_kl
@@ -109,7 +109,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
         self._blocks = Blocks(structure, self._named, self.state)
         self._told: dict[str, Any] = {}
-        self._clock = started()
+        self._clock = start_clock()
         self._stride, self._outside = Stride(), Outside()
         self._pending = 0  # readings since the last step
         self._bad = False  # whether its batch was counted as a failure
@@ -182,7 +182,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         ratio = self._stride.ratio
         return {
             "clock": dict(self._clock),
-            "blocks": self._blocks.saved(),
+            "blocks": self._blocks.list_names(),
             "trusted": sorted(self._reader.trusted),
             "refused": sorted(self._reader.refused),
             "generator": self._labels().get_state(),
@@ -198,7 +198,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         def restore() -> None:
             blocks.state = self.state
             self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
-            self._clock = started() | saved.extra["clock"]
+            self._clock = start_clock() | saved.extra["clock"]
             self._wild = WildBatches.load(saved.extra.get("wild"))
             ratio = saved.extra["ratio"]
             self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
@@ -220,7 +220,7 @@ class StructuredNaturalGradient(ModelOptimizer):
                 apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
                 if reading is not None:
-                    sample = sampled(reading) if measuring else None
+                    sample = sample_examples(reading) if measuring else None
                     reading.apart.clear()
                     taken = self._blocks.take(reading, decay)
                     self._stride.sample = sample if taken else None
@@ -249,7 +249,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not active:
             return
         losses = self._recall.losses or self._recall.computed
-        loss, nats, scale = self._ranks.pooled(
+        loss, nats, scale = self._ranks.pool_losses(
             losses, self._nats, self._recall.scale, next(iter(active.values())).device
         )
         plain = isinstance(scale, float) and scale == 1
@@ -317,7 +317,7 @@ class StructuredNaturalGradient(ModelOptimizer):
                 before = float(attempt.told.get("loss", objective.before))
                 loss_at = PooledLoss(objective, rows, self._ranks, before, self._named, attempt.strengths())
                 step, memory = self.rule.step(replace(model, loss=before), loss_at, attempt.memory())
-                refused = judged and self._judged(attempt, model, step, loss_at)
+                refused = judged and self._judge_step(attempt, model, step, loss_at)
         attempt.remember(memory, forget=refused)
         if not isinstance(step, BlockStep):
             raise TypeError(
@@ -333,7 +333,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         attempt.clock["seen"] += examples
         return {"examples": examples, "seen": attempt.clock["seen"]}
 
-    def _judged(self, attempt: Attempt, model: Quadratic, step: Step, loss_at: PooledLoss) -> bool:
+    def _judge_step(self, attempt: Attempt, model: Quadratic, step: Step, loss_at: PooledLoss) -> bool:
         """Whether the step is refused; the damping from here on follows how well the model told the loss."""
         ratio, refused = self._judge.judge(model, step, loss_at)
         self._judge.adapt(attempt.copies, attempt.clock, ratio, refused)

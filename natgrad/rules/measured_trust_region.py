@@ -79,7 +79,7 @@ class MeasuredTrustRegion(Rule):
             return model.nothing(), memory
         rate = math.sqrt(self.radius / kl)
         for _ in range(self.backtracks):
-            step = model.proposal.scaled(rate)
+            step = model.proposal.scale_by(rate)
             loss, kl = loss_at.measure(step.vector)
             if kl <= self.radius * (1 - SLACK) and loss < float(model.loss):  # False for a NaN: a rejection
                 return step, memory
@@ -118,7 +118,7 @@ class NormalisedRate(Rule):
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         if not leads_down(model):
             return model.nothing(), memory
-        return model.proposal.scaled(math.sqrt(2 * self.radius / -float(model.slope(model.proposal)))), memory
+        return model.proposal.scale_by(math.sqrt(2 * self.radius / -float(model.slope(model.proposal)))), memory
 
 
 def leads_down(model: Quadratic) -> bool:

@@ -109,7 +109,7 @@ class Step(ABC):
     vector: Vector
 
     @abstractmethod
-    def scaled(self, factor: Tensor | float) -> Step:
+    def scale_by(self, factor: Tensor | float) -> Step:
         """factor * d.
 
         Args:
@@ -170,7 +170,7 @@ class FlatStep(Step):
     vector: Tensor
     image: Tensor
 
-    def scaled(self, factor: Tensor | float) -> FlatStep:
+    def scale_by(self, factor: Tensor | float) -> FlatStep:
         return FlatStep(factor * self.vector, factor * self.image)
 
     def form(self) -> Tensor:
@@ -209,7 +209,7 @@ class Lazy:
             self.value = self.make()
         return self.value
 
-    def scaled(self, factor: Tensor | float) -> Lazy:
+    def scale_by(self, factor: Tensor | float) -> Lazy:
         """factor times it.
 
         Args:
@@ -236,9 +236,9 @@ class BlockStep(Step):
     ratio: Tensor | None
     levels: Mapping[str, float]
 
-    def scaled(self, factor: Tensor | float) -> BlockStep:
+    def scale_by(self, factor: Tensor | float) -> BlockStep:
         square = factor * factor
-        true, promise = self.true.scaled(square), self.promise.scaled(square)
+        true, promise = self.true.scale_by(square), self.promise.scale_by(square)
         return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels)
 
     def form(self) -> Tensor:
@@ -324,7 +324,7 @@ class Quadratic:
         Args:
             step: Any step of this model.
         """
-        return self.slope(step) + 0.5 * self.damped(step)
+        return self.slope(step) + 0.5 * self.damped_form(step)
 
     def slope(self, step: Step) -> Tensor:
         """g . d, the first-order change, a scalar tensor.
@@ -334,7 +334,7 @@ class Quadratic:
         """
         return self.gradient @ step.vector  # type: ignore[operator]
 
-    def damped(self, step: Step) -> Tensor:
+    def damped_form(self, step: Step) -> Tensor:
         """d^T (G + damping I) d, a scalar tensor.
 
         Args:

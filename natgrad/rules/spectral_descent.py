@@ -115,7 +115,7 @@ class SpectralDescent(Rule):
         radius = self.radius(model, form)
         bound = (2 * radius / (model.nats * form.clamp(min=0))).sqrt()  # no curvature at all: infinite
         rate = torch.where(form > 0, bound.clamp(max=self.length), self.length)
-        return proposal.scaled(rate), memory
+        return proposal.scale_by(rate), memory
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
         """The bound on this step's KL, in nats per example.

@@ -65,7 +65,7 @@ class MeasuredLength(Rule):
         radius = self.radius(model, full)
         bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite
         rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
-        return proposal.scaled(rate), memory
+        return proposal.scale_by(rate), memory
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
         """The bound on this step's KL, in nats per example; it grows over the first steps.
@@ -193,7 +193,7 @@ class OnlineRadius(Rule):
             raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
         bound = self.length(counts["examples"], counts["seen"]) * unit
         length = model.proposal.form().clamp(min=0).sqrt()
-        return model.proposal.scaled(torch.where(length > bound, bound / length, 1.0)), memory
+        return model.proposal.scale_by(torch.where(length > bound, bound / length, 1.0)), memory
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def shorten(model: Quadratic, step: Step, radius: float) -> Step:
         radius: Most nats per example.
     """
     kl = model.kl(step)
-    return step.scaled(torch.where(kl > 0, (radius / kl).sqrt(), 1.0).clamp(max=1.0))
+    return step.scale_by(torch.where(kl > 0, (radius / kl).sqrt(), 1.0).clamp(max=1.0))
 
 
 def best_iterate(model: Quadratic, loss_at: Objective) -> Step:
@@ -286,7 +286,7 @@ def backtrack(
     for _ in range(trials):
         if loss_at(step.vector) <= float(model.loss) + sufficient * float(model.slope(step)):  # False for a NaN
             return step
-        step = step.scaled(shrink)
+        step = step.scale_by(shrink)
     return model.nothing()
 
 

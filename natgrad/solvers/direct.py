@@ -45,7 +45,7 @@ class Direct(Solver):
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
         if self.absolute:
-            operator = Dense.trusted(take_absolute(operator.dense()))
+            operator = Dense.from_symmetric(take_absolute(operator.dense()))
         scale = find_power_of_two(rhs)
         return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
 

@@ -19,7 +19,7 @@ from natgrad.structures.base import Memory, Structure
 from natgrad.structures.inverse_updates import (
     adapt_inverse,
     average_metric,
-    compressed,
+    compress_root,
     stays_positive,
     woodbury_inverse,
 )
@@ -134,7 +134,7 @@ class Woodbury(Update):
 
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
         rate = adaptation_rate(memory["step"], self.offset, self.floor)
-        found = kept_symmetric(woodbury_inverse(memory["inverse"], compressed(root), rate), memory["step"])
+        found = kept_symmetric(woodbury_inverse(memory["inverse"], compress_root(root), rate), memory["step"])
         return {"inverse": found} if all_finite(found) else None
 
     def operator(self, memory: Memory) -> Operator:
@@ -196,7 +196,7 @@ class Averaged(Update):
         found = {"metric": metric, "columns": columns}
         if "lower" in memory and memory["step"] % self.every:
             return {**found, "lower": memory["lower"]} if all_finite(metric) else None
-        lower = factorised(metric, float(self.amount(metric, memory["seen"], memory["unit"])))
+        lower = factor_damped(metric, float(self.amount(metric, memory["seen"], memory["unit"])))
         return None if lower is None else {**found, "lower": lower}
 
     def columns(self, before: float, root: Tensor, seen: int) -> float:
@@ -268,12 +268,12 @@ class AdaptiveInverse(Structure):
         shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
         if memory is None or memory["parameters"] != shapes:
             memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
-        following = self._follow({**memory, **measured(memory, now, metric, inputs)}, now, count(inputs))
+        following = self._follow({**memory, **measure_spread(memory, now, metric, inputs)}, now, count(inputs))
         counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
         operator = self.method.operator(following)
         return operator.declare(nats=now.nats, length_unit=following["unit"], counts=counts), following
 
-    def held(self, size: int, total: int) -> int:
+    def count_numbers(self, size: int, total: int) -> int:
         return self.method.matrices * size * total
 
     def _follow(self, memory: Memory, now: Operator, examples: int) -> Memory:
@@ -292,7 +292,7 @@ class AdaptiveInverse(Structure):
         return {**memory, "kept": memory["kept"] + 1}
 
 
-def measured(memory: Memory, now: Operator, metric: Metric, inputs: Any) -> Memory:
+def measure_spread(memory: Memory, now: Operator, metric: Metric, inputs: Any) -> Memory:
     """What to remember of the data's spread, and the unit of length that follows; the operator's own without data."""
     rows = metric.read_examples(inputs)
     if rows is None or not rows.is_floating_point() or not all_finite(rows):
@@ -307,7 +307,7 @@ def adaptation_rate(step: int, offset: float, floor: float) -> float:
     return max(1 / (step + offset), floor)
 
 
-def factorised(metric: Tensor, damping: float) -> Tensor | None:
+def factor_damped(metric: Tensor, damping: float) -> Tensor | None:
     """L (n, n) with L L^T = G + damping I, in one new matrix; more damping where that fails, None where it must."""
     lower, info = cholesky_over(damp(metric, damping))
     if int(info) == 0 and all_finite(lower):

@@ -43,7 +43,7 @@ class Structure(ABC):
         """
         return type(self).__name__
 
-    def held(self, size: int, total: int) -> int:
+    def count_numbers(self, size: int, total: int) -> int:
         """How many numbers are remembered between steps for one parameter tensor.
 
         Args:

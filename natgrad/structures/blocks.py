@@ -52,14 +52,14 @@ class Blocks(Structure):
         operator = metric.at(params, inputs, random=random)
         totals, weight = self._blocks(operator, space), 1.0
         if self.decay and memory and memory["names"] == names:  # else the first step, or parameters came or went
-            totals, weight = self._averaged(totals, memory)
+            totals, weight = self._average_totals(totals, memory)
         parts = [
             (layout_of(block), Units(totals[name] / weight).declare(**vars(operator.facts)))
             for name, block in space.blocks.items()
         ]
         return Arranged(space, parts), {"names": names, "totals": totals, "weight": weight} if self.decay else {}
 
-    def _averaged(self, fresh: dict[str, Tensor], memory: Memory) -> tuple[dict[str, Tensor], float]:
+    def _average_totals(self, fresh: dict[str, Tensor], memory: Memory) -> tuple[dict[str, Tensor], float]:
         """The running totals and their weight; a pass that is not finite leaves them as they were."""
         before = memory["totals"]
         if not all(bool(torch.isfinite(total).all()) for total in fresh.values()):

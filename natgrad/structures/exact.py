@@ -54,5 +54,5 @@ class Dense(Structure):
         average = DenseOperator(total / weight, indefinite=operator.indefinite).declare(nats=operator.nats)
         return average, {"total": total, "weight": weight, "names": names} if self.decay else {}
 
-    def held(self, size: int, total: int) -> int:
+    def count_numbers(self, size: int, total: int) -> int:
         return size * total if self.decay else 0

@@ -77,7 +77,7 @@ def woodbury_inverse(
     return _plus_outer(inverse, half, 1 / (1 - rate), -1 / (1 - rate), out)
 
 
-def compressed(root: Tensor) -> Tensor:
+def compress_root(root: Tensor) -> Tensor:
     """A root of the same U U^T with at most n columns: R^T of U^T = Q R, in O(n^2 r)."""
     return root if root.shape[-1] <= root.shape[-2] else torch.linalg.qr(root.mT, mode="r").R.mT
 

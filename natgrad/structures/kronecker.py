@@ -14,21 +14,21 @@ from natgrad.layers.moments import (
     diagonal_moment,
     input_moment,
     output_moment,
-    reduced,
+    reduce_positions,
     rotated_squares,
     token_moment,
     token_squares,
     total,
-    turned,
+    turn_into_basis,
     unit_blocks,
 )
 from natgrad.layers.pieces import Room, cut, diagonal_like
 from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import Kronecker as KroneckerOperator
 from natgrad.operators import Operator, Spectral, Tiled, Units
-from natgrad.operators.kronecker_pieces import grid_of, tiled
+from natgrad.operators.kronecker_pieces import cut_tiles, grid_of
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
-from natgrad.structures.process_sums import exchanged
+from natgrad.structures.process_sums import exchange_sums
 
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
@@ -134,10 +134,10 @@ class EigenKronecker(Layerwise):
         vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
         kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
         eigen = basis_of(totals | kept)
-        spectrum = exchanged({"spectrum": corrected(seen, eigen)})["spectrum"]
+        spectrum = exchange_sums({"spectrum": correct_eigenvalues(seen, eigen)})["spectrum"]
         if before is not None:
             same = all(before[key] is basis for key, basis in kept.items())
-            past = before["spectrum"] if same else moved(before["spectrum"], basis_of(before), eigen)
+            past = before["spectrum"] if same else move_spectrum(before["spectrum"], basis_of(before), eigen)
             spectrum = spectrum + decay * past
         return totals | {"spectrum": spectrum} | kept
 
@@ -205,14 +205,14 @@ def factors(seen: Seen, reduce: bool, room: Room) -> Statistics:
         counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
         return {"left": seen.share * counts, "right": moment}
     reduce = reduce and not seen.pooled
-    pairs = [reduced(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
+    pairs = [reduce_positions(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
     a = pairs[0][0]
     if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size()) > 1:
         right = factor(a, room, 0) * (seen.share / (a.shape[0] * a.shape[1]))
     else:
         right = input_moment(a, seen.share)
     left = total([factor(deltas, room, 1) for _, deltas in pairs])
-    if seen.layer.routed and seen.counts is not None:  # experts: another share of positions in every pass
+    if seen.layer.is_routed and seen.counts is not None:  # experts: another share of positions in every pass
         return {"left": left, "right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
     if seen.counts is not None:
         mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
@@ -258,21 +258,21 @@ def factor(deltas: Tensor, room: Room, axis: int) -> Tensor:
     return diagonal_moment(deltas) if pieces == size else output_moment(cut(deltas, pieces)).unsqueeze(axis)
 
 
-def corrected(seen: Seen, eigen: KroneckerEigen) -> Tensor:
+def correct_eigenvalues(seen: Seen, eigen: KroneckerEigen) -> Tensor:
     """The pass's diagonal in a Kronecker eigenbasis, in the shape of the eigenvalues."""
     shape = eigen.values().shape
     if seen.by_token:
         rows = seen.layer.layout.outputs
-        turns = [turned(deltas.unsqueeze(2), eigen.right_vectors).squeeze(2) for deltas in seen.deltas]
+        turns = [turn_into_basis(deltas.unsqueeze(2), eigen.right_vectors).squeeze(2) for deltas in seen.deltas]
         found = [token_squares(seen.activations, deltas, rows, seen.padding) for deltas in turns]
     else:
         found = [rotated_squares(seen.activations, deltas, eigen) for deltas in seen.deltas]
     if len(shape) < 4:
         return total(found).reshape(shape)
-    return tiled(total(found).flatten(0, -2), grid_of(tuple(shape)))
+    return cut_tiles(total(found).flatten(0, -2), grid_of(tuple(shape)))
 
 
-def moved(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) -> Tensor:
+def move_spectrum(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) -> Tensor:
     """The diagonal, in the new basis, of the operator with this spectrum in the old one."""
     if new.left_vectors is not None and old.left_vectors is not None:
         spectrum = (new.left_vectors.mT @ old.left_vectors).square() @ spectrum

@@ -21,7 +21,7 @@ from natgrad.spaces import Params, Space
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.metric_pass import collect
-from natgrad.structures.process_sums import exchanged
+from natgrad.structures.process_sums import exchange_sums
 
 Statistics = dict[str, Tensor]
 
@@ -38,7 +38,7 @@ class Layerwise(Structure):
         seed: Of the draws.
 
     Attributes:
-        sums: True if all that a pass gives goes through `accumulate_statistics` or `exchanged`, so that several
+        sums: True if all that a pass gives goes through `accumulate_statistics` or `exchange_sums`, so that several
             processes can add it up.
 
     Raises:
@@ -103,7 +103,7 @@ class Layerwise(Structure):
         held = [claim for one in found.layers for claim in one.layer.claims]
         if memory is not None and set(held) != set(memory["held"]):
             memory = None  # a layer turned out not to be all there is to its parameters
-        totals, weight = self.averaged(found.layers, found.squares, memory)
+        totals, weight = self.average_statistics(found.layers, found.squares, memory)
         parts = [(one.layer.layout, self.operator(one.layer, totals[one.key], weight)) for one in found.layers]
         space = Space(params)
         parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in found.squares]
@@ -117,7 +117,7 @@ class Layerwise(Structure):
             return "not read yet"
         return type(self).__name__ if name in {claim.removeprefix(SECOND) for claim in memory["held"]} else "Diagonal"
 
-    def averaged(
+    def average_statistics(
         self, layers: Iterable[Seen], squares: Mapping[str, Tensor], memory: Memory | None
     ) -> tuple[dict[str, Statistics], float]:
         """Totals by layer (and by name for parameters without one) after one more pass, and their weight.
@@ -161,7 +161,7 @@ def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: f
         fresh: A sum over examples, by name. With several processes, it is added up over the examples of all.
         decay: Weight of the past, in [0, 1).
     """
-    fresh = exchanged(fresh)
+    fresh = exchange_sums(fresh)
     if before is None or before.keys() != fresh.keys():
         return fresh
     return {key: value.add_(before[key], alpha=decay) for key, value in fresh.items()}

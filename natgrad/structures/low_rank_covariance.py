@@ -51,7 +51,7 @@ class LowRankCovariance(Layerwise):
             return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
         found = before if before is not None and "vectors" in before else None
         for i, deltas in enumerate(seen.deltas):
-            fresh = torch.stack(grouped(seen.activations, deltas, 2 * self.rank)).flatten(1)
+            fresh = torch.stack(group_gradients(seen.activations, deltas, 2 * self.rank)).flatten(1)
             if found is not None:
                 past = (found["values"] * (1.0 if i else decay)).sqrt().unsqueeze(1) * found["vectors"]
                 fresh = torch.cat([past, fresh])
@@ -63,13 +63,13 @@ class LowRankCovariance(Layerwise):
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "squares" in totals:
             return Diagonal(totals["squares"].reshape(-1) / weight)
-        return spiked(totals["values"] / weight, totals["vectors"], self.rank)
+        return spike_values(totals["values"] / weight, totals["vectors"], self.rank)
 
     def kind(self, totals: Statistics) -> str:
         return "Diagonal" if "squares" in totals else super().kind(totals)
 
 
-def grouped(a: Tensor, deltas: Tensor, count: int) -> list[Tensor]:
+def group_gradients(a: Tensor, deltas: Tensor, count: int) -> list[Tensor]:
     """Gradients (G, o, d) of at most `count` groups of examples, each example with a sign of its own.
 
     sum over groups of E[h h^T] = sum over examples of g g^T, exactly so for groups of one.
@@ -99,7 +99,7 @@ def leading(vectors: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return torch.where(kept, values, 0).to(vectors.dtype), (turn * scale).mT.to(vectors.dtype) @ vectors
 
 
-def spiked(values: Tensor, vectors: Tensor, rank: int) -> Spiked:
+def spike_values(values: Tensor, vectors: Tensor, rank: int) -> Spiked:
     """V diag(values) V^T, with the rank-th value for everything beside V's rows: none while there are fewer."""
     last = values.min() if len(values) == rank < vectors.shape[1] else values.new_zeros(())
     spectrum = torch.cat([values, last.unsqueeze(0)]).unsqueeze(1)

@@ -71,7 +71,7 @@ def start(size: int, rank: int, like: Tensor, level: float = 0.0) -> Tracked:
     return Tracked(basis, like.new_full((*lead, rank), level), like.new_full(lead, level))
 
 
-def tracked(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) -> Tracked:
+def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) -> Tracked:
     """Low rank plus scaled identity close to T = decay F + X^T X.
 
     One step of subspace iteration: Y = R T, Y Y^T = U C U^T, R' = C^-1/2 U^T Y, d' + rho' = C^1/2, rho' so that the
@@ -117,7 +117,7 @@ def first(rows: Tensor, rank: int) -> Tracked:
     """X^T X tracked from nothing: `FIRST` steps of subspace iteration on the same rows (..., N, D)."""
     found = start(rows.shape[-1], rank, rows)
     for _ in range(FIRST):
-        found = tracked(found, rows, 0.0)
+        found = track_rows(found, rows, 0.0)
     return found
 
 
@@ -128,7 +128,7 @@ def smoothing(state: Tracked, alpha: float) -> Tensor:
     return (state.values / (beta.unsqueeze(-1) + state.values)).sqrt().unsqueeze(-1) * state.basis
 
 
-def smoothed(rows: Tensor, state: Tracked, alpha: float) -> Tensor:
+def smooth_rows(rows: Tensor, state: Tracked, alpha: float) -> Tensor:
     """X G^-1 scaled back to X's Frobenius norm, for rows X (N, D): X - (X W^T) W, times a scalar."""
     weights = smoothing(state, alpha)
     found = rows - (rows @ weights.mT) @ weights
@@ -172,7 +172,7 @@ class OnlineSide:
             before = start(size, min(self.rank, (size + 1) // 2), rows, 1e-10) if state is None else state
             state = self.update(rows, before)
         assert state is not None
-        found = smoothed(rows, state, self.alpha)
+        found = smooth_rows(rows, state, self.alpha)
         due = not fresh and (batches < 10 or batches % self.period == 0)
         return found, self.update(rows, state) if due else state
 
@@ -184,4 +184,4 @@ class OnlineSide:
             state: F.
         """
         eta = min(0.9, 1 - math.exp(-len(rows) / self.history))
-        return tracked(state, (eta / len(rows)) ** 0.5 * rows, 1 - eta, least=1e-10)
+        return track_rows(state, (eta / len(rows)) ** 0.5 * rows, 1 - eta, least=1e-10)

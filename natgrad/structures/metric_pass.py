@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.densities import Density, Energy
-from natgrad.layers.examples import Examples, find_examples, partitions, unplaced
+from natgrad.layers.examples import Examples, find_examples, has_no_place, partitions
 from natgrad.layers.hearing import Heard, Pass, hear
 from natgrad.layers.kinds import known_layers
 from natgrad.layers.moments import Seen
@@ -85,7 +85,7 @@ def collect(
     Raises:
         TypeError: For a metric that is not a pullback in one graph.
     """
-    pullback, taps, spare = tapped(metric, params, inputs, random, trusted)
+    pullback, taps, spare = tap_metric(metric, params, inputs, random, trusted)
     graph, strict = pullback.linearization.graph, not mixes_examples(model_of(metric))
     examples, taps = find_examples(graph, taps, examples_of(pullback), strict, ask and strict)
     cotangents = [c.detach() for c in estimate.cotangents(Outputs.of(pullback, examples), generator)]
@@ -98,14 +98,14 @@ def collect(
         Pass(graph, taps, examples, cotangents, deltas, leaves, gradients, pullback.dtype),
         lambda layer: trusted is None,
         # examples that cannot be told apart give squares that are right on average over drawn labels alone
-        takes=lambda seen: not seen.pooled or (seen.layer.routed and isinstance(estimate, Sampled)),
+        takes=lambda seen: not seen.pooled or (seen.layer.is_routed and isinstance(estimate, Sampled)),
         spare=lambda answers: spare_of(spare, answers) if trusted is None else (),
     )
-    rest = {name: p for name, p in params.items() if name not in found.held}
+    rest = {name: p for name, p in params.items() if name not in found.held_names}
     if rest:
         factor = torch.stack(apart(cotangents, examples), dim=2)
         found = replace(found, squares=squares_of(pullback, rest, factor))
-    placed = not (ask and strict and any(unplaced(tap) for tap in taps))
+    placed = not (ask and strict and any(has_no_place(tap) for tap in taps))
     return Collected(pullback, replace(found, sure=found.sure and placed), examples.count == 1)
 
 
@@ -145,7 +145,7 @@ def apart(cotangents: Sequence[Tensor], examples: Examples) -> list[Tensor]:
     return [torch.where(examples.labels == e, cotangent, 0) for cotangent in cotangents for e in whole]
 
 
-def tapped(
+def tap_metric(
     metric: Metric, params: Params, inputs: Any, random: RandomState | None, trusted: set[str] | None
 ) -> tuple[Pullback, list[Tap], list[Traced]]:
     """The metric at a point, a tap on every call of a layer and product with a matrix in its pass, and spare layers.
@@ -229,7 +229,7 @@ def alone(linearization: Linearization, rest: Params) -> Callable[[Params], Tens
     others = {name: leaf.detach() for name, leaf in linearization.leaves.items() if name not in rest}
     model = known.pure.model
 
-    def filled(params: Params, *args: Any, **kwargs: Any) -> Any:
+    def call_filled(params: Params, *args: Any, **kwargs: Any) -> Any:
         return model({**others, **params}, *args, **kwargs)
 
-    return known.of(PureModel(filled, known.pure.call, known.pure.random))
+    return known.of(PureModel(call_filled, known.pure.call, known.pure.random))

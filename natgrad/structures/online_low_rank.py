@@ -13,7 +13,7 @@ from natgrad.layers.moments import Seen, total, unit_blocks
 from natgrad.operators import Diagonal, Operator, SpikedKronecker, Units
 from natgrad.structures.diagonal import layer_squares
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
-from natgrad.structures.low_rank_tracking import Tracked, first, tracked
+from natgrad.structures.low_rank_tracking import Tracked, first, track_rows
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def side(name: str, rows: Tensor, rank: int, before: Statistics | None, decay: f
     if before is None or f"{name}_basis" not in before:
         found = first(rows, rank)
     else:
-        found = tracked(side_of(before, name), rows, decay)
+        found = track_rows(side_of(before, name), rows, decay)
     return {f"{name}_basis": found.basis, f"{name}_values": found.values, f"{name}_rest": found.rest}
 
 

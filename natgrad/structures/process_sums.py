@@ -14,11 +14,11 @@ _EXCHANGE: ScopedValue[Exchange | None] = ScopedValue("natgrad_exchange", None)
 
 
 def exchanging(exchange: Exchange | None) -> Holding[Exchange | None]:
-    """Inside, `exchanged` is this."""
+    """Inside, `exchange_sums` is this."""
     return _EXCHANGE.holding(exchange)
 
 
-def exchanged(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+def exchange_sums(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
     """Statistics that add over examples, added up over the processes; as they are where there is only one."""
     exchange = _EXCHANGE.get()
     return fresh if exchange is None else exchange(fresh)

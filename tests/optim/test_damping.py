@@ -132,8 +132,8 @@ def test_bounds_that_contradict_each_other_are_refused(choices: dict[str, float]
 
 
 def test_the_ratio_divides_by_the_quadratic_model_unless_asked_for_the_linear_one() -> None:
-    assert LM().predicted(change=-0.3, slope=-0.5) == -0.3
-    assert LM(linear_model=True).predicted(change=-0.3, slope=-0.5) == -0.5  # eq. 30
+    assert LM().predict_change(change=-0.3, slope=-0.5) == -0.3
+    assert LM(linear_model=True).predict_change(change=-0.3, slope=-0.5) == -0.5  # eq. 30
     assert LM().needs_ratio
 
 

@@ -16,7 +16,7 @@ import natgrad as ng
 from natgrad.layers.hearing import Heard
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.pass_statistics import Reading
-from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sampled
+from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sample_examples
 
 WARM = ng.MeasuredLength().warm
 
@@ -112,7 +112,7 @@ def test_blocks_that_promise_too_little_are_seen_through():
     opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(kl_share=math.inf))
     metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x)
     step = move(opt, model, x, y)
-    assert opt._stride.known(ONE) > 2
+    assert opt._stride.known_ratio(ONE) > 2
     assert_close(-step @ flat_gradient(model), step @ metric.mv(step), 1e-8)
 
 
@@ -213,11 +213,11 @@ def test_a_part_of_the_examples_weighs_as_much_as_all():
     reading = read(
         opt, model, half.repeat(PART // 2 + 1, 1), torch.zeros(len(half) * (PART // 2 + 1), dtype=torch.long)
     )
-    part, params = sampled(reading), ng.trainable(model)
+    part, params = sample_examples(reading), ng.trainable(model)
     assert len(part.apart[0].activations) == max(FEWEST, len(reading.layers[0].activations) // PART)
     step = space_of(params)(draw(sum(p.numel() for p in params.values())))
     assert_close(along(part, step, params), along(reading, step, params), 0.5)
-    whole = sampled(read(opt, model, X, Y))
+    whole = sample_examples(read(opt, model, X, Y))
     assert_close(along(whole, step, params), along(read(opt, model, X, Y), step, params), 1e-12)
 
 
@@ -236,12 +236,12 @@ def learned(stride: Stride, form: float, promised: float = 1.0) -> float:
     stride.sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
     stride.measure(step, {"w": torch.tensor(promised, dtype=F64)}, step, Ranks())
     assert stride.sample is None
-    return float(stride.known(ONE))
+    return float(stride.known_ratio(ONE))
 
 
 def test_the_ratio_rises_at_once_and_falls_slowly_never_below_one():
     stride = Stride()
-    assert float(stride.known(ONE)) == 1
+    assert float(stride.known_ratio(ONE)) == 1
     assert learned(stride, 8.0) == pytest.approx(8.0)
     assert learned(stride, 20.0) == pytest.approx(20.0)
     assert learned(stride, 2.0) == pytest.approx(SLOWEST * 20)

@@ -83,6 +83,6 @@ def test_a_normalised_step_has_the_radius_in_its_damped_form(damping: float):
 
 def test_no_rule_goes_uphill():
     model = quadratic()
-    uphill = Quadratic(model.gradient, model.operator, 0.1, model.proposal.scaled(-1.0), loss=0.0)
+    uphill = Quadratic(model.gradient, model.operator, 0.1, model.proposal.scale_by(-1.0), loss=0.0)
     for rule in (MeasuredTrustRegion(RADIUS), NormalisedRate(RADIUS)):
         assert not rule.step(uphill, Bowl(uphill, 0.0), {})[0].vector.any()

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.optim.running_averages import signal_sums
-from natgrad.optim.schedule import follow_signal, started
+from natgrad.optim.schedule import follow_signal, start_clock
 from natgrad.rules import MeasuredLength, NoiseAware, SpectralDescent
 from natgrad.rules.spectral_descent import polar, whitener
 
@@ -120,7 +120,7 @@ def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(dec
 
 
 def test_the_turn_comes_after_ten_steps_at_the_least_and_stays() -> None:
-    clock = started()
+    clock = start_clock()
     for step in range(9):
         clock["step"] = step
         assert not follow_signal(clock, [0.0, 1.0, 0.05], 0.26)

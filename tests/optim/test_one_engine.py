@@ -139,7 +139,7 @@ class Spectral(ng.Rule):
         return (left @ right) @ block.prepared["root"], {"count": count}
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
-        return model.proposal.scaled(self.rate), memory
+        return model.proposal.scale_by(self.rate), memory
 
 
 def test_a_rule_shapes_the_direction_of_every_block():

@@ -66,7 +66,7 @@ def test_reevaluated_closures_put_everything_back() -> None:
         needs_loss = True
 
         def step(self, model, loss_at, memory):
-            values = [loss_at(model.proposal.scaled(s).vector) for s in (0.0, 1.0, 0.5)]
+            values = [loss_at(model.proposal.scale_by(s).vector) for s in (0.0, 1.0, 0.5)]
             assert values[0] == model.loss
             assert values[1] != model.loss
             return model.nothing(), memory

@@ -30,7 +30,7 @@ class Interrupted(ng.Rule):
 
     def step(self, model, loss_at, memory):
         loss_at(model.proposal.vector)
-        loss_at(model.proposal.scaled(0.5).vector)
+        loss_at(model.proposal.scale_by(0.5).vector)
         return interrupted()
 
 

@@ -493,7 +493,7 @@ def test_a_pass_dies_with_its_graph():
     gc.collect()
     assert [ref() for ref in passes] == [None] * 3
     opt.loss(model(X) / 0.3, Y).backward()
-    told = weakref.ref(opt._recall.used()[0])
+    told = weakref.ref(opt._recall.used_losses()[0])
     opt.step()
     gc.collect()
     assert told() is None

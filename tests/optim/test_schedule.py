@@ -14,7 +14,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.optim.running_averages import change
-from natgrad.optim.schedule import RAMP, TOLERANCE, due, pace, started
+from natgrad.optim.schedule import RAMP, TOLERANCE, due, pace, start_clock
 
 STEPS = 60
 
@@ -79,7 +79,7 @@ def test_the_change_is_that_of_the_averages():
 
 
 def test_small_changes_lengthen_the_interval_and_large_ones_shorten_it():
-    clock = started() | {"interval": 4.0}
+    clock = start_clock() | {"interval": 4.0}
     pace(clock, None, 20)
     assert clock["interval"] == 4.0
     for drift, expected in (

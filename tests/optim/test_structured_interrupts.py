@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.pure import is_evaluating, mark_evaluation
 from natgrad.scoped_values import ScopedValue
-from natgrad.structures.process_sums import exchanged, exchanging
+from natgrad.structures.process_sums import exchange_sums, exchanging
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
@@ -163,7 +163,7 @@ def test_entries_that_are_infinite_on_purpose_do_not_stop_the_others():
 
 @pytest.mark.parametrize(
     ("inside", "marked"),
-    [(mark_evaluation, is_evaluating), (lambda: exchanging(lambda fresh: {}), lambda: exchanged({"a": X}) == {})],
+    [(mark_evaluation, is_evaluating), (lambda: exchanging(lambda fresh: {}), lambda: exchange_sums({"a": X}) == {})],
     ids=["evaluation", "exchange"],
 )
 def test_ctrl_c_at_any_line_of_a_mark_leaves_none_for_later_passes(inside: Any, marked: Any):

@@ -36,7 +36,7 @@ ALLOWED = {torch.float32: 1e-3, F64: 1e-4}  # the loosest tolerance of the table
 def operators(spectrum: str, scale: float, dtype: torch.dtype) -> dict[str, Operator]:
     turn, values = torch.linalg.qr(draw(SIZE, SIZE))[0], SPECTRA[spectrum] * scale
     root = (turn * values.sqrt()).to(dtype)
-    return {"Dense": Dense.trusted(((turn * values) @ turn.mT).to(dtype)), "LowRank": LowRank(root)}
+    return {"Dense": Dense.from_symmetric(((turn * values) @ turn.mT).to(dtype)), "LowRank": LowRank(root)}
 
 
 def true_ratio(operator: Operator, value: Tensor, rhs: Tensor, damping: float) -> float:

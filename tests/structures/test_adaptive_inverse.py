@@ -19,7 +19,7 @@ from natgrad.structures.adaptive_inverse import adaptation_rate
 from natgrad.structures.inverse_updates import (
     adapt_inverse,
     average_metric,
-    compressed,
+    compress_root,
     stays_positive,
     woodbury_inverse,
 )
@@ -49,8 +49,8 @@ def test_woodbury_is_the_inverse_of_the_average(rank: int, batch: tuple[int, ...
     assert_close(average, 0.8 * metric + 0.2 * root @ root.mT, 1e-14)
     inverse = torch.linalg.inv(metric)
     assert_close(woodbury_inverse(inverse, root, 0.2), torch.linalg.inv(average), 1e-10)
-    assert_close(compressed(root) @ compressed(root).mT, root @ root.mT, 1e-13)
-    assert compressed(root).shape[-1] <= 6
+    assert_close(compress_root(root) @ compress_root(root).mT, root @ root.mT, 1e-13)
+    assert compress_root(root).shape[-1] <= 6
 
 
 def test_eq_4_is_the_exact_update_to_first_order() -> None:

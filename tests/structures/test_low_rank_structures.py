@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers.moments import gradients
 from natgrad.operators import Arranged, Kronecker, Spiked, SpikedKronecker, Spikes
-from natgrad.structures.low_rank_covariance import grouped, leading, spiked
+from natgrad.structures.low_rank_covariance import group_gradients, leading, spike_values
 from natgrad.structures.metric_pass import collect
 from natgrad.testing import check_operator, check_structure
 
@@ -256,21 +256,21 @@ def test_the_leading_directions_are_the_best_of_their_rank():
     assert_close((vectors.mT * values) @ vectors, expected, 1e-12)
     # the rest counts as much as the last
     beside = torch.eye(30, dtype=F64) - basis[:, -5:] @ basis[:, -5:].mT
-    assert_close(spiked(values, vectors, 5).dense(), expected + every[-5] * beside, 1e-12)
+    assert_close(spike_values(values, vectors, 5).dense(), expected + every[-5] * beside, 1e-12)
     # and not at all while there are fewer directions than there may be
-    assert_close(spiked(*leading(rows[:4], 5), 5).dense(), rows[:4].mT @ rows[:4], 1e-12)
+    assert_close(spike_values(*leading(rows[:4], 5), 5).dense(), rows[:4].mT @ rows[:4], 1e-12)
 
 
 def test_repeated_directions_are_left_out():
     rows = torch.cat([draw(2, 6)] * 3)
-    found = spiked(*leading(rows, 5), 5)
+    found = spike_values(*leading(rows, 5), 5)
     assert_close(found.dense(), rows.mT @ rows, 1e-12)
     assert bool(found.inverse(1e-3).dense().isfinite().all())
 
 
 def test_damping_refers_to_the_kept_eigenvalues():
     values, vectors = leading(draw(8, 30), 4)
-    assert_close(spiked(values, vectors, 4).mean_eigenvalue(), values.mean(), 1e-15)
+    assert_close(spike_values(values, vectors, 4).mean_eigenvalue(), values.mean(), 1e-15)
 
 
 def test_groups_of_examples_have_the_second_moment_of_all():
@@ -279,17 +279,17 @@ def test_groups_of_examples_have_the_second_moment_of_all():
     moment, found, generator = each.mT @ each, [], torch.Generator().manual_seed(0)
     for _ in range(600):
         order = torch.randperm(60, generator=generator)
-        groups = torch.stack(grouped(a[order], deltas[order], 8)).flatten(1)
+        groups = torch.stack(group_gradients(a[order], deltas[order], 8)).flatten(1)
         assert len(groups) == 8
         found.append(groups.mT @ groups)
     # over all orders of the examples, pairs within a group keep the mean of their signs' products, which is small
-    signs = torch.stack(grouped(torch.ones(60, 1, 1, 1), torch.ones(60, 1, 1, 1), 8))
+    signs = torch.stack(group_gradients(torch.ones(60, 1, 1, 1), torch.ones(60, 1, 1, 1), 8))
     share = float(signs.square().sum() - 60) / (60 * 59)
     assert abs(share) < 0.01
     expected = (1 - share) * moment + share * each.sum(0).outer(each.sum(0))
     error = torch.stack(found).std(0) / 600**0.5
     assert bool(((torch.stack(found).mean(0) - expected).abs() <= 6 * error).all())
-    one_each = torch.stack(grouped(a, deltas, 60)).flatten(1)
+    one_each = torch.stack(group_gradients(a, deltas, 60)).flatten(1)
     assert_close(one_each.mT @ one_each, moment, 1e-13)
 
 

@@ -15,9 +15,9 @@ from natgrad.structures.low_rank_tracking import (
     Tracked,
     first,
     orthonormal,
-    smoothed,
+    smooth_rows,
     start,
-    tracked,
+    track_rows,
 )
 
 
@@ -42,14 +42,14 @@ def eigenvalues(found: Tracked) -> Tensor:
 def test_the_output_is_the_rows_times_the_inverse_at_their_own_length(alpha: float, seen: int):
     rows, known = draw(seen, 9), state()
     expected = rows @ torch.linalg.inv(smoothed_dense(known, alpha))
-    found = smoothed(rows, known, alpha)
+    found = smooth_rows(rows, known, alpha)
     assert_close(found, expected * rows.norm() / expected.norm(), 1e-12)
 
 
 def test_preconditioned_examples_add_up_to_a_preconditioned_gradient():
     # sum_i (g_o P_o delta_i) (g_i P_i a_i)^T = g_o g_i P_o (sum_i delta_i a_i^T) P_i: matrices on the gradient will do
     a, deltas, inputs, outputs = draw(20, 9), draw(20, 5, seed=1), state(), state(5, 2)
-    left, right = smoothed(deltas, outputs, 4.0), smoothed(a, inputs, 4.0)
+    left, right = smooth_rows(deltas, outputs, 4.0), smooth_rows(a, inputs, 4.0)
     matrices = [torch.linalg.inv(smoothed_dense(known, 4.0)) for known in (outputs, inputs)]
     lengths = [rows.norm() / (rows @ m).norm() for rows, m in ((deltas, matrices[0]), (a, matrices[1]))]
     assert_close(left.mT @ right, lengths[0] * lengths[1] * matrices[0] @ (deltas.mT @ a) @ matrices[1], 1e-12)
@@ -59,7 +59,7 @@ def test_preconditioned_examples_add_up_to_a_preconditioned_gradient():
 def test_an_update_within_the_span_is_exact(decay: float):
     known = state()
     rows = draw(6, 3) @ known.basis
-    found = tracked(known, rows, decay)
+    found = track_rows(known, rows, decay)
     assert_close(found.dense(), decay * known.dense() + rows.mT @ rows, 1e-12)
 
 
@@ -89,7 +89,7 @@ def published(known: Tracked, rows: Tensor, eta: float, alpha: float) -> Tensor:
 @pytest.mark.parametrize("eta", [0.05, 0.5, 0.9])
 def test_the_update_is_the_published_one(eta: float):
     known, rows = state(), draw(30, 9) * torch.linspace(2, 0.3, 9, dtype=F64)
-    found = tracked(known, (eta / 30) ** 0.5 * rows, 1 - eta)
+    found = track_rows(known, (eta / 30) ** 0.5 * rows, 1 - eta)
     assert_close(found.dense(), published(known, rows, eta, 4.0), 1e-12)
 
 
@@ -97,7 +97,7 @@ def test_at_rest_it_is_the_leading_eigenvectors_and_the_mean_of_the_rest():
     rows = draw(50, 9) * torch.tensor([9.0, 7.0, 5.0, *[1.0] * 6], dtype=F64)  # a gap, for speed
     moment, found = rows.mT @ rows / 50, state()
     for _ in range(200):
-        found = tracked(found, (0.5 / 50) ** 0.5 * rows, 0.5)
+        found = track_rows(found, (0.5 / 50) ** 0.5 * rows, 0.5)
     values, vectors = torch.linalg.eigh(moment)
     rest = values[:-3].mean()
     top = vectors[:, -3:]
@@ -111,7 +111,7 @@ def test_the_trace_is_kept_and_nothing_turns_negative():
     for seed in range(20):
         rows = draw(8, 9, seed=seed) * scale
         trace = rows.square().sum() + 0.9 * known.trace()
-        known = tracked(known, rows, 0.9)
+        known = track_rows(known, rows, 0.9)
         assert_close(known.trace(), trace, 1e-12)
         assert bool((eigenvalues(known) >= 0).all())
 
@@ -121,7 +121,7 @@ def test_directions_stay_orthonormal_through_hard_spectra(dtype: torch.dtype):
     known = start(40, 10, draw(1, 40).to(dtype))
     for seed in range(30):
         rows = draw(100, 40, seed=seed) * torch.logspace(0, -6, 40, dtype=F64)
-        known = tracked(known, rows.to(dtype), 0.9)
+        known = track_rows(known, rows.to(dtype), 0.9)
         assert_close(known.basis @ known.basis.mT, torch.eye(10, dtype=dtype), 50 * torch.finfo(dtype).eps)
 
 
@@ -138,20 +138,20 @@ def test_few_directions_leave_floored_ones():
 def test_rows_without_length_and_sides_of_one_entry():
     nothing = first(torch.zeros(5, 9, dtype=F64), 3)
     assert not eigenvalues(nothing).any()
-    again = tracked(nothing, draw(5, 9), 0.9)
+    again = track_rows(nothing, draw(5, 9), 0.9)
     assert bool(again.dense().isfinite().all())
     rows = draw(5, 1)
     single = first(rows, 20)
     assert single.basis.shape == (0, 1)
     assert_close(single.dense(), rows.mT @ rows, 1e-15)
-    assert_close(smoothed(rows, single, 4.0), rows, 1e-15)
+    assert_close(smooth_rows(rows, single, 4.0), rows, 1e-15)
 
 
 def test_groups_are_tracked_side_by_side():
     rows = draw(4, 12, 7)
-    together = tracked(first(rows, 3), rows.flip(1)[:, :5], 0.5)
+    together = track_rows(first(rows, 3), rows.flip(1)[:, :5], 0.5)
     for i in range(4):
-        alone = tracked(first(rows[i], 3), rows[i].flip(0)[:5], 0.5)
+        alone = track_rows(first(rows[i], 3), rows[i].flip(0)[:5], 0.5)
         assert_close(together.dense()[i], alone.dense(), 1e-12)
 
 
@@ -159,7 +159,7 @@ def test_groups_are_tracked_side_by_side():
 def test_a_bad_batch_is_not_finite_in_the_algebra_and_not_taken_by_a_side(bad: float):
     known, rows = state(), draw(5, 9)
     rows[2, 3] = bad
-    assert not bool(tracked(known, rows, 0.9).dense().isfinite().any())
+    assert not bool(track_rows(known, rows, 0.9).dense().isfinite().any())
     found, kept = OnlineSide(3).precondition(rows, known, 5)
     assert torch.equal(found, rows) or bad != bad
     assert kept is known
@@ -178,14 +178,14 @@ def test_the_loop_starts_with_three_updates_and_then_keeps_its_period():
             for _ in range(3):
                 expected = side.update(rows, expected)
             assert_close(known.dense(), expected.dense(), 1e-15)
-        assert_close(found, smoothed(rows, known if before is None else before, 4.0), 1e-15)
+        assert_close(found, smooth_rows(rows, known if before is None else before, 4.0), 1e-15)
         assert_close(found.norm(), rows.norm(), 1e-14)
         times += [batch] if known is not before else []
     assert times == [*range(10), 12, 16, 20, 24, 28]
     eta = 1 - math.exp(-32 / 2000)
     rows = draw(32, 9, seed=99)
     assert known is not None
-    updated = tracked(known, (eta / 32) ** 0.5 * rows, 1 - eta)
+    updated = track_rows(known, (eta / 32) ** 0.5 * rows, 1 - eta)
     assert_close(side.update(rows, known).dense(), updated.dense(), 1e-15)
 
 
@@ -195,6 +195,6 @@ def test_the_loop_starts_with_three_updates_and_then_keeps_its_period():
 def test_rows_of_any_length_are_tracked_without_a_nan(dtype: torch.dtype, share: float, examples: int):
     rows = draw(examples, 6).to(dtype) * torch.finfo(dtype).tiny ** share
     found = first(rows, 3)
-    found = tracked(found, rows, 0.9)
+    found = track_rows(found, rows, 0.9)
     assert all(bool(t.isfinite().all()) for t in (found.basis, found.values, found.rest))
     assert_close(found.basis @ found.basis.mT, torch.eye(3, dtype=dtype), 1e-5)

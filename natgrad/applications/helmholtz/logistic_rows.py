@@ -33,7 +33,7 @@ class Rows:
         found = (self.residuals * self.weights.unsqueeze(1)).mT @ self.inputs
         return found if self.mask is None else found * self.mask
 
-    def scaled(self, factor: float) -> Rows:
+    def scale_by(self, factor: float) -> Rows:
         """The same rows with weights that sum to `factor`."""
         return replace(self, weights=factor * self.weights)
 
@@ -59,7 +59,7 @@ def make_rows(layer: Conditional, parents: Tensor | None, own: Tensor, weights: 
     """Rows of one layer, flattened."""
     parts = layer.residual(parents, own)
     inputs, residuals, slopes = (part.flatten(0, -2) for part in parts)
-    return Rows(inputs, residuals, slopes, weights.flatten(), layer.seen())
+    return Rows(inputs, residuals, slopes, weights.flatten(), layer.seen_columns())
 
 
 def merge_draws(layer: Conditional, below: Tensor, own: Tensor, weights: Tensor) -> Rows:

@@ -146,7 +146,7 @@ class HelmholtzMachine(nn.Module):
         """
         x = self.check(x)
         if samples is None:
-            return self._enumerated(x)
+            return self._enumerate_hidden(x)
         samples = as_samples(samples)
         found = [self.weights_of(self.recognise(x, part, generator)) for part in split_samples(samples, x)]
         return torch.cat(found).logsumexp(0) - math.log(samples)
@@ -205,7 +205,7 @@ class HelmholtzMachine(nn.Module):
         values = unit_values(next(each_layer(self.generation)))
         return list(torch.cartesian_prod(*[values] * total).view(-1, total).split(self.sizes[1:], dim=1))
 
-    def _enumerated(self, x: Tensor) -> Tensor:
+    def _enumerate_hidden(self, x: Tensor) -> Tensor:
         hidden = self.hidden()
         tops = [h.unsqueeze(1) for h in hidden]
         found = []

@@ -83,7 +83,7 @@ class MachineBlocks:
         if name not in self.layers:
             exact = self.fisher.exact
             exact = layer.autoregressive or not is_wide(layer) if exact is None else bool(exact)
-            self.layers[name] = UnitBlocks(self.fisher.decay, {}, layer.seen(), exact)
+            self.layers[name] = UnitBlocks(self.fisher.decay, {}, layer.seen_columns(), exact)
         self.layers[name].follow(layer.weight)
         return self.layers[name]
 

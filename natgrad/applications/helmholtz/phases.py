@@ -91,7 +91,8 @@ class Reweighted(Algorithm):
             return sleep
         wake = recognition_rows(machine.recognition, states, weights)
         return [
-            join_rows(w.scaled(self.wake_phi), s.scaled(1 - self.wake_phi)) for w, s in zip(wake, sleep, strict=True)
+            join_rows(w.scale_by(self.wake_phi), s.scale_by(1 - self.wake_phi))
+            for w, s in zip(wake, sleep, strict=True)
         ]
 
 

@@ -70,7 +70,7 @@ class Conditional(nn.Module):
         """The weights that count: an entry for a unit that is not seen has no slope."""
         return self.weight * self.get_buffer("mask") if self.autoregressive else self.weight
 
-    def seen(self) -> Tensor | None:
+    def seen_columns(self) -> Tensor | None:
         """The columns that each unit sees, (size, columns); None: all."""
         return self.get_buffer("mask") if self.autoregressive else None
 

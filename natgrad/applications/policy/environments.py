@@ -53,7 +53,7 @@ class Stepped:
     valid: Array
 
     @property
-    def ended(self) -> Array:
+    def is_over(self) -> Array:
         """Whether the episode is over, (n,)."""
         return self.terminated | self.truncated
 
@@ -126,7 +126,7 @@ class Environments:
             raise EnvironmentFault(f"the environment returned the reward {stepped.rewards} at step {self.steps}")
         self.returns += stepped.rewards * stepped.valid
         self.lengths += stepped.valid
-        for i in np.flatnonzero(stepped.ended):
+        for i in np.flatnonzero(stepped.is_over):
             over = bool(stepped.terminated[i])
             self.finished.append(Episode(float(self.returns[i]), int(self.lengths[i]), int(i), over))
             self.returns[i], self.lengths[i], self.patient = 0.0, 0, True

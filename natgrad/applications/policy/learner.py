@@ -238,7 +238,7 @@ class PolicyLearner(ABC):
         else:
             exact = self.metric.at(params, states)
             image = exact.mv(x)
-        step = FlatStep(x, image).scaled(self.rate)
+        step = FlatStep(x, image).scale_by(self.rate)
         return Proposal(space, Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution)
 
     def _choose_metric_states(self, rollout: Rollout) -> Tensor:

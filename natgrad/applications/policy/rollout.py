@@ -95,14 +95,14 @@ def collect(
         draws = actor.head.draw(rows, generator)
         stepped = worlds.step(actor.head.actions(draws))
         time, last = len(kept.states), count + int(stepped.valid.sum()) >= size and worlds.patient
-        for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~stepped.ended)):
+        for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~stepped.is_over)):
             kept.ends[time, int(i)] = scale_states(stepped.successors[i : i + 1])
         kept.states.append(states)
         kept.draws.append(draws)
         kept.rows.append(rows)
         kept.rewards.append(stepped.rewards)
         kept.terminated.append(stepped.terminated)
-        kept.ended.append(stepped.ended)
+        kept.ended.append(stepped.is_over)
         kept.valid.append(stepped.valid)
         count += int(stepped.valid.sum())
         observations = stepped.following
