@@ -4,7 +4,7 @@ metric x structure x solver x damping x rule in any combination: from `fisher(mo
 operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimizer`.
 """
 
-from natgrad import applications, families, geometry, layers, metrics, operators, optim, solvers, structures
+from natgrad import applications, callbacks, families, geometry, layers, metrics, operators, optim, solvers, structures
 from natgrad.applications import Boltzmann as Boltzmann
 from natgrad.applications import GaussMarkov as GaussMarkov
 from natgrad.applications import denoising_score_matching_loss as denoising_score_matching_loss
@@ -154,6 +154,7 @@ __all__ = [
     "UnitWise",
     "ang",
     "applications",
+    "callbacks",
     "covariance",
     "diagonal",
     "ekfac",

@@ -45,6 +45,15 @@ class ModelOptimizer(Optimizer):
     _named: dict[str, Tensor]
     _recall: Recall
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class that a tool derives to look like the optimizer that it holds passes the calls on to that one."""
+        super().__init_subclass__(**kwargs)
+        holder = cls.__bases__[0]
+        if not issubclass(holder, Optimizer) and hasattr(holder, "optimizer"):  # as LightningOptimizer does
+            for name in {name for base in cls.__mro__ if issubclass(base, ModelOptimizer) for name in vars(base)}:
+                if not name.startswith("_") and not hasattr(holder, name) and callable(getattr(cls, name)):
+                    setattr(cls, name, pass_on(name))
+
     # what the user calls around a step
 
     @property
@@ -101,7 +110,7 @@ class ModelOptimizer(Optimizer):
         called = Called()
         try:
             if closure is not None:
-                called = call_closure(closure, next(iter(self._named.values())).device)
+                called = call_closure(closure, next(iter(self._named.values())).device, self._recall)
             try:
                 self._step(called)
             except NotFiniteError as trouble:
@@ -256,6 +265,15 @@ class ModelOptimizer(Optimizer):
     def _options(self) -> dict[str, float]:
         """The rule's settings as the parameter groups have them: the least over the groups."""
         return {key: min(float(group[key]) for group in self.param_groups) for key in self.rule.options}
+
+
+def pass_on(name: str) -> Callable[..., Any]:
+    """A method that calls that of the optimizer which an object holds."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optimizer, name)(*args, **kwargs)
+
+    return call
 
 
 def count_rows(criterion: Criterion, outputs: Any) -> int:

@@ -203,11 +203,16 @@ class Reclose(Objective):
             vars(self.recall).update(remembered)
 
 
-def call_closure(closure: Closure, device: torch.device) -> Called:
-    """The closure's first call. ValueError if it returns nothing."""
+def call_closure(closure: Closure, device: torch.device, recall: Recall) -> Called:
+    """The closure's first call. ValueError if it returns nothing, and no loss of the step is known otherwise.
+
+    Lightning steps by an empty closure where the user goes backward by hand: as without one then.
+    """
     random = RandomState.capture(device)
     with torch.enable_grad():
         value = closure()
+    if value is None and recall.computed:
+        return Called()
     if value is None:
         raise ValueError("closure returned None, expected the loss; end it with `return loss`")
     return Called(closure, value, random)

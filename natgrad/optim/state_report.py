@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, NamedTuple
 
 
@@ -27,17 +28,20 @@ class Row(NamedTuple):
 class Report(list[Row]):
     """Rows of `optimizer.report()`; prints as a table."""
 
+    def _repr_html_(self) -> str:
+        return write_table(Row._fields, [(p, s, f"{n:,}", f"{m:,}") for p, s, n, m in self])
+
     def __str__(self) -> str:
-        rows = [("parameter", "structure", "size", "memory"), *((p, s, f"{n:,}", f"{m:,}") for p, s, n, m in self)]
+        rows = [Row._fields, *((p, s, f"{n:,}", f"{m:,}") for p, s, n, m in self)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join(
             f"{p:<{widths[0]}}  {s:<{widths[1]}}  {n:>{widths[2]}}  {m:>{widths[3]}}" for p, s, n, m in rows
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StateReport:
-    """The last step in numbers. NaN or None where a number was not needed and so not computed.
+    """The last step in numbers. NaN or None where a number was not needed and so not computed; those are not printed.
 
     Attributes:
         step: Steps taken so far.
@@ -74,8 +78,44 @@ class StateReport:
     refused: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
 
+    def list_known(self) -> dict[str, Any]:
+        """What applies to this optimizer and was computed at this step, by name and in order."""
+        solved = not math.isnan(self.residual) or self.solver_steps > 0
+        judged = self.ratio is not None or self.refused > 0
+        left_out = {"counts"} | (set() if solved else {"solver_steps"}) | (set() if judged else {"refused"})
+        own = {name: value for name, value in vars(self).items() if name not in left_out}
+        own |= self.counts
+        return {n: v for n, v in own.items() if v is not None and not (isinstance(v, float) and math.isnan(v))}
+
+    def numbers(self) -> dict[str, float]:
+        """What is known, as finite numbers for a logger.
+
+        Example:
+            >>> ng.optim.StateReport(step=3, loss=0.5, status="stepped").numbers()
+            {'step': 3, 'loss': 0.5, 'failures': 0}
+        """
+        return {n: v for n, v in self.list_known().items() if not isinstance(v, str) and math.isfinite(v)}
+
     def __str__(self) -> str:
-        return "  ".join(f"{name} {show(value)}" for name, value in vars(self).items())
+        return "  ".join(f"{name} {show(value)}" for name, value in self.list_known().items())
+
+    def __repr__(self) -> str:
+        return f"StateReport({', '.join(f'{name}={show(value)}' for name, value in self.list_known().items())})"
+
+    def _repr_html_(self) -> str:
+        return write_table(("", "last step"), [(name, show(value)) for name, value in self.list_known().items()])
+
+
+def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """An HTML table, as notebooks show it.
+
+    Args:
+        head: Titles of the columns.
+        rows: A cell of text for each column.
+    """
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def show(value: float | str | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from foreign_packages import declare_image_operators
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,11 +31,31 @@ def references(page: Path) -> Iterator[tuple[str, str]]:
     yield from re.findall(r"`((?:natgrad|lab/natgrad_lab)/[\w/]+\.py): ([\w.]+)`", page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
+def needed_packages(page: Path) -> list[str]:
+    """What the code of a page imports besides the library's own requirements: `<!-- needs: lightning -->`."""
+    found = re.match(r"<!-- needs: ([\w, ]+) -->", page.read_text(encoding="utf-8"))
+    return [] if found is None else found[1].split(", ")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and not needed_packages(p)], ids=name_of)
 def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_page(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.filterwarnings("default")  # other packages' warnings are theirs
+@pytest.mark.parametrize("page", [p for p in PAGES if needed_packages(p)], ids=name_of)
+def test_code_with_other_packages_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    declare_image_operators()
+    for package in needed_packages(page):
+        pytest.importorskip(package)
+    run_page(page, tmp_path, monkeypatch)
+
+
+def run_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the blocks of a page in order, as a reader types them, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
-    for line, source in blocks(page, "python"):  # in order, as a reader types them
+    for line, source in blocks(page, "python"):
         exec(compile("\n" * line + source, page, "exec", dont_inherit=True), names)
 
 

@@ -62,6 +62,7 @@ FLOORS: dict[str, int] = {
     "rules": 5,
     "optim": 6,
     "applications": 7,
+    "callbacks": 7,
 }
 NATGRAD = House("natgrad", FLOORS, frozenset({0}), {"": 7, "testing": 6}, closed=("natgrad_lab",))
 LAB = House(
