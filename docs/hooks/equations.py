@@ -1,23 +1,128 @@
-"""Mathematics of the pages as MathML, which browsers draw by themselves: no script, nothing from elsewhere."""
+r"""For mkdocs: mathematics as MathML, which browsers draw by themselves; equations have a number, and name a function.
+
+A comment of LaTeX at the end of a displayed formula names the function that computes it, by file and name:
+
+    $$
+    x = (G + \lambda I)^{-1} b
+    % natgrad/solvers/base.py: Solver.solve
+    $$
+"""
 
 from __future__ import annotations
 
 import html
+import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+from names import REFERENCE, find_anchor_in, find_line
+from source_pages import source_url
 
 PLACES = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 """What `pymdownx.arithmatex` makes of $...$ and $$...$$."""
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    """The page's HTML with every formula as MathML."""
-    return PLACES.sub(render_formula, content)
+def on_page_content(content: str, page: Page, **_: Any) -> str:
+    """The page's HTML with every formula as MathML, and the displayed ones numbered.
+
+    Args:
+        content: HTML.
+        page: Whose content it is.
+        **_: What else mkdocs passes.
+
+    Raises:
+        PluginError: If a formula names a function that does not exist.
+    """
+    numbers = itertools.count(1)
+
+    def render(place: re.Match[str]) -> str:
+        latex = html.unescape(place[2]).strip()
+        if place[1] == "span":
+            return f'<span class="formula">{draw_formula(latex, "inline")}</span>'
+        return render_equation(latex, next(numbers), page.url)
+
+    return PLACES.sub(render, content)
 
 
-def render_formula(place: re.Match[str]) -> str:
-    """One formula; on a line of its own where it was written so."""
-    display = "block" if place[1] == "div" else "inline"
-    return f'<{place[1]} class="formula">{convert(html.unescape(place[2]).strip(), display=display)}</{place[1]}>'
+def render_equation(latex: str, number: int, url: str) -> str:
+    """A formula on a line of its own, with its number and links to the functions that it names.
+
+    Args:
+        latex: With the comments that name functions.
+        number: Counted from 1 on each page.
+        url: Of the page.
+    """
+    formula, references = split_references(latex)
+    links = ", ".join(link_reference(*reference, url) for reference in references)
+    below = f'<div class="computed-by">{links}</div>' if links else ""
+    return (
+        f'<div class="equation" id="eq-{number}">'
+        f'<div class="formula">{draw_formula(formula, "block")}</div>'
+        f'<a class="number" href="#eq-{number}">({number})</a>{below}</div>'
+    )
+
+
+def draw_formula(latex: str, display: str) -> str:
+    """A formula as MathML.
+
+    Args:
+        latex: What latex2mathml understands; `align*` for several lines.
+        display: "inline" or "block".
+    """
+    return convert(latex, display=display).replace(r"\_", "_")
+
+
+def split_references(latex: str) -> tuple[str, list[tuple[str, str]]]:
+    """(formula without comments, (file, name) of every function that its comments name).
+
+    Args:
+        latex: A displayed formula.
+
+    Raises:
+        PluginError: For a comment of another form.
+    """
+    lines = latex.splitlines()
+    return "\n".join(line for line in lines if not line.startswith("%")), list(read_references(lines))
+
+
+def read_references(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """(file, name) from each line that is a comment.
+
+    Args:
+        lines: Of a displayed formula.
+
+    Raises:
+        PluginError: For a comment of another form.
+    """
+    for line in lines:
+        if line.startswith("%"):
+            found = REFERENCE.fullmatch(line[1:].strip())
+            if found is None or found[2] is None:
+                raise PluginError(f"{line!r} beside a formula, expected '% natgrad/folder/file.py: name'")
+            yield found[1], found[2]
+
+
+def link_reference(file: str, dotted: str, url: str) -> str:
+    """The function's name with a link to its explanation, and its line with a link to the source.
+
+    Args:
+        file: From the repository's root.
+        dotted: Its name in the file.
+        url: Of the page.
+
+    Raises:
+        PluginError: If the file has no such name.
+    """
+    line = find_line(file, dotted)
+    if line is None:
+        raise PluginError(f"a formula names {file}: {dotted}, and there is no such name")
+    anchor = find_anchor_in(file, dotted)
+    name = f"<code>{dotted}</code>"
+    if anchor:
+        name = f'<a href="{get_relative_url(anchor, url)}">{name}</a>'
+    return f'{name} · <a href="{get_relative_url(source_url(file, line), url)}">line {line}</a>'

@@ -1,0 +1,106 @@
+"""What the hooks of the site promise: formulas name functions, links lead somewhere, nothing comes from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("mkdocs") is None:
+    pytest.skip("the site's packages are the extra `docs`", allow_module_level=True)
+
+import equations
+import name_links
+import names
+import self_contained
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+THEORY = [page for page in sorted((ROOT / "docs" / "theory").glob("*.md")) if page.stem != "index"]
+
+
+def displayed(page: Path) -> list[str]:
+    """The formulas of a page that stand on lines of their own."""
+    return re.findall(r"^\$\$\n(.*?)\n\$\$$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if displayed(p)], ids=lambda p: p.stem)
+def test_what_a_formula_names_exists_and_the_formula_can_be_drawn(page: Path):
+    for latex in displayed(page):
+        formula, references = equations.split_references(latex)
+        for file, dotted in references:
+            assert names.find_line(file, dotted), f"{page.name} names {file}: {dotted}, and there is no such name"
+        if page in THEORY:
+            assert references, f"no function beside this formula of {page.name}: {formula}"
+        drawn = equations.render_equation(latex, 1, "theory/page.html")
+        assert "<math" in drawn
+        assert "%" not in drawn
+
+
+@pytest.mark.parametrize("page", THEORY, ids=lambda p: p.stem)
+def test_no_formula_is_left_as_plain_text(page: Path):
+    text = page.read_text(encoding="utf-8")
+    plain = [
+        block for block in re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S) if "^T" in block or "<-" in block
+    ]
+    assert not plain, f"{page.name}: write this as $$ ... $$: {plain[0]}"
+
+
+def test_a_line_is_that_of_the_definition():
+    line = names.find_line("natgrad/solvers/cg.py", "CG.solve")
+    assert line is not None
+    assert "def solve" in (ROOT / "natgrad/solvers/cg.py").read_text().splitlines()[line - 1]
+    assert names.find_line("natgrad/solvers/cg.py", "CG.no_such") is None
+    assert names.find_line("natgrad/solvers/cg.py", "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [
+        ("ng.kfac", "api/optim.html#natgrad.optim.structured_recipes.kfac"),
+        ("ng.kfac(model, criterion)", "api/optim.html#natgrad.optim.structured_recipes.kfac"),
+        ("natgrad.rules.NoiseAware", "api/rules.html#natgrad.rules.NoiseAware"),
+        ("ng.rules", "api/rules.html"),
+        ("ng.no_such_name", None),
+        ("kfac", None),
+    ],
+)
+def test_a_name_in_code_leads_to_its_explanation(written: str, place: str | None):
+    assert names.find_anchor(written) == place
+
+
+def test_names_become_links_outside_of_links_headings_and_blocks():
+    page = "<p><code>ng.kfac</code> and <code>natgrad/damping.py: Constant</code></p>"
+    linked = name_links.SPAN.sub(lambda found: name_links.link_code(found, "theory/step.html"), page)
+    assert 'href="../api/optim.html#natgrad.optim.structured_recipes.kfac"' in linked
+    line = names.find_line("natgrad/damping.py", "Constant")
+    assert f'href="../source/natgrad/damping.py.html#L-{line}"' in linked
+    for untouched in (
+        "<a href='x'><code>ng.kfac</code></a>",
+        "<h2><code>ng.kfac</code></h2>",
+        "<pre><code>ng.kfac</code></pre>",
+    ):
+        assert name_links.SPAN.sub(lambda found: name_links.link_code(found, "index.html"), untouched) == untouched
+    assert f'id="L-{line}"' in name_links.show_source("natgrad/damping.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://cdn.example/x.js"></script>',
+        "<img src=//cdn.example/x.png>",
+        '<link rel="stylesheet" href="https://cdn.example/x.css">',
+        '<link href="https://cdn.example" rel=preconnect>',
+        "@import url('https://cdn.example/x.css');",
+        "src: url(https://cdn.example/font.woff2)",
+    ],
+)
+def test_requests_to_elsewhere_are_seen(text: str):
+    assert self_contained.find_requests(text)
+
+
+def test_links_that_a_reader_may_follow_are_no_requests():
+    text = '<a href="https://example.org">x</a><link rel="canonical" href="https://example.org/"><img src="a.png">'
+    assert not self_contained.find_requests(text)
