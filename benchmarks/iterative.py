@@ -35,7 +35,7 @@ def systems() -> dict[str, tuple[Tensor, float]]:
 
 
 class Symmetric(ng.Operator):
-    """Any symmetric matrix: `operators.Dense` is for metrics, which are not indefinite."""
+    """Any symmetric matrix: `operators.DenseOperator` is for metrics, which are not indefinite."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix, self.size, self.dtype, self.device = matrix, len(matrix), matrix.dtype, matrix.device

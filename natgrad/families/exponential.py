@@ -11,7 +11,7 @@ from natgrad.checks import check_integer
 from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.lapack import is_concrete, require_inverse
 from natgrad.linalg import psd_root, symmetrise
-from natgrad.operators import Dense, Operator
+from natgrad.operators import DenseOperator, Operator
 
 
 class ExponentialFamily(ABC):
@@ -218,7 +218,7 @@ class ExponentialFamily(ABC):
         Args:
             theta: Natural parameters, shape (n,).
         """
-        return Dense(symmetrise(self.covariance(self.single(theta, "theta"))).detach())
+        return DenseOperator(symmetrise(self.covariance(self.single(theta, "theta"))).detach())
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
         """The Fisher matrix in the expectation parameters: the inverse of that in the natural ones.
@@ -227,7 +227,7 @@ class ExponentialFamily(ABC):
             eta: Expectation parameters, shape (n,).
         """
         theta = self.natural(self.single(eta, "eta"))
-        return Dense(symmetrise(require_inverse(self.covariance(theta), self.explain_singular())).detach())
+        return DenseOperator(symmetrise(require_inverse(self.covariance(theta), self.explain_singular())).detach())
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         """Cov(T) times tangents, row by row: the family as a form on a model's outputs.

@@ -14,7 +14,7 @@ from natgrad.families.discrete_tables import LARGEST, Clique, Tables
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs
 from natgrad.linalg import symmetrise
-from natgrad.operators import Dense, Operator
+from natgrad.operators import DenseOperator, Operator
 
 ENTRIES = 2**22
 """States times statistics up to which both are written out; beyond, variables are eliminated one by one."""
@@ -112,7 +112,7 @@ class MarkovField(ExponentialFamily):
         """Cov(T) at theta (n,): a matrix up to 512 statistics, beyond by products of derivatives alone."""
         point = self.check(self.single(theta, "theta")).detach()
         if self.size <= MATRIX:
-            return Dense(symmetrise(self.covariance(point)))
+            return DenseOperator(symmetrise(self.covariance(point)))
         self._need_sums("fisher")
         pull = torch.func.vjp(self.expectation, point)[1]
 
@@ -218,7 +218,7 @@ class MomentEstimate:
 
     def fisher(self) -> Operator:
         """The estimated Fisher matrix; singular where there were fewer draws than statistics."""
-        return Dense(self.covariance)
+        return DenseOperator(self.covariance)
 
 
 def check_field(values: Sequence[Sequence[float]], cliques: Sequence[Clique]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.families.base import Likelihood, SeparableLikelihood
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.operators import Diagonal, Operator
+from natgrad.operators import DiagonalOperator, Operator
 
 ENUMERATED = 20
 """Bits up to which all outcomes are listed."""
@@ -110,8 +110,8 @@ class Entries(NaturalLikelihood, SeparableLikelihood):
         return torch.diag_embed(self.curvature(rows))
 
     def operator(self, theta: Tensor) -> Operator:
-        return Diagonal(self.curvature(theta).detach())
+        return DiagonalOperator(self.curvature(theta).detach())
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
         theta = self.natural(self.single(eta, "eta"))
-        return Diagonal(1 / self.curvature(theta).detach())
+        return DiagonalOperator(1 / self.curvature(theta).detach())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from natgrad.layers.experts import ExpertProduct
 from natgrad.layers.taps import Place, Tap, derivatives
-from natgrad.layers.traced import Product
+from natgrad.layers.traced import TracedProduct
 from natgrad.pure import leaves, map_tensors
 
 
@@ -203,7 +203,7 @@ def lowest(taps: Iterable[Tap], dtype: torch.dtype) -> torch.dtype:
 
 def has_no_place(tap: Tap) -> bool:
     """True if nothing that could tell arrived at a call yet: behind a head that starts at zero, for example."""
-    return tap.place is None and not (isinstance(tap, (Product, ExpertProduct)) and tap.loose)
+    return tap.place is None and not (isinstance(tap, (TracedProduct, ExpertProduct)) and tap.loose)
 
 
 def doubtful(tap: Tap, count: int) -> bool:
@@ -213,7 +213,7 @@ def doubtful(tap: Tap, count: int) -> bool:
         tap: The call.
         count: The number of examples.
     """
-    if isinstance(tap, (Product, ExpertProduct)):
+    if isinstance(tap, (TracedProduct, ExpertProduct)):
         return not tap.loose and len(tap.inputs) != count
     features = tap.layer.features(tap.inputs)
     if features is None:
@@ -226,14 +226,14 @@ def place_of(tap: Tap, plain: Tensor | None, scaled: Tensor | None, numbers: Ten
 
     With the relative error of the best answer; None and 0 where nothing arrived that could tell.
     """
-    if plain is None or scaled is None or (isinstance(tap, (Product, ExpertProduct)) and tap.loose):
+    if plain is None or scaled is None or (isinstance(tap, (TracedProduct, ExpertProduct)) and tap.loose):
         return None, 0.0
-    if isinstance(tap, (Product, ExpertProduct)):
+    if isinstance(tap, (TracedProduct, ExpertProduct)):
         plain, scaled = ((d.mT if tap.columns else d.flatten(0, -2)) for d in (plain, scaled))
     size = torch.linalg.vector_norm(plain)
     if not bool(size > 0):
         return None, 0.0
-    features = 1 if isinstance(tap, (Product, ExpertProduct)) else tap.layer.features(plain)
+    features = 1 if isinstance(tap, (TracedProduct, ExpertProduct)) else tap.layer.features(plain)
     found = [
         (float(torch.linalg.vector_norm(scaled - place.spread(numbers.to(plain.dtype), plain) * plain) / size), place)
         for place in places(plain, 1 if features is None else plain.dim() - features, len(numbers))

@@ -13,10 +13,10 @@ from natgrad.layers.experts import ExpertProduct, collect_experts
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Mixed, Seen
 from natgrad.layers.taps import Place, Tap
-from natgrad.layers.traced import Product, Traced
+from natgrad.layers.traced import Traced, TracedProduct
 
 Calls = Sequence[tuple[Tap, list[Tensor]]]
-Products = Sequence[tuple[Product, list[Tensor]]]
+Products = Sequence[tuple[TracedProduct, list[Tensor]]]
 
 
 def collect_passes(
@@ -61,7 +61,7 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
     if isinstance(calls[0][0], ExpertProduct):
         return collect_experts(layer, calls, dtype)
     if isinstance(layer, Traced):
-        return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, Product)], dtype, examples)
+        return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, TracedProduct)], dtype, examples)
     if not all(layer.has_examples(call.inputs) for call, _ in calls):
         return None
     each = [
@@ -121,7 +121,7 @@ def join_parts(parts: list[Tensor], along: int) -> Tensor:
 def traced_pass(layer: Traced, calls: Products, dtype: torch.dtype, examples: int | None) -> Seen | None:
     """All products with a matrix as one pass: a part for y = W x, one for y = x W, one for look-ups."""
     fold = Fold.of(layer, calls, examples)
-    kinds: dict[tuple[bool, bool, int | None], list[tuple[Product, list[Tensor]]]] = {}
+    kinds: dict[tuple[bool, bool, int | None], list[tuple[TracedProduct, list[Tensor]]]] = {}
     for call, deltas in calls:
         kinds.setdefault((call.turned, call.inputs.is_floating_point(), call.padding), []).append((call, deltas))
     parts: list[Seen | None] = []
@@ -164,7 +164,7 @@ class Fold:
             return Fold(layer.positions_first, None, 0)
         return Fold(layer.positions_first, 1, 1, True)
 
-    def __call__(self, rows: Tensor, call: Product) -> Tensor:
+    def __call__(self, rows: Tensor, call: TracedProduct) -> Tensor:
         """(R, ...) -> (b, t, ...)."""
         if self.examples is None:
             return rows.unsqueeze(1)
@@ -232,7 +232,7 @@ def gather_derivatives(calls: Products, fold: Fold, rows: int | None = None) -> 
     ]
 
 
-def lay_derivative(delta: Tensor, call: Product, fold: Fold, rows: int | None) -> Tensor:
+def lay_derivative(delta: Tensor, call: TracedProduct, fold: Fold, rows: int | None) -> Tensor:
     """The derivative at one product."""
     found = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
     return found if rows is None else pad_rows(found, call.piece, rows)

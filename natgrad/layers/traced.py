@@ -60,7 +60,7 @@ class Traced(Layer):
 
 
 @dataclass(frozen=True)
-class Product(Tap):
+class TracedProduct(Tap):
     """One product with a traced matrix: y = W x for every row x (R, d) of the inputs, or a look-up of tokens.
 
     Arguments that are not listed here are those of `Tap`.
@@ -140,7 +140,9 @@ def layout_of(module: nn.Module, key: str, p: Tensor, name: str, bias: str | Non
     return Layout(name, bias, groups, len(p) // groups, p.shape[1], tuple(p.shape))
 
 
-def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Tensor]) -> list[Product | ExpertProduct]:
+def products(
+    outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Tensor]
+) -> list[TracedProduct | ExpertProduct]:
     """The products with the layers' matrices in the graph that led to the outputs.
 
     A matrix that the graph uses in another way too is left out, and so is one whose factors were overwritten since.
@@ -149,7 +151,7 @@ def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Ten
     leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
     known = list(uses(outputs.grad_fn, leaves)) if leaves else []
     count = Counter(node for node, _, _ in known)
-    found: list[Product | ExpertProduct] = []
+    found: list[TracedProduct | ExpertProduct] = []
     opaque: set[Traced] = set()
     for node, i, source in known:
         product = product_of(node, i, source)
@@ -158,11 +160,11 @@ def products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Ten
         else:
             found.append(replace(product, loose=product.loose or count[node] > 1))
     clear = [product for product in found if product.layer not in opaque]
-    uneven = find_packed(product for product in clear if isinstance(product, Product))
+    uneven = find_packed(product for product in clear if isinstance(product, TracedProduct))
     return [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
 
 
-def find_packed(found: Iterable[Product]) -> set[nn.Module]:
+def find_packed(found: Iterable[TracedProduct]) -> set[nn.Module]:
     """The recurrent modules that met packed sequences of different lengths: fewer rows at later steps.
 
     Their rows run over steps, and over the examples that are left, the longest first. Products with the inputs are of
@@ -256,7 +258,7 @@ def part_of(cut: Any, number: int, start: int, stop: int) -> tuple[int, int] | N
     return start + sum(sizes[:number]), start + sum(sizes[: number + 1])
 
 
-def product_of(node: Any, place: int, source: Source | ExpertSource) -> Product | ExpertProduct | None:
+def product_of(node: Any, place: int, source: Source | ExpertSource) -> TracedProduct | ExpertProduct | None:
     """The product that a node forms with a matrix as one of its arguments; None if it forms none that is known.
 
     The saved factors are public: https://pytorch.org/docs/stable/notes/autograd.html#saved-tensors
@@ -276,7 +278,7 @@ def product_of(node: Any, place: int, source: Source | ExpertSource) -> Product 
     return None
 
 
-def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> Product:
+def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> TracedProduct:
     """first @ second, the matrix standing in place 0 or 1."""
     rows = other.detach() if place == 1 else other.detach().mT
     # x @ W^T, as a linear layer has it, and W @ x are the same map; x @ W and W^T @ x the other
@@ -284,7 +286,7 @@ def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> Prod
     child = node.next_functions[-2][0] if place == 1 else None
     shape = shape_before(child) if child is not None and kind_of(child) in ("View", "UnsafeView") else ()
     how = {"turned": turned, "columns": place == 0, "piece": source.piece, "shape": shape}
-    return Product(source.layer, rows, GradientEdge(node, 0), rows.dtype, version_of(rows), **how)
+    return TracedProduct(source.layer, rows, GradientEdge(node, 0), rows.dtype, version_of(rows), **how)
 
 
 def shape_before(view: Any) -> tuple[int, ...]:
@@ -292,11 +294,11 @@ def shape_before(view: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in view._saved_self_sym_sizes)
 
 
-def lookup(node: Any, source: Source) -> Product | None:
+def lookup(node: Any, source: Source) -> TracedProduct | None:
     """Rows of the matrix by token."""
     if node._saved_scale_grad_by_freq:
         return None
     tokens, padding = node._saved_indices, node._saved_padding_idx
     how = {"turned": True, "piece": source.piece, "shape": tuple(tokens.shape)}
     how["padding"] = None if padding == UNSIGNED - 1 else padding
-    return Product(source.layer, tokens, GradientEdge(node, 0), source.dtype, version_of(tokens), **how)
+    return TracedProduct(source.layer, tokens, GradientEdge(node, 0), source.dtype, version_of(tokens), **how)

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.families import Likelihood
 from natgrad.linalg import symmetrise
 from natgrad.metrics.base import Metric
-from natgrad.operators import Dense
+from natgrad.operators import DenseOperator
 from natgrad.pure import Call, Model, PureModel, RandomState, as_call
 from natgrad.spaces import Params, Space, check_parameters
 
@@ -76,7 +76,7 @@ class DivergenceMetric(Metric):
 
     d: Divergence
 
-    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Dense:
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> DenseOperator:
         check_parameters(params)
         space = Space(params)
         fixed = {name: p.detach() for name, p in params.items()}
@@ -101,4 +101,4 @@ class DivergenceMetric(Metric):
                 f"d(params, params) is {float(value.detach()):.3g}, its gradient's norm "
                 f"{float(gradient.detach().norm()):.3g}, expected zero: d is not a divergence, or draws at random"
             )
-        return Dense(matrix.detach())
+        return DenseOperator(matrix.detach())

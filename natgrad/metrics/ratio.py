@@ -21,7 +21,7 @@ from natgrad.densities import (
 )
 from natgrad.metrics.base import Metric
 from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form
-from natgrad.operators import Form, LowRank, Operator
+from natgrad.operators import Form, LowRankOperator, Operator
 from natgrad.pure import RandomState, unwrap_examples
 from natgrad.spaces import Params
 
@@ -109,7 +109,7 @@ class RatioMetric(Metric):
         entries = entries if counted is None else entries * counted
         return entries if shares is None else entries * (len(examples) * shares.to(entries)).unsqueeze(1)
 
-    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRank | None:
+    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRankOperator | None:
         """The root from the density's own Jacobian of the ratios, where it has one and it is small enough."""
         if sum(p.numel() for p in params.values()) * examples.numel() > LARGEST_ROOT:
             return None
@@ -118,4 +118,4 @@ class RatioMetric(Metric):
             if jacobian is None:
                 return None
             entries = self.entries(examples, self.density.ratios(params, examples)) / len(examples)
-        return LowRank((entries.sqrt().unsqueeze(2) * jacobian).flatten(0, 1).mT)
+        return LowRankOperator((entries.sqrt().unsqueeze(2) * jacobian).flatten(0, 1).mT)

@@ -14,7 +14,7 @@ from natgrad.checks import check_integer
 from natgrad.densities import Density, LogP, as_density, check_continuous, check_density, check_mask, guard_derivatives
 from natgrad.metrics.base import Metric, Scores
 from natgrad.metrics.langevin import Langevin
-from natgrad.operators import Chunked, Form, Linearization, LowRank, Operator, OutputMap, Pullback, Scaled
+from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback, Scaled
 from natgrad.pure import Call, PureModel, RandomState, unwrap_examples
 from natgrad.spaces import Params
 
@@ -150,7 +150,7 @@ class ScoreMetric(Metric):
         signs = signs if weights is None else signs * weights.unsqueeze(2)
         return Scores(signs / self.slices**0.5)
 
-    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRank | None:
+    def _find_closed_form(self, params: Params, examples: Tensor) -> LowRankOperator | None:
         """The root from the density's own Jacobian of the score, where it has one and it is small enough."""
         size = sum(p.numel() for p in params.values()) * examples.numel()
         if self.slices is not None or size > LARGEST_ROOT:
@@ -161,7 +161,7 @@ class ScoreMetric(Metric):
             return None
         weights = check_mask(self.mask, examples)
         jacobian = jacobian if weights is None else jacobian * weights.unsqueeze(2)
-        return LowRank(jacobian.flatten(0, 1).mT / len(examples) ** 0.5)
+        return LowRankOperator(jacobian.flatten(0, 1).mT / len(examples) ** 0.5)
 
 
 class Diagonals:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from natgrad.checks import check_integer, check_positive
 from natgrad.linalg import eigh
 from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, linearise_after
-from natgrad.operators import Linearization, LowRank, Operator, OutputMap, Pullback
+from natgrad.operators import Linearization, LowRankOperator, Operator, OutputMap, Pullback
 from natgrad.pure import Model, RandomState
 from natgrad.spaces import Params
 
@@ -154,7 +154,7 @@ class TransportMetric(Metric):
             return Pullback(lines, Euclidean())
         return self._build_kernelised(lines)
 
-    def _build_kernelised(self, lines: Linearization) -> LowRank:
+    def _build_kernelised(self, lines: Linearization) -> LowRankOperator:
         samples = lines.outputs
         points, axes = self._basis(samples)
         count = len(samples)
@@ -167,7 +167,7 @@ class TransportMetric(Metric):
         cut = len(points) * torch.finfo(values.dtype).eps * values[-1]
         scale = torch.where(values > cut, values.clamp(min=cut).rsqrt(), torch.zeros_like(values))
         turned = ((vectors * scale).mT @ flat / count).to(slopes.dtype).unflatten(1, samples.shape)
-        return LowRank(torch.stack([lines.vjp(one) for one in turned], dim=1))
+        return LowRankOperator(torch.stack([lines.vjp(one) for one in turned], dim=1))
 
     def _basis(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Points (M, d) among the samples and an axis (M,) for each, no pair twice."""

@@ -2,17 +2,17 @@
 
 from natgrad.layers.layout import Layout
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
-from natgrad.operators.block_diagonal import Block
+from natgrad.operators.block_diagonal import BlockOperator
 from natgrad.operators.centred import Centred
-from natgrad.operators.cholesky import Factored, FactoredInverse, Inverted
+from natgrad.operators.cholesky import Factored, FactoredInverse, InvertedOperator
 from natgrad.operators.curvature import Curvature
-from natgrad.operators.dense import Dense, Diagonal
+from natgrad.operators.dense import DenseOperator, DiagonalOperator
 from natgrad.operators.facts import Facts, combine_facts
-from natgrad.operators.kronecker import Kronecker, Spectral
+from natgrad.operators.kronecker import KroneckerOperator, Spectral
 from natgrad.operators.kronecker_pieces import Tiled
 from natgrad.operators.layerwise import Arranged
 from natgrad.operators.linearization import Linearization, OutputMap
-from natgrad.operators.low_rank import LowRank
+from natgrad.operators.low_rank import LowRankOperator
 from natgrad.operators.low_rank_plus_identity import Spiked, SpikedKronecker, Spikes
 from natgrad.operators.packing import pack_operator, unpack_operator
 from natgrad.operators.pullback import Chunked, Form, Pullback
@@ -23,21 +23,21 @@ from natgrad.operators.unitwise import QuasiDiagonal, Units
 
 __all__ = [
     "Arranged",
-    "Block",
+    "BlockOperator",
     "Centred",
     "Chunked",
     "Curvature",
-    "Dense",
-    "Diagonal",
+    "DenseOperator",
+    "DiagonalOperator",
     "Factored",
     "FactoredInverse",
     "Facts",
     "Form",
-    "Inverted",
-    "Kronecker",
+    "InvertedOperator",
+    "KroneckerOperator",
     "Layout",
     "Linearization",
-    "LowRank",
+    "LowRankOperator",
     "Operator",
     "OutputMap",
     "Pullback",
@@ -58,3 +58,11 @@ __all__ = [
     "pack_operator",
     "unpack_operator",
 ]
+
+# The names before a class had one home, for code that uses them: a structure is called so too.
+Block = BlockOperator
+Dense = DenseOperator
+Diagonal = DiagonalOperator
+Inverted = InvertedOperator
+Kronecker = KroneckerOperator
+LowRank = LowRankOperator

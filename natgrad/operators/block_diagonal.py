@@ -11,7 +11,7 @@ from natgrad.operators.base import Operator
 from natgrad.operators.facts import combine_facts
 
 
-class Block(Operator):
+class BlockOperator(Operator, packed_as="Block"):
     """diag(G_1, ..., G_k), each on the next entries of the vector.
 
     Args:
@@ -49,10 +49,10 @@ class Block(Operator):
     def closed_form(self) -> bool:
         return all(block.closed_form for block in self.blocks)
 
-    def inverse(self, damping: float = 0.0) -> Block | None:
+    def inverse(self, damping: float = 0.0) -> BlockOperator | None:
         inverses = [block.inverse(damping) for block in self.blocks]
         known = [inverse for inverse in inverses if inverse is not None]
-        return Block(known) if len(known) == len(inverses) else None
+        return BlockOperator(known) if len(known) == len(inverses) else None
 
     def diagonal(self) -> Tensor:
         return torch.cat([block.diagonal() for block in self.blocks])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.linalg import Factor, cholesky, damped_inverse
 from natgrad.operators.base import Operator
-from natgrad.operators.dense import Dense
+from natgrad.operators.dense import DenseOperator
 from natgrad.operators.facts import Facts
 
 
@@ -46,7 +46,7 @@ class Factored(Operator):
         Args:
             damping: In G's units, >= 0.
         """
-        return FactoredInverse(self.lower) if damping == 0 else Dense(self.dense()).inverse(damping)
+        return FactoredInverse(self.lower) if damping == 0 else DenseOperator(self.dense()).inverse(damping)
 
     def diagonal(self) -> Tensor:
         return self.lower.square().sum(1)
@@ -76,7 +76,7 @@ class FactoredInverse(Operator):
         return {"lower": self.factor.lower}
 
 
-class Inverted(Operator):
+class InvertedOperator(Operator, packed_as="Inverted"):
     """G known by P = G^-1: solves are products with P.
 
     A product with G itself factorises P, once: O(n^3).
@@ -118,4 +118,4 @@ class Inverted(Operator):
         Args:
             damping: In G's units, >= 0.
         """
-        return Dense.from_symmetric(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))
+        return DenseOperator.from_symmetric(self.matrix if damping == 0 else damped_inverse(self.matrix, damping))

@@ -12,7 +12,7 @@ from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
 
 
-class Dense(Operator):
+class DenseOperator(Operator, packed_as="Dense"):
     """G given as a matrix.
 
     Args:
@@ -40,11 +40,11 @@ class Dense(Operator):
         self.facts = Facts(indefinite=indefinite)
 
     @classmethod
-    def unpack(cls, parts: dict[str, Any]) -> Dense:
+    def unpack(cls, parts: dict[str, Any]) -> DenseOperator:
         return cls.from_symmetric(parts["matrix"])
 
     @classmethod
-    def from_symmetric(cls, matrix: Tensor) -> Dense:
+    def from_symmetric(cls, matrix: Tensor) -> DenseOperator:
         """A matrix that is symmetric by construction, without a check: looking for asymmetry takes three more of its
         size.
 
@@ -68,13 +68,13 @@ class Dense(Operator):
     def root(self) -> Tensor | None:
         return None if self.indefinite else psd_root(self.matrix)
 
-    def inverse(self, damping: float = 0.0) -> Dense:
+    def inverse(self, damping: float = 0.0) -> DenseOperator:
         if self.indefinite:
-            return Dense(inverse_symmetric(self.matrix, damping), indefinite=True)
+            return DenseOperator(inverse_symmetric(self.matrix, damping), indefinite=True)
         identity = torch.eye(self.size, dtype=self.dtype, device=self.device)
         if damping == 0:
-            return Dense(symmetrise(pseudo_solve(self.matrix, identity)))
-        return Dense(symmetrise(solve_psd(self.matrix, identity, damping)))
+            return DenseOperator(symmetrise(pseudo_solve(self.matrix, identity)))
+        return DenseOperator(symmetrise(solve_psd(self.matrix, identity, damping)))
 
     def diagonal(self) -> Tensor:
         return self.matrix.diagonal().clone()
@@ -83,7 +83,7 @@ class Dense(Operator):
         return symmetrise(self.matrix)
 
 
-class Diagonal(Operator, packed_as="diagonal"):
+class DiagonalOperator(Operator, packed_as="diagonal"):
     """G = diag(values).
 
     Args:
@@ -116,9 +116,9 @@ class Diagonal(Operator, packed_as="diagonal"):
     def closed_form(self) -> bool:
         return True
 
-    def inverse(self, damping: float = 0.0) -> Diagonal:
+    def inverse(self, damping: float = 0.0) -> DiagonalOperator:
         damped = self.values + damping
-        return Diagonal(torch.where(damped == 0, 0, 1 / torch.where(damped == 0, 1, damped)))  # a NaN stays one
+        return DiagonalOperator(torch.where(damped == 0, 0, 1 / torch.where(damped == 0, 1, damped)))  # a NaN stays one
 
     def diagonal(self) -> Tensor:
         return self.values.clone()

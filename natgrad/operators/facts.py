@@ -21,7 +21,7 @@ class Facts:
             where the defaults come from.
 
     Example:
-        >>> G = ng.operators.Dense(torch.eye(2)).declare(nats=3.0)
+        >>> G = ng.operators.DenseOperator(torch.eye(2)).declare(nats=3.0)
         >>> (2 * G).nats
         3.0
     """

@@ -11,7 +11,7 @@ from natgrad.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
 from natgrad.operators.base import Operator
 
 
-class Kronecker(Operator, packed_as="kronecker"):
+class KroneckerOperator(Operator, packed_as="kronecker"):
     """A (x) B, acting on a (p, q) matrix flattened row-major: n = p q.
 
     For a linear layer y = W x, A is the output factor E[d d^T] and B the input factor E[x x^T]. A leading dimension
@@ -71,7 +71,7 @@ class Kronecker(Operator, packed_as="kronecker"):
             return self.factored_inverse(damping)
         return Spectral(KroneckerEigen.of(self.left, self.right)).inverse(damping)
 
-    def factored_inverse(self, damping: float) -> Kronecker:
+    def factored_inverse(self, damping: float) -> KroneckerOperator:
         """(A + pi sqrt(l) I)^-1 (x) (B + sqrt(l) / pi I)^-1, pi^2 = (tr A / p) / (tr B / q).
 
         pi makes the two cross terms equally large. It is 1 where a factor is zero, which then does no harm.
@@ -85,7 +85,7 @@ class Kronecker(Operator, packed_as="kronecker"):
         left, right = mean_diagonal(self.left), mean_diagonal(self.right)
         pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
         shift = damping**0.5
-        return Kronecker(inverse_factor(self.left, shift * pi), inverse_factor(self.right, shift / pi))
+        return KroneckerOperator(inverse_factor(self.left, shift * pi), inverse_factor(self.right, shift / pi))
 
     def pack(self) -> dict[str, Any]:
         return {"left": self.left, "right": self.right} | ({"factored": True} if self.factored else {})

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.operators.base import Operator
-from natgrad.operators.kronecker import Kronecker, diagonal_of, inverse_factor
+from natgrad.operators.kronecker import KroneckerOperator, diagonal_of, inverse_factor
 
 
 class Tiled(Operator, packed_as="tiled"):
@@ -30,7 +30,9 @@ class Tiled(Operator, packed_as="tiled"):
         ValueError: If the tiles do not cover the matrix.
     """
 
-    def __init__(self, tiles: Kronecker | Operator, grid: tuple[int, int, int, int], shape: tuple[int, int]) -> None:
+    def __init__(
+        self, tiles: KroneckerOperator | Operator, grid: tuple[int, int, int, int], shape: tuple[int, int]
+    ) -> None:
         (k, m, s, t), (p, q) = grid, shape
         if not (k * s >= p and m * t >= q and k * m * s * t == tiles.size):
             raise ValueError(f"tiles {grid} of an operator of size {tiles.size} do not cover a matrix {shape}")
@@ -48,7 +50,7 @@ class Tiled(Operator, packed_as="tiled"):
             shape: (p, q).
             factored: As in `Kronecker`.
         """
-        tiles = Kronecker(left, right, factored=factored)
+        tiles = KroneckerOperator(left, right, factored=factored)
         return Tiled(tiles, grid_of(tiles.matrix_shape), shape)
 
     def mv(self, vector: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ class Tiled(Operator, packed_as="tiled"):
         Args:
             damping: In G's units, >= 0.
         """
-        if isinstance(self.tiles, Kronecker) and self.tiles.factored:
+        if isinstance(self.tiles, KroneckerOperator) and self.tiles.factored:
             found: Operator | None = self._factor_tiles(self.tiles, damping)
         else:
             found = self.tiles.inverse(damping)
@@ -78,12 +80,12 @@ class Tiled(Operator, packed_as="tiled"):
     def unpack(cls, parts: dict[str, Any]) -> Tiled:
         return cls(parts["tiles"], tuple(parts["grid"]), tuple(parts["shape"]))
 
-    def _factor_tiles(self, tiles: Kronecker, damping: float) -> Kronecker:
+    def _factor_tiles(self, tiles: KroneckerOperator, damping: float) -> KroneckerOperator:
         p, q = self.matrix_shape
         left, right = diagonal_of(tiles.left).sum() / p, diagonal_of(tiles.right).sum() / q
         pi = torch.where((left > 0) & (right > 0), (left / right).sqrt(), 1.0)
         shift = damping**0.5
-        return Kronecker(inverse_factor(tiles.left, shift * pi), inverse_factor(tiles.right, shift / pi))
+        return KroneckerOperator(inverse_factor(tiles.left, shift * pi), inverse_factor(tiles.right, shift / pi))
 
     def diagonal(self) -> Tensor:
         return join_tiles(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)

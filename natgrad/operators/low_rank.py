@@ -8,7 +8,7 @@ from natgrad.linalg import pseudo_square, woodbury_solve
 from natgrad.operators.base import Operator
 
 
-class LowRank(Operator):
+class LowRankOperator(Operator, packed_as="LowRank"):
     """G = U U^T.
 
     Args:
@@ -77,4 +77,4 @@ class LowRankInverse(Operator):
         return self.mv(block)
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
-        return LowRank(self.factor) if damping == 0 and self.damping == 0 else None
+        return LowRankOperator(self.factor) if damping == 0 and self.damping == 0 else None

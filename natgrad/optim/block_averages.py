@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
-from natgrad.operators import Diagonal, Layout, Operator, pack_operator, unpack_operator
+from natgrad.operators import DiagonalOperator, Layout, Operator, pack_operator, unpack_operator
 from natgrad.optim.block_owners import LocalOwner
 from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.pass_statistics import Reading
@@ -221,7 +221,7 @@ class Blocks:
         """The block of the metric, on the layer's matrix flattened row-major."""
         numbers = self.of(block)
         if block.layer is None:
-            return Diagonal((numbers["totals"]["squares"] / numbers["weight"]).reshape(-1))
+            return DiagonalOperator((numbers["totals"]["squares"] / numbers["weight"]).reshape(-1))
         return self.structure.operator(block.layer, numbers["totals"], numbers["weight"])
 
     def kind(self, block: Block) -> str:

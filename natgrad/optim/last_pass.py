@@ -16,7 +16,7 @@ from natgrad.families import Criterion
 from natgrad.loss_listeners import listen_to
 from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
-from natgrad.optim.recorded_pass import Data, Pass, Told, modes_of, part, versions_of
+from natgrad.optim.recorded_pass import Data, RecordedPass, Told, modes_of, part, versions_of
 from natgrad.pure import Call, RandomState, Select, is_evaluating, leaves, map_tensors
 
 KEYS = itertools.count()
@@ -58,7 +58,7 @@ class Recall:
 
     def clear(self) -> None:
         """Forget everything, so that nothing of a batch outlives its step."""
-        self.last: Pass | None = None
+        self.last: RecordedPass | None = None
         self.latest: Told | None = None
         self.computed: list[Loss] = []
         self.forget_gradients()
@@ -91,7 +91,7 @@ class Recall:
         used = self.used_losses()
         return used[-1] if used else None
 
-    def find_pass(self) -> Pass | None:
+    def find_pass(self) -> RecordedPass | None:
         """The pass that the gradient belongs to: the last loss's, else the last one. ValueError if its data changed."""
         told = self.last_told
         chosen = told.route.passes[0] if told is not None and told.route.passes else self.last
@@ -146,14 +146,14 @@ class Recall:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
         kept = call.map(torch.detach)
         random = RandomState.capture(*{t.device for t in call.tensors()})
-        self.last = Pass(kept, random, versions_of(kept), modes_of(model))
+        self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model))
 
     def hear(self, log_p: object, inputs: Tensor) -> None:
         """A loss of a density went backward on X: the metric of that density is taken there."""
         call = Call((inputs,))
-        self.last = Pass(call, RandomState.capture(inputs.device), versions_of(call), None)
+        self.last = RecordedPass(call, RandomState.capture(inputs.device), versions_of(call), None)
 
-    def record_outputs(self, outputs: Any, passed: Pass | None) -> None:
+    def record_outputs(self, outputs: Any, passed: RecordedPass | None) -> None:
         """Remember which tensors a pass returned, and write it into their graph. passed: None for one not recorded."""
         self.returned = type(outputs), [weakref.ref(t) for t in leaves(outputs)]
         if passed is not None:
@@ -326,7 +326,7 @@ class Listener:
 class Ending:
     """Forward hook of one pass: writes the pass into the graph of what it returned, and goes."""
 
-    def __init__(self, listener: Listener, recall: Recall, passed: Pass | None) -> None:
+    def __init__(self, listener: Listener, recall: Recall, passed: RecordedPass | None) -> None:
         self.listener, self.recall, self.passed = weakref.ref(listener), weakref.ref(recall), passed
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:

@@ -32,14 +32,14 @@ def natural_gradient(
         Amari 1998.
 
     Example:
-        >>> G = ng.operators.Dense(torch.tensor([[2.0, 0.0], [0.0, 4.0]]))
+        >>> G = ng.operators.DenseOperator(torch.tensor([[2.0, 0.0], [0.0, 4.0]]))
         >>> ng.natural_gradient(G, torch.tensor([1.0, 1.0])).value
         tensor([0.5000, 0.2500])
     """
     if not isinstance(operator, Operator):
         raise TypeError(
             f"operator is {type(operator).__name__}, expected a natgrad Operator: wrap a matrix with "
-            "ng.operators.Dense(matrix), or take a metric at a point with metric.at(params, inputs)"
+            "ng.operators.DenseOperator(matrix), or take a metric at a point with metric.at(params, inputs)"
         )
     if solver is not None and not isinstance(solver, Solver):
         hint = "; did you forget the parentheses?" if isinstance(solver, type) else ""

@@ -26,7 +26,7 @@ from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.moments import Seen, separate
 from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Place, Tap, Taps, reach_calls, resume, tap
-from natgrad.layers.traced import Product, Traced, products, second_layers, traced_layers
+from natgrad.layers.traced import Traced, TracedProduct, products, second_layers, traced_layers
 from natgrad.metrics import fisher
 from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.last_pass import Recall
@@ -173,7 +173,7 @@ class Reader:
                 raise
             # a compiled backward that ran for the user first does not run twice
             return self._replay_pass(criterion, outputs, recall, len(rows))
-        if self.layers and not taken and all(isinstance(call, (Product, ExpertProduct)) for call in one.taps):
+        if self.layers and not taken and all(isinstance(call, (TracedProduct, ExpertProduct)) for call in one.taps):
             return self._replay_pass(criterion, outputs, recall, len(rows))
         exact = isinstance(self.estimate, ExactLabels)
         found = hear(

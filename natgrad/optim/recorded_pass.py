@@ -24,7 +24,7 @@ class Data:
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class RecordedPass:
     """One training-mode forward pass: its inputs, and the random state that it started from."""
 
     call: Call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.lapack import eigh
-from natgrad.operators import Kronecker, Operator, Spectral
+from natgrad.operators import KroneckerOperator, Operator, Spectral
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.quadratic import Memory, Quadratic, Step
@@ -70,7 +70,7 @@ class SpectralDescent(Rule):
             raise ValueError(f"ahead is {self.ahead}, expected a weight in [0, 1]")
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
-        if isinstance(metric, Kronecker) and max(metric.left.dim(), metric.right.dim()) < 4:
+        if isinstance(metric, KroneckerOperator) and max(metric.left.dim(), metric.right.dim()) < 4:
             tokens = metric.left.dim() == 1 and metric.right.dim() > 1  # an embedding's inputs are on the left
             return (
                 whitener(metric.left, tokens, self.damping) if tokens else whitener(metric.right, False, self.damping)

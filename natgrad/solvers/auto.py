@@ -32,7 +32,7 @@ class Auto(Solver):
         iterative: The solver for everything else.
 
     Example:
-        >>> G = ng.operators.Dense(torch.eye(3))
+        >>> G = ng.operators.DenseOperator(torch.eye(3))
         >>> ng.Auto().choose(G)
         Direct(absolute=False)
     """

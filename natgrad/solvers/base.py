@@ -149,7 +149,7 @@ def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor 
     if not isinstance(operator, Operator):
         raise TypeError(
             f"operator is {type(operator).__name__}, expected a natgrad Operator: wrap a matrix with "
-            "ng.operators.Dense(matrix), or take a metric at a point with metric.at(params, inputs)"
+            "ng.operators.DenseOperator(matrix), or take a metric at a point with metric.at(params, inputs)"
         )
     for name, vector in (("rhs", rhs), ("guess", guess)):
         if vector is None:

@@ -45,7 +45,7 @@ class CG(Solver):
         Hestenes & Stiefel 1952. The stops: Martens 2010, section 4.4.
 
     Example:
-        >>> G = ng.operators.Diagonal(torch.tensor([1.0, 2.0]))
+        >>> G = ng.operators.DiagonalOperator(torch.tensor([1.0, 2.0]))
         >>> ng.CG(rtol=1e-6).solve(G, torch.ones(2)).value
         tensor([1.0000, 0.5000])
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from natgrad.linalg import solve_psd, solve_symmetric, take_absolute
-from natgrad.operators import Dense, Operator
+from natgrad.operators import DenseOperator, Operator
 from natgrad.solvers.base import (
     Solution,
     Solver,
@@ -35,7 +35,7 @@ class Direct(Solver):
         `absolute`: Dauphin et al. 2014.
 
     Example:
-        >>> G = ng.operators.Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> G = ng.operators.DenseOperator(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
         >>> ng.Direct().solve(G, torch.tensor([3.0, 3.0])).value
         tensor([1.0000, 1.0000])
     """
@@ -45,7 +45,7 @@ class Direct(Solver):
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
         if self.absolute:
-            operator = Dense.from_symmetric(take_absolute(operator.dense()))
+            operator = DenseOperator.from_symmetric(take_absolute(operator.dense()))
         scale = find_power_of_two(rhs)
         return restore_units(self._solve(operator, rhs / scale, damping), scale, operator, rhs, damping)
 

@@ -58,7 +58,7 @@ class MinresQLP(Solver):
         Choi, Paige & Saunders 2011, SIAM J. Sci. Comput. 33(4).
 
     Example:
-        >>> G = ng.operators.Diagonal(torch.tensor([2.0, 1.0, 0.0]))  # singular, and b lies outside its range
+        >>> G = ng.operators.DiagonalOperator(torch.tensor([2.0, 1.0, 0.0]))  # singular, and b lies outside its range
         >>> solution = ng.MinresQLP().solve(G, torch.tensor([2.0, 1.0, 1.0]))
         >>> [round(x, 3) for x in solution.value.tolist()], solution.status.name
         ([1.0, 1.0, 0.0], 'LEAST_SQUARES')

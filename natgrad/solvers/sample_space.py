@@ -33,7 +33,7 @@ class SampleSpace(Solver):
     `solve` raises a ValueError for an operator without a root.
 
     Example:
-        >>> G = ng.operators.LowRank(torch.ones(1000, 1))
+        >>> G = ng.operators.LowRankOperator(torch.ones(1000, 1))
         >>> ng.SampleSpace().solve(G, torch.ones(1000), damping=1.0).value[0]  # 1 / (1000 + 1)
         tensor(0.0010)
     """

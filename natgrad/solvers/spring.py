@@ -27,7 +27,7 @@ class Spring(Solver):
         Goldshlager, Abrahamsen & Lin 2024, whose mu is `warm_start`.
 
     Example:
-        >>> G = ng.operators.Dense(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        >>> G = ng.operators.DenseOperator(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
         >>> rhs, guess = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 5.0])
         >>> ng.solvers.Spring().solve(G, rhs, damping=1.0, guess=guess).value  # what G does not see stays
         tensor([1., 5.])

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.checks import check_integer, check_positive
 from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
 from natgrad.metrics import Metric
-from natgrad.operators import Factored, Inverted, Operator
+from natgrad.operators import Factored, InvertedOperator, Operator
 from natgrad.pure import Labelled, RandomState, as_call
 from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
@@ -99,7 +99,7 @@ class FirstOrder(Update):
         return {"inverse": found, "refused": memory["refused"] + (not positive)} if all_finite(found) else None
 
     def operator(self, memory: Memory) -> Operator:
-        return Inverted(memory["inverse"])
+        return InvertedOperator(memory["inverse"])
 
     @property
     def matrices(self) -> int:
@@ -138,7 +138,7 @@ class Woodbury(Update):
         return {"inverse": found} if all_finite(found) else None
 
     def operator(self, memory: Memory) -> Operator:
-        return Inverted(memory["inverse"])
+        return InvertedOperator(memory["inverse"])
 
     @property
     def matrices(self) -> int:

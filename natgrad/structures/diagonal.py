@@ -8,8 +8,7 @@ import torch
 
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen, bias_rows, squares, token_blocks, token_squares, total, unit_blocks
-from natgrad.operators import Diagonal as DiagonalOperator
-from natgrad.operators import Operator, QuasiDiagonal, Units
+from natgrad.operators import DiagonalOperator, Operator, QuasiDiagonal, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from natgrad.metrics import Metric
-from natgrad.operators import Dense as DenseOperator
-from natgrad.operators import Operator
+from natgrad.operators import DenseOperator, Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure

@@ -24,8 +24,7 @@ from natgrad.layers.moments import (
 )
 from natgrad.layers.pieces import Room, cut, diagonal_like
 from natgrad.linalg import KroneckerEigen, eigh
-from natgrad.operators import Kronecker as KroneckerOperator
-from natgrad.operators import Operator, Spectral, Tiled, Units
+from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
 from natgrad.operators.kronecker_pieces import cut_tiles, grid_of
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchange_sums

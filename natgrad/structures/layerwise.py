@@ -15,7 +15,7 @@ from natgrad.layers.moments import Seen
 from natgrad.layers.traced import SECOND
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
-from natgrad.operators import Arranged, Diagonal, Layout, Operator
+from natgrad.operators import Arranged, DiagonalOperator, Layout, Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params, Space
 from natgrad.structures.base import Memory, Structure
@@ -170,4 +170,4 @@ def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: f
 def diagonal_part(space: Space, name: str, squares: Tensor) -> tuple[Layout, Operator]:
     """A parameter without a layer: its diagonal."""
     layout = Layout(name, None, 1, 1, squares.numel(), tuple(space.blocks[name].shape))
-    return layout, Diagonal(squares.reshape(-1).to(space.dtype))
+    return layout, DiagonalOperator(squares.reshape(-1).to(space.dtype))

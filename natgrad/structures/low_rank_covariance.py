@@ -11,7 +11,7 @@ from natgrad.checks import check_integer
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
 from natgrad.linalg import eigh, safe_cutoff
-from natgrad.operators import Diagonal, Operator, Spiked
+from natgrad.operators import DiagonalOperator, Operator, Spiked
 from natgrad.structures.diagonal import layer_squares
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
@@ -62,7 +62,7 @@ class LowRankCovariance(Layerwise):
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "squares" in totals:
-            return Diagonal(totals["squares"].reshape(-1) / weight)
+            return DiagonalOperator(totals["squares"].reshape(-1) / weight)
         return spike_values(totals["values"] / weight, totals["vectors"], self.rank)
 
     def kind(self, totals: Statistics) -> str:

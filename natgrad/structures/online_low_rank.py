@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.checks import check_integer
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen, total, unit_blocks
-from natgrad.operators import Diagonal, Operator, SpikedKronecker, Units
+from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
 from natgrad.structures.diagonal import layer_squares
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.low_rank_tracking import Tracked, first, track_rows
@@ -64,7 +64,7 @@ class OnlineLowRank(Layerwise):
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "squares" in totals:
-            return Diagonal(totals["squares"].reshape(-1) / weight)
+            return DiagonalOperator(totals["squares"].reshape(-1) / weight)
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
         left, right = side_of(totals, "left"), side_of(totals, "right")

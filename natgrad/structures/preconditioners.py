@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.checks import check_integer
 from natgrad.linalg import cholesky
 from natgrad.metrics import Covariance, Hessian, Metric, PullbackMetric, empirical_fisher
-from natgrad.operators import Diagonal, Operator, Pullback, Rows
+from natgrad.operators import DiagonalOperator, Operator, Pullback, Rows
 from natgrad.pure import Call, Labelled, RandomState
 from natgrad.solvers import Solver
 from natgrad.spaces import Params
@@ -104,7 +104,7 @@ class DiagonalPreconditioner(Preconditioner):
                 fresh = operator.diagonal() if samples is None else probed_diagonal(operator, samples, draws)
             diagonal, held = running_mean(memory, fresh, self.decay, list(params))
             held["draws"] = draws + 1
-        return Diagonal(safe_power(diagonal.clamp(min=0) + damping, -self.power)), held
+        return DiagonalOperator(safe_power(diagonal.clamp(min=0) + damping, -self.power)), held
 
 
 @dataclass(frozen=True)

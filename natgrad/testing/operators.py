@@ -24,7 +24,7 @@ def check_operator(operator: Operator, *, rtol: float | None = None) -> None:
 
     Example:
         >>> from natgrad.testing import check_operator
-        >>> check_operator(ng.operators.LowRank(torch.randn(5, 2)))
+        >>> check_operator(ng.operators.LowRankOperator(torch.randn(5, 2)))
     """
     rtol = tolerance(rtol, operator.dtype)
     matrix = _product_matrix(operator, rtol)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from natgrad.lapack import eigh
-from natgrad.operators import Block, Dense, Diagonal, Kronecker, LowRank, Operator
+from natgrad.operators import (
+    BlockOperator,
+    DenseOperator,
+    DiagonalOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    Operator,
+)
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.testing.requirements import require, require_close, require_raises
 
@@ -49,7 +56,7 @@ def check_solver(
         nothing = solver.solve(operator, torch.zeros_like(rhs), damping=damping)
         require(not nothing.value.any(), f"on {name}, the solution for rhs = 0 is not 0")
     _require_errors(solver)
-    overflow = Diagonal(torch.tensor([1.0, torch.inf, 1.0], dtype=torch.float64))
+    overflow = DiagonalOperator(torch.tensor([1.0, torch.inf, 1.0], dtype=torch.float64))
     broken = solver.solve(overflow, torch.ones(3, dtype=torch.float64), damping=damping)
     require(broken.status != Status.CONVERGED, "on an operator that overflows, the status is CONVERGED")
     require(
@@ -77,15 +84,17 @@ def _example_operators() -> dict[str, Operator]:
 
     thin = draw(9, 4)
     return {
-        "Dense": Dense(spd(8)),
-        "Dense of size one": Dense(spd(1)),
-        "Dense of rank four": Dense(thin @ thin.mT),
-        "Diagonal": Diagonal(draw(7).square()),
-        "LowRank": LowRank(draw(10, 3)),
-        "LowRank with more columns than rows": LowRank(draw(5, 12)),
-        "Kronecker": Kronecker(spd(3), spd(4)),
-        "Block": Block([Dense(spd(3)), Diagonal(draw(4).square()), LowRank(draw(5, 2))]),
-        "Scaled sum": 0.5 * (Dense(spd(6)) + LowRank(draw(6, 2))),
+        "Dense": DenseOperator(spd(8)),
+        "Dense of size one": DenseOperator(spd(1)),
+        "Dense of rank four": DenseOperator(thin @ thin.mT),
+        "Diagonal": DiagonalOperator(draw(7).square()),
+        "LowRank": LowRankOperator(draw(10, 3)),
+        "LowRank with more columns than rows": LowRankOperator(draw(5, 12)),
+        "Kronecker": KroneckerOperator(spd(3), spd(4)),
+        "Block": BlockOperator(
+            [DenseOperator(spd(3)), DiagonalOperator(draw(4).square()), LowRankOperator(draw(5, 2))]
+        ),
+        "Scaled sum": 0.5 * (DenseOperator(spd(6)) + LowRankOperator(draw(6, 2))),
     }
 
 
@@ -110,7 +119,7 @@ def _require_solution(solver: Solver, name: str, operator: Operator, rhs: Tensor
 
 
 def _require_errors(solver: Solver) -> None:
-    operator, rhs = Dense(torch.eye(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64)
+    operator, rhs = DenseOperator(torch.eye(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64)
     calls: dict[str, Callable[[], Any]] = {
         "rhs with an entry too many": lambda: solver.solve(operator, rhs.new_ones(4)),
         "rhs as a column (n, 1)": lambda: solver.solve(operator, rhs.unsqueeze(1)),

@@ -41,7 +41,7 @@ def test_closed_forms_are_the_derivatives_of_log_p(link: Positive | Square) -> N
     assert_close(closed.detach(), loss.detach(), 1e-12)
     expected = ng.score_metric(log_p).at(given, x).dense()
     found = ng.score_metric(density).at(given, x)
-    assert isinstance(found, ng.operators.LowRank)
+    assert isinstance(found, ng.operators.LowRankOperator)
     assert_close(found.dense(), expected.detach(), 1e-12)
 
 
@@ -118,7 +118,7 @@ def test_two_steps_of_the_reference() -> None:
         params = {"W": given["W"].clone(), "V": given["V"].clone()}
         space = ng.Space(params)
         update = method(offset=1 / eps - 2, floor=0.0, start_at=2.0)  # t = 2: the first step uses G_0
-        memory = {"step": 2, "seen": 1, **update.start(ng.operators.Dense(torch.eye(18, dtype=F64)))}
+        memory = {"step": 2, "seen": 1, **update.start(ng.operators.DenseOperator(torch.eye(18, dtype=F64)))}
         vector, kept = space.flatten(params), memory
         for x in given["X"].unsqueeze(1):
             point = space.unflatten(vector)

@@ -34,7 +34,7 @@ from natgrad.families import (
     SparseNormal,
     SubModel,
 )
-from natgrad.operators import Dense
+from natgrad.operators import DenseOperator
 from natgrad.testing import check_operator
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "families.json").read_text(encoding="utf-8"))
@@ -322,7 +322,7 @@ def test_a_product_s_matrix_has_blocks():
 
 
 def test_an_operator_is_of_one_distribution():
-    assert isinstance(Ising(2).fisher(tensor([0.1, 0.2, 0.3])), Dense)
+    assert isinstance(Ising(2).fisher(tensor([0.1, 0.2, 0.3])), DenseOperator)
     for call in (Ising(2).fisher, MultivariateNormal(1).fisher_expectation):
         with pytest.raises(ValueError, match="one distribution"):
             call(torch.zeros(5, 3 if call.__self__.size == 3 else 2, dtype=F64))

@@ -43,7 +43,7 @@ from natgrad.linalg import (
     take_absolute,
     woodbury_solve,
 )
-from natgrad.operators import Dense, Kronecker, LowRank
+from natgrad.operators import DenseOperator, KroneckerOperator, LowRankOperator
 from natgrad.structures.inverse_updates import stays_positive, woodbury_inverse
 
 MATRICES = {
@@ -135,13 +135,13 @@ RUNS: dict[str, Callable[[Tensor], Any]] = {
     "pseudo_inverse": lambda a: pseudo_inverse(torch.stack([SOUND, a])),
     "woodbury_solve": lambda a: woodbury_solve(a, MEAN, 1e-3),
     "adaptive inverse": lambda a: (stays_positive(a, U, 0.1), woodbury_inverse(a, U, 0.1)),
-    "direct": lambda a: ng.Direct().solve(Dense(a), MEAN).value,
-    "natural gradient": lambda a: ng.natural_gradient(Dense(a), MEAN).value,
+    "direct": lambda a: ng.Direct().solve(DenseOperator(a), MEAN).value,
+    "natural gradient": lambda a: ng.natural_gradient(DenseOperator(a), MEAN).value,
     "symmetric root and absolute value": lambda a: (psd_root(a), take_absolute(a)),
-    "Kronecker factors": lambda a: Kronecker(a, SOUND).inverse(1e-3),
-    "low rank": lambda a: LowRank(a).inverse(1e-3),
+    "Kronecker factors": lambda a: KroneckerOperator(a, SOUND).inverse(1e-3),
+    "low rank": lambda a: LowRankOperator(a).inverse(1e-3),
     "slopes of least norm": lambda a: solve_least_norm(a, U),
-    "preconditioned by its inverse": lambda a: Dense(a).inverse(0.0),
+    "preconditioned by its inverse": lambda a: DenseOperator(a).inverse(0.0),
 }
 FIXED: dict[str, Callable[[], Any]] = {
     "e-projection from the edge": lambda: e_projection(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers.pieces import Room, cut, diagonal_like
 from natgrad.linalg import KroneckerEigen
-from natgrad.operators import Kronecker, Spectral, Tiled
+from natgrad.operators import KroneckerOperator, Spectral, Tiled
 from natgrad.testing import check_operator
 
 EXACT = ng.ExactLabels()
@@ -55,7 +55,7 @@ def test_tiles_are_the_kronecker_product_of_block_diagonal_factors(case: str, fa
     dense = [masked(left, -(-p // k)), masked(right, -(-q // m))]
     factors = [left if k == 1 else padded(left, k, 1), right if m == 1 else padded(right, m, 0)]
     found = Tiled.kronecker(*factors, (p, q), factored=factored)
-    whole = Kronecker(*dense, factored=factored)
+    whole = KroneckerOperator(*dense, factored=factored)
     if not factored:  # whose inverse is another one
         check_operator(found, rtol=1e-9)
     for mine, theirs in ((found, whole), (found.inverse(0.1), whole.inverse(0.1))):
@@ -75,7 +75,7 @@ def test_a_diagonal_beside_a_cut_factor():
 
 def test_tiles_that_do_not_cover_the_matrix_are_refused():
     with pytest.raises(ValueError, match="do not cover"):
-        Tiled(Kronecker(spd(2), spd(3)), (1, 1, 2, 3), (4, 3))
+        Tiled(KroneckerOperator(spd(2), spd(3)), (1, 1, 2, 3), (4, 3))
 
 
 # how much room
@@ -139,7 +139,7 @@ def test_a_large_factor_keeps_the_blocks_of_its_diagonal(name: str, largest: int
     small, whole = (parts(ng.Kronecker(estimate=EXACT, largest=n), name) for n in (largest, 8192))
     assert small.keys() == whole.keys()
     for key, part in whole.items():
-        if isinstance(part, Kronecker) and part.left.dim() < 3:
+        if isinstance(part, KroneckerOperator) and part.left.dim() < 3:
             expected = torch.kron(blocks(part.left, largest), blocks(part.right, largest))
             assert_close(small[key].dense(), expected, 1e-12)
         else:  # groups, norms and parameters without a layer stay whole

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian
 
 import natgrad as ng
-from natgrad.operators import Dense
+from natgrad.operators import DenseOperator
 
 X, T, Y = draw(6, 3), draw(6, 2, seed=1), torch.tensor([0, 1, 2, 1, 0, 2])
 
@@ -95,7 +95,7 @@ def test_recurrent_and_attention_layers_have_one():
 
 
 def test_a_saddle_repels_the_absolute_step_and_attracts_newton():
-    saddle = Dense(torch.diag(torch.tensor([2.0, -1.0], dtype=F64)), indefinite=True)
+    saddle = DenseOperator(torch.diag(torch.tensor([2.0, -1.0], dtype=F64)), indefinite=True)
     gradient = torch.tensor([1.0, -0.5], dtype=F64)
     newton = ng.Direct().solve(saddle, gradient, damping=0.1)
     assert_close(newton.value, gradient / torch.tensor([2.1, -0.9], dtype=F64), 1e-14)

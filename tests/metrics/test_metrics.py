@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
 from natgrad.metrics import divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
-from natgrad.operators import Dense
+from natgrad.operators import DenseOperator
 from natgrad.pure import Call
 from natgrad.solvers import Direct
 from natgrad.spaces import Space, trainable
@@ -422,5 +422,5 @@ def test_the_fisher_agrees_with_an_independent_jacobian(family):
     jacobian = reference_jacobian(model, params, X3, lambda r: r)
     form = family.fisher(model(X3).detach())
     expected = torch.einsum("ima,imn,inb->ab", jacobian, form, jacobian) / 4
-    assert isinstance(Dense(expected), Dense)  # symmetric
+    assert isinstance(DenseOperator(expected), DenseOperator)  # symmetric
     check_metric(fisher(model, family), params, X3, reference=expected)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, Likelihood
 from natgrad.metrics import covariance, empirical_fisher, fisher, gauss_newton, kl
-from natgrad.operators import Dense
+from natgrad.operators import DenseOperator
 from natgrad.solvers import CG, Auto, Direct, SampleSpace
 from natgrad.spaces import Space, trainable
 
@@ -144,7 +144,7 @@ def test_the_step_in_loss_and_in_nats(name):
 @pytest.mark.parametrize("name", VECTORS["singular"])
 def test_singular_systems_get_their_minimum_norm_solution(name):
     case = VECTORS["singular"][name]
-    solution = Direct().solve(Dense(tensor(case["A"])), tensor(case["b"]))
+    solution = Direct().solve(DenseOperator(tensor(case["A"])), tensor(case["b"]))
     assert_close(solution.value, tensor(case["x"]), 1e-10)
     assert_close(solution.residual, tensor(case["residual_norm"]), 1e-10, tensor(case["b"]).norm())
 

@@ -9,9 +9,9 @@ from models import F64, assert_close, draw
 from natgrad.linalg import KroneckerEigen, inverse_psd, pseudo_inverse
 from natgrad.operators import (
     Arranged,
-    Dense,
-    Diagonal,
-    Kronecker,
+    DenseOperator,
+    DiagonalOperator,
+    KroneckerOperator,
     Layout,
     Operator,
     QuasiDiagonal,
@@ -46,9 +46,9 @@ def arranged() -> Arranged:
     """Two layers whose parameters lie interleaved, one stored transposed, and a bare parameter."""
     shapes = {"bare": (2,), "a.bias": (2,), "t.weight": (4, 3, 2), "a.weight": (2, 3), "t.bias": (3,)}
     space = Space({name: torch.zeros(shape, dtype=F64) for name, shape in shapes.items()})
-    first = Layout("a.weight", "a.bias", 1, 2, 3, (2, 3)), Kronecker(spd(2), spd(4))
-    turned = Layout("t.weight", "t.bias", 1, 3, 8, (4, 3, 2), transposed=True), Kronecker(spd(3), spd(9))
-    bare = Layout("bare", None, 1, 1, 2, (2,)), Diagonal(torch.tensor([1.0, 2.0], dtype=F64))
+    first = Layout("a.weight", "a.bias", 1, 2, 3, (2, 3)), KroneckerOperator(spd(2), spd(4))
+    turned = Layout("t.weight", "t.bias", 1, 3, 8, (4, 3, 2), transposed=True), KroneckerOperator(spd(3), spd(9))
+    bare = Layout("bare", None, 1, 1, 2, (2,)), DiagonalOperator(torch.tensor([1.0, 2.0], dtype=F64))
     return Arranged(space, [turned, bare, first])
 
 
@@ -60,12 +60,12 @@ def in_basis(d: int, m: int) -> SharedBasis:
 
 MASK = torch.ones(4, 4, dtype=F64).tril()
 ALL = {
-    "kronecker, blocks": lambda: Kronecker(spd(2, 3), spd(2, 4, seed=1)),
-    "kronecker, diagonal left": lambda: Kronecker(draw(3).square(), spd(4)),
-    "kronecker, diagonal right": lambda: Kronecker(spd(3), draw(4).square()),
-    "kronecker, both diagonal": lambda: Kronecker(draw(3).square(), draw(4).square()),
-    "kronecker, zero": lambda: Kronecker(torch.zeros(2, 2, dtype=F64), spd(3)),
-    "inverse of blocks": lambda: Kronecker(spd(2, 3), spd(2, 4)).inverse(0.1),
+    "kronecker, blocks": lambda: KroneckerOperator(spd(2, 3), spd(2, 4, seed=1)),
+    "kronecker, diagonal left": lambda: KroneckerOperator(draw(3).square(), spd(4)),
+    "kronecker, diagonal right": lambda: KroneckerOperator(spd(3), draw(4).square()),
+    "kronecker, both diagonal": lambda: KroneckerOperator(draw(3).square(), draw(4).square()),
+    "kronecker, zero": lambda: KroneckerOperator(torch.zeros(2, 2, dtype=F64), spd(3)),
+    "inverse of blocks": lambda: KroneckerOperator(spd(2, 3), spd(2, 4)).inverse(0.1),
     "corrected": lambda: Spectral(KroneckerEigen.of(spd(3), spd(4)), draw(3, 4).square()),
     "corrected, diagonal left": lambda: Spectral(KroneckerEigen.of(draw(3).square(), spd(4)), draw(3, 4).square()),
     "units": lambda: Units(spd(3, 4)),
@@ -110,16 +110,16 @@ def test_the_damped_inverse_inverts(name: str, damping: float):
 def test_kronecker_blocks_and_diagonal_factors_are_kronecker_products():
     a, b = spd(2, 3), spd(2, 4, seed=1)
     expected = torch.block_diag(torch.kron(a[0], b[0]), torch.kron(a[1], b[1]))
-    assert_close(Kronecker(a, b).dense(), expected, 1e-14)
+    assert_close(KroneckerOperator(a, b).dense(), expected, 1e-14)
     counts = draw(3).square()
-    assert_close(Kronecker(counts, b[0]).dense(), torch.kron(torch.diag(counts), b[0]), 1e-14)
-    assert_close(Kronecker(a[0], counts).dense(), torch.kron(a[0], torch.diag(counts)), 1e-14)
+    assert_close(KroneckerOperator(counts, b[0]).dense(), torch.kron(torch.diag(counts), b[0]), 1e-14)
+    assert_close(KroneckerOperator(a[0], counts).dense(), torch.kron(a[0], torch.diag(counts)), 1e-14)
 
 
 @pytest.mark.parametrize("left", [spd(3), spd(1, 3), draw(3).square()], ids=["matrix", "blocks", "diagonal"])
 def test_the_factored_inverse_damps_both_factors(left: torch.Tensor):
     right = spd(1, 4) if left.dim() == 3 else spd(4)
-    inverse = Kronecker(left, right, factored=True).inverse(0.04)
+    inverse = KroneckerOperator(left, right, factored=True).inverse(0.04)
     matrix = torch.diag(left) if left.dim() == 1 else left.reshape(3, 3)
     pi = (matrix.trace() / 3 / (right.reshape(4, 4).trace() / 4)).sqrt()
     first = torch.linalg.inv(matrix + 0.2 * pi * torch.eye(3, dtype=F64))
@@ -128,7 +128,7 @@ def test_the_factored_inverse_damps_both_factors(left: torch.Tensor):
 
 
 def test_a_zero_factor_leaves_the_factored_inverse_finite():
-    inverse = Kronecker(torch.zeros(2, 2, dtype=F64), spd(3), factored=True).inverse(0.01)
+    inverse = KroneckerOperator(torch.zeros(2, 2, dtype=F64), spd(3), factored=True).inverse(0.01)
     assert inverse.dense().isfinite().all()
 
 
@@ -199,8 +199,8 @@ def test_a_matrix_that_is_not_finite_gives_an_inverse_that_is_not_and_raises_not
 
 
 BAD = {
-    "factors of two numbers of blocks": (lambda: Kronecker(spd(2, 3), spd(3, 3)), "expected as many blocks"),
-    "a number as factor": (lambda: Kronecker(torch.tensor(1.0), spd(3)), "left has shape ()"),
+    "factors of two numbers of blocks": (lambda: KroneckerOperator(spd(2, 3), spd(3, 3)), "expected as many blocks"),
+    "a number as factor": (lambda: KroneckerOperator(torch.tensor(1.0), spd(3)), "left has shape ()"),
     "units of one matrix": (lambda: Units(spd(3)), "matrices has shape (3, 3), expected (k, d, d)"),
     "shared rows with weights of other rows": (
         lambda: SharedRows(torch.ones(3, 2), torch.ones(4, 2)),
@@ -225,7 +225,9 @@ BAD = {
     "a quasi-diagonal without cross terms": (lambda: QuasiDiagonal(torch.ones(2, 3), torch.ones(2, 3)), "cross (2, 3)"),
     "parts that leave a parameter out": (lambda: Arranged(arranged().space, arranged().parts[:2]), "parts cover"),
     "an operator of another size": (
-        lambda: Arranged(Space({"x": torch.zeros(2)}), [(Layout("x", None, 1, 1, 2, (2,)), Dense(torch.eye(3)))]),
+        lambda: Arranged(
+            Space({"x": torch.zeros(2)}), [(Layout("x", None, 1, 1, 2, (2,)), DenseOperator(torch.eye(3)))]
+        ),
         "expected size",
     ),
 }

@@ -17,9 +17,9 @@ import natgrad as ng
 from natgrad.metrics import Metric
 from natgrad.operators import (
     Arranged,
-    Block,
+    BlockOperator,
     Chunked,
-    Dense,
+    DenseOperator,
     Facts,
     Layout,
     Operator,
@@ -65,7 +65,7 @@ WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     Sum: lambda operator: operator + operator,
     Scaled: lambda operator: 2.0 * operator,
     Shifted: lambda operator: operator.shift(0.5),
-    Block: lambda operator: Block([operator, operator]),
+    BlockOperator: lambda operator: BlockOperator([operator, operator]),
     Arranged: arranged,
     Tiled: lambda operator: Tiled(operator, (1, 1, 2, 3), (2, 3)),
     Chunked: lambda operator: Chunked([lambda: operator, lambda: operator]),
@@ -113,16 +113,16 @@ def test_facts_go_through_two_wrappers(outer):
         assert (operator.nats, operator.indefinite) == (3.0, True)
 
 
-@pytest.mark.parametrize("join", [lambda a, b: a + b, lambda a, b: Block([a, b])], ids=["Sum", "Block"])
+@pytest.mark.parametrize("join", [lambda a, b: a + b, lambda a, b: BlockOperator([a, b])], ids=["Sum", "Block"])
 def test_operators_in_different_units_are_not_joined(join):
-    first, second = Dense(torch.eye(3, dtype=F64)), Dense(torch.eye(3, dtype=F64))
+    first, second = DenseOperator(torch.eye(3, dtype=F64)), DenseOperator(torch.eye(3, dtype=F64))
     second = second.declare(nats=4.0)
     with pytest.raises(ValueError, match=r"units of \[1.0, 4.0\] nats"):
         join(first, second)
 
 
 def test_facts_are_declared_and_never_assigned():
-    plain = Dense(torch.eye(2, dtype=F64))
+    plain = DenseOperator(torch.eye(2, dtype=F64))
     told = plain.declare(nats=4.0, indefinite=True)
     assert (told.nats, told.indefinite, told.matrix is plain.matrix) == (4.0, True, True)
     assert (plain.nats, plain.indefinite) == (1.0, False)
@@ -203,7 +203,7 @@ def test_indefinite_blocks_are_inverted_by_their_eigenvalues(damping):
     found = Units(blocks, indefinite=True).inverse(damping).matrices
     shifted = blocks + damping * torch.eye(3, dtype=F64)
     assert_close(found, torch.linalg.pinv(shifted, hermitian=True), rtol=1e-9)
-    assert_close(Dense(blocks[0], indefinite=True).inverse(damping).matrix, found[0])
+    assert_close(DenseOperator(blocks[0], indefinite=True).inverse(damping).matrix, found[0])
 
 
 # the trust region
@@ -217,7 +217,7 @@ def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, r
     H, nats = torch.diag(torch.tensor(SIGNS[signs], dtype=F64)), 2.0
     for scale in (1e-3, 1.0, 1e4):
         d = scale * torch.ones(3, dtype=F64)
-        model = Quadratic(d, Dense(H, indefinite=True), 0.0, FlatStep(d, H @ d), nats, indefinite=True)
+        model = Quadratic(d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), nats, indefinite=True)
         step, _ = ng.TrustRegion(radius).step(model, None, {})
         moved = 0.5 * nats * float(step.vector @ H.abs() @ step.vector)
         assert moved <= radius * (1 + 1e-12)
@@ -230,7 +230,7 @@ def test_a_trust_region_bounds_the_absolute_curvature_whatever_its_sign(signs, r
 def test_the_bound_is_exact_along_an_eigenvector(sign):
     d = torch.tensor([0.0, 3.0], dtype=F64)
     H = torch.diag(torch.tensor([1.0, sign * 2.0], dtype=F64))
-    model = Quadratic(d, Dense(H, indefinite=True), 0.0, FlatStep(d, H @ d), indefinite=True)
+    model = Quadratic(d, DenseOperator(H, indefinite=True), 0.0, FlatStep(d, H @ d), indefinite=True)
     assert model.kl(model.proposal) == pytest.approx(9.0)
 
 

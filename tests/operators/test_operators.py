@@ -8,7 +8,18 @@ from models import F64, X3, assert_close, draw, mlp
 
 from natgrad.families import Categorical
 from natgrad.metrics import fisher
-from natgrad.operators import Block, Chunked, Dense, Diagonal, Kronecker, LowRank, Operator, Pullback, Scaled, Sum
+from natgrad.operators import (
+    BlockOperator,
+    Chunked,
+    DenseOperator,
+    DiagonalOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    Operator,
+    Pullback,
+    Scaled,
+    Sum,
+)
 from natgrad.spaces import trainable
 from natgrad.testing import check_operator
 
@@ -40,29 +51,36 @@ class Products(Operator):
 
 ALL = {
     "products only": lambda: Products(spd(5)),
-    "dense": lambda: Dense(spd(5)),
-    "dense, rank deficient": lambda: Dense(psd(6, 2)),
-    "dense, zero": lambda: Dense(torch.zeros(3, 3, dtype=F64)),
-    "diagonal": lambda: Diagonal(draw(5).square()),
-    "diagonal with zeros": lambda: Diagonal(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
-    "low rank": lambda: LowRank(draw(7, 2)),
-    "low rank, wide": lambda: LowRank(draw(3, 8)),
-    "low rank, of no column": lambda: LowRank(draw(3, 0)),
-    "kronecker": lambda: Kronecker(spd(2), spd(3, 1)),
-    "kronecker, rank deficient": lambda: Kronecker(psd(3, 1), psd(4, 2)),
-    "block": lambda: Block([Dense(spd(2)), Diagonal(draw(3).square()), LowRank(draw(4, 1)), Kronecker(spd(2), spd(2))]),
-    "block without inverse": lambda: Block([Dense(spd(2)), Products(spd(3))]),
-    "sum": lambda: Dense(spd(4)) + LowRank(draw(4, 2)),
-    "scaled": lambda: 0.3 * LowRank(draw(5, 2)),
-    "scaled by zero": lambda: Dense(spd(3)) * 0.0,
-    "shifted": lambda: LowRank(draw(5, 2)).shift(0.2),
-    "shifted, scaled sum": lambda: (0.5 * (Dense(spd(4)) + Diagonal(draw(4).square()))).shift(0.1),
-    "inverse of low rank": lambda: LowRank(draw(5, 2)).inverse(0.3),
-    "pseudo-inverse of low rank": lambda: LowRank(draw(5, 2)).inverse(0.0),
-    "inverse of kronecker": lambda: Kronecker(spd(2), spd(3)).inverse(0.3),
+    "dense": lambda: DenseOperator(spd(5)),
+    "dense, rank deficient": lambda: DenseOperator(psd(6, 2)),
+    "dense, zero": lambda: DenseOperator(torch.zeros(3, 3, dtype=F64)),
+    "diagonal": lambda: DiagonalOperator(draw(5).square()),
+    "diagonal with zeros": lambda: DiagonalOperator(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
+    "low rank": lambda: LowRankOperator(draw(7, 2)),
+    "low rank, wide": lambda: LowRankOperator(draw(3, 8)),
+    "low rank, of no column": lambda: LowRankOperator(draw(3, 0)),
+    "kronecker": lambda: KroneckerOperator(spd(2), spd(3, 1)),
+    "kronecker, rank deficient": lambda: KroneckerOperator(psd(3, 1), psd(4, 2)),
+    "block": lambda: BlockOperator(
+        [
+            DenseOperator(spd(2)),
+            DiagonalOperator(draw(3).square()),
+            LowRankOperator(draw(4, 1)),
+            KroneckerOperator(spd(2), spd(2)),
+        ]
+    ),
+    "block without inverse": lambda: BlockOperator([DenseOperator(spd(2)), Products(spd(3))]),
+    "sum": lambda: DenseOperator(spd(4)) + LowRankOperator(draw(4, 2)),
+    "scaled": lambda: 0.3 * LowRankOperator(draw(5, 2)),
+    "scaled by zero": lambda: DenseOperator(spd(3)) * 0.0,
+    "shifted": lambda: LowRankOperator(draw(5, 2)).shift(0.2),
+    "shifted, scaled sum": lambda: (0.5 * (DenseOperator(spd(4)) + DiagonalOperator(draw(4).square()))).shift(0.1),
+    "inverse of low rank": lambda: LowRankOperator(draw(5, 2)).inverse(0.3),
+    "pseudo-inverse of low rank": lambda: LowRankOperator(draw(5, 2)).inverse(0.0),
+    "inverse of kronecker": lambda: KroneckerOperator(spd(2), spd(3)).inverse(0.3),
     "pullback": pullback,
     "chunked": lambda: pullback(3),
-    "float32": lambda: Dense(spd(4).float()),
+    "float32": lambda: DenseOperator(spd(4).float()),
 }
 
 
@@ -72,13 +90,19 @@ def test_every_operator_is_sound(name):
 
 
 DENSE = {
-    "sum": (lambda: Dense(spd(3)) + Diagonal(torch.ones(3, dtype=F64)), lambda: spd(3) + torch.eye(3, dtype=F64)),
-    "scaled": (lambda: 2 * Dense(spd(3)), lambda: 2 * spd(3)),
-    "shifted": (lambda: Dense(spd(3)).shift(0.5), lambda: spd(3) + 0.5 * torch.eye(3, dtype=F64)),
-    "kronecker": (lambda: Kronecker(spd(2), spd(3, 1)), lambda: torch.kron(spd(2), spd(3, 1))),
-    "block": (lambda: Block([Dense(spd(2)), Dense(spd(3, 1))]), lambda: torch.block_diag(spd(2), spd(3, 1))),
-    "low rank": (lambda: LowRank(draw(4, 2)), lambda: psd(4, 2)),
-    "diagonal": (lambda: Diagonal(draw(4).abs()), lambda: torch.diag(draw(4).abs())),
+    "sum": (
+        lambda: DenseOperator(spd(3)) + DiagonalOperator(torch.ones(3, dtype=F64)),
+        lambda: spd(3) + torch.eye(3, dtype=F64),
+    ),
+    "scaled": (lambda: 2 * DenseOperator(spd(3)), lambda: 2 * spd(3)),
+    "shifted": (lambda: DenseOperator(spd(3)).shift(0.5), lambda: spd(3) + 0.5 * torch.eye(3, dtype=F64)),
+    "kronecker": (lambda: KroneckerOperator(spd(2), spd(3, 1)), lambda: torch.kron(spd(2), spd(3, 1))),
+    "block": (
+        lambda: BlockOperator([DenseOperator(spd(2)), DenseOperator(spd(3, 1))]),
+        lambda: torch.block_diag(spd(2), spd(3, 1)),
+    ),
+    "low rank": (lambda: LowRankOperator(draw(4, 2)), lambda: psd(4, 2)),
+    "diagonal": (lambda: DiagonalOperator(draw(4).abs()), lambda: torch.diag(draw(4).abs())),
 }
 
 
@@ -90,16 +114,18 @@ def test_combinations_are_those_of_the_matrices(name):
 
 def test_kronecker_acts_on_matrices_flattened_row_major():
     a, b, x = spd(2), spd(3, 1), draw(2, 3)
-    assert_close(Kronecker(a, b) @ x.reshape(-1), (a @ x @ b).reshape(-1), 1e-14)
+    assert_close(KroneckerOperator(a, b) @ x.reshape(-1), (a @ x @ b).reshape(-1), 1e-14)
 
 
 SINGULAR = {
-    "dense": lambda: Dense(psd(6, 2)),
-    "diagonal": lambda: Diagonal(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
-    "low rank": lambda: LowRank(draw(7, 2)),
-    "kronecker": lambda: Kronecker(psd(3, 1), psd(4, 2)),
-    "block": lambda: Block([Diagonal(torch.tensor([0.0, 2.0], dtype=F64)), LowRank(draw(4, 1))]),
-    "scaled": lambda: 0.3 * LowRank(draw(5, 2)),
+    "dense": lambda: DenseOperator(psd(6, 2)),
+    "diagonal": lambda: DiagonalOperator(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
+    "low rank": lambda: LowRankOperator(draw(7, 2)),
+    "kronecker": lambda: KroneckerOperator(psd(3, 1), psd(4, 2)),
+    "block": lambda: BlockOperator(
+        [DiagonalOperator(torch.tensor([0.0, 2.0], dtype=F64)), LowRankOperator(draw(4, 1))]
+    ),
+    "scaled": lambda: 0.3 * LowRankOperator(draw(5, 2)),
 }
 
 
@@ -120,7 +146,7 @@ def test_the_damped_inverse_inverts(name, damping):
 
 
 def test_a_sum_without_a_root_of_every_term_has_none():
-    assert (Dense(spd(3)) + Products(spd(3))).root() is None
+    assert (DenseOperator(spd(3)) + Products(spd(3))).root() is None
     assert Products(spd(3)).root() is None
     assert Products(spd(3)).inverse(0.1) is None
 
@@ -147,22 +173,28 @@ def test_a_chunked_operator_is_the_whole():
 
 
 BAD = {
-    "not square": (lambda: Dense(draw(2, 3)), "matrix has shape (2, 3), expected (n, n)"),
-    "a vector": (lambda: Dense(draw(3)), "matrix has shape (3,)"),
-    "not symmetric": (lambda: Dense(draw(3, 3)), "matrix is not symmetric"),
-    "integers": (lambda: Dense(torch.eye(2, dtype=torch.long)), "matrix has dtype torch.int64"),
-    "negative diagonal": (lambda: Diagonal(-torch.ones(2)), "values has negative entries"),
-    "a matrix as diagonal": (lambda: Diagonal(torch.eye(2)), "values has shape (2, 2)"),
-    "a vector as factor": (lambda: LowRank(draw(3)), "factor has shape (3,)"),
-    "a wide Kronecker factor": (lambda: Kronecker(spd(2), draw(2, 3)), "right has shape (2, 3)"),
-    "no block": (lambda: Block([]), "blocks is empty"),
-    "blocks of two dtypes": (lambda: Block([Dense(spd(2)), Dense(spd(2).float())]), "expected one dtype"),
-    "sum of two sizes": (lambda: Dense(spd(2)) + Dense(spd(3)), "terms have sizes [2, 3]"),
-    "negative factor": (lambda: -1.0 * Dense(spd(2)), "factor is -1.0"),
-    "factor that is no number": (lambda: Scaled(Dense(spd(2)), float("nan")), "factor is nan"),
-    "negative shift": (lambda: Dense(spd(2)).shift(-0.1), "damping is -0.1"),
-    "a vector too long": (lambda: Dense(spd(2)) @ draw(3), "the right-hand side of @ has shape (3,), expected (2,)"),
-    "three dimensions": (lambda: Dense(spd(2)) @ draw(2, 2, 2), "has shape (2, 2, 2)"),
+    "not square": (lambda: DenseOperator(draw(2, 3)), "matrix has shape (2, 3), expected (n, n)"),
+    "a vector": (lambda: DenseOperator(draw(3)), "matrix has shape (3,)"),
+    "not symmetric": (lambda: DenseOperator(draw(3, 3)), "matrix is not symmetric"),
+    "integers": (lambda: DenseOperator(torch.eye(2, dtype=torch.long)), "matrix has dtype torch.int64"),
+    "negative diagonal": (lambda: DiagonalOperator(-torch.ones(2)), "values has negative entries"),
+    "a matrix as diagonal": (lambda: DiagonalOperator(torch.eye(2)), "values has shape (2, 2)"),
+    "a vector as factor": (lambda: LowRankOperator(draw(3)), "factor has shape (3,)"),
+    "a wide Kronecker factor": (lambda: KroneckerOperator(spd(2), draw(2, 3)), "right has shape (2, 3)"),
+    "no block": (lambda: BlockOperator([]), "blocks is empty"),
+    "blocks of two dtypes": (
+        lambda: BlockOperator([DenseOperator(spd(2)), DenseOperator(spd(2).float())]),
+        "expected one dtype",
+    ),
+    "sum of two sizes": (lambda: DenseOperator(spd(2)) + DenseOperator(spd(3)), "terms have sizes [2, 3]"),
+    "negative factor": (lambda: -1.0 * DenseOperator(spd(2)), "factor is -1.0"),
+    "factor that is no number": (lambda: Scaled(DenseOperator(spd(2)), float("nan")), "factor is nan"),
+    "negative shift": (lambda: DenseOperator(spd(2)).shift(-0.1), "damping is -0.1"),
+    "a vector too long": (
+        lambda: DenseOperator(spd(2)) @ draw(3),
+        "the right-hand side of @ has shape (3,), expected (2,)",
+    ),
+    "three dimensions": (lambda: DenseOperator(spd(2)) @ draw(2, 2, 2), "has shape (2, 2, 2)"),
     "no term": (lambda: Sum(()), "terms"),
 }
 
@@ -177,7 +209,7 @@ def test_what_is_no_metric_is_refused(case):
 
 def test_a_list_is_no_vector():
     with pytest.raises(TypeError, match="is list, expected a tensor"):
-        _ = Dense(spd(2)) @ [1.0, 2.0]  # type: ignore[operator]
+        _ = DenseOperator(spd(2)) @ [1.0, 2.0]  # type: ignore[operator]
 
 
 class Broken(Products):
@@ -202,7 +234,7 @@ LIES = {
     "trace": (lambda: Broken(spd(3), trace=lambda: torch.tensor(1.0, dtype=F64)), "operator.trace() is off by"),
     "root": (lambda: Broken(spd(3), root=lambda: spd(3)), "root root^T of operator.root() is off by"),
     "root of another shape": (lambda: Broken(spd(3), root=lambda: draw(2, 3)), "operator.root() has shape (2, 3)"),
-    "inverse": (lambda: Broken(spd(3), inverse=lambda damping: Dense(spd(3))), "operator.inverse"),
+    "inverse": (lambda: Broken(spd(3), inverse=lambda damping: DenseOperator(spd(3))), "operator.inverse"),
     "mm": (lambda: Broken(spd(3), mm=lambda block: spd(3).mT @ block * 2), "operator.mm(block) is off by"),
     "mm of another shape": (lambda: Broken(spd(3), mm=lambda block: block[1:]), "operator.mm(block) has shape"),
     "dtype": (lambda: Broken(spd(3), mv=lambda vector: (spd(3) @ vector).float()), "operator.mv returned"),

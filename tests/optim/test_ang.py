@@ -95,7 +95,7 @@ def test_saved_and_continued_is_never_having_stopped(method: ng.Update) -> None:
 
 @pytest.mark.parametrize(("examples", "seen"), [(1, 1), (40, 40), (40, 6000), (40, 12_000)])
 def test_the_bound_grows_with_the_batch_and_falls_after_a_while(examples: int, seen: int) -> None:
-    metric = ng.operators.Dense(torch.diag(torch.tensor([4.0, 1.0], dtype=F64)))
+    metric = ng.operators.DenseOperator(torch.diag(torch.tensor([4.0, 1.0], dtype=F64)))
     d = torch.tensor([30.0, -10.0], dtype=F64)
     model = Quadratic(d, metric, 0.0, FlatStep(d, metric @ d))
     with pytest.raises(ValueError, match="counts examples: use structure="):

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
 from natgrad.metrics import divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
-from natgrad.operators import Dense, Pullback
+from natgrad.operators import DenseOperator, Pullback
 from natgrad.solvers import CG, Auto, Direct, SampleSpace
 from natgrad.spaces import trainable
 
 MODEL = mlp(3, 2, 3)
 PARAMS = dict(trainable(MODEL))
 CLASSES = torch.tensor([0, 2, 1, 2])
-DENSE = Dense(torch.eye(3, dtype=F64))
+DENSE = DenseOperator(torch.eye(3, dtype=F64))
 ONES = torch.ones(3, dtype=F64)
 NAN = float("nan")
 
@@ -293,7 +293,13 @@ SYSTEMS = {
     "infinite damping": (DENSE, ONES, {"damping": float("inf")}, ValueError, ("damping is inf", "finite")),
     "guess too short": (DENSE, ONES, {"guess": ONES[:2]}, ValueError, ("guess has shape (2,)", "(3,)")),
     "guess NaN": (DENSE, ONES, {"guess": ONES * NAN}, ValueError, ("guess is not finite",)),
-    "a matrix": (torch.eye(3, dtype=F64), ONES, {}, TypeError, ("operator is Tensor", "ng.operators.Dense(matrix)")),
+    "a matrix": (
+        torch.eye(3, dtype=F64),
+        ONES,
+        {},
+        TypeError,
+        ("operator is Tensor", "ng.operators.DenseOperator(matrix)"),
+    ),
     "a metric": (
         fisher(MODEL, Categorical()),
         ONES,

@@ -24,14 +24,14 @@ def matrix(n: int = 4) -> torch.Tensor:
 def test_constant_damping_is_its_value_for_every_metric_and_ratio() -> None:
     damping = ng.Constant(0.3)
     assert damping.initial() == 0.3
-    assert damping.amount(0.3, ng.operators.Dense(matrix())) == 0.3
+    assert damping.amount(0.3, ng.operators.DenseOperator(matrix())) == 0.3
     assert [damping.update(0.3, ratio) for ratio in (-1.0, 0.5, 2.0, math.nan)] == [0.3] * 4
     assert not damping.needs_ratio
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_relative_damping_is_factor_times_the_mean_eigenvalue(scale: float) -> None:
-    operator = ng.operators.Dense(scale * matrix())
+    operator = ng.operators.DenseOperator(scale * matrix())
     expected = 0.2 * float(torch.linalg.eigvalsh(operator.dense()).mean())
     assert ng.Relative(0.2).amount(ng.Relative(0.2).initial(), operator) == pytest.approx(expected, rel=1e-13)
 
@@ -62,7 +62,8 @@ def test_relative_damping_makes_the_step_covariant_with_the_loss_scale() -> None
     # c times the loss: G -> c G, g -> c g, and (G + lambda I)^-1 g stays
     g, G = draw(4, seed=1), matrix()
     steps = [
-        ng.natural_gradient(ng.operators.Dense(c * G), c * g, damping=ng.Relative(0.05)).value for c in (1.0, 1e-4, 1e5)
+        ng.natural_gradient(ng.operators.DenseOperator(c * G), c * g, damping=ng.Relative(0.05)).value
+        for c in (1.0, 1e-4, 1e5)
     ]
     assert_close(steps[1], steps[0], 1e-11)
     assert_close(steps[2], steps[0], 1e-11)

@@ -76,7 +76,7 @@ def test_sums_and_shifts_keep_the_unit_of_their_terms():
     assert operator.nats == 2
     assert (operator + operator).nats == (2 * operator).nats == operator.shift(0.1).nats == 2
     with pytest.raises(ValueError, match="unit"):
-        operator + ng.operators.Dense(operator.dense())
+        operator + ng.operators.DenseOperator(operator.dense())
 
 
 def test_a_predicted_variance_counts_its_nats_per_example():

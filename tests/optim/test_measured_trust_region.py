@@ -33,7 +33,7 @@ class Bowl:
 
 def quadratic(damping: float = 0.1, seed: int = 0) -> Quadratic:
     root = draw(5, 7, seed=seed)
-    metric, gradient = ng.operators.Dense(root @ root.mT / 7), draw(5, seed=seed + 1)
+    metric, gradient = ng.operators.DenseOperator(root @ root.mT / 7), draw(5, seed=seed + 1)
     found = ng.natural_gradient(metric, gradient, solver=ng.Direct(), damping=damping).value
     return Quadratic(gradient, metric, damping, FlatStep(-found, -metric.mv(found)), loss=0.0)
 

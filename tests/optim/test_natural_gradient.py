@@ -33,7 +33,9 @@ def test_the_function_solves_the_damped_system(solver: ng.Solver | None, damping
     model = net()
     G = ng.fisher(model, ng.Categorical()).at(ng.trainable(model), X)
     g, matrix = mean_gradient(model, X, Y), G.dense()
-    lam = damping if isinstance(damping, float) else damping.amount(damping.initial(), ng.operators.Dense(matrix))
+    lam = (
+        damping if isinstance(damping, float) else damping.amount(damping.initial(), ng.operators.DenseOperator(matrix))
+    )
     solution = ng.natural_gradient(G, g, solver=solver, damping=damping)
     assert_close(solution.value, torch.linalg.solve(matrix + lam * torch.eye(len(g)).to(g), g), 1e-9)
     assert solution.residual <= 1e-9 * g.norm()
@@ -43,7 +45,7 @@ def test_the_function_solves_the_damped_system(solver: ng.Solver | None, damping
 def test_without_damping_a_singular_metric_gives_the_minimum_norm_step(solver: ng.Solver | None) -> None:
     root = draw(7, 3)
     g = root @ draw(3, seed=1)  # in the range
-    found = ng.natural_gradient(ng.operators.LowRank(root), g, solver=solver).value
+    found = ng.natural_gradient(ng.operators.LowRankOperator(root), g, solver=solver).value
     assert_close(found, torch.linalg.pinv(root @ root.T, hermitian=True) @ g, 1e-9)
 
 

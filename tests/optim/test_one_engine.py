@@ -126,7 +126,7 @@ class Spectral(ng.Rule):
     needs_form = False
 
     def prepare(self, metric: ng.Operator, level: float) -> dict[str, Tensor]:
-        if not isinstance(metric, ng.operators.Kronecker):
+        if not isinstance(metric, ng.operators.KroneckerOperator):
             return {}
         values, vectors = torch.linalg.eigh(metric.right)
         return {"root": (vectors * (values.clamp(min=0) + 1e-3).rsqrt()) @ vectors.mT}

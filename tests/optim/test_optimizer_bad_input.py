@@ -311,7 +311,7 @@ class Overflow(ng.Metric):
     """A metric whose matrix is not finite."""
 
     def at(self, params, inputs, *, random=None):
-        return ng.operators.Dense(torch.full((31, 31), NAN, dtype=torch.float64))
+        return ng.operators.DenseOperator(torch.full((31, 31), NAN, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("solver", [ng.Direct(), ng.CG(), ng.SampleSpace(), ng.Auto()], ids=kind)
@@ -341,9 +341,9 @@ def test_a_metric_that_is_not_finite_neither_moves_parameters_nor_poisons_state(
 
 
 def test_the_function_refuses_a_metric_and_a_gradient_that_are_not_finite() -> None:
-    G, g = ng.operators.Dense(torch.eye(3).double()), torch.ones(3).double()
+    G, g = ng.operators.DenseOperator(torch.eye(3).double()), torch.ones(3).double()
     with pytest.raises(ValueError, match="operator is not finite"):
-        ng.natural_gradient(ng.operators.Dense(NAN * torch.eye(3).double()), g)
+        ng.natural_gradient(ng.operators.DenseOperator(NAN * torch.eye(3).double()), g)
     with pytest.raises(ValueError, match=r"(rhs|gradient) is not finite"):
         ng.natural_gradient(G, g * NAN)
     with pytest.raises(ValueError, match=r"damping is -1\.0, expected"):

@@ -109,7 +109,7 @@ def test_blocks_that_cannot_be_kept_or_inverted_are_named_at_the_first_step(kind
 
 def test_operators_within_operators_come_back_with_their_facts():
     inner = OwnMatrix(torch.eye(2, dtype=F64), 3.0).declare(nats=2.0)
-    block = ng.operators.Block([inner, 2.0 * inner])
+    block = ng.operators.BlockOperator([inner, 2.0 * inner])
     found = unpack_operator(pack_operator(block))
     assert_close(found.dense(), block.dense())
     assert found.nats == 2.0

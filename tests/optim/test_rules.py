@@ -24,7 +24,7 @@ DAMPING = 0.5
 def model(rate: float = 1.0, nats: float = 1.0, loss: float = 3.0) -> Quadratic:
     """The quadratic model of a loss with its damped natural step as the proposal."""
     d = -rate * torch.linalg.solve(G + DAMPING * torch.eye(3).to(G), GRADIENT)
-    return Quadratic(GRADIENT, ng.operators.Dense(G), DAMPING, FlatStep(d, G @ d), nats, loss)
+    return Quadratic(GRADIENT, ng.operators.DenseOperator(G), DAMPING, FlatStep(d, G @ d), nats, loss)
 
 
 def true_loss(d: Tensor) -> float:

@@ -14,7 +14,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.operators import Dense
+from natgrad.operators import DenseOperator
 from natgrad.rules import FlatStep, Quadratic
 
 G = torch.diag(torch.tensor([4.0, 1.0, 0.25, 0.1], dtype=F64))
@@ -40,9 +40,9 @@ class Known:
 
 def model(loss: float = 0.0, dimension: int = 3, damping: float = 0.05, rate: float = 1.0) -> Quadratic:
     """The quadratic model with the Krylov solution as its proposal."""
-    solution = ng.KrylovSubspace(dimension).solve(Dense(G), g, damping=damping)
+    solution = ng.KrylovSubspace(dimension).solve(DenseOperator(G), g, damping=damping)
     proposal = FlatStep(-rate * solution.value, -rate * (solution.image - damping * solution.value))
-    return Quadratic(g, Dense(G), damping, proposal, 1.0, loss, basis=solution.basis)
+    return Quadratic(g, DenseOperator(G), damping, proposal, 1.0, loss, basis=solution.basis)
 
 
 def bent(d: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_a_bad_start_and_losses_that_are_not_finite_are_rejections(rate):
 def test_what_the_search_needs_is_named():
     rule = ng.SubspaceSearch()
     with pytest.raises(ValueError, match="KrylovSubspace"):
-        rule.step(Quadratic(g, Dense(G), 0.1, model().proposal), Known(bent), {})
+        rule.step(Quadratic(g, DenseOperator(G), 0.1, model().proposal), Known(bent), {})
     with pytest.raises(ValueError, match="gradient of the loss"):
         rule.step(model(), lambda d: 0.0, {})
     with pytest.raises(ValueError, match="re-evaluates the loss"):
@@ -109,10 +109,10 @@ def test_what_the_search_needs_is_named():
 def cg_model(loss_at, keep: float | None = 1.01, rate: float = 1.0) -> tuple[Quadratic, list[Tensor]]:
     matrix = torch.diag(torch.logspace(0, 3, 12, dtype=F64))
     b = draw(12, seed=3)
-    solution = ng.CG(rtol=0, max_steps=9, keep=keep).solve(Dense(matrix), b, damping=0.1)
+    solution = ng.CG(rtol=0, max_steps=9, keep=keep).solve(DenseOperator(matrix), b, damping=0.1)
     steps = [FlatStep(-rate * i.value, -rate * (i.image - 0.1 * i.value)) for i in (*solution.iterates, solution)]
     earlier = [lambda s=s: s for s in steps[:-1]]
-    made = Quadratic(b, Dense(matrix), 0.1, steps[-1], 1.0, loss_at(torch.zeros(12, dtype=F64)), None, earlier)
+    made = Quadratic(b, DenseOperator(matrix), 0.1, steps[-1], 1.0, loss_at(torch.zeros(12, dtype=F64)), None, earlier)
     return made, [s.vector for s in steps]
 
 
@@ -120,13 +120,13 @@ def test_cg_keeps_the_iterates_it_passed_with_their_images():
     matrix, b = torch.diag(torch.logspace(0, 3, 12, dtype=F64)), 1e3 * draw(12, seed=3)
     passed = []
     solver = ng.CG(rtol=0, max_steps=11, keep=1.3, callback=lambda i, x, r: passed.append(x.clone()))
-    solution = solver.solve(Dense(matrix), b, damping=0.1)
+    solution = solver.solve(DenseOperator(matrix), b, damping=0.1)
     assert [any(torch.equal(i.value, x) for x in passed) for i in solution.iterates] == [True] * len(solution.iterates)
     expected = [1, 2, 3, 4, 6, 8]  # each at least 1.3 times the last; 11 is the solution itself
     assert [i for i, x in enumerate(passed, 1) if any(torch.equal(x, k.value) for k in solution.iterates)] == expected
     for iterate_ in solution.iterates:
         assert_close(iterate_.image, matrix @ iterate_.value + 0.1 * iterate_.value, 1e-9)
-    assert ng.CG(max_steps=5).solve(Dense(matrix), b).iterates == ()
+    assert ng.CG(max_steps=5).solve(DenseOperator(matrix), b).iterates == ()
     with pytest.raises(ValueError, match="keep is 1"):
         ng.CG(keep=1.0)
 

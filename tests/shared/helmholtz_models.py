@@ -10,7 +10,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications.helmholtz import Bidirectional, Classic, Reweighted
-from natgrad.applications.helmholtz.logistic_rows import Rows
+from natgrad.applications.helmholtz.logistic_rows import LogisticRows
 from natgrad.operators import SharedRows
 
 BITS = torch.tensor([[1.0, 0, 1], [1, 1, 0], [0, 0, 1], [0, 1, 1]])
@@ -42,13 +42,13 @@ def data(kind: str) -> Tensor:
     return (2 * BITS - 1 if kind == "signs" else BITS).to(F64)
 
 
-def some_rows(count: int, columns: int) -> Rows:
+def some_rows(count: int, columns: int) -> LogisticRows:
     generator = torch.Generator().manual_seed(4)
     weights = torch.rand(count, dtype=F64, generator=generator) ** 4
     inputs = torch.randn(count, columns, dtype=F64, generator=generator)
     slopes = torch.rand(count, 2, dtype=F64, generator=generator)
-    return Rows(inputs, slopes, slopes, weights / (2 * weights.sum()), None)
+    return LogisticRows(inputs, slopes, slopes, weights / (2 * weights.sum()), None)
 
 
-def fisher(rows: Rows) -> SharedRows:
+def fisher(rows: LogisticRows) -> SharedRows:
     return SharedRows(rows.inputs, (rows.slopes * rows.weights.unsqueeze(1)).mT)

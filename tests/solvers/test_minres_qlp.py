@@ -12,7 +12,7 @@ import torch
 from scipy.sparse.linalg import minres
 from torch import Tensor
 
-from natgrad.operators import Diagonal, Operator
+from natgrad.operators import DiagonalOperator, Operator
 from natgrad.solvers import MinresQLP, Status
 from natgrad.testing import check_solver
 
@@ -22,7 +22,7 @@ N = 60
 
 
 class Symmetric(Operator):
-    """Any symmetric matrix, which `operators.Dense` is not there for, and a count of the products."""
+    """Any symmetric matrix, which `operators.DenseOperator` is not there for, and a count of the products."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix, self.products = matrix, 0
@@ -134,7 +134,7 @@ def test_inconsistent_by_a_little(nullity: float) -> None:
     b = normal()
     b[:15] *= nullity
     x = torch.where(values > 0, b / values.clamp(min=1), 0)
-    found = MinresQLP(rtol=1e-12, max_steps=400).solve(Diagonal(values), b)
+    found = MinresQLP(rtol=1e-12, max_steps=400).solve(DiagonalOperator(values), b)
     assert found.status is Status.LEAST_SQUARES
     assert error(found.value, x) < 1e-6
 
@@ -167,7 +167,7 @@ def test_the_qlp_phase_keeps_what_the_recurrence_promises_and_refinement_makes_u
 def test_by_hand() -> None:
     b = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     values = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
-    found = MinresQLP().solve(Diagonal(values), b)
+    found = MinresQLP().solve(DiagonalOperator(values), b)
     torch.testing.assert_close(found.value, torch.tensor([0.5, 2.0, 0.0], dtype=torch.float64))
     torch.testing.assert_close(found.image, torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64))
 
@@ -177,7 +177,7 @@ def test_trivial_systems(size: int) -> None:
     b = torch.arange(1.0, size + 1, dtype=torch.float64)
     nothing = MinresQLP().solve(Symmetric(torch.eye(size, dtype=torch.float64)), torch.zeros_like(b))
     assert (nothing.status, nothing.steps, float(nothing.value.abs().sum())) == (Status.CONVERGED, 0, 0.0)
-    zero = MinresQLP().solve(Diagonal(torch.zeros_like(b)), b)
+    zero = MinresQLP().solve(DiagonalOperator(torch.zeros_like(b)), b)
     assert zero.status is Status.LEAST_SQUARES
     assert not zero.value.any()
     assert float(zero.residual) == float(b.norm())
@@ -185,7 +185,7 @@ def test_trivial_systems(size: int) -> None:
     torch.testing.assert_close(one.value, b)
     half = MinresQLP(rtol=1e-14).solve(Same(size), b, damping=1.0)
     torch.testing.assert_close(half.value, b / 2)
-    minus = MinresQLP(rtol=1e-14).solve(Diagonal(torch.zeros_like(b)), -b, damping=0.25)
+    minus = MinresQLP(rtol=1e-14).solve(DiagonalOperator(torch.zeros_like(b)), -b, damping=0.25)
     torch.testing.assert_close(minus.value, -4 * b)
 
 
@@ -214,9 +214,9 @@ def test_damping_shifts_the_operator(name: str, damping: float) -> None:
 
 def preconditioners(values: Tensor) -> dict[str, Operator]:
     return {
-        "exact": Diagonal(1 / values.abs()),
-        "rough": Diagonal((1 + torch.rand(len(values), dtype=torch.float64)) / values.abs()),
-        "scaled identity": Diagonal(torch.full_like(values, 1e3)),
+        "exact": DiagonalOperator(1 / values.abs()),
+        "rough": DiagonalOperator((1 + torch.rand(len(values), dtype=torch.float64)) / values.abs()),
+        "scaled identity": DiagonalOperator(torch.full_like(values, 1e3)),
     }
 
 
@@ -226,7 +226,7 @@ def test_preconditioner_changes_the_path_and_not_the_end(name: str, signs: str) 
     values = torch.logspace(-3, 1, N, dtype=torch.float64)
     values[::3] *= -1 if signs == "indefinite" else 1
     b = normal()
-    plain = MinresQLP(rtol=1e-9, max_steps=2000).solve(Diagonal(values.abs()), b)
+    plain = MinresQLP(rtol=1e-9, max_steps=2000).solve(DiagonalOperator(values.abs()), b)
     solver = MinresQLP(rtol=1e-9, max_steps=2000, preconditioner=preconditioners(values)[name])
     found = solver.solve(Symmetric(torch.diag(values)), b)
     assert found.status is Status.CONVERGED
@@ -240,15 +240,15 @@ def test_preconditioner_changes_the_path_and_not_the_end(name: str, signs: str) 
 
 def test_preconditioner_and_damping() -> None:
     values, b = torch.logspace(-3, 1, N, dtype=torch.float64), normal()
-    solver = MinresQLP(rtol=1e-12, preconditioner=Diagonal(1 / (values + 0.1)))
-    found = solver.solve(Diagonal(values), b, damping=0.1)
+    solver = MinresQLP(rtol=1e-12, preconditioner=DiagonalOperator(1 / (values + 0.1)))
+    found = solver.solve(DiagonalOperator(values), b, damping=0.1)
     assert found.steps == 2
     torch.testing.assert_close(found.value, b / (values + 0.1))
 
 
 def test_preconditioned_least_squares_is_that_of_the_scaled_problem() -> None:
     a, b, p = matrix(SINGULAR["indefinite"]), normal(), 0.5 + torch.rand(N, dtype=torch.float64)
-    found = MinresQLP(rtol=1e-12, max_steps=400, preconditioner=Diagonal(p)).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-12, max_steps=400, preconditioner=DiagonalOperator(p)).solve(Symmetric(a), b)
     half = p.sqrt()
     expected = half * (pinv(half.unsqueeze(1) * a * half) @ (half * b))
     assert found.status is Status.LEAST_SQUARES
@@ -400,7 +400,7 @@ def test_norm_limit() -> None:
 def test_condition_limit_leaves_out_what_exceeds_it() -> None:
     values = torch.cat([spread(1, 2, N - 1), torch.full((1,), 1e-9, dtype=torch.float64)])
     b = normal()
-    found = MinresQLP(rtol=1e-13, max_steps=400, max_condition=1e4, null_rtol=0).solve(Diagonal(values), b)
+    found = MinresQLP(rtol=1e-13, max_steps=400, max_condition=1e4, null_rtol=0).solve(DiagonalOperator(values), b)
     assert found.status is Status.ILL_CONDITIONED
     assert found.extra["condition"] <= 1e4
     assert float(found.residual) == pytest.approx(abs(float(b[-1])), rel=1e-6)

@@ -11,7 +11,7 @@ from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
 import natgrad as ng
-from natgrad.operators import Dense
+from natgrad.operators import DenseOperator
 from natgrad.structures import StructurePreconditioner
 from natgrad.structures.preconditioners import probed_diagonal, safe_power
 
@@ -96,7 +96,7 @@ def test_probes_are_drawn_anew_at_every_step():
 
 def test_metrics_without_labels_are_probed_by_products():
     matrix = torch.diag(torch.tensor([3.0, 1.0, 2.0], dtype=F64))
-    assert_close(probed_diagonal(Dense(matrix) + Dense(matrix), 1), 2 * matrix.diagonal(), 1e-14)
+    assert_close(probed_diagonal(DenseOperator(matrix) + DenseOperator(matrix), 1), 2 * matrix.diagonal(), 1e-14)
     model = mlp(3, 4, 2)
     params, metric = ng.trainable(model), ng.gauss_newton(model, lambda r, t: (r - t).pow(4).mean())
     data = X, draw(8, 2)

@@ -41,5 +41,5 @@ def test_single_precision_with_damping_below_round_off_stays_bounded(damping):
 def test_a_low_rank_pseudo_inverse_keeps_its_digits():
     root = draw(8, 3)
     rhs = root @ draw(3, seed=1)
-    found = ng.operators.LowRank(root).inverse(0.0).mv(rhs)
+    found = ng.operators.LowRankOperator(root).inverse(0.0).mv(rhs)
     assert_close(found, torch.linalg.pinv(root @ root.mT) @ rhs, 1e-11)

@@ -9,7 +9,7 @@ import torch
 from models import F64, draw
 from torch import Tensor
 
-from natgrad.operators import Dense, Diagonal, LowRank, Operator
+from natgrad.operators import DenseOperator, DiagonalOperator, LowRankOperator, Operator
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace, Solver, Status
 from natgrad.solvers.base import find_power_of_two
 
@@ -36,13 +36,16 @@ ALLOWED = {torch.float32: 1e-3, F64: 1e-4}  # the loosest tolerance of the table
 def operators(spectrum: str, scale: float, dtype: torch.dtype) -> dict[str, Operator]:
     turn, values = torch.linalg.qr(draw(SIZE, SIZE))[0], SPECTRA[spectrum] * scale
     root = (turn * values.sqrt()).to(dtype)
-    return {"Dense": Dense.from_symmetric(((turn * values) @ turn.mT).to(dtype)), "LowRank": LowRank(root)}
+    return {
+        "Dense": DenseOperator.from_symmetric(((turn * values) @ turn.mT).to(dtype)),
+        "LowRank": LowRankOperator(root),
+    }
 
 
 def true_ratio(operator: Operator, value: Tensor, rhs: Tensor, damping: float) -> float:
     """|b - (G + damping I) x| / |b| in float64."""
     x, b = value.double(), rhs.double()
-    root = operator.root() if isinstance(operator, LowRank) else None
+    root = operator.root() if isinstance(operator, LowRankOperator) else None
     image = operator.dense().double() @ x if root is None else root.double() @ (root.double().mT @ x)
     return float(((b - image - damping * x) / b.abs().max()).norm() / (b / b.abs().max()).norm())
 
@@ -72,7 +75,7 @@ def test_converged_means_a_small_residual(solver, dtype, size):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_solution_too_large_for_its_dtype_is_none_and_says_so(solver):
-    found = SOLVERS[solver].solve(Diagonal(torch.full((3,), 1e-30)), torch.full((3,), 1e20))
+    found = SOLVERS[solver].solve(DiagonalOperator(torch.full((3,), 1e-30)), torch.full((3,), 1e20))
     assert found.status is Status.NON_FINITE
     assert not found.value.any()
     assert math.isclose(float(found.residual), 1e20 * 3**0.5, rel_tol=1e-5)
@@ -80,7 +83,7 @@ def test_a_solution_too_large_for_its_dtype_is_none_and_says_so(solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_solution_too_small_for_its_dtype_is_not_converged(solver):
-    found = SOLVERS[solver].solve(Diagonal(torch.full((3,), 1e30)), torch.full((3,), 1e-25))
+    found = SOLVERS[solver].solve(DiagonalOperator(torch.full((3,), 1e30)), torch.full((3,), 1e-25))
     assert found.status is not Status.CONVERGED
     assert math.isclose(float(found.residual), 1e-25 * 3**0.5, rel_tol=1e-5)
 

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian
 from natgrad.metrics import fisher, gauss_newton
-from natgrad.operators import Block, Dense, Diagonal, Kronecker, LowRank, Operator
+from natgrad.operators import (
+    BlockOperator,
+    DenseOperator,
+    DiagonalOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    Operator,
+)
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, SampleSpace, Status
 from natgrad.spaces import trainable
 from natgrad.testing import check_solver
@@ -44,16 +51,16 @@ def test_every_solver_is_sound_on_the_standard_table(name):
 
 
 OPERATORS = {
-    "dense": lambda: Dense(spd(6)),
-    "dense, rank deficient": lambda: Dense(psd(7, 3)),
-    "dense, zero": lambda: Dense(torch.zeros(3, 3, dtype=F64)),
-    "diagonal with zeros": lambda: Diagonal(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
-    "low rank": lambda: LowRank(draw(8, 2)),
-    "low rank, wide": lambda: LowRank(draw(3, 8)),
-    "kronecker": lambda: Kronecker(spd(2), psd(3, 2)),
-    "block": lambda: Block([Dense(spd(2)), LowRank(draw(4, 1))]),
-    "sum": lambda: Dense(spd(4)) + LowRank(draw(4, 2)),
-    "scaled": lambda: 3.0 * LowRank(draw(5, 2)),
+    "dense": lambda: DenseOperator(spd(6)),
+    "dense, rank deficient": lambda: DenseOperator(psd(7, 3)),
+    "dense, zero": lambda: DenseOperator(torch.zeros(3, 3, dtype=F64)),
+    "diagonal with zeros": lambda: DiagonalOperator(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
+    "low rank": lambda: LowRankOperator(draw(8, 2)),
+    "low rank, wide": lambda: LowRankOperator(draw(3, 8)),
+    "kronecker": lambda: KroneckerOperator(spd(2), psd(3, 2)),
+    "block": lambda: BlockOperator([DenseOperator(spd(2)), LowRankOperator(draw(4, 1))]),
+    "sum": lambda: DenseOperator(spd(4)) + LowRankOperator(draw(4, 2)),
+    "scaled": lambda: 3.0 * LowRankOperator(draw(5, 2)),
     "pullback, fewer rows than parameters": lambda: metric_of("mlp"),
     "pullback, conv": lambda: metric_of("conv2d"),
     "pullback, tied": lambda: metric_of("sequence, tied"),
@@ -76,11 +83,13 @@ def test_every_solver_solves_every_operator(solver, operator, damping):
 
 
 SINGULAR = {
-    "dense": lambda: Dense(psd(7, 3)),
-    "low rank": lambda: LowRank(draw(8, 2)),
-    "kronecker": lambda: Kronecker(psd(3, 1), psd(4, 2)),
-    "block": lambda: Block([Diagonal(torch.tensor([0.0, 2.0], dtype=F64)), LowRank(draw(4, 1))]),
-    "zero": lambda: Dense(torch.zeros(3, 3, dtype=F64)),
+    "dense": lambda: DenseOperator(psd(7, 3)),
+    "low rank": lambda: LowRankOperator(draw(8, 2)),
+    "kronecker": lambda: KroneckerOperator(psd(3, 1), psd(4, 2)),
+    "block": lambda: BlockOperator(
+        [DiagonalOperator(torch.tensor([0.0, 2.0], dtype=F64)), LowRankOperator(draw(4, 1))]
+    ),
+    "zero": lambda: DenseOperator(torch.zeros(3, 3, dtype=F64)),
     "fisher of fewer examples than parameters": lambda: metric_of("mlp"),
     "fisher, classes": lambda: metric_of("tied"),
 }
@@ -103,7 +112,7 @@ def test_a_rank_deficient_metric_gives_the_minimum_norm_step(solver, operator):
 def test_an_inconsistent_system_gets_the_least_squares_solution_and_says_so(solver):
     """The residual is the part of b outside the range of G."""
     matrix, rhs = psd(7, 3), draw(7, seed=4)
-    solution = SOLVERS[solver].solve(Dense(matrix), rhs)
+    solution = SOLVERS[solver].solve(DenseOperator(matrix), rhs)
     pseudo = torch.linalg.pinv(matrix, hermitian=True, rtol=1e-12)
     assert_close(solution.value, pseudo @ rhs, 1e-10)
     assert_close(solution.residual, (rhs - matrix @ (pseudo @ rhs)).norm(), 1e-10)
@@ -141,7 +150,7 @@ def test_sample_space_and_parameter_space_agree(shape, damping):
 @pytest.mark.parametrize("damping", [1e-10, 1e-8])
 def test_refinement_brings_back_the_digits_that_small_damping_cancels(damping):
     factor, rhs = draw(40, 5), draw(40, seed=2)
-    solution = SampleSpace().solve(LowRank(factor), rhs, damping=damping)
+    solution = SampleSpace().solve(LowRankOperator(factor), rhs, damping=damping)
     u, s, _ = torch.linalg.svd(factor, full_matrices=True)
     spectrum = torch.zeros(40, dtype=F64)
     spectrum[:5] = s.square()
@@ -150,7 +159,7 @@ def test_refinement_brings_back_the_digits_that_small_damping_cancels(damping):
 
 def test_sample_space_needs_a_root():
     with pytest.raises(ValueError, match="no root U with G = U U\\^T"):
-        SampleSpace().solve(Dense(spd(3)).shift(0.1), draw(3))
+        SampleSpace().solve(DenseOperator(spd(3)).shift(0.1), draw(3))
 
 
 # Conjugate gradients.
@@ -160,9 +169,9 @@ def test_cg_ends_after_as_many_steps_as_there_are_eigenvalues():
     values = torch.tensor([1.0, 1, 1, 2, 2, 5, 5, 5, 9], dtype=F64)
     q, _ = torch.linalg.qr(draw(9, 9))
     matrix = q @ torch.diag(values) @ q.mT
-    solution = CG(rtol=1e-12).solve(Dense((matrix + matrix.mT) / 2), draw(9, seed=1))
+    solution = CG(rtol=1e-12).solve(DenseOperator((matrix + matrix.mT) / 2), draw(9, seed=1))
     assert solution.status is Status.CONVERGED
-    assert len(steps_of(CG(rtol=1e-12), Dense((matrix + matrix.mT) / 2), draw(9, seed=1))) == 4
+    assert len(steps_of(CG(rtol=1e-12), DenseOperator((matrix + matrix.mT) / 2), draw(9, seed=1))) == 4
 
 
 def steps_of(choices: CG, operator: Operator, rhs: Tensor, damping: float = 0.0) -> list[tuple[int, Tensor, float]]:
@@ -176,7 +185,7 @@ def steps_of(choices: CG, operator: Operator, rhs: Tensor, damping: float = 0.0)
 
 
 def test_the_callback_sees_every_iterate_with_its_residual():
-    operator, rhs = Dense(spd(8)), draw(8, seed=1)
+    operator, rhs = DenseOperator(spd(8)), draw(8, seed=1)
     seen = steps_of(CG(rtol=1e-8), operator, rhs)
     assert [step for step, _, _ in seen] == list(range(1, len(seen) + 1))
     for _, x, residual in seen:
@@ -186,21 +195,21 @@ def test_the_callback_sees_every_iterate_with_its_residual():
 
 
 def test_the_quadratic_model_falls_with_every_step():
-    operator, rhs = Dense(spd(12)), draw(12, seed=1)
+    operator, rhs = DenseOperator(spd(12)), draw(12, seed=1)
     models = [float(x @ (operator @ x) / 2 - rhs @ x) for _, x, _ in steps_of(CG(rtol=1e-10), operator, rhs)]
     assert all(b <= a + 1e-12 for a, b in zip([0.0, *models], models, strict=False))
 
 
 def test_the_budget_is_kept():
-    solution = CG(rtol=0.0, max_steps=3).solve(Dense(spd(8)), draw(8, seed=1))
+    solution = CG(rtol=0.0, max_steps=3).solve(DenseOperator(spd(8)), draw(8, seed=1))
     assert solution.status is Status.MAX_STEPS
     assert solution.steps >= 3
-    assert len(steps_of(CG(rtol=0.0, max_steps=3), Dense(spd(8)), draw(8, seed=1))) == 3
+    assert len(steps_of(CG(rtol=0.0, max_steps=3), DenseOperator(spd(8)), draw(8, seed=1))) == 3
 
 
 def test_martens_stop_ends_where_the_model_falls_no_more():
     """Checked over the last max(10, step / 10) steps: relative progress below k times the setting."""
-    operator, rhs = Dense(hilbert(30)), draw(30, seed=1)
+    operator, rhs = DenseOperator(hilbert(30)), draw(30, seed=1)
     choices = CG(rtol=0.0, max_steps=500, progress=5e-4)
     assert choices.solve(operator, rhs, damping=1e-4).status is Status.STALLED
     models = [0.0] + [
@@ -223,22 +232,24 @@ def hilbert(n: int, dtype: torch.dtype = F64) -> Tensor:
 
 
 def test_the_inverse_as_preconditioner_needs_one_step():
-    operator, rhs = Dense(spd(9)), draw(9, seed=1)
+    operator, rhs = DenseOperator(spd(9)), draw(9, seed=1)
     assert len(steps_of(CG(rtol=1e-9, preconditioner=operator.inverse(0.3)), operator, rhs, 0.3)) == 1
 
 
 def test_a_diagonal_preconditioner_helps_a_badly_scaled_metric():
     scales = torch.logspace(-3, 3, 20, dtype=F64)
     matrix = scales.unsqueeze(1) * (torch.eye(20, dtype=F64) + 0.02 * spd(20)) * scales
-    operator, rhs = Dense(matrix), draw(20, seed=1)
+    operator, rhs = DenseOperator(matrix), draw(20, seed=1)
     plain = CG(rtol=1e-8, max_steps=1000).solve(operator, rhs)
-    jacobi = CG(rtol=1e-8, max_steps=1000, preconditioner=Diagonal(operator.diagonal()).inverse()).solve(operator, rhs)
+    jacobi = CG(rtol=1e-8, max_steps=1000, preconditioner=DiagonalOperator(operator.diagonal()).inverse()).solve(
+        operator, rhs
+    )
     assert jacobi.status is Status.CONVERGED
     assert jacobi.steps < plain.steps / 2
 
 
 def test_a_guess_is_a_start():
-    operator, rhs = Dense(spd(9)), draw(9, seed=1)
+    operator, rhs = DenseOperator(spd(9)), draw(9, seed=1)
     exact = Direct().solve(operator, rhs, damping=0.1).value
     guess = exact.clone()
     started = CG(rtol=1e-8).solve(operator, rhs, damping=0.1, guess=guess)
@@ -263,7 +274,7 @@ def test_cg_writes_over_its_own_vectors_only():
     """Not over the right-hand side, the guess, or a product that the operator still holds."""
     rhs, guess = draw(9, seed=1), draw(9, seed=2)
     kept = rhs.clone(), guess.clone()
-    for operator in (Passing(9), Dense(spd(9))):
+    for operator in (Passing(9), DenseOperator(spd(9))):
         solution = CG(rtol=1e-12).solve(operator, rhs, damping=0.5, guess=guess)
         assert_close(solution.value, Direct().solve(operator, rhs, damping=0.5).value, 1e-9)
         assert torch.equal(rhs, kept[0])
@@ -273,7 +284,7 @@ def test_cg_writes_over_its_own_vectors_only():
 def test_negative_curvature_ends_the_run_with_a_vector_that_is_no_worse_than_zero():
     q, _ = torch.linalg.qr(draw(6, 6))
     matrix = q @ torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, -0.4], dtype=F64)) @ q.mT
-    operator, rhs = Dense((matrix + matrix.mT) / 2), draw(6, seed=1)
+    operator, rhs = DenseOperator((matrix + matrix.mT) / 2), draw(6, seed=1)
     solution = CG(rtol=1e-10).solve(operator, rhs)
     assert solution.status is Status.NEGATIVE_CURVATURE
     assert solution.residual <= rhs.norm()
@@ -282,7 +293,10 @@ def test_negative_curvature_ends_the_run_with_a_vector_that_is_no_worse_than_zer
 
 
 def test_after_a_breakdown_the_iterate_of_smallest_residual_is_kept():
-    operator, rhs = Diagonal(torch.tensor([1e-3, 1.0, 0.0], dtype=F64)), torch.tensor([1e-2, 1.0, 1.0], dtype=F64)
+    operator, rhs = (
+        DiagonalOperator(torch.tensor([1e-3, 1.0, 0.0], dtype=F64)),
+        torch.tensor([1e-2, 1.0, 1.0], dtype=F64),
+    )
     seen = steps_of(CG(rtol=1e-12), operator, rhs)
     solution = CG(rtol=1e-12).solve(operator, rhs)
     assert solution.status is Status.NEGATIVE_CURVATURE  # b lies partly outside the range
@@ -312,11 +326,11 @@ def test_an_overflow_ends_the_run_with_the_last_finite_vector(good):
 
 
 NON_FINITE = {
-    "dense": lambda: Dense(torch.full((3, 3), torch.nan, dtype=F64)),
-    "diagonal": lambda: Diagonal(torch.tensor([1.0, torch.inf, torch.nan], dtype=F64)),
-    "low rank": lambda: LowRank(torch.full((3, 1), torch.nan, dtype=F64)),
-    "low rank, infinite": lambda: LowRank(torch.full((3, 2), torch.inf, dtype=F64)),
-    "kronecker": lambda: Kronecker(torch.full((1, 1), torch.nan, dtype=F64), spd(3)),
+    "dense": lambda: DenseOperator(torch.full((3, 3), torch.nan, dtype=F64)),
+    "diagonal": lambda: DiagonalOperator(torch.tensor([1.0, torch.inf, torch.nan], dtype=F64)),
+    "low rank": lambda: LowRankOperator(torch.full((3, 1), torch.nan, dtype=F64)),
+    "low rank, infinite": lambda: LowRankOperator(torch.full((3, 2), torch.inf, dtype=F64)),
+    "kronecker": lambda: KroneckerOperator(torch.full((1, 1), torch.nan, dtype=F64), spd(3)),
 }
 
 
@@ -332,7 +346,7 @@ def test_a_metric_that_is_not_finite_never_raises(solver, operator, damping):
 def test_cg_residual_is_what_it_says_in_float32():
     """The recurred residual drifts from b - A x; what is reported must not."""
     matrix, rhs = hilbert(12, torch.float32), torch.ones(12)
-    solution = CG(rtol=1e-5, max_steps=49).solve(Dense(matrix), rhs, damping=1e-6)
+    solution = CG(rtol=1e-5, max_steps=49).solve(DenseOperator(matrix), rhs, damping=1e-6)
     exact = (rhs.double() - matrix.double() @ solution.value.double() - 1e-6 * solution.value.double()).norm()
     # one product in float32 is off by up to n eps |A| |x|
     allowed = 12 * torch.finfo(torch.float32).eps * float(matrix.norm() * solution.value.norm())
@@ -344,7 +358,7 @@ def test_cg_residual_is_what_it_says_in_float32():
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_results_keep_the_dtype(solver, dtype):
-    solution = SOLVERS[solver].solve(Dense(spd(4).to(dtype)), torch.ones(4, dtype=dtype), damping=0.1)
+    solution = SOLVERS[solver].solve(DenseOperator(spd(4).to(dtype)), torch.ones(4, dtype=dtype), damping=0.1)
     assert solution.value.dtype == solution.image.dtype == solution.residual.dtype == dtype
 
 
@@ -352,7 +366,7 @@ def test_results_keep_the_dtype(solver, dtype):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_solution_scales_with_the_right_hand_side(solver, scale):
     """Also where the squares of float32 numbers under- or overflow."""
-    operator, rhs = Dense(spd(6).float()), draw(6, seed=1).float()
+    operator, rhs = DenseOperator(spd(6).float()), draw(6, seed=1).float()
     unit = SOLVERS[solver].solve(operator, rhs, damping=0.1)
     found = SOLVERS[solver].solve(operator, scale * rhs, damping=0.1)
     assert_close(found.value / scale, unit.value, 1e-3)  # float32
@@ -371,11 +385,11 @@ def test_choices_are_values(solver):
 # The automatic choice.
 
 CHOICES = {
-    "a closed form": (lambda: LowRank(draw(8, 2)), Direct),
-    "a small matrix": (lambda: Dense(spd(5)), Direct),
+    "a closed form": (lambda: LowRankOperator(draw(8, 2)), Direct),
+    "a small matrix": (lambda: DenseOperator(spd(5)), Direct),
     "fewer rows than parameters": (lambda: metric_of("mlp"), SampleSpace),
     "more rows than parameters": (lambda: gaussian_fit(60), Direct),
-    "no closed form, small": (lambda: Dense(spd(4)) + LowRank(draw(4, 2)), Direct),
+    "no closed form, small": (lambda: DenseOperator(spd(4)) + LowRankOperator(draw(4, 2)), Direct),
     "chunked, small": (lambda: metric_of("mlp", 2), Direct),
     "no root": (lambda: plain_loss(), Direct),
 }
@@ -434,10 +448,10 @@ def test_a_warm_start_never_ends_worse_than_a_cold_one_at_equal_residual(solver)
         return float(0.5 * x @ matrix @ x - b @ x)
 
     answer = torch.linalg.solve(matrix, b)
-    cold = solver.solve(Dense(matrix), b)
+    cold = solver.solve(DenseOperator(matrix), b)
     for size, scale in ((1e-3, 1.0), (0.3, 0.95), (30.0, 1.0), (1e6, 1.0)):
         guess = scale * answer + size * draw(30, seed=5)
-        warm = solver.solve(Dense(matrix), b, guess=guess)
+        warm = solver.solve(DenseOperator(matrix), b, guess=guess)
         assert float(warm.residual) <= 1e-6 * float(b.norm())
         assert phi(warm.value) - phi(answer) <= phi(cold.value) - phi(answer) + 1e-9 * abs(phi(answer))
         if phi(guess) >= 0 and isinstance(solver, CG):
@@ -449,13 +463,13 @@ def test_a_warm_start_within_a_budget_ends_no_higher_than_its_guess(budget):
     matrix, b = spd(30), draw(30, seed=4)
     guess = torch.linalg.solve(matrix, b) + 0.05 * draw(30, seed=6)
     for solver in (CG(rtol=0, max_steps=budget), KrylovSubspace(dimension=budget)):
-        warm = solver.solve(Dense(matrix), b, guess=guess).value
+        warm = solver.solve(DenseOperator(matrix), b, guess=guess).value
         start, end = (float(0.5 * x @ matrix @ x - b @ x) for x in (guess, warm))
         assert end <= start
 
 
 def test_an_indefinite_matrix_that_is_not_announced_is_solved_all_the_same():
     values = torch.tensor([-2.0, 1.0, 3.0], dtype=F64)
-    solution = Direct().solve(Dense(torch.diag(values)), torch.ones(3, dtype=F64))
+    solution = Direct().solve(DenseOperator(torch.diag(values)), torch.ones(3, dtype=F64))
     assert_close(solution.value, 1 / values, 1e-13)
     assert solution.status is Status.CONVERGED

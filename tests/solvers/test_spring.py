@@ -15,7 +15,7 @@ def test_without_a_guess_it_is_a_sound_solver():
 
 @pytest.mark.parametrize("solver", [ng.SampleSpace(), ng.Direct(), ng.CG(rtol=1e-12, max_steps=100)])
 def test_damping_pulls_to_the_guess(solver):
-    operator, rhs, guess, damping = ng.operators.LowRank(draw(8, 3)), draw(8, seed=1), draw(8, seed=2), 0.1
+    operator, rhs, guess, damping = ng.operators.LowRankOperator(draw(8, 3)), draw(8, seed=1), draw(8, seed=2), 0.1
     found = ng.solvers.Spring(solver).solve(operator, rhs, damping=damping, guess=guess)
     expected = ng.Direct().solve(operator, rhs + damping * guess, damping=damping)
     assert_close(found.value, expected.value, rtol=1e-8)

@@ -8,7 +8,7 @@ from models import F64, assert_close, draw
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.operators import Dense, Diagonal, Operator
+from natgrad.operators import DenseOperator, DiagonalOperator, Operator
 from natgrad.testing import check_solver
 
 
@@ -36,7 +36,7 @@ def test_it_is_a_sound_solver():
 @pytest.mark.parametrize("damping", [0.0, 0.3])
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
 def test_size_k_gives_the_kth_cg_iterate(size, damping):
-    G, b = Dense(spd(12)), draw(12, seed=2)
+    G, b = DenseOperator(spd(12)), draw(12, seed=2)
     ours = ng.KrylovSubspace(size).solve(G, b, damping=damping)
     cg = ng.CG(rtol=0, max_steps=size).solve(G, b, damping=damping)
     assert_close(ours.value, cg.value, 1e-9)
@@ -47,15 +47,15 @@ def test_size_k_gives_the_kth_cg_iterate(size, damping):
 @pytest.mark.parametrize("size", [1, 3, 6])
 def test_with_a_preconditioner_it_is_the_preconditioned_iterate(size):
     matrix, b = spd(12), draw(12, seed=2)
-    P = Diagonal(1 / (matrix.diagonal() + 0.1))
-    ours = ng.KrylovSubspace(size, preconditioner=P).solve(Dense(matrix), b, damping=0.1)
-    cg = ng.CG(rtol=0, max_steps=size, preconditioner=P).solve(Dense(matrix), b, damping=0.1)
+    P = DiagonalOperator(1 / (matrix.diagonal() + 0.1))
+    ours = ng.KrylovSubspace(size, preconditioner=P).solve(DenseOperator(matrix), b, damping=0.1)
+    cg = ng.CG(rtol=0, max_steps=size, preconditioner=P).solve(DenseOperator(matrix), b, damping=0.1)
     assert_close(ours.value, cg.value, 1e-9)
 
 
 def test_the_basis_is_orthonormal_in_float32_and_its_images_are_images():
     matrix = spd(200, 1e6).float()
-    basis = ng.KrylovSubspace(60).solve(Dense(matrix), draw(200).float()).basis
+    basis = ng.KrylovSubspace(60).solve(DenseOperator(matrix), draw(200).float()).basis
     assert basis is not None
     assert basis.vectors.shape == (60, 200)
     eye = torch.eye(60)
@@ -81,15 +81,15 @@ def test_a_guess_is_never_lost():
         return float(0.5 * x @ G @ x - b @ x)
 
     guess = torch.linalg.solve(G, b) + 1e-3 * draw(30, seed=7)
-    cold, warm = (ng.KrylovSubspace(4).solve(Dense(G), b, guess=g).value for g in (None, guess))
+    cold, warm = (ng.KrylovSubspace(4).solve(DenseOperator(G), b, guess=g).value for g in (None, guess))
     assert phi(warm) <= min(phi(cold), phi(guess)) + 1e-12
     assert phi(warm) < phi(cold)
-    useless = ng.KrylovSubspace(4).solve(Dense(G), b, guess=torch.zeros(30, dtype=F64))
+    useless = ng.KrylovSubspace(4).solve(DenseOperator(G), b, guess=torch.zeros(30, dtype=F64))
     assert_close(useless.value, cold, 1e-12)
 
 
 def test_a_guess_without_anything_new_does_not_make_the_space_complete():
-    G, b = Dense(spd(30)), draw(30, seed=1)
+    G, b = DenseOperator(spd(30)), draw(30, seed=1)
     for guess in (torch.zeros(30, dtype=F64), b, G @ b - 3 * b):
         solution = ng.KrylovSubspace(4).solve(G, b, guess=guess)
         assert solution.status is ng.Status.MAX_STEPS
@@ -100,15 +100,15 @@ def test_a_guess_without_anything_new_does_not_make_the_space_complete():
 def test_right_hand_sides_of_any_size_are_solved_in_float32(size):
     A, b = spd(12).float(), draw(12, seed=2).float()
     expected = torch.linalg.solve(A.double(), b.double())
-    solution = ng.KrylovSubspace(12).solve(Dense(A), size * b)
+    solution = ng.KrylovSubspace(12).solve(DenseOperator(A), size * b)
     assert_close(solution.value.double() / size, expected, 1e-4)
     assert float(solution.residual) <= 1e-4 * size * float(b.norm())
-    large = ng.KrylovSubspace(12).solve(Dense(1e20 * A), 1e10 * b)
+    large = ng.KrylovSubspace(12).solve(DenseOperator(1e20 * A), 1e10 * b)
     assert_close(1e10 * large.value.double(), expected, 1e-4)
 
 
 def test_an_invariant_space_ends_early_and_exactly():
-    G = Dense(torch.diag(torch.tensor([1.0, 1.0, 2.0, 3.0, 3.0], dtype=F64)))
+    G = DenseOperator(torch.diag(torch.tensor([1.0, 1.0, 2.0, 3.0, 3.0], dtype=F64)))
     solution = ng.KrylovSubspace(50).solve(G, torch.ones(5, dtype=F64))
     assert solution.steps == 3
     assert solution.status is ng.Status.CONVERGED
@@ -118,7 +118,7 @@ def test_an_invariant_space_ends_early_and_exactly():
 def test_a_singular_inconsistent_system_gets_the_minimum_length_solution():
     values = torch.tensor([0.0, 0.0, 0.5, 1.0, 2.0, 4.0], dtype=F64)
     b = draw(6, seed=3)
-    solution = ng.KrylovSubspace(6).solve(Dense(torch.diag(values)), b)
+    solution = ng.KrylovSubspace(6).solve(DenseOperator(torch.diag(values)), b)
     assert_close(solution.value, torch.where(values > 0, b / values.clamp(min=1e-9), 0), 1e-10)
     assert solution.status is ng.Status.LEAST_SQUARES
 
@@ -126,7 +126,7 @@ def test_a_singular_inconsistent_system_gets_the_minimum_length_solution():
 def test_negative_curvature_is_left_out_or_taken_absolutely():
     values = torch.tensor([-2.0, -0.5, 1.0, 3.0], dtype=F64)
     b = draw(4, seed=5)
-    G = Dense(torch.diag(values))
+    G = DenseOperator(torch.diag(values))
     left_out = ng.KrylovSubspace(4).solve(G, b, damping=0.1)
     assert left_out.status is ng.Status.NEGATIVE_CURVATURE
     assert_close(left_out.value, torch.where(values > 0, b / (values + 0.1), 0), 1e-12)
@@ -136,7 +136,7 @@ def test_negative_curvature_is_left_out_or_taken_absolutely():
 
 
 def test_zero_and_overflowing_systems():
-    zero = ng.KrylovSubspace(3).solve(Dense(spd(4)), torch.zeros(4, dtype=F64))
+    zero = ng.KrylovSubspace(3).solve(DenseOperator(spd(4)), torch.zeros(4, dtype=F64))
     assert zero.status is ng.Status.CONVERGED
     assert not zero.value.any()
 
@@ -159,9 +159,9 @@ def test_bad_choices_are_named(name, value):
 def test_the_absolute_step_reports_the_system_that_it_solves():
     matrix = torch.diag(torch.tensor([-2.0, -0.5, 1.0, 3.0, 5.0], dtype=F64))
     b = draw(5, seed=5)
-    whole = ng.KrylovSubspace(5, absolute=True).solve(Dense(matrix), b, damping=0.1)
+    whole = ng.KrylovSubspace(5, absolute=True).solve(DenseOperator(matrix), b, damping=0.1)
     assert whole.status is ng.Status.CONVERGED
     assert_close(whole.image, matrix.abs() @ whole.value + 0.1 * whole.value, 1e-11)
-    part = ng.KrylovSubspace(2, absolute=True).solve(Dense(matrix), b, damping=0.1)
+    part = ng.KrylovSubspace(2, absolute=True).solve(DenseOperator(matrix), b, damping=0.1)
     assert part.status is ng.Status.MAX_STEPS
     assert float(part.value @ part.image) > 0

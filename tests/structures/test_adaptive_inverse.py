@@ -216,7 +216,7 @@ def test_numbers_that_are_not_finite_leave_the_last_inverse_in_place(method: ng.
 
     class Overflowing(ng.Metric):
         def at(self, params: Any, inputs: Any, *, random: Any = None) -> ng.Operator:
-            return ng.operators.LowRank(torch.full((31, 2), torch.inf, dtype=F64))
+            return ng.operators.LowRankOperator(torch.full((31, 2), torch.inf, dtype=F64))
 
     kept, following = structure.update(memory, Overflowing(), huge, X)
     assert torch.equal(kept.dense(), before.dense())
@@ -243,7 +243,7 @@ def test_a_metric_without_a_root_is_written_out() -> None:
     model, metric = fixed()
     params = ng.trainable(model)
 
-    class Rootless(ng.operators.Dense):
+    class Rootless(ng.operators.DenseOperator):
         def root(self) -> None:
             return None
 
@@ -279,7 +279,7 @@ class Matrices(TorchDispatchMode):
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_an_update_writes_at_most_two_matrices(method: ng.Update) -> None:
     n, root = 40, draw(40, 3)
-    operator = ng.operators.LowRank(root)
+    operator = ng.operators.LowRankOperator(root)
     memory = {"step": 1, "seen": 3, "unit": 1.0, **method.start(operator)}
     memory = {**memory, **(method.step(memory, root) or {})}
     for step in (2, 3, 16):

@@ -13,7 +13,7 @@ from optim_models import CE, X, Y, flat, flat_gradient, net, same
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.operators import Arranged, Kronecker, Units
+from natgrad.operators import Arranged, KroneckerOperator, Units
 from natgrad.structures.kronecker import fits, misfit
 from natgrad.testing import check_operator, check_structure
 
@@ -126,13 +126,13 @@ def test_factors_are_the_second_moments_of_inputs_and_derivatives():
     y = logits.softmax(1)
     form = torch.diag_embed(y) - y.unsqueeze(2) * y.unsqueeze(1)
     last = operator.parts[1][1]
-    assert isinstance(last, Kronecker)
+    assert isinstance(last, KroneckerOperator)
     a = torch.cat([hidden, torch.ones(4, 1, dtype=F64)], dim=1)
     assert_close(last.left, form.mean(0).detach(), 1e-13)
     assert_close(last.right, (a.mT @ a / 4).detach(), 1e-13)
     back = (1 - hidden.square()).unsqueeze(2) * model[2].weight.mT  # (b, hidden, logits)
     first = operator.parts[0][1]
-    assert isinstance(first, Kronecker)
+    assert isinstance(first, KroneckerOperator)
     assert_close(first.left, (back @ form @ back.mT).mean(0).detach(), 1e-13)
 
 
@@ -201,7 +201,7 @@ def test_a_parameter_without_a_layer_gets_its_diagonal(name: str):
         "not reached": {"unused.weight", "unused.bias"},
     }
     operator, dense, _ = operator_of(ng.Kronecker(estimate=EXACT), name)
-    single = [(layout, part) for layout, part in operator.parts if not isinstance(part, Kronecker)]
+    single = [(layout, part) for layout, part in operator.parts if not isinstance(part, KroneckerOperator)]
     assert {name for layout, _ in single for name in layout.names} == expected[name]
     for layout, part in single:
         where = place(operator, layout)

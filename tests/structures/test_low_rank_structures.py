@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.layers.moments import gradients
-from natgrad.operators import Arranged, Kronecker, Spiked, SpikedKronecker, Spikes
+from natgrad.operators import Arranged, KroneckerOperator, Spiked, SpikedKronecker, Spikes
 from natgrad.structures.low_rank_covariance import group_gradients, leading, spike_values
 from natgrad.structures.metric_pass import collect
 from natgrad.testing import check_operator, check_structure
@@ -79,7 +79,7 @@ def test_factored_damping_is_kfac_s_and_the_smoothing_of_the_online_natural_grad
     operator = SpikedKronecker(left, right, factored=True)
     level = alpha**2 * float(operator.mean_eigenvalue())
     found = operator.inverse(level).dense()
-    kfac = Kronecker(left.dense(), right.dense(), factored=True)
+    kfac = KroneckerOperator(left.dense(), right.dense(), factored=True)
     assert_close(found, kfac.inverse(level).dense(), 1e-12)
     sides = [f.dense() + alpha * f.mean() * torch.eye(len(f.vectors), dtype=F64) for f in (left, right)]
     assert_close(found, torch.linalg.inv(torch.kron(*sides)), 1e-12)

@@ -12,7 +12,7 @@ from models import F64, assert_close, draw, mlp, seeded
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.operators import Arranged, Kronecker
+from natgrad.operators import Arranged, KroneckerOperator
 
 EXACT = ng.ExactLabels()
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "kfac.json").read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def block_of(structure: ng.Structure) -> Any:
 
 def test_factors_of_a_linear_softmax_layer():
     block = block_of(ng.Kronecker(estimate=EXACT))
-    assert isinstance(block, Kronecker)
+    assert isinstance(block, KroneckerOperator)
     assert_close(block.right, vector("A"), 1e-14)
     assert_close(block.left, vector("G"), 1e-14)
 

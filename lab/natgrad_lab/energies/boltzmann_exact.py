@@ -92,7 +92,7 @@ def natural(exact: ExactMachine, loss: str, goal: float, steps: int) -> list[flo
     gaps = [exact.gap(theta.unsqueeze(0)).item()]
     while goal < gaps[-1] < FAR and len(gaps) <= steps:
         gradient = exact.gradient(loss, theta.unsqueeze(0)).squeeze(0)
-        operator = ng.operators.Dense(exact.metric(loss, theta))
+        operator = ng.operators.DenseOperator(exact.metric(loss, theta))
         theta = theta - ng.natural_gradient(operator, gradient).value
         gaps.append(exact.gap(theta.unsqueeze(0)).item())
     return gaps

@@ -66,7 +66,7 @@ def test_the_papers_method_side_by_side_is_its_update(method: ng.FirstOrder | ng
     together, model = three(positive), TwoLayer()
     together["W"][2] *= 30
     learner = Paper(model, together, 1e-4, method)
-    memory = {"step": 0, **method.start(ng.operators.Dense(torch.eye(128, dtype=F64)))}
+    memory = {"step": 0, **method.start(ng.operators.DenseOperator(torch.eye(128, dtype=F64)))}
     for t in range(5):
         x = 0.5 * draw(1, 8, seed=t)
         point = {name: p[0].clone() for name, p in together.items()}

@@ -16,7 +16,7 @@ PARTS = ("inputs", "residuals", "slopes", "weights")
 
 
 @dataclass(frozen=True)
-class Rows:
+class LogisticRows:
     """What one layer learns from: a (s, columns), y - sigmoid and sigmoid' (s, size), weights (s,) that sum to 1.
 
     mask: (size, columns), the columns that a unit sees; None: all.
@@ -33,19 +33,19 @@ class Rows:
         found = (self.residuals * self.weights.unsqueeze(1)).mT @ self.inputs
         return found if self.mask is None else found * self.mask
 
-    def scale_by(self, factor: float) -> Rows:
+    def scale_by(self, factor: float) -> LogisticRows:
         """The same rows with weights that sum to `factor`."""
         return replace(self, weights=factor * self.weights)
 
 
-def generation_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> list[Rows]:
+def generation_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> list[LogisticRows]:
     """Rows of every layer of p on states (..., size), weights (...)."""
     parents: list[Tensor | None] = [*states[1:], None]
     each = zip(each_layer(layers), parents, states, strict=True)
     return [make_rows(layer, p, own, weights) for layer, p, own in each]
 
 
-def recognition_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> list[Rows]:
+def recognition_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> list[LogisticRows]:
     """Rows of every layer of q on states (..., size), weights (...)."""
     found = []
     for layer, below, own in zip(each_layer(layers), states[:-1], states[1:], strict=True):
@@ -55,30 +55,30 @@ def recognition_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> 
     return found
 
 
-def make_rows(layer: Conditional, parents: Tensor | None, own: Tensor, weights: Tensor) -> Rows:
+def make_rows(layer: Conditional, parents: Tensor | None, own: Tensor, weights: Tensor) -> LogisticRows:
     """Rows of one layer, flattened."""
     parts = layer.residual(parents, own)
     inputs, residuals, slopes = (part.flatten(0, -2) for part in parts)
-    return Rows(inputs, residuals, slopes, weights.flatten(), layer.seen_columns())
+    return LogisticRows(inputs, residuals, slopes, weights.flatten(), layer.seen_columns())
 
 
-def merge_draws(layer: Conditional, below: Tensor, own: Tensor, weights: Tensor) -> Rows:
+def merge_draws(layer: Conditional, below: Tensor, own: Tensor, weights: Tensor) -> LogisticRows:
     """One row per example in place of one per draw: inputs and slopes are the same, residuals are averaged."""
     total = weights.sum(0)  # (b,)
     mean = torch.einsum("kb,kbj->bj", weights, (own > 0).to(weights.dtype)) / total.unsqueeze(1)
     inputs, residuals, slopes = layer.residual(below, own[0])
     up = (own[0] > 0).to(weights.dtype) - residuals
-    return Rows(inputs, mean - up, slopes, total, None)
+    return LogisticRows(inputs, mean - up, slopes, total, None)
 
 
-def join_rows(first: Rows, second: Rows) -> Rows:
+def join_rows(first: LogisticRows, second: LogisticRows) -> LogisticRows:
     """Both, one after the other."""
     inputs, residuals, slopes, weights = (
         torch.cat([getattr(rows, part) for rows in (first, second)]) for part in PARTS
     )
-    return Rows(inputs, residuals, slopes, weights, first.mask)
+    return LogisticRows(inputs, residuals, slopes, weights, first.mask)
 
 
-def fisher_rows(rows: Rows) -> SharedRows:
+def fisher_rows(rows: LogisticRows) -> SharedRows:
     """F_j = E[s' (W_j a) a a^T] of every unit j of a layer (Varady, Volpi, Malago & Ay 2022)."""
     return SharedRows(rows.inputs, (rows.slopes * rows.weights.unsqueeze(1)).mT, rows.mask)

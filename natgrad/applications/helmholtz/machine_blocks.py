@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from natgrad.applications.helmholtz.logistic_rows import Rows
+from natgrad.applications.helmholtz.logistic_rows import LogisticRows
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.unit_blocks import EXACT, UnitBlocks, fits_layer
 from natgrad.applications.helmholtz.units import Conditional
 from natgrad.checks import check_integer
 from natgrad.damping import Constant, Damping, as_damping
-from natgrad.operators import Block
+from natgrad.operators import BlockOperator
 
-Taught = list[tuple[str, Tensor, Rows]]
+Taught = list[tuple[str, Tensor, LogisticRows]]
 """Name, weight and rows of every layer that is trained."""
 
 
@@ -99,7 +99,7 @@ class MachineBlocks:
         operators = {name: kept[name].operator(state) for name, state in states.items()}
         if not operators:
             return True
-        number, whole = damping.initial(), Block(list(operators.values()))
+        number, whole = damping.initial(), BlockOperator(list(operators.values()))
         levels = {n: damping.amount(number, part if damping.per_block else whole) for n, part in operators.items()}
         failed = sum(not kept[name].commit(states[name], operators[name], level) for name, level in levels.items())
         return failed == 0

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.machine_blocks import MachineBlocks, Taught, UnitFisher, is_wide
-from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Rows
+from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRows
 from natgrad.applications.helmholtz.unit_blocks import RADIUS, count_refresh, shorten_directions
 from natgrad.applications.helmholtz.units import each_layer
 from natgrad.applications.helmholtz.wake_sleep import MakeOptimizer, WakeSleep
@@ -119,7 +119,7 @@ class NaturalWakeSleep(WakeSleep):
         groups = self.optimizer.param_groups
         return {p: float(group["lr"]) / (1 - group["momentum"]) for group in groups for p in group["params"]}
 
-    def _natural(self, name: str, rows: Rows, rate: float) -> Tensor:
+    def _natural(self, name: str, rows: LogisticRows, rate: float) -> Tensor:
         inverse, ascent = self.blocks.keep(name).inverse, rows.ascent()
         found = ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
         return found if math.isinf(self.radius) else shorten_directions(self.radius, found, rows, rate)

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.applications.helmholtz.logistic_rows import Rows, States, generation_rows, join_rows, recognition_rows
+from natgrad.applications.helmholtz.logistic_rows import (
+    LogisticRows,
+    States,
+    generation_rows,
+    join_rows,
+    recognition_rows,
+)
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 
 
@@ -17,8 +23,8 @@ from natgrad.applications.helmholtz.machine import HelmholtzMachine
 class Lesson:
     """Rows per layer of each network, None where a phase does not teach it, and the bound in nats (b,)."""
 
-    generation: list[Rows]
-    recognition: list[Rows]
+    generation: list[LogisticRows]
+    recognition: list[LogisticRows]
     bound: Tensor
 
 
@@ -82,7 +88,7 @@ class Reweighted(Algorithm):
 
     def _recognition(
         self, machine: HelmholtzMachine, states: States, weights: Tensor, generator: torch.Generator | None
-    ) -> list[Rows]:
+    ) -> list[LogisticRows]:
         if self.wake_phi == 1:
             return recognition_rows(machine.recognition, states, weights)
         dreams = machine.dream(weights.shape[1], generator)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.applications.helmholtz.logistic_rows import Rows, fisher_rows
+from natgrad.applications.helmholtz.logistic_rows import LogisticRows, fisher_rows
 from natgrad.linalg import all_finite
 from natgrad.operators import Operator, Scaled, SharedRows, Units
 from natgrad.optim.inverses import robust_inverse
@@ -49,7 +49,7 @@ class UnitBlocks:
     inverse: Operator | None = None
     level: float = 0.0
 
-    def average(self, rows: Rows) -> dict[str, Any]:
+    def average(self, rows: LogisticRows) -> dict[str, Any]:
         """The running average with a batch more, as `state` keeps it; nothing changes here.
 
         What is kept stays of its kind, but rows that became many become blocks.
@@ -84,7 +84,7 @@ class UnitBlocks:
         self.state, self.inverse, self.level = state, Scaled(inverse, 1 + level), level
         return True
 
-    def refresh(self, rows: Rows, level: float) -> bool:
+    def refresh(self, rows: LogisticRows, level: float) -> bool:
         """Take in a batch and invert. False, with everything as it was, if that fails."""
         state = self.average(rows)
         return self.commit(state, self.operator(state), level)
@@ -150,7 +150,7 @@ def fits_layer(state: dict[str, Any], weight: Tensor) -> bool:
     return state["rows"].shape[1] == columns and state["weights"].shape == (units, len(state["rows"]))
 
 
-def shorten_directions(radius: float, direction: Tensor, rows: Rows, rate: float) -> Tensor:
+def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rate: float) -> Tensor:
     """Every unit's direction, shortened where `rate` times it is too far.
 
     A step moves a unit's distribution by KL <= E[(rate d_j . a)^2] / 8 nats in the mean over its inputs a, since the
@@ -172,7 +172,7 @@ def shorten_directions(radius: float, direction: Tensor, rows: Rows, rate: float
     return direction * (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
 
 
-def thin_rows(rows: Rows, most: int) -> Rows:
+def thin_rows(rows: LogisticRows, most: int) -> LogisticRows:
     """At most as many rows, drawn in proportion to their weights, each of equal weight.
 
     Systematic draws: a row with the share w of all weight is taken floor(w m) or ceil(w m) times of m. The rows are
@@ -186,10 +186,10 @@ def thin_rows(rows: Rows, most: int) -> Rows:
     places = torch.searchsorted(total, (torch.arange(most, device=total.device) + 0.5) * (total[-1] / most))
     chosen = order[places.clamp(max=many - 1)]
     weights = (total[-1] / most).expand(most)
-    return Rows(rows.inputs[chosen], rows.residuals[chosen], rows.slopes[chosen], weights, rows.mask)
+    return LogisticRows(rows.inputs[chosen], rows.residuals[chosen], rows.slopes[chosen], weights, rows.mask)
 
 
-def count_refresh(kept: UnitBlocks, weight: Tensor, rows: Rows) -> int:
+def count_refresh(kept: UnitBlocks, weight: Tensor, rows: LogisticRows) -> int:
     """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
     units, columns = weight.shape
     many = min(len(rows.inputs), max(ROWS, columns))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
-from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted, Rows
+from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRows, Reweighted
 from natgrad.applications.helmholtz.units import Conditional
 from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
@@ -159,7 +159,7 @@ class WakeSleep:
         """Every trained weight with the way that it is to go, and whether what that was made with is up to date."""
         return [(weight, rows.ascent()) for _, weight, rows in self._read_lesson(lesson)], True
 
-    def _read_lesson(self, lesson: Lesson) -> list[tuple[str, Tensor, Rows]]:
+    def _read_lesson(self, lesson: Lesson) -> list[tuple[str, Tensor, LogisticRows]]:
         """Name, weight and rows of every layer that is trained."""
         lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
         each = [(f"{network}.{i}", rows) for network, found in lessons.items() for i, rows in enumerate(found)]

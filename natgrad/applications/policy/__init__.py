@@ -9,7 +9,7 @@ from natgrad.applications.policy.heads import (
     MultiDiscreteHead,
     SquashedGaussianHead,
 )
-from natgrad.applications.policy.history import History
+from natgrad.applications.policy.history import LearningHistory
 from natgrad.applications.policy.learner import PolicyLearner
 from natgrad.applications.policy.normalise import RunningMoments
 from natgrad.applications.policy.rollout import Rollout, gae
@@ -25,7 +25,7 @@ __all__ = [
     "Episode",
     "GaussianHead",
     "Head",
-    "History",
+    "LearningHistory",
     "MultiBinaryHead",
     "MultiDiscreteHead",
     "NaturalPolicyGradient",

@@ -26,7 +26,7 @@ COLUMNS = (
 )
 
 
-class History:
+class LearningHistory:
     """Lists of equal length, one entry per update: `history["return"]`, `history["kl"]`, ...
 
     The columns:

@@ -22,7 +22,7 @@ from natgrad.applications.policy.critic import Critic, check_values
 from natgrad.applications.policy.environments import Environments, Episode, take_action
 from natgrad.applications.policy.exploration import WidthTrial
 from natgrad.applications.policy.heads import GaussianHead, Head, choose_head
-from natgrad.applications.policy.history import History
+from natgrad.applications.policy.history import LearningHistory
 from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.applications.policy.perceptrons import Defaults, check_network
@@ -88,7 +88,7 @@ class PolicyLearner(ABC):
         self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
         self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
         self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards)
-        self.history = History()
+        self.history = LearningHistory()
         self.rollout: Rollout | None = None
         self.steps, self.updates, self._begun = 0, 0, 0
         self._amount, self._memory = self.damping.initial(), None
@@ -134,7 +134,7 @@ class PolicyLearner(ABC):
         callback: Callable[[Any], Any] | None = None,
         progress: bool | None = None,
         **spelled: Any,
-    ) -> History:
+    ) -> LearningHistory:
         """Train in whole batches, and return the history so far. Ctrl-C ends it after the last whole update.
 
         Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.applications.policy.surrogate import SurrogateLoss, Trial
 from natgrad.linalg import all_finite, stays_finite
-from natgrad.operators import Diagonal
+from natgrad.operators import DiagonalOperator
 from natgrad.rules import FlatStep, Quadratic, Rule, Step, leads_down
 from natgrad.solvers import Solution, Status
 from natgrad.spaces import Space
@@ -74,7 +74,7 @@ class Proposal:
 def propose_nothing(space: Space, damping: float) -> Proposal:
     """What stands for a step where the gradient is not finite: none."""
     zeros = space.zeros()
-    return Proposal(space, Quadratic(zeros, Diagonal(zeros), damping, FlatStep(zeros, zeros)), None)
+    return Proposal(space, Quadratic(zeros, DiagonalOperator(zeros), damping, FlatStep(zeros, zeros)), None)
 
 
 def take_step(rule: Rule, proposal: Proposal, loss_at: SurrogateLoss) -> tuple[Mapping[str, Tensor] | None, Move]:

@@ -53,7 +53,7 @@ class Rollout:
 
 
 @dataclass
-class Collected:
+class CollectedSteps:
     """Raw steps, lists over time; `ends` holds the successors of episodes' last steps, by (step, environment)."""
 
     states: list[Tensor]
@@ -69,7 +69,7 @@ class Collected:
 @torch.no_grad()
 def collect(
     actor: Actor, worlds: Environments, scale: ObservationScale, size: int, seed: int, generator: torch.Generator
-) -> Collected:
+) -> CollectedSteps:
     """At least `size` transitions with the policy as it is, and as few more as come in step.
 
     While no episode has ended in environments without a time limit, it goes on: until one does, or they are found to be
@@ -77,7 +77,7 @@ def collect(
     Observations enter the running moments as they come, and are scaled by the moments of then.
     """
     like = next(actor.parameters())
-    kept = Collected([], [], [], [], [], [], [], {})
+    kept = CollectedSteps([], [], [], [], [], [], [], {})
     fresh = worlds.observations is None
     observations = worlds.start(seed)
     if fresh:
@@ -112,7 +112,7 @@ def collect(
 
 @torch.no_grad()
 def estimate_advantages(
-    kept: Collected, value: Value, scale: RewardScale, gamma: float, lam: float, episodes: list[Episode]
+    kept: CollectedSteps, value: Value, scale: RewardScale, gamma: float, lam: float, episodes: list[Episode]
 ) -> Rollout:
     """Advantages by GAE under the critic, invalid steps left out."""
     states = torch.stack(kept.states)  # (T, n, ...)

@@ -9,7 +9,7 @@ from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.driver import minimize
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.gaussian import GaussianSearch
-from natgrad.applications.search.history import History
+from natgrad.applications.search.history import SearchHistory
 from natgrad.applications.search.low_rank import LowRank
 from natgrad.applications.search.markov import MarkovSearch
 from natgrad.applications.search.model import GaussianModel
@@ -39,7 +39,6 @@ __all__ = [
     "Full",
     "GaussianModel",
     "GaussianSearch",
-    "History",
     "LowRank",
     "MarkovSearch",
     "NoiseHandling",
@@ -50,6 +49,7 @@ __all__ = [
     "Restarts",
     "Run",
     "Search",
+    "SearchHistory",
     "SearchResult",
     "Separable",
     "Slope",

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 
-class History:
+class SearchHistory:
     """Lists of equal length with one entry per generation.
 
     `history["nfev"]` are evaluations, `["best"]` the best value so far, `["median"]` that of the generation, `["run"]`

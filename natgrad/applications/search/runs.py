@@ -13,7 +13,7 @@ from natgrad.applications.search.base import Best, Search, new_generator
 from natgrad.applications.search.black_box import BlackBox
 from natgrad.applications.search.domain import as_bounds
 from natgrad.applications.search.gaussian import GaussianSearch
-from natgrad.applications.search.history import History
+from natgrad.applications.search.history import SearchHistory
 from natgrad.applications.search.noise import Repeated
 from natgrad.applications.search.restarts import Restarts, Run
 
@@ -42,7 +42,7 @@ class SearchResult:
     nit: int
     success: bool
     message: str
-    history: History = field(repr=False)
+    history: SearchHistory = field(repr=False)
     failures: int = 0
 
 
@@ -173,7 +173,7 @@ class SearchRuns:
 
     def __init__(self, factory: RunFactory, objective: BlackBox, repeated: Repeated | None) -> None:
         self.factory, self.objective, self.repeated = factory, objective, repeated
-        self.history = History()
+        self.history = SearchHistory()
         self.past: list[tuple[Run, int]] = []
         self.run, self.search = Run(factory.popsize, 1.0, None, "first"), factory.build_first()
         self.best = Best(self.search.best.x, torch.inf, 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications.helmholtz import Classic, UnitFisher
 from natgrad.applications.helmholtz.natural_wake_sleep import NaturalWakeSleepSettings
-from natgrad.operators import Diagonal, Operator, SharedRows, Units
+from natgrad.operators import DiagonalOperator, Operator, SharedRows, Units
 
 WRONG: dict[str, float] = {"NaN": math.nan, "infinite": math.inf, "huge": torch.finfo(F64).max, "zero": 0.0}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
@@ -39,7 +39,7 @@ def is_finite(trainer: Any) -> bool:
 @pytest.mark.parametrize("name", WRONG)
 def test_no_inverse_makes_a_weight_that_is_not_finite(name: str, radius: float, optimizer: str, monkeypatch: Any):
     def lie(self: Operator, damping: float = 0.0) -> Operator:
-        return Diagonal(torch.full((self.size,), WRONG[name], dtype=self.dtype))
+        return DiagonalOperator(torch.full((self.size,), WRONG[name], dtype=self.dtype))
 
     for kind in (SharedRows, Units):
         monkeypatch.setattr(kind, "inverse", lie)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.applications import policy as pg
-from natgrad.operators import Dense, Operator
+from natgrad.operators import DenseOperator, Operator
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.structures import Structure
 
@@ -61,7 +61,7 @@ class Broken(Structure):
 
     def update(self, memory: Any, metric: Any, params: Any, inputs: Any, **other: Any) -> Any:
         size = sum(p.numel() for p in params.values())
-        return Dense(torch.full((size, size), math.nan)), {"total": torch.full((2,), math.inf)}
+        return DenseOperator(torch.full((size, size), math.nan)), {"total": torch.full((2,), math.inf)}
 
 
 def is_finite(agent: Any) -> bool:
