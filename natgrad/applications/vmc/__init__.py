@@ -1,18 +1,55 @@
 """Variational Monte Carlo: ground states of quantum systems by stochastic reconfiguration."""
 
 from natgrad.applications.vmc.amplitude import LogAmplitude, read_amplitude, read_log, read_phase, read_sign
+from natgrad.applications.vmc.configurations import Bosons, Spins
 from natgrad.applications.vmc.energy import Energy, estimate_energy, extrapolate_variance
+from natgrad.applications.vmc.ground_state import GroundState, lowest_energy
+from natgrad.applications.vmc.hamiltonians import (
+    BoseHubbard,
+    Hamiltonian,
+    Heisenberg,
+    TransverseIsing,
+    chain_edges,
+    square_edges,
+)
+from natgrad.applications.vmc.local_energies import local_energies
+from natgrad.applications.vmc.metropolis import Exchange, Flip, Hop, Metropolis, Shift
+from natgrad.applications.vmc.networks import RBM, AutoregressiveNet
 from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration, stochastic_reconfiguration
+from natgrad.applications.vmc.samples import AncestralSampler, Enumerated, ExactSampler, Sampler, Samples
 
 __all__ = [
+    "RBM",
+    "AncestralSampler",
+    "AutoregressiveNet",
+    "BoseHubbard",
+    "Bosons",
     "Energy",
+    "Enumerated",
+    "ExactSampler",
+    "Exchange",
+    "Flip",
+    "GroundState",
+    "Hamiltonian",
+    "Heisenberg",
+    "Hop",
     "LogAmplitude",
+    "Metropolis",
+    "Sampler",
+    "Samples",
+    "Shift",
+    "Spins",
     "StochasticReconfiguration",
+    "TransverseIsing",
+    "chain_edges",
     "estimate_energy",
     "extrapolate_variance",
+    "local_energies",
+    "lowest_energy",
     "read_amplitude",
     "read_log",
     "read_phase",
     "read_sign",
+    "square_edges",
     "stochastic_reconfiguration",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from natgrad.applications.vmc.energy import Energy, estimate_energy
 from natgrad.checks import check_number, check_positive
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
-from natgrad.metrics import geometric_tensor, lay_out_amplitudes
+from natgrad.metrics import GeometricTensor, Metric, geometric_tensor, lay_out_amplitudes
+from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import NaturalGradient
-from natgrad.rules import Rule
+from natgrad.pure import Model, RandomState
+from natgrad.rules import Rule, TrustRegion
 from natgrad.solvers import Auto, Solver, Spring
-from natgrad.spaces import trainable
+from natgrad.spaces import Params, trainable
 from natgrad.structures import Dense, Exact, Structure
 
 
@@ -48,7 +51,7 @@ def stochastic_reconfiguration(
         structure: `ng.Kronecker()` and its like for large nets: K-FAC, of the moment about zero instead of the mean.
             Default `ng.Exact()`.
         solver: Default `ng.Auto()`, by shape.
-        rule: Default `ng.Rate()`; `ng.TrustRegion(radius=...)` bounds a step, in nats of |psi|^2.
+        rule: Default `ng.TrustRegion(radius=0.1)`, which bounds a step in nats of |psi|^2; `ng.Rate()` does not.
 
     Raises:
         TypeError: If psi is not an `ng.LogAmplitude`.
@@ -79,7 +82,7 @@ def stochastic_reconfiguration(
         raise ValueError(f"damping is {damping}, expected one for the whole of S with momentum: SPRING pulls by it")
     inner = solver or Auto()
     centred = structure is None or isinstance(structure, (Exact, Dense))
-    metric = geometric_tensor(psi, centred=centred, outputs=psi.take_moving)
+    metric = Prepared(geometric_tensor(psi, centred=centred, outputs=psi.take_moving))
     optimizer = NaturalGradient(
         trainable(psi),
         metric,
@@ -87,10 +90,33 @@ def stochastic_reconfiguration(
         structure=structure,
         solver=Spring(inner) if momentum else inner,
         damping=damping,
-        rule=rule,
+        rule=TrustRegion(radius=0.1) if rule is None else rule,
         warm_start=momentum,
     )
     return StochasticReconfiguration(psi, optimizer, clip)
+
+
+@dataclass(eq=False)
+class Prepared(Metric):
+    """A metric whose operator at this step's samples is known already, since the gradient came from it.
+
+    Args:
+        metric: Which S.
+        operator: S at the samples; None: it is computed when it is asked for.
+    """
+
+    metric: GeometricTensor
+    operator: Operator | None = None
+    needs_targets = True
+
+    @property
+    def model(self) -> Model:
+        """What returns log psi."""
+        return self.metric.model
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        known = self.operator
+        return self.metric.at(params, inputs, random=random) if known is None else known
 
 
 class StochasticReconfiguration:
@@ -130,9 +156,14 @@ class StochasticReconfiguration:
         states, flat = check_samples(states, local_energies)
         energy = estimate_energy(local_energies, weights, enumerated=enumerated)
         shares = None if weights is None else weights.detach().reshape(-1)
-        self._set_gradients(states, flat, shares)
-        self.optimizer.observe(states, shares)
-        self.optimizer.step()
+        prepared = self.optimizer.metric
+        assert isinstance(prepared, Prepared)
+        try:
+            prepared.operator = self._set_gradients(prepared.metric, states, flat, shares)
+            self.optimizer.observe(states, shares)
+            self.optimizer.step()
+        finally:
+            prepared.operator = None
         self.energies.append(energy)
         return energy
 
@@ -154,16 +185,20 @@ class StochasticReconfiguration:
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.energies = [Energy(*told) for told in state_dict["energies"]]
 
-    def _set_gradients(self, states: Tensor, local_energies: Tensor, weights: Tensor | None) -> None:
-        """F into the parameters' `.grad`."""
+    def _set_gradients(
+        self, metric: GeometricTensor, states: Tensor, local_energies: Tensor, weights: Tensor | None
+    ) -> Operator | None:
+        """F into the parameters' `.grad`; S at the same point, if it comes from the same graph."""
         params = trainable(self.psi)
-        with torch.enable_grad():
-            rows = lay_out_amplitudes(self.psi.take_moving(self.psi(states)))
-            check_amplitudes(rows, states)
-            cotangents = find_cotangents(local_energies, rows.detach(), weights, self.clip)
-            gradients = torch.autograd.grad(rows, list(params.values()), cotangents, allow_unused=True)
-        for p, gradient in zip(params.values(), gradients, strict=True):
-            p.grad = torch.zeros_like(p) if gradient is None else gradient
+        operator = metric.at(params, (states, weights))
+        moment = operator.moment if isinstance(operator, Centred) else operator
+        assert isinstance(moment, Pullback)
+        check_amplitudes(moment.outputs, states)
+        cotangents = find_cotangents(local_energies, moment.outputs, weights, self.clip)
+        gradient = moment.linearization.space.unflatten(moment.linearization.vjp(cotangents))
+        for name, p in params.items():
+            p.grad = gradient[name]
+        return operator if metric.centred else None  # a structure by layers listens to a pass of its own
 
 
 def find_cotangents(local_energies: Tensor, rows: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:

@@ -57,7 +57,7 @@ def test_the_step_is_by_definition(name):
     slopes = torch.autograd.grad(energy, list(params.values()), allow_unused=True)
     slope = ng.Space(params).flatten(dict(zip(params, slopes, strict=True)))
     assert_close(2 * force, slope)  # F is half the energy's gradient: 2 Re Cov(O, e)
-    sr = ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING)
+    sr = ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING, rule=ng.Rate())
     found = moved(psi, sr, states, local, p, enumerated=True)
     assert_close(found, -0.1 * expected, rtol=1e-9)
     assert sr.energies[0].error == 0
@@ -73,7 +73,7 @@ def test_complex_parameters_move_as_complex_numbers():
     s, force = (o.mH * p) @ o, (o.mH * p) @ (local - (p * local).sum())
     expected = torch.linalg.solve(s + DAMPING * torch.eye(len(s), dtype=s.dtype), force)
     before = torch.cat([net.W.reshape(-1), net.b]).clone()
-    ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING).step(states, local, p)
+    ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING, rule=ng.Rate()).step(states, local, p)
     assert_close(torch.cat([net.W.reshape(-1), net.b]) - before, -0.1 * expected, rtol=1e-9)  # the net itself moved
 
 
@@ -92,7 +92,7 @@ def test_few_samples_are_solved_in_sample_space_and_agree(name):
 def test_momentum_is_the_damped_least_squares_of_spring():
     states, mu = all_spins()[[0, 3, 5, 6, 9]], 0.9
     psi = WAVES["log psi and phase"]()
-    sr = ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING, momentum=mu)
+    sr = ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING, momentum=mu, rule=ng.Rate())
     last = torch.zeros_like(flat_parameters(psi))
     for seed in range(3):
         local = torch.randn(5, dtype=torch.complex128, generator=torch.Generator().manual_seed(seed))

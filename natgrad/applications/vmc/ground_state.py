@@ -1,0 +1,145 @@
+"""The whole job: sample, local energies, step; and the exact energy of small systems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.vmc.amplitude import LogAmplitude
+from natgrad.applications.vmc.energy import Energy, estimate_energy
+from natgrad.applications.vmc.hamiltonians import Hamiltonian
+from natgrad.applications.vmc.local_energies import local_energies
+from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration
+from natgrad.applications.vmc.samples import Sampler
+from natgrad.checks import check_integer
+from natgrad.lapack import eigh
+
+
+class GroundState:
+    """Sampler, Hamiltonian and stochastic reconfiguration in one loop.
+
+    Args:
+        hamiltonian: As `ng.vmc.local_energies` takes it.
+        sampler: Draws the states.
+        optimizer: What `ng.stochastic_reconfiguration` gave; it knows psi.
+
+    Example:
+        >>> h, psi = ng.vmc.TransverseIsing(4), ng.LogAmplitude(ng.vmc.RBM(4))
+        >>> sr = ng.stochastic_reconfiguration(psi, lr=0.1)
+        >>> search = ng.vmc.GroundState(h, ng.vmc.Enumerated(h.space), sr)
+        >>> energies = search.run(50)
+        >>> abs(energies[-1].mean - ng.vmc.lowest_energy(h)) < 0.1
+        True
+    """
+
+    def __init__(self, hamiltonian: Any, sampler: Sampler, optimizer: StochasticReconfiguration) -> None:
+        if not isinstance(optimizer, StochasticReconfiguration):
+            raise TypeError(
+                f"optimizer is {type(optimizer).__name__}, expected ng.stochastic_reconfiguration(psi, ...)"
+            )
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler is {type(sampler).__name__}, expected one such as ng.vmc.Metropolis(space)")
+        self.hamiltonian, self.sampler, self.optimizer = hamiltonian, sampler, optimizer
+
+    @property
+    def psi(self) -> LogAmplitude:
+        """The wave function."""
+        return self.optimizer.psi
+
+    @property
+    def energies(self) -> list[Energy]:
+        """The energy at every step so far, each with its error."""
+        return self.optimizer.energies
+
+    def step(self) -> Energy:
+        """One step: the energy before it, with its error."""
+        drawn = self.sampler.draw(self.psi)
+        local = local_energies(self.psi, self.hamiltonian, drawn.states)
+        return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
+
+    def run(self, steps: int) -> list[Energy]:
+        """Several steps.
+
+        Args:
+            steps: How many.
+
+        Returns:
+            Their energies, each before its step.
+        """
+        return [self.step() for _ in range(check_integer("steps", steps, 0))]
+
+    def measure(self, draws: int = 1) -> Energy:
+        """The energy of psi as it is, without a step.
+
+        Args:
+            draws: How many times the sampler draws.
+        """
+        found = []
+        for _ in range(check_integer("draws", draws)):
+            drawn = self.sampler.draw(self.psi)
+            local = local_energies(self.psi, self.hamiltonian, drawn.states)
+            if drawn.weights is not None:
+                return estimate_energy(local, drawn.weights, enumerated=drawn.enumerated)
+            found.append(local)
+        return estimate_energy(torch.cat(found, dim=1 if self.sampler.continues else 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, psi's parameters included: plain values and tensors."""
+        parts = {"psi": self.psi, "optimizer": self.optimizer, "sampler": self.sampler}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`: on the CPU bit for bit as if never stopped.
+
+        Args:
+            state_dict: What that returned.
+        """
+        self.psi.load_state_dict(state_dict["psi"])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.sampler.load_state_dict(state_dict["sampler"])
+
+
+def lowest_energy(hamiltonian: Hamiltonian, *, steps: int = 200, seed: int = 0) -> float:
+    """The exact ground state energy, by Lanczos over all states: up to some million of them.
+
+    Args:
+        hamiltonian: A lattice Hamiltonian.
+        steps: Products with H at most; it stops when the energy stands to 12 digits.
+        seed: Of the start.
+
+    Raises:
+        ValueError: For too many states.
+
+    Reference:
+        Lanczos 1950, without reorthogonalisation: the lowest value is right, though it may come several times.
+
+    Example:
+        >>> round(ng.vmc.lowest_energy(ng.vmc.Heisenberg(4)), 10)
+        -2.0
+    """
+    matrix = hamiltonian.matrix()
+    size = matrix.shape[0]
+    vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    vector, before = vector / vector.norm(), torch.zeros_like(vector)
+    diagonal, side, found = list[Tensor](), list[Tensor](), float("inf")
+    for step in range(min(steps, size)):
+        image = (matrix @ vector.unsqueeze(1)).squeeze(1)
+        diagonal.append(vector @ image)
+        image = image - diagonal[-1] * vector - (side[-1] * before if side else 0)
+        side.append(image.norm())
+        if step % 5 == 4 or step == min(steps, size) - 1 or float(side[-1]) < 1e-12:
+            lowest = float(eigh(tridiagonal(diagonal, side))[0][0])
+            if abs(lowest - found) < 1e-12 * abs(lowest) or float(side[-1]) < 1e-12:
+                return lowest
+            found = lowest
+        before, vector = vector, image / side[-1]
+    return found
+
+
+def tridiagonal(diagonal: list[Tensor], side: list[Tensor]) -> Tensor:
+    """The matrix with these entries on and beside its diagonal."""
+    matrix = torch.diag(torch.stack(diagonal))
+    off = torch.stack(side[: len(diagonal) - 1]) if len(diagonal) > 1 else matrix.new_zeros(0)
+    return matrix + torch.diag(off, 1) + torch.diag(off, -1)

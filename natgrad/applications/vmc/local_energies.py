@@ -1,0 +1,85 @@
+"""(H psi)(s) / psi(s), for lattice Hamiltonians of ours and of NetKet's kind, and for those that know it themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.vmc.amplitude import LogAmplitude
+from natgrad.applications.vmc.hamiltonians import Hamiltonian
+from natgrad.pure import run_detached
+
+
+def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Tensor, *, chunk_size: int = 2**16) -> Tensor:
+    """e(s) = sum_s' <s|H|s'> psi(s') / psi(s).
+
+    Args:
+        psi: The wave function.
+        hamiltonian: An `ng.vmc.Hamiltonian`; anything with `connected(states)` that gives states (b, k, n) and elements
+            (b, k); NetKet's operators, by their `get_conn_padded`, on NumPy arrays; or anything with
+            `local_energies(psi, states)`, such as `ng.vmc.Molecule`.
+        states: s, shape (..., n).
+        chunk_size: Amplitudes that are computed at a time.
+
+    Returns:
+        Shape (...,), real or complex as psi and H are.
+
+    Raises:
+        TypeError: For a Hamiltonian that is none of these.
+
+    Example:
+        >>> psi = ng.LogAmplitude(ng.vmc.RBM(3))
+        >>> ng.vmc.local_energies(psi, ng.vmc.TransverseIsing(3), torch.ones(2, 3)).shape
+        torch.Size([2])
+    """
+    flat = states.reshape(-1, states.shape[-1]) if states.dim() > 2 else states
+    with torch.no_grad():
+        if isinstance(hamiltonian, Hamiltonian):
+            others, values = hamiltonian.moves(flat)
+            found = hamiltonian.diagonal(flat) + sum_ratios(psi, flat, others, values, chunk_size)
+        elif hasattr(hamiltonian, "local_energies"):
+            found = hamiltonian.local_energies(psi, flat)
+        elif hasattr(hamiltonian, "connected") or hasattr(hamiltonian, "get_conn_padded"):
+            others, values = read_connections(hamiltonian, flat)
+            found = sum_ratios(psi, flat, others, values, chunk_size)
+        else:
+            raise TypeError(
+                f"hamiltonian is {type(hamiltonian).__name__}, expected an ng.vmc.Hamiltonian, or something with "
+                "connected(states), get_conn_padded(states) or local_energies(psi, states)"
+            )
+    return found.reshape(states.shape[:-1])
+
+
+def sum_ratios(psi: LogAmplitude, states: Tensor, others: Tensor, values: Tensor, chunk_size: int) -> Tensor:
+    """sum_k values psi(s'_k) / psi(s), shape (b,); where the element is zero psi is not asked."""
+    kept = values != 0
+    here = evaluate(psi, states, chunk_size)
+    there = evaluate(psi, others[kept], chunk_size)
+    rows = kept.nonzero()[:, 0]
+    kind = torch.promote_types(there.dtype, values.dtype)
+    terms = values[kept].to(kind) * (there - here[rows]).exp().to(kind)
+    return torch.zeros(len(states), dtype=kind, device=states.device).index_add(0, rows, terms)
+
+
+def evaluate(psi: LogAmplitude, states: Tensor, chunk_size: int) -> Tensor:
+    """log psi without a graph, some states at a time."""
+    found = [run_detached(lambda part=part: psi(part)) for part in states.split(chunk_size)]
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:
+    """States and elements of a Hamiltonian that is not ours: as tensors, or as NetKet's operators give them."""
+    if hasattr(operator, "connected"):
+        return operator.connected(states)
+    others, values = operator.get_conn_padded(states.cpu().numpy())
+    others, values = (torch.as_tensor(as_array(part)).to(states.device) for part in (others, values))
+    kind = torch.promote_types(states.dtype, values.dtype) if values.is_complex() else states.dtype
+    return others.to(states.dtype), values.to(kind)
+
+
+def as_array(part: Any) -> Any:
+    """A NumPy array of its own memory, from NumPy's or from another library's arrays."""
+    array = part.__array__() if hasattr(part, "__array__") else part
+    return array.copy() if hasattr(array, "copy") else array
