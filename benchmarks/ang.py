@@ -37,7 +37,7 @@ def race(name: str, which: int, build: Build, steps: int = STEPS) -> list[float]
         try:
             ng.score_matching_loss(task.log_p, params, x).backward()
             opt.step()
-        except ValueError:  # a loss or gradient that is not finite
+        except (ValueError, RuntimeError):  # losses or gradients that are not finite
             return found + [math.nan] * (11 - len(found))
         if step % (steps // 10) == 0:
             found.append(value(task, params, held_out))

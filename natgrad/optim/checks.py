@@ -191,8 +191,9 @@ def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None, wild: bo
             "another scale are taken from the fourth such batch in a row on"
         )
     wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
-    what = "the loss" if loss is not None and not bool(torch.isfinite(loss)) else "the step"
-    what = f"the gradient of {wrong[0]!r}" if wrong else what
+    what = f"the gradient of {wrong[0]!r}" if wrong else "the step"
+    if not wrong and loss is not None and not bool(torch.isfinite(loss)):
+        what = "the loss (0 / 0 for an empty batch, or one whose targets are all ignored)"
     return (
         f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
         "GradScaler, scaler.step(optimizer) skips such steps)"

@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from natgrad.damping import Damping
+from natgrad.families import Criterion
 from natgrad.linalg import all_finite, stays_finite
+from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
-from natgrad.optim.checks import NotFiniteError
+from natgrad.optim.checks import NotFiniteError, describe_trouble
 from natgrad.optim.objective import Objective
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
+from natgrad.optim.step_length import bounded_below
+from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import as_call
-from natgrad.rules import FlatStep, Quadratic, Step
+from natgrad.rules import FlatStep, Memory, Quadratic, Step
 from natgrad.solvers import Solution, Status
 from natgrad.spaces import Space
 
@@ -154,6 +158,27 @@ def moves_finitely(point: Point, step: Step) -> bool:
     return bool(parts) and all(stays_finite(point.params[name], point.params[name] + part) for name, part in parts)
 
 
+def is_bounded(metric: Metric) -> bool:
+    """Whether the loss that a metric belongs to is known to be at least 0."""
+    criterion = getattr(metric, "criterion", None)
+    return isinstance(criterion, Criterion) and bounded_below(criterion)
+
+
+def check_loss(loss: Tensor | None, seen: WildBatches, bounded: bool, steps: int) -> None:
+    """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run.
+
+    Args:
+        loss: The mean loss of the step, NaN where no target counts; None where it is not known.
+        seen: The losses so far.
+        bounded: True if the loss is at least 0.
+        steps: Taken so far.
+    """
+    if loss is not None:
+        wild = bounded and bool(seen.is_wild(loss, steps))
+        if wild or not bool(torch.isfinite(loss)):
+            raise NotFiniteError(describe_trouble({}, loss, wild))
+
+
 def check_solution(solution: Solution) -> None:
     """NotFiniteError where the metric's very first product overflowed."""
     if solution.status is Status.NON_FINITE and not bool(solution.value.any()):
@@ -161,6 +186,37 @@ def check_solution(solution: Solution) -> None:
             "the metric is not finite: its products overflow or are NaN; nothing was changed. Look for infinite "
             "derivatives (a square root at 0) or an overflow in the model"
         )
+
+
+def find_changes(
+    point: Point,
+    step: Step,
+    memory: Memory,
+    solution: Solution,
+    decays: Mapping[str, float],
+    keeps: bool,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """The parameters after a step and what is kept for each of them, by name.
+
+    Args:
+        point: Where the step starts.
+        step: What is taken.
+        memory: The rule's.
+        solution: The solver's.
+        decays: The weight decay by name; {} for none.
+        keeps: True to keep the solution, for a warm start of the next.
+    """
+    vector = flat(step)
+    taken = bool(decays) and bool(vector.any())  # no step, no decay either
+    kept = {key: value for key, value in memory.items() if isinstance(value, Tensor)}
+    if keeps:
+        # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
+        kept["solution"] = -vector if taken and solution.basis is not None else solution.value
+    views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
+    parts = point.space.unflatten(vector)
+    shares = {name: point.rates[name] * decays[name] if taken else 0.0 for name in parts}
+    moved = {name: (point.params[name] * (1 - shares[name])).add_(part) for name, part in parts.items()}
+    return moved, {name: {key: view[name].clone() for key, view in views.items()} for name in parts}
 
 
 def commit(

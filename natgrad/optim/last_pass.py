@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -80,6 +81,15 @@ class Recall:
         Where another optimizer's loss went backward, that of the losses computed here counts.
         """
         return sum(loss.count for loss in self.losses or self.computed)
+
+    def mean_loss(self) -> Tensor | None:
+        """The mean over the rows of this step's losses, NaN where no target counts; None if none was told."""
+        losses = self.losses or self.computed
+        if not losses:
+            return None
+        rows = sum(loss.rows for loss in losses)
+        parts = [loss.value * loss.rows for loss in losses if loss.rows]
+        return torch.stack(parts).sum() / rows if parts else losses[0].value * math.nan
 
     def used_losses(self) -> list[Told]:
         """The losses of this step: those that went backward, or the last one if none is known to have."""

@@ -16,7 +16,7 @@ from natgrad.damping import as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.base import Called, ModelOptimizer, check_trouble
+from natgrad.optim.base import Called, ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
     NotFiniteError,
@@ -33,10 +33,12 @@ from natgrad.optim.distributed import refuse_wrapped
 from natgrad.optim.flat_step import (
     Circumstances,
     Point,
+    check_loss,
     check_solution,
     commit,
     count_examples,
-    flat,
+    find_changes,
+    is_bounded,
     judge,
     moves_finitely,
     quadratic,
@@ -51,8 +53,8 @@ from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.stalled_runs import SKIPPED, watch
 from natgrad.optim.state_report import StateReport
-from natgrad.optim.step_length import bounded_below
-from natgrad.rules import Memory, Rate, Step, require_loss
+from natgrad.optim.wild_batches import WildBatches
+from natgrad.rules import Memory, Rate, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.spaces import Space
 from natgrad.structures import Exact, as_preconditioner
@@ -127,6 +129,7 @@ class NaturalGradient(ModelOptimizer):
         self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
         self._judged = -1  # the last step that the damping looked at
         self._seen = 0  # examples
+        self._wild = WildBatches()
         self._recall = Recall(chosen_outputs(metric), self._named.values())
         self._finalizer: weakref.finalize | None = None
         overhear(metric, self._recall)
@@ -189,7 +192,8 @@ class NaturalGradient(ModelOptimizer):
             self._finalizer()
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
-        self._recall.record_loss(self.criterion, outputs, targets, value, chosen=chosen)
+        rows = count_rows(self.criterion, outputs)
+        self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen)
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         total = sum(p.numel() for group in self.param_groups for p in group["params"])
@@ -222,6 +226,7 @@ class NaturalGradient(ModelOptimizer):
             "refused": self._last.refused,
             "judged": self._judged,
             "seen": self._seen,
+            "wild": self._wild.save(),
             "generator": None if generator is None else generator.get_state(),
         }
 
@@ -233,6 +238,7 @@ class NaturalGradient(ModelOptimizer):
             self._level, self._memory, self._prepared = extra["damping"], memory, prepared
             self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
             self._judged, self._seen = extra.get("judged", -1), extra.get("seen", 0)
+            self._wild = WildBatches.load(extra.get("wild"))
             generator = self._labels()
             if generator is not None and saved.labels is not None:
                 generator.set_state(saved.labels)
@@ -250,12 +256,13 @@ class NaturalGradient(ModelOptimizer):
     def _skip(self, trouble: NotFiniteError) -> None:
         last = self._last
         self._last = StateReport(last.step + 1, status="skipped", failures=last.failures + 1, refused=last.refused)
-        self._skipped += 1
+        self._wild, self._skipped = self._wild.after(None, taken=False), self._skipped + 1
         watch(self._skipped, SKIPPED)
 
     def _step(self, called: Called) -> None:
         point = self._point()
         if point is not None:
+            check_loss(self._recall.mean_loss(), self._wild, is_bounded(self.metric), self._last.step)
             self._metric_data()  # what is missing there comes before what is missing for the loss
             with self._replaying():
                 self._move(point, self._objective(point, called))
@@ -293,7 +300,9 @@ class NaturalGradient(ModelOptimizer):
         values["_skipped"] = self._skipped + 1 if failed else 0
         judged = self._judged if ratio is None else self._last.step
         values |= {"_judged": judged, "_seen": counts.get("seen", self._seen)}
-        changes = self._changes(point, step, kept, solution, decay=not (failed or refused))
+        values["_wild"] = self._wild.after(self._recall.mean_loss(), not failed)
+        decays = self._rates("weight_decay") if not (failed or refused) else {}
+        changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
         commit(self._named, self.state, *changes, vars(self), values)
         watch(self._skipped, SKIPPED)
@@ -312,12 +321,11 @@ class NaturalGradient(ModelOptimizer):
         return solver.solve(system, point.gradient, damping=rest, guess=self._guess(point)), amount, prepared
 
     def _circumstances(self, objective: Objective | None, counts: dict[str, int]) -> Circumstances:
-        criterion = getattr(self.metric, "criterion", None)
         return Circumstances(
             math.nan if objective is None else objective.before,
             getattr(self.solver, "absolute", False),
             self._last.step,
-            isinstance(criterion, Criterion) and bounded_below(criterion),
+            is_bounded(self.metric),
             self._options(),
             counts,
         )
@@ -375,22 +383,6 @@ class NaturalGradient(ModelOptimizer):
     def _guess(self, point: Point) -> Tensor | None:
         last = self._flat_state(point).get("solution")
         return None if last is None or self.warm_start == 0 else self.warm_start * last
-
-    def _changes(
-        self, point: Point, step: Step, memory: Memory, solution: Solution, decay: bool
-    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """The parameters after the step and what is kept for each of them, by name."""
-        rates, decays, vector = point.rates, self._rates("weight_decay"), flat(step)
-        taken = decay and bool(vector.any())  # no step, no decay either
-        kept = {key: value for key, value in memory.items() if isinstance(value, Tensor)}
-        if self.warm_start:
-            # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
-            kept["solution"] = -vector if taken and solution.basis is not None else solution.value
-        views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
-        parts = point.space.unflatten(vector)
-        moved = {name: point.params[name] * (1 - rates[name] * decays[name] * taken) for name in parts}
-        moved = {name: p.add_(parts[name]) for name, p in moved.items()}
-        return moved, {name: {key: view[name].clone() for key, view in views.items()} for name in parts}
 
     def _flat_state(self, point: Point) -> dict[str, Tensor]:
         """What is kept by parameter, as vectors (n,): "solution", and the rule's memory."""

@@ -47,9 +47,9 @@ class BlockOptions(TypedDict, total=False):
             yourself; default those of the `DistributedDataParallel` around the model.
         train_in_eval: True reads passes in evaluation mode too, to train with dropout off and batch norm frozen;
             evaluate under `torch.no_grad()` then.
-        on_trouble: What a step does whose loss or gradient is not finite: "skip" (default) leaves it out, counts it in
-            `state_report().failures`, warns at the fifth in a row and raises RuntimeError at the 25th; "raise" raises
-            ValueError.
+        on_trouble: What a step does whose loss or gradient is not finite, or whose loss is more than ten times the
+            highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
+            fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
     """
 
     rule: Rule | None
@@ -110,9 +110,9 @@ class FlatOptions(TypedDict, total=False):
             default all that are trainable.
         train_in_eval: True counts passes in evaluation mode as training ones, with dropout off and batch norm frozen;
             evaluate under `torch.no_grad()` then.
-        on_trouble: What a step does whose loss, gradient or metric is not finite: "raise" (default) raises ValueError;
-            "skip" leaves it out, counts it in `state_report().failures`, warns at the fifth in a row and raises
-            RuntimeError at the 25th.
+        on_trouble: What a step does whose loss, gradient or metric is not finite, or whose loss is more than ten times
+            the highest of the run: "skip" (default) leaves it out, counts it in `state_report().failures`, warns at the
+            fifth in a row and raises RuntimeError at the 25th; "raise" raises ValueError.
     """
 
     structure: Structure | None
@@ -144,7 +144,7 @@ class FlatSettings:
     preconditioner: Preconditioner | Structure | None = None
     params: Iterable[Any] | None = None
     train_in_eval: bool = False
-    on_trouble: OnTrouble = "raise"
+    on_trouble: OnTrouble = "skip"
 
 
 def with_options(options: Any, settings: type, *without: str, **own: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:

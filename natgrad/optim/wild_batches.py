@@ -45,9 +45,9 @@ class WildBatches:
         return WildBatches(torch.fmax(before, loss).detach(), 0)
 
     def save(self) -> dict[str, Tensor]:
-        """For a checkpoint: tensors, whatever happened so far."""
+        """For a checkpoint: tensors of the same dtype and device, whatever happened so far."""
         highest = torch.zeros(()) if self.highest is None else self.highest
-        return {"highest": highest, "refused": torch.tensor(self.refused)}
+        return {"highest": highest.double().cpu(), "refused": torch.tensor(self.refused)}
 
     @staticmethod
     def load(saved: Mapping[str, Tensor] | None) -> WildBatches:

@@ -37,7 +37,7 @@ def test_an_operator_outlives_a_step_of_the_parameters(first):
 def test_a_metric_that_is_not_finite_is_refused_and_nothing_changes():
     params = {"w": torch.ones(2, dtype=torch.float64, requires_grad=True)}
     metric = ng.fisher(lambda p, x: (x @ p["w"]).sqrt().unsqueeze(1), ng.Gaussian())
-    opt = ng.NaturalGradient(params, metric)
+    opt = ng.NaturalGradient(params, metric, on_trouble="raise")
     params["w"].grad = torch.ones(2, dtype=torch.float64)
     opt.observe(torch.zeros(1, 2, dtype=torch.float64))  # sqrt has an infinite slope at 0, and a finite value
     with pytest.raises(ValueError, match="metric is not finite"):

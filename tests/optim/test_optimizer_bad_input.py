@@ -209,10 +209,12 @@ TROUBLES = {
 }
 
 BUILDS = {
-    "rate": lambda m: ng.NaturalGradient(m, fisher(m), lr=0.1),
-    "momentum": lambda m: ng.NaturalGradient(m, fisher(m), lr=0.1, structure=ng.Dense(0.9), rule=ng.Momentum()),
-    "sampled": lambda m: ng.NaturalGradient(m, ng.sampled_fisher(m, CE), lr=0.1),
-    "hessian_free": lambda m: ng.hessian_free(m, CE),
+    "rate": lambda m: ng.NaturalGradient(m, fisher(m), lr=0.1, on_trouble="raise"),
+    "momentum": lambda m: ng.NaturalGradient(
+        m, fisher(m), lr=0.1, structure=ng.Dense(0.9), rule=ng.Momentum(), on_trouble="raise"
+    ),
+    "sampled": lambda m: ng.NaturalGradient(m, ng.sampled_fisher(m, CE), lr=0.1, on_trouble="raise"),
+    "hessian_free": lambda m: ng.hessian_free(m, CE, on_trouble="raise"),
 }
 
 

@@ -122,7 +122,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(reduction: str, zero_before_los
 def test_a_step_that_raised_leaves_no_trace() -> None:
     criterion = nn.CrossEntropyLoss(reduction="sum")
     expected, model = moved(net(), criterion, X, Y), net()
-    opt = build(model, criterion)
+    opt = build(model, criterion, on_trouble="raise")
     with pytest.raises(ValueError, match="not finite"):
         iterate(opt, model, X * torch.nan, Y)
     iterate(opt, model, X, Y)

@@ -11,7 +11,8 @@ from torch import nn
 
 import natgrad as ng
 
-RECIPES = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng, ng.tonga]
+MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
+RECIPES = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng, ng.tonga, *MATRIX_FREE]
 
 
 def train(recipe: Any, steps: int, scales: dict[int, float], **options: Any) -> tuple[nn.Module, Any]:
@@ -42,7 +43,7 @@ def test_a_step_on_a_wild_batch_is_none(recipe: Any, scale: float):
     assert opt.state_report().failures == 1
 
 
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.diagonal], ids=lambda r: r.__name__)
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.diagonal, ng.natgrad_cg], ids=lambda r: r.__name__)
 def test_what_a_wild_batch_leaves_is_no_momentum(recipe: Any):
     model, _ = train(recipe, 30, {12: 1e4})
     clean, _ = train(recipe, 30, {})
@@ -51,25 +52,44 @@ def test_what_a_wild_batch_leaves_is_no_momentum(recipe: Any):
     assert nn.MSELoss()(model(x), y) < 1.5 * nn.MSELoss()(clean(x), y) + 0.05
 
 
-def test_data_of_a_new_scale_are_taken_after_three_batches():
-    _, opt = train(ng.kfac, 20, dict.fromkeys(range(12, 20), 1e4))
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
+def test_data_of_a_new_scale_are_taken_after_three_batches(recipe: Any):
+    _, opt = train(recipe, 20, dict.fromkeys(range(12, 20), 1e4))
     assert opt.state_report().failures == 3
 
 
-def test_the_first_steps_set_the_scale():
-    _, opt = train(ng.kfac, 8, {3: 1e4})
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
+def test_the_first_steps_set_the_scale(recipe: Any):
+    _, opt = train(recipe, 8, {3: 1e4})
     assert opt.state_report().failures == 0
 
 
-def test_raising_names_the_loss():
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
+def test_raising_names_the_loss(recipe: Any):
     with pytest.raises(ValueError, match="more than ten times the highest"):
-        train(ng.kfac, 13, {12: 1e6}, on_trouble="raise")
+        train(recipe, 13, {12: 1e6}, on_trouble="raise")
 
 
-def test_a_checkpoint_knows_the_highest_loss():
-    model, opt = train(ng.kfac, 12, {})
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.__name__)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_batch_without_a_target_that_counts_is_left_out(recipe: Any, reduction: str):
+    model = seeded(lambda: nn.Linear(4, 3))
+    opt, x, y = recipe(model, nn.CrossEntropyLoss(reduction=reduction)), draw(6, 4), torch.arange(6) % 3
+    for step, targets in enumerate([y, torch.full_like(y, -100), y]):
+        before = parameters(model)
+        opt.zero_grad()
+        opt.loss(model(x), targets).backward()
+        opt.step()
+        moved = any(not torch.equal(a, b) for a, b in zip(parameters(model), before, strict=True))
+        assert moved == (step != 1)
+    assert opt.state_report().failures == 1
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
+def test_a_checkpoint_knows_the_highest_loss(recipe: Any):
+    model, opt = train(recipe, 12, {})
     other = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    resumed = ng.kfac(other, nn.MSELoss())
+    resumed = recipe(other, nn.MSELoss())
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(opt.state_dict())
     before = parameters(other)
