@@ -62,7 +62,7 @@ def listed_on() -> dict[tuple[str, str], str]:
         for block in re.finditer(r"^::: ([\w.]+)\n((?:[ \t]+.*\n|\n)*)", page.read_text(encoding="utf-8"), re.M):
             module = importlib.import_module(block[1])
             for name in re.findall(r"^\s+- (\w+)$", block[2], re.M):
-                home = getattr(getattr(module, name), "__module__", block[1])
+                home = getattr(getattr(module, name, None), "__module__", block[1])
                 places[home, name] = f"api/{page.stem}.html#{block[1]}.{name}"
     return places
 

@@ -15,18 +15,25 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, GRID = "#1b1f24", "#dfe3e8"
-PALETTE = (
-    "#c2410c", "#1d4ed8", "#0f766e", "#7c3aed", "#a16207", "#be185d", "#4d7c0f", "#57534e", "#0891b2", "#7f1d1d",
+PALETTE = (  # the first four differ for the colour-blind, and neighbours in grey
+    "#d95f02", "#1b3a93", "#1a9e77", "#c04fb4", "#5c4a00", "#be185d", "#4d7c0f", "#57534e", "#0891b2", "#7f1d1d",
 )  # fmt: skip
 DARK = (  # PALETTE on a dark ground
-    "#fb923c", "#7aa2ff", "#4fd1b5", "#b79cff", "#e0b84a", "#f28ab8", "#a3e635", "#a8a29e", "#22d3ee", "#fca5a5",
+    "#fb923c", "#9db8ff", "#4fd1b5", "#f0a0e8", "#e0b84a", "#f28ab8", "#a3e635", "#a8a29e", "#22d3ee", "#fca5a5",
+)  # fmt: skip
+DASHES: tuple[Any, ...] = (  # one for each colour: in grey, lines differ by these
+    "-", (0, (6, 1.5)), (0, (2, 1.2)), "-.", ":", (0, (1, 1)),
+    (0, (7, 1.2, 2, 1.2)), (0, (4, 1.2, 1, 1.2, 1, 1.2)), (0, (9, 2.5)), (0, (3, 0.7)),
 )  # fmt: skip
 STYLE: dict[Any, Any] = {
+    "axes.prop_cycle": cycler(color=PALETTE, linestyle=DASHES),
+    "axes.titlesize": 11,
     "font.size": 11,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
@@ -54,6 +61,12 @@ def draw(fill: Callable[[Figure], None], size: tuple[float, float]) -> Figure:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once: else each of the three savings does it again
         return figure
+
+
+def put_legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
+    """The legend of these axes below the figure, where it strikes nothing out."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.6)
 
 
 def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:

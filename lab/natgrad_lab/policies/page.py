@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import PALETTE
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 
 NAMES = {"natgrad": "ng.TRPO", "sb3": "sb3-contrib's TRPO"}
 COLOURS = dict(zip(NAMES, PALETTE[:2], strict=True))
@@ -115,14 +115,16 @@ def _curves(env: str, races: dict[str, list[Numbers]], key: str) -> Callable[[Fi
             y = np.array([[at(run, mark, key) for mark in marks] for run in runs])
             low, middle, high = np.nanpercentile(y, [25, 50, 75], axis=0)
             x = np.array(marks) / 1000
-            axes.plot(x, middle, color=COLOURS[name], linewidth=1.8, label=NAMES[name])
+            dash = DASHES[list(NAMES).index(name)]
+            axes.plot(x, middle, color=COLOURS[name], linestyle=dash, linewidth=1.8, label=NAMES[name])
             axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.18, linewidth=0)
-        for mark, goal in GOALS[env]:
-            axes.plot([mark / 1000], [goal], marker="_", markersize=14, color=PALETTE[7], linestyle="none")
-        axes.set_xlabel("thousand steps")
-        axes.set_title(f"{env}, bars: the goals", loc="left", fontsize=11)
+        marks, goals = zip(*GOALS[env], strict=True)
+        at_marks = [mark / 1000 for mark in marks]
+        axes.plot(at_marks, goals, marker="_", markersize=14, color=INK, linestyle="none", label="goal")
+        axes.set(xlabel="steps in the environment, thousands", ylabel="return of an episode")
+        axes.set_title(f"{env}: {' and '.join(NAMES[name] for name in races)}", loc="left")
         axes.grid(visible=True, axis="y")
-        axes.legend(fontsize=9, loc="lower right")
+        put_legend_below(figure, axes, columns=3)
 
     return fill
 

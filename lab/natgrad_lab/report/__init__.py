@@ -72,7 +72,7 @@ printed.register(Outcome, study.spoken)
 def _draw(result: Result, order: list[str], place: Path) -> list[Drawn]:
     found = []
     for plot in plots(result):
-        figure, name = draw(plot, result.entries, order), f"{result.name}-{plot.name}"
+        figure, name = draw(plot, result.entries, order, result.title), f"{result.name}-{plot.name}"
         save(figure, place / name)
         found.append(Drawn(plot.title, inline(figure, name, f"{result.title}: {plot.title}")))
     return found

@@ -11,14 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from natgrad_lab import figures
-from natgrad_lab.figures import PALETTE
+from natgrad_lab.figures import DASHES, PALETTE
 from natgrad_lab.report.summary import Entry, Result, curve
 from natgrad_lab.words import short
 
-DASHES = (
-    "-", (0, (6, 1.5)), (0, (2, 1.2)), "-.", ":", (0, (1, 1)),
-    (0, (7, 1.2, 2, 1.2)), (0, (4, 1.2, 1, 1.2, 1, 1.2)), (0, (9, 2.5)), (0, (3, 0.7)),
-)  # fmt: skip
 CROWD = 6  # entries of a legend that stand below one another
 SIZE = (4.5, 3.3)  # inches
 
@@ -96,15 +92,23 @@ def _by_seconds(result: Result) -> list[Plot]:
     ]
 
 
-def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> Figure:
-    """One figure. order: the contestants' names as in the plan, which gives each its colour in every figure."""
+def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str], title: str = "") -> Figure:
+    """One figure: medians, and the range of the seeds as a band.
+
+    Args:
+        plot: What is drawn against what.
+        entries: The contestants' runs.
+        order: The contestants' names as in the plan, which gives each its colour in every figure.
+        title: Of the task, with its data set.
+    """
 
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
         drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
         _scales(axes, plot)
         axes.set_xlabel(plot.x_label)
-        axes.set_title(plot.y_label, loc="left", fontsize=11)
+        axes.set_ylabel(plot.y_label)
+        axes.set_title(title, loc="left", fontsize=9, wrap=True)
         axes.grid(visible=True, axis="y")
         axes.set_axisbelow(True)
         if sum(drawn) > 1:

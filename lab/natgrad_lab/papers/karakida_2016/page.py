@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import INK, PALETTE
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 
 NAMES = {  # piece -> what the table calls it, its entry of the costs
     "sgd": ("SGD, V = v²", "SGD, single"),
@@ -25,6 +26,7 @@ NAMES = {  # piece -> what the table calls it, its entry of the costs
     "tuned-sgd": ("SGD tuned, batches", "SGD"),
     "tuned-adam": ("Adam tuned, batches", "Adam"),
 }
+HIGHEST = -10.0  # of the drawn losses: above, all methods fall alike
 PRINTED = ("sgd", "eq4", "exact", "exact-square")
 PAPER = {  # test error, steps to -28, time
     "sgd": ("-33.21 ± 2.25", "216,000", "1.00"),
@@ -203,20 +205,24 @@ def _draw(told: Findings, pieces: tuple[str, ...]) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
         for place, piece in enumerate(pieces):
-            _lines(axes, told.of(piece)[0], INK if piece == "sgd" else PALETTE[place % len(PALETTE)], NAMES[piece][0])
-        axes.axhline(told.settings.level, color=INK, linewidth=0.8, linestyle=":")
+            colour = INK if piece == "sgd" else PALETTE[place % len(PALETTE)]
+            _lines(axes, told.of(piece)[0], colour, DASHES[place % len(DASHES)], NAMES[piece][0])
+        level = told.settings.level
+        axes.axhline(level, color=INK, linewidth=0.8, linestyle=":", label=f"level {level:g} that steps are counted to")
+        shown = [line.get_xdata()[np.asarray(line.get_ydata()) < HIGHEST] for line in axes.lines[:-1]]
         axes.set_xscale("log")
-        axes.set_ylim(-35, -10)
-        axes.set_xlabel("steps")
-        axes.set_title("test error, all runs", loc="left", fontsize=11)
+        axes.set_ylim(-35, HIGHEST)
+        axes.set_xlim(left=min((x.min() for x in shown if len(x)), default=1))
+        axes.set(xlabel="steps", ylabel="score matching loss on test data")
+        axes.set_title("Two-layer model: every run, and the median of each method", loc="left")
         axes.grid(visible=True, axis="y")
-        axes.legend(fontsize=9, loc="lower left")
+        put_legend_below(figure, axes)
 
     return fill
 
 
-def _lines(axes: Axes, found: Numbers, colour: str, name: str) -> None:
+def _lines(axes: Axes, found: Numbers, colour: str, dash: Any, name: str) -> None:
     errors = np.array([[math.nan if e is None else e for e in point] for point in found["errors"]], dtype=float)
     steps = np.maximum(found["steps"], 1)
-    axes.plot(steps, errors, color=colour, linewidth=0.7, alpha=0.45)
-    axes.plot(steps, np.median(errors, axis=1), color=colour, linewidth=2.2, label=name)
+    axes.plot(steps, errors, color=colour, linestyle="-", linewidth=0.7, alpha=0.35)
+    axes.plot(steps, np.median(errors, axis=1), color=colour, linestyle=dash, linewidth=2.2, label=name)

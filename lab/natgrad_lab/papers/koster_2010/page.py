@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import PALETTE, draw_images
+from natgrad_lab.figures import DASHES, PALETTE, draw_images, put_legend_below
 from natgrad_lab.words import short
 
 METHODS = ("natural gradient", "Adam", "SGD-momentum")
@@ -77,10 +77,11 @@ def _curves(told: dict[str, list[Numbers]], axis: int) -> Picture:
             for place, one in enumerate(found):
                 points = np.array(one["curve"])
                 label = method if place == 0 else None
-                axes.plot(points[:, axis], points[:, 2], color=PALETTE[number], linewidth=1.6, label=label)
-        axes.set(xlabel=("CPU seconds", "steps")[axis], ylabel="held-out loss")
+                style = {"color": PALETTE[number], "linestyle": DASHES[number], "linewidth": 1.6}
+                axes.plot(points[:, axis], points[:, 2], label=label, **style)
+        axes.set(xlabel=("CPU seconds", "steps")[axis], ylabel="score matching loss, held-out patches")
         axes.set_xscale("log") if axis else None
-        axes.legend(fontsize=9)
+        put_legend_below(figure, axes)
 
     return Picture(("loss-seconds", "loss-steps")[axis], ("Against seconds", "Against steps")[axis], fill)
 
@@ -90,16 +91,26 @@ def _section(method: str, found: Numbers, size: int) -> Section:
     stem = method.replace(" ", "-").lower()
     first, second = "First layer: features, the strongest pooled first", "Second layer: one unit a row, what it pools"
     pictures = (
-        Picture(f"features-{stem}", first, _features(features, pooling), (7.0, 7.0)),
+        Picture(
+            f"features-{stem}", first, _features(features, pooling, method), (7.0, 0.3 + 0.7 * -(-len(features) // 10))
+        ),
         Picture(f"pooling-{stem}", second, _pools(features, pooling), (7.0, 7.0)),
     )
     verdict = f"{found['steps']:,} steps; coherence {found['coherence']:.2f}, extent {found['extent']:.2f}."
     return Section(method, verdict, (), pictures)
 
 
-def _features(features: np.ndarray, pooling: np.ndarray) -> Callable[[Figure], None]:
-    order = np.argsort(-pooling.max(0))
-    return lambda figure: draw_images(figure.subplots(), features[order], 10)
+def _features(features: np.ndarray, pooling: np.ndarray, method: str) -> Callable[[Figure], None]:
+    order, size = np.argsort(-pooling.max(0)), features.shape[1]
+
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        draw_images(axes, features[order], 10)
+        axes.set_title(
+            f"{len(features)} features of photographs' patches, {size} x {size} pixels: {method}", loc="left"
+        )
+
+    return fill
 
 
 def _pools(features: np.ndarray, pooling: np.ndarray, units: int = 10, shown: int = 10) -> Callable[[Figure], None]:

@@ -318,11 +318,19 @@ def _bars(runs: Sequence[Numbers]) -> Callable[[Figure], None]:
         names = list(runs[0]["counts"])
         for place, name in enumerate(names):
             got = [run["counts"][name]["optimum"] / run["runs"] for run in runs]
-            axes.barh(-place, sum(got) / len(got), color=PALETTE[1] if "pairs" in name else PALETTE[0], height=0.6)
-            axes.plot(got, [-place] * len(got), ".", color=INK)
+            mean, spread = sum(got) / len(got), (min(got), max(got))
+            axes.plot(
+                spread, [-place] * 2, color=PALETTE[1], linestyle="-", linewidth=5, alpha=0.35, solid_capstyle="round"
+            )
+            axes.plot(got, [-place] * len(got), "o", color=INK, markersize=4, zorder=3)
+            axes.text(1.03, -place, f"{mean:.0%}", va="center", fontsize=9)
         axes.set_yticks([-n for n in range(len(names))], names)
-        axes.set_xlim(0, 1.02)
-        axes.set_xlabel("share of starts (dots: seeds)", fontsize=9)
+        axes.set(xlim=(0, 1.02), ylim=(0.5 - len(names), 0.5))
+        axes.grid(visible=True, axis="x")
+        axes.set_xlabel(f"share of {runs[0]['runs']} starts that end at the optimum (dots: seeds)", fontsize=9)
+        figure.suptitle(
+            "Quadratic functions of six bits, natural flows of three models", x=0.01, ha="left", fontsize=11
+        )
 
     return fill
 
