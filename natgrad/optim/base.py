@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn, get_args
 
@@ -14,11 +15,14 @@ from natgrad.families import Criterion, pick_logits
 from natgrad.optim.accidents import OnTrouble
 from natgrad.optim.checkpoint import Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
+from natgrad.optim.explanations import KEPT, Steps, explain_steps
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import map_tensors
-from natgrad.rules import Rule
+from natgrad.rules import FlatStep, Quadratic, Rule
+
+CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 
 
 class ModelOptimizer(Optimizer):
@@ -117,9 +121,21 @@ class ModelOptimizer(Optimizer):
                 if self.on_trouble == "raise":
                     raise
                 self._skip(trouble)
+            vars(self).setdefault("_history", deque(maxlen=KEPT)).append(self._report_later())
         finally:
             self._forget_batch()  # nothing of a batch outlives its step, failed or not
         return called.value
+
+    def __repr__(self) -> str:
+        size = sum(p.numel() for group in self.param_groups for p in group["params"])
+        lines = [f"model: {type(self.model).__name__}, {size:,} parameters", *self._list_choices()]
+        head, _, groups = super().__repr__().partition("\n")
+        return "\n".join([head, *(f"    {line}" for line in lines), groups])
+
+    def _list_choices(self) -> list[str]:
+        """What it was built with, a line each."""
+        own = vars(self)
+        return [f"{name}: {own[name]}" for name in CHOICES if name in own]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the count of what they are a sum of.
@@ -142,6 +158,44 @@ class ModelOptimizer(Optimizer):
     @abstractmethod
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, damping, reduction ratio, length, failures so far."""
+
+    def explain(self) -> str:
+        """What the last steps did, at most 20 of them, and what to try: a text to print.
+
+        Example:
+            >>> model = nn.Linear(4, 3)
+            >>> ng.kfac(model, nn.CrossEntropyLoss()).explain()[:12]
+            'No step yet:'
+        """
+        found = {report.step: report for report in (make() for make in vars(self).get("_history", ()))}
+        reports = [report for report in found.values() if report.step]
+        bounds = [self._kl_bound(report) for report in reports]
+        lr = min((float(group["lr"]) for group in self.param_groups), default=0.0)
+        turned = vars(self).get("_clock", {}).get("turned", -1)
+        return explain_steps(Steps(reports, bounds, self.rule, lr, self._options(), turned))
+
+    def _kl_bound(self, report: StateReport) -> float:
+        """Most nats per example that the rule allowed a step."""
+        nothing = torch.zeros(())
+        own = vars(self)
+        model = Quadratic(
+            nothing,
+            None,
+            0.0,
+            FlatStep(nothing, nothing),
+            nats=own.get("_nats", 1.0),
+            loss=report.loss,
+            options=self._options(),
+            steps=report.step - 1,
+            bounded=own.get("_bounded", False),
+            turned=0 <= own.get("_clock", {}).get("turned", -1) < report.step,
+        )
+        return float(self.rule.kl_bound(model))
+
+    def _report_later(self) -> Callable[[], StateReport]:
+        """The report of the last step, for later: numbers are not asked for yet."""
+        report = self.state_report()
+        return lambda: report
 
     @abstractmethod
     def detach(self) -> None:

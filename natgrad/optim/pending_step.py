@@ -292,6 +292,8 @@ class Attempt:
         assert isinstance(proposal, Parts)
         # parts that were only scaled are those of the proposal
         alike = vector.parts is proposal.parts
+        if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
+            self.told["excess"] = model.proposal.ratio
         self.told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
             self.told["kl"] = 0.5 * self.nats * form

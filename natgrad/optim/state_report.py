@@ -56,6 +56,8 @@ class StateReport:
         outside: |g - G x| / |g|, the share of the gradient that the metric leaves to the damping. It is near 1 where
             the gradient lies outside the metric's range, as on other data, or where the damping is far above the
             metric.
+        excess: d^T G d along the proposal as it was last measured, over what the blocks promise. Above 1 a step is
+            shortened by it.
         rate: Length of the step relative to the proposal; 0 for a rejected step.
         gradient: Norm of the mean loss's gradient.
         failures: Steps since the start that were skipped for numerical trouble.
@@ -72,6 +74,7 @@ class StateReport:
     residual: float = math.nan
     status: str = "no step yet"
     outside: float = math.nan
+    excess: float = math.nan
     rate: float = math.nan
     gradient: float = math.nan
     failures: int = 0

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -136,6 +137,9 @@ class StructuredNaturalGradient(ModelOptimizer):
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, share of the full step taken, the gradient's norm, failures so far."""
         return state_report(self._told, self._clock)
+
+    def _report_later(self) -> Callable[[], StateReport]:
+        return partial(state_report, self._told, dict(self._clock))
 
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""

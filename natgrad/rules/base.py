@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -53,6 +54,14 @@ class Rule(ABC):
     def options(self) -> dict[str, float]:
         """Settings that a parameter group may change, by name; `Quadratic.options` has the least over the groups."""
         return {}
+
+    def kl_bound(self, model: Quadratic) -> Tensor | float:
+        """Most nats per example that a step of this model may move; inf where the rule has no such bound.
+
+        Args:
+            model: Knows the loss and the number of steps.
+        """
+        return math.inf
 
     @abstractmethod
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:

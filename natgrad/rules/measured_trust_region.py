@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.quadratic import Memory, Quadratic, Step, Vector
 from natgrad.rules.step_rules import check_backtracking
@@ -69,6 +71,9 @@ class MeasuredTrustRegion(Rule):
     @property
     def needs_loss(self) -> bool:
         return True
+
+    def kl_bound(self, model: Quadratic) -> Tensor | float:
+        return self.radius
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         require_loss(self, loss_at)

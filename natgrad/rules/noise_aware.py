@@ -79,6 +79,9 @@ class NoiseAware(Rule):
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)
 
+    def kl_bound(self, model: Quadratic) -> Tensor | float:
+        return math.inf if model.turned else MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
+
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         if model.turned:
             return self.spectral.step(model, loss_at, memory)

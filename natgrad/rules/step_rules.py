@@ -67,6 +67,9 @@ class MeasuredLength(Rule):
         rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
         return proposal.scale_by(rate), memory
 
+    def kl_bound(self, model: Quadratic) -> Tensor | float:
+        return self.radius(model, torch.zeros(()))
+
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
         """The bound on this step's KL, in nats per example; it grows over the first steps.
 
@@ -103,6 +106,9 @@ class Momentum(Rule):
             raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
         if not self.radius > 0:
             raise ValueError(f"radius is {self.radius}, expected a positive number of nats per example, or math.inf")
+
+    def kl_bound(self, model: Quadratic) -> Tensor | float:
+        return self.radius
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         step = model.proposal
@@ -141,6 +147,9 @@ class TrustRegion(Rule):
     @property
     def needs_loss(self) -> bool:
         return self.backtracks > 0
+
+    def kl_bound(self, model: Quadratic) -> Tensor | float:
+        return self.radius
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         step = shorten(model, model.proposal, self.radius)

@@ -76,7 +76,9 @@ def test_a_report_tells_what_applies():
     assert "nan" not in text
     assert "None" not in text
     assert {"solver_steps", "residual", "ratio", "refused", "counts"}.isdisjoint(told.list_known())
-    assert {"step", "loss", "kl", "rate", "gradient", "failures", "status", "damping"} == set(told.list_known())
+    assert {"step", "loss", "kl", "rate", "gradient", "failures", "status", "damping", "excess"} == set(
+        told.list_known()
+    )
     assert all(math.isfinite(value) for value in told.numbers().values())
     assert "<td>kl</td>" in told._repr_html_()
     assert "Kronecker</td>" in opt.report()._repr_html_()

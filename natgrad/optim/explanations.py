@@ -1,0 +1,198 @@
+"""What the last steps of an optimizer did, in sentences, and what to try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from natgrad.optim.state_report import StateReport, show
+from natgrad.rules import Rule
+
+KEPT = 20  # steps that are looked back at
+FEW = 3  # steps before anything is said of their course
+LIMITED = 0.95  # of a bound: as good as at it, after round-off
+WHOLE = 0.9  # of the proposal: as good as all of it
+STILL = 0.01  # relative change of the loss that counts as none
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The last steps, and the settings that they were taken with.
+
+    Attributes:
+        reports: One a step, oldest first.
+        bounds: Most nats per example that the rule allowed each step; inf where it had no bound.
+        rule: How a direction becomes a step.
+        lr: The least learning rate of the parameter groups.
+        settings: Bounds that the parameter groups have, such as kl_share.
+        turned: The step at which noise had hidden the gradient; -1 before.
+    """
+
+    reports: Sequence[StateReport]
+    bounds: Sequence[float]
+    rule: Rule
+    lr: float
+    settings: Mapping[str, float]
+    turned: int = -1
+
+    @property
+    def last(self) -> StateReport:
+        """The last step."""
+        return self.reports[-1]
+
+    def count_cut(self) -> int:
+        """Steps whose length was set by the KL bound."""
+        return sum(self._was_cut(*pair) and self._by_kl(*pair) for pair in self._pairs())
+
+    def count_measured(self) -> int:
+        """Steps that were shortened to the minimum along them: the metric was larger there than it was taken for."""
+        return sum(allowed_rate(r) < WHOLE and not self._was_cut(r, b) and r.rate > 0 for r, b in self._pairs())
+
+    def count_limited(self) -> int:
+        """Steps that something else made shorter: the bound on layers' moves, or a search for the length."""
+        return sum(self._was_cut(*pair) and not self._by_kl(*pair) for pair in self._pairs())
+
+    def _pairs(self) -> list[tuple[StateReport, float]]:
+        return list(zip(self.reports, self.bounds, strict=True))
+
+    def _was_cut(self, report: StateReport, bound: float) -> bool:
+        return 0 < report.rate < LIMITED * allowed_rate(report)
+
+    def _by_kl(self, report: StateReport, bound: float) -> bool:
+        # half of it: the rule counts the damping in, and so the metric alone moves less
+        return bound < math.inf and report.kl >= 0.5 * bound * min(1.0, self.lr) ** 2
+
+
+def allowed_rate(report: StateReport) -> float:
+    """The length, relative to the proposal, at which the quadratic model with the metric as measured is least."""
+    return 1 / max(1.0, report.excess) if math.isfinite(report.excess) else 1.0
+
+
+def explain_steps(steps: Steps) -> str:
+    """A sentence for each thing that decided how the last steps went, and what to try.
+
+    Args:
+        steps: The last steps.
+    """
+    if not steps.reports:
+        return "No step yet: compute the loss with opt.loss(outputs, targets), call backward() on it, then opt.step()."
+    tellers = (tell_course, tell_bounds, tell_noise, tell_failures, tell_judgement, tell_solver, tell_reach)
+    return "\n".join(sentence for tell in tellers for sentence in tell(steps))
+
+
+def tell_course(steps: Steps) -> Iterator[str]:
+    """Whether the loss falls."""
+    losses, last = [r.loss for r in steps.reports if math.isfinite(r.loss)], steps.last
+    count = len(steps.reports)
+    if len(losses) < FEW:
+        yield f"Step {last.step}: {last.status}. Too few steps to say where the loss goes."
+        return
+    third = max(1, len(losses) // 3)
+    before, after = median(losses[:third]), median(losses[-third:])
+    change = (after - before) / max(abs(before), abs(after), 1e-30)
+    verb = "stands still at" if abs(change) < STILL else "falls to" if change < 0 else "rises to"
+    yield f"Step {last.step}: over the last {count} steps the loss {verb} {show(after)}, from {show(before)}."
+    if change > STILL:
+        yield "Try: a lower lr or a tighter bound (kl_share, max_kl, radius); larger batches if the loss only jumps."
+    elif abs(change) < STILL and last.gradient == 0:
+        yield "The gradient is zero: the loss does not depend on the parameters, or is at its minimum."
+    elif abs(change) < STILL:
+        yield "Try: a schedule that lets lr fall, or larger batches, if gradients are noisy; else less damping."
+
+
+def tell_bounds(steps: Steps) -> Iterator[str]:
+    """What set the length of the steps."""
+    count, cut = len(steps.reports), steps.count_cut()
+    if cut:
+        bound = show(next(b for b in reversed(steps.bounds) if b < math.inf))
+        yield f"The KL bound cut {cut} of {count} steps: it was {bound} nats per example at the last of them."
+    if 2 * cut > count:
+        share = steps.settings.get("kl_share")
+        yield (
+            f"Try: a larger {'radius' if share is None else f'kl_share (now {show(float(share))})'} to go faster; a "
+            "smaller one if the loss jumps."
+        )
+    measured, limited = steps.count_measured(), steps.count_limited()
+    if 2 * measured > count:
+        rate = show(median(allowed_rate(r) for r in steps.reports))
+        yield (
+            f"{measured} of {count} steps were shortened to {rate} of the proposal, where the quadratic model is "
+            "least: the metric along them was larger than its blocks say."
+        )
+        yield "Try: more damping, or a smaller update_every, so that the blocks are fresher."
+    if 2 * limited > count:
+        move = getattr(steps.rule, "move", math.inf)
+        rate = show(median(r.rate for r in steps.reports))
+        reason = f"a layer moves by at most {show(move)} of its size" if move < math.inf else "the rule found a length"
+        yield f"{limited} of {count} steps were shortened to about {rate} of the proposal: {reason}."
+        if move < math.inf:
+            yield f"Try: rule=natgrad.rules.NoiseAware(move={show(2 * move)}) if the loss falls steadily but slowly."
+    if cut + measured + limited == 0 and steps.last.rate >= WHOLE and count >= FEW:
+        yield "Steps were taken whole: lr and the damping set their length, no bound did."
+    if 0 < steps.lr < 0.01 and any(b < math.inf for b in steps.bounds):
+        yield f"lr is {show(steps.lr)}: it multiplies a step whose length is found already; 1 is usual."
+
+
+def tell_noise(steps: Steps) -> Iterator[str]:
+    """Whether the rule has turned to spectral steps."""
+    if steps.turned >= 0:
+        yield (
+            f"Noise has hidden the gradient since step {steps.turned}: steps are spectral ones from there on, of a "
+            "fixed size per layer."
+        )
+        yield "Try: a schedule that lets lr fall to zero; larger batches."
+
+
+def tell_failures(steps: Steps) -> Iterator[str]:
+    """Batches that were left out."""
+    failed = steps.last.failures - steps.reports[0].failures + (steps.reports[0].status == "skipped")
+    if failed > 0:
+        yield (
+            f"{failed} of the last {len(steps.reports)} steps were left out, or their statistics were: a number was "
+            "not finite, or the loss far above all others."
+        )
+        yield 'Try: on_trouble="raise" to stop at the first one, and look at its batch.'
+
+
+def tell_judgement(steps: Steps) -> Iterator[str]:
+    """What the reduction ratio says, where a damping asks for it."""
+    ratios = [r.ratio for r in steps.reports if r.ratio is not None and math.isfinite(r.ratio)]
+    refused = steps.last.refused - steps.reports[0].refused + (steps.reports[0].status == "refused")
+    if refused > 0:
+        yield f"{refused} of the last {len(steps.reports)} steps were not taken, since they would have raised the loss."
+    if ratios:
+        found, damping = median(ratios), show(steps.last.damping)
+        verdict = "as much as" if 0.75 <= found <= 1.5 else "less than" if found < 0.75 else "more than"
+        yield (
+            f"The loss falls {verdict} the quadratic model promises (ratio {show(found)}); the damping that follows "
+            f"from it is {damping}."
+        )
+
+
+def tell_solver(steps: Steps) -> Iterator[str]:
+    """How the solver ended."""
+    count = len(steps.reports)
+    stopped = sum(r.status == "max_steps" for r in steps.reports)
+    if 2 * stopped > count:
+        yield (
+            f"The solver stopped at its limit in {stopped} of {count} steps, with a residual of "
+            f"{show(steps.last.residual)} of the gradient."
+        )
+        yield "Try: a larger max_steps, more damping, or a preconditioner."
+    curved = sum(r.status == "negative_curvature" for r in steps.reports)
+    if curved:
+        yield f"The solver met negative curvature in {curved} of {count} steps."
+        yield "Try: ng.fisher or ng.gauss_newton for the metric, or solver=ng.MinresQLP()."
+
+
+def tell_reach(steps: Steps) -> Iterator[str]:
+    """Whether the metric sees the gradient."""
+    outside = [r.outside for r in steps.reports if math.isfinite(r.outside)]
+    if outside and median(outside) > 0.9:
+        yield (
+            f"{median(outside):.0%} of the gradient is left to the damping: steps are nearly plain gradient steps, "
+            f"over {show(steps.last.damping)}."
+        )
+        yield "Try: less damping; the metric on the same data as the gradient."
