@@ -1,7 +1,9 @@
 """Variational Monte Carlo: ground states of quantum systems by stochastic reconfiguration."""
 
 from natgrad.applications.vmc.amplitude import LogAmplitude, read_amplitude, read_log, read_phase, read_sign
+from natgrad.applications.vmc.antisymmetric import AntisymmetricNet
 from natgrad.applications.vmc.configurations import Bosons, Spins
+from natgrad.applications.vmc.continuous import Harmonic, Molecule, kinetic_energies
 from natgrad.applications.vmc.energy import Energy, estimate_energy, extrapolate_variance
 from natgrad.applications.vmc.ground_state import GroundState, lowest_energy
 from natgrad.applications.vmc.hamiltonians import (
@@ -21,6 +23,7 @@ from natgrad.applications.vmc.samples import AncestralSampler, Enumerated, Exact
 __all__ = [
     "RBM",
     "AncestralSampler",
+    "AntisymmetricNet",
     "AutoregressiveNet",
     "BoseHubbard",
     "Bosons",
@@ -31,10 +34,12 @@ __all__ = [
     "Flip",
     "GroundState",
     "Hamiltonian",
+    "Harmonic",
     "Heisenberg",
     "Hop",
     "LogAmplitude",
     "Metropolis",
+    "Molecule",
     "Sampler",
     "Samples",
     "Shift",
@@ -44,6 +49,7 @@ __all__ = [
     "chain_edges",
     "estimate_energy",
     "extrapolate_variance",
+    "kinetic_energies",
     "local_energies",
     "lowest_energy",
     "read_amplitude",
