@@ -15,6 +15,13 @@ from natgrad.applications import vmc as vmc
 from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
 from natgrad.applications.helmholtz import WakeSleep as WakeSleep
 from natgrad.applications.policy import TRPO, NaturalPolicyGradient
+from natgrad.applications.residuals import biharmonic as biharmonic
+from natgrad.applications.residuals import divergence_of as divergence_of
+from natgrad.applications.residuals import grad as grad
+from natgrad.applications.residuals import jacobian as jacobian
+from natgrad.applications.residuals import laplacian as laplacian
+from natgrad.applications.residuals import residuals
+from natgrad.applications.residuals import time_derivative as time_derivative
 from natgrad.applications.search import BernoulliSearch as BernoulliSearch
 from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.applications.search import MarkovSearch as MarkovSearch
@@ -90,6 +97,7 @@ from natgrad.rules import OnlineRadius as OnlineRadius
 from natgrad.rules import Rule as Rule
 from natgrad.rules import SubspaceSearch as SubspaceSearch
 from natgrad.solvers import CG, Auto, Direct, KrylovSubspace, MinresQLP, SampleSpace
+from natgrad.solvers import LeastSquares as LeastSquares
 from natgrad.solvers import Solution as Solution
 from natgrad.solvers import Solver as Solver
 from natgrad.solvers import Status as Status
@@ -178,6 +186,7 @@ __all__ = [
     "optim",
     "positive",
     "ratio_metric",
+    "residuals",
     "sampled_fisher",
     "score_matching_loss",
     "score_metric",

@@ -1,6 +1,6 @@
 """One file, or folder, per kind of problem."""
 
-from natgrad.applications import flows, helmholtz, policy, search, variational, vmc
+from natgrad.applications import flows, helmholtz, policy, residuals, search, variational, vmc
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad.applications.gauss_markov import GaussMarkov
@@ -22,6 +22,7 @@ __all__ = [
     "helmholtz",
     "policy",
     "ratio_matching_loss",
+    "residuals",
     "score_matching_loss",
     "search",
     "sliced_score_matching_loss",

@@ -1,7 +1,10 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
+from natgrad.optim.checks import NotFiniteError
+from natgrad.optim.flat_step import Point
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.natural_gradient import natural_gradient
+from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.recipe_options import BlockOptions, FlatOptions
 from natgrad.optim.state_report import Report, Row, StateReport
@@ -12,6 +15,9 @@ __all__ = [
     "BlockOptions",
     "FlatOptions",
     "NaturalGradient",
+    "NotFiniteError",
+    "Objective",
+    "Point",
     "Report",
     "Row",
     "StateReport",

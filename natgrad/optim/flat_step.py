@@ -23,14 +23,21 @@ from natgrad.optim.state_report import StateReport
 from natgrad.optim.step_length import bounded_below
 from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import as_call
-from natgrad.rules import FlatStep, Memory, Quadratic, Step
+from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Step
 from natgrad.solvers import Solution, Status
 from natgrad.spaces import Space
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a step starts: the active parameters, the gradient of the mean loss (n,), the parameters' rates."""
+    """Where a step of the flat flow starts.
+
+    Args:
+        params: The active parameters, by name.
+        space: Their order in a flat vector.
+        gradient: Of the mean loss, shape (n,).
+        rates: The learning rates, by name.
+    """
 
     params: dict[str, Tensor]
     space: Space
@@ -64,14 +71,15 @@ def quadratic(
     """
     rated = partial(at_rates, point, operator)
 
-    def propose(value: Tensor, image: Tensor) -> Step:
-        return rated(FlatStep(-value, damping * value - image))  # G x is the image less damping * x
+    def propose(value: Tensor, image: Tensor, bend: Tensor | None = None) -> Step:
+        metric = damping * value - image  # G x is the image less damping * x
+        return rated(FlatStep(-value, metric) if bend is None else BentStep.of(-value, metric, -bend))
 
     return Quadratic(
         gradient=point.gradient,
         operator=operator,
         damping=damping,
-        proposal=propose(solution.value, solution.image),
+        proposal=propose(solution.value, solution.image, solution.bend),
         nats=operator.nats,
         loss=known.loss,
         basis=solution.basis,

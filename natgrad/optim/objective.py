@@ -46,6 +46,11 @@ class Objective(ABC):
     d: a vector (n,), or `Parts` by name.
 
     The last value is kept: a rule and the damping that ask for the same step cost one evaluation.
+
+    Args:
+        params: theta, by name.
+        space: The order of the parameters in d.
+        before: The loss at d = 0.
     """
 
     def __init__(self, params: dict[str, Tensor], space: Space, before: float) -> None:
@@ -53,13 +58,22 @@ class Objective(ABC):
         self._last: tuple[Vector, float] | None = None
 
     def __call__(self, vector: Vector) -> float:
+        """The loss at theta + d.
+
+        Args:
+            vector: d.
+        """
         if self._last is None or self._last[0] is not vector:
             self._keep(vector, self._evaluate(self._by_name(vector)))
         assert self._last is not None
         return self._last[1]
 
     def gradient(self, vector: Tensor) -> tuple[float, Tensor]:
-        """The loss at theta + d, and its gradient (n,) there."""
+        """The loss at theta + d, and its gradient (n,) there.
+
+        Args:
+            vector: d, shape (n,).
+        """
         value, parts = self._differentiate(self.space.unflatten(vector))
         self._keep(vector, value)
         return self(vector), self.space.flatten(parts)

@@ -1,6 +1,7 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
 from natgrad.rules.base import Objective, Rule, refuse_measured_kl, require_loss
+from natgrad.rules.bent_step import BentStep
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
@@ -19,6 +20,7 @@ from natgrad.rules.step_rules import (
 from natgrad.rules.subspace_search import Differentiable, SubspaceSearch
 
 __all__ = [
+    "BentStep",
     "BlockPoint",
     "BlockStep",
     "Differentiable",

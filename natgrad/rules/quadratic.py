@@ -108,6 +108,11 @@ class Step(ABC):
 
     vector: Vector
 
+    @property
+    def tangent(self) -> Vector:
+        """The straight part of the step, which slope and forms are of."""
+        return self.vector
+
     @abstractmethod
     def scale_by(self, factor: Tensor | float) -> Step:
         """factor * d.
@@ -332,7 +337,7 @@ class Quadratic:
         Args:
             step: Any step of this model.
         """
-        return self.gradient @ step.vector  # type: ignore[operator]
+        return self.gradient @ step.tangent  # type: ignore[operator]
 
     def damped_form(self, step: Step) -> Tensor:
         """d^T (G + damping I) d, a scalar tensor.

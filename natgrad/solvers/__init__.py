@@ -4,6 +4,7 @@ from natgrad.solvers.auto import Auto
 from natgrad.solvers.base import Iterate, Solution, Solver, Status, Subspace
 from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
+from natgrad.solvers.least_squares import Factorised, LeastSquares
 from natgrad.solvers.minres_qlp import MinresQLP
 from natgrad.solvers.sample_space import SampleSpace
 from natgrad.solvers.spring import Spring
@@ -13,8 +14,10 @@ __all__ = [
     "CG",
     "Auto",
     "Direct",
+    "Factorised",
     "Iterate",
     "KrylovSubspace",
+    "LeastSquares",
     "MinresQLP",
     "SampleSpace",
     "Solution",

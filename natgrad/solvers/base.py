@@ -98,6 +98,7 @@ class Solution:
         extra: Estimates that a particular solver makes, by name.
         basis: The space that was searched, where the solver kept it.
         iterates: Earlier vectors, oldest first, where the solver kept them.
+        bend: b, shape (n,), where the step to take is t x + t^2 b: its second-order correction.
     """
 
     value: Tensor
@@ -108,6 +109,7 @@ class Solution:
     extra: dict[str, float] = field(default_factory=dict)
     basis: Subspace | None = None
     iterates: tuple[Iterate, ...] = ()
+    bend: Tensor | None = None
 
 
 class Solver(ABC):

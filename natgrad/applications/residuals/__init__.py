@@ -1,0 +1,27 @@
+"""Physics-informed networks: nonlinear least squares over named residuals, and derivatives of networks in a point."""
+
+from natgrad.applications.residuals.differential import (
+    biharmonic,
+    divergence_of,
+    grad,
+    jacobian,
+    laplacian,
+    time_derivative,
+)
+from natgrad.applications.residuals.fields import Field
+from natgrad.applications.residuals.optimizer import ResidualOptimizer
+from natgrad.applications.residuals.residual_terms import residuals
+from natgrad.applications.residuals.system import ResidualMetric
+
+__all__ = [
+    "Field",
+    "ResidualMetric",
+    "ResidualOptimizer",
+    "biharmonic",
+    "divergence_of",
+    "grad",
+    "jacobian",
+    "laplacian",
+    "residuals",
+    "time_derivative",
+]

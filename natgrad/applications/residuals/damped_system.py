@@ -1,0 +1,94 @@
+"""(G + level D) x = U w, in the coordinates in which D is the identity, by any solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows
+from natgrad.operators import Operator
+from natgrad.solvers import Factorised, LeastSquares, Solution, Solver
+
+
+@dataclass(frozen=True, eq=False)
+class DampedSystem:
+    """(G + level D) x = U w with G = U U^T.
+
+    Args:
+        solver: The solver.
+        operator: S G S, S = D^(-1/2).
+        scale: The diagonal of S, shape (n,), or None for the identity.
+        level: The damping.
+        factorised: Where the solver keeps its factors for several right-hand sides.
+    """
+
+    solver: Solver
+    operator: Operator
+    scale: Tensor | None
+    level: float
+    factorised: Factorised | None
+
+    @staticmethod
+    def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
+        """The system, factorised where its solver does that.
+
+        Args:
+            solver: The solver.
+            operator: G.
+            units: D, shape (n,), or None for the identity.
+            level: The damping.
+        """
+        rows, scale = operator.sample_rows, None
+        if units is not None and isinstance(rows, StackedRows):
+            scale = units.rsqrt()
+            operator = RowsOperator(rows.rescale(scale))
+        known = isinstance(solver, LeastSquares) and operator.sample_rows is not None
+        factorised = solver.factorise(operator, level) if known else None  # type: ignore[attr-defined]
+        return DampedSystem(solver, operator, scale, level, factorised)
+
+    def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:
+        """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0.
+
+        That minimises |w - U^T x|^2 + level |x - x_0|^2 in D's norm: the momentum of SPRING (Goldshlager et al. 2024).
+
+        Args:
+            weights: w, shape (r,).
+            before: x_0, shape (n,), or None.
+        """
+        if before is None or not bool(before.any()):
+            return self._restore(self._solve(weights))
+        start = before if self.scale is None else before / self.scale
+        rows = self.operator.sample_rows
+        assert rows is not None
+        seen = rows.rmv(start)
+        found = self._solve(weights - seen)
+        image = found.image + rows.mv(seen) + self.level * start
+        return self._restore(replace(found, value=found.value + start, image=image))
+
+    def accelerate(self, found: Solution, bend: Tensor, limit: float) -> Solution:
+        """x with the bend a / 2, (G + level D) a = U r'', unless a is longer than `limit` times x in D's norm.
+
+        Args:
+            found: The solution x.
+            bend: r'', the second derivative of the residuals along x, shape (r,).
+            limit: A number.
+        """
+        more = self._solve(bend)
+        length = found.value if self.scale is None else found.value / self.scale
+        if not bool(more.value.norm() <= limit * length.norm()):
+            return found
+        half = more.value / 2 if self.scale is None else more.value * self.scale / 2
+        return replace(found, bend=half, steps=found.steps + more.steps)
+
+    def _solve(self, weights: Tensor) -> Solution:
+        if self.factorised is not None:
+            return self.factorised.solve(weights)
+        rows = self.operator.sample_rows
+        assert rows is not None
+        return self.solver.solve(self.operator, rows.mv(weights), damping=self.level)
+
+    def _restore(self, found: Solution) -> Solution:
+        if self.scale is None:
+            return found
+        return replace(found, value=found.value * self.scale, image=found.image / self.scale, basis=None, iterates=())

@@ -1,0 +1,112 @@
+"""A network as a function of one point, which reads its derivatives there from tables where they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from natgrad.applications.residuals.jets import Plan
+
+
+@dataclass(eq=False)
+class Notes:
+    """What a term asked of an unknown at its points.
+
+    Attributes:
+        plans: The position of the point among the term's arguments -> what was asked there.
+        elsewhere: Whether it was evaluated anywhere else.
+    """
+
+    plans: dict[int, Plan] = field(default_factory=dict)
+    elsewhere: bool = False
+
+    def note(self, place: int, plan: Plan) -> None:
+        """Add a wish.
+
+        Args:
+            place: Of the point among the arguments.
+            plan: What is wanted there.
+        """
+        self.plans[place] = self.plans.get(place, Plan()).merge(plan)
+
+
+class Field:
+    """An unknown of `ng.residuals` as its terms see it: u(x) for one point x of shape (d,), and no batch.
+
+    Args:
+        evaluate: The network at one point.
+        points: The tensors that the term was given.
+        tables: The position of a point -> its plan, and the values and derivatives there, shape (T, m).
+        notes: Where wishes are written down; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[..., Tensor],
+        points: tuple[Any, ...],
+        tables: dict[int, tuple[Plan, Tensor]] | None = None,
+        notes: Notes | None = None,
+    ) -> None:
+        self.evaluate, self.points, self.tables, self.notes = evaluate, points, tables or {}, notes
+
+    def __call__(self, *args: Any) -> Tensor:
+        """The network's outputs at one point.
+
+        Args:
+            *args: The network's arguments, without a batch dimension.
+        """
+        found = self._read(args[0], Plan(), lambda plan, jets: jets[0]) if len(args) == 1 else None
+        if found is not None:
+            return found
+        if len(args) != 1 or self._place(args[0]) is None:
+            self._note_elsewhere()
+        return self.evaluate(*args)
+
+    def read_first(self, x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+        """du/dx_i, shape (len(dims), m), where a table has them.
+
+        Args:
+            x: The point.
+            dims: The coordinates.
+        """
+        return self._read(x, Plan(tuple(sorted(dims))), lambda plan, jets: jets[[plan.place_of(i) for i in dims]])
+
+    def read_second(self, x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+        """sum_i d^2u/dx_i^2, shape (m,), where a table has it.
+
+        Args:
+            x: The point.
+            dims: The coordinates.
+        """
+        group = tuple(sorted(dims))
+        return self._read(x, Plan((), (group,)), lambda plan, jets: jets[plan.place_of_sum(group)])
+
+    def plain_at(self, x: Tensor) -> Callable[..., Tensor]:
+        """What to differentiate at a point where no table helps: derivatives there do not count as other points.
+
+        Args:
+            x: The point.
+        """
+        return self if self._place(x) is None else self.evaluate
+
+    def _read(self, x: Any, wish: Plan, pick: Callable[[Plan, Tensor], Tensor]) -> Tensor | None:
+        place = self._place(x)
+        if place is None:
+            return None
+        if self.notes is not None:
+            self.notes.note(place, wish)
+        if place not in self.tables:
+            return None
+        plan, jets = self.tables[place]
+        known = set(wish.first) <= set(plan.dims) and set(wish.second) <= set(plan.second)
+        return pick(plan, jets) if known else None
+
+    def _place(self, x: Any) -> int | None:
+        return next((i for i, point in enumerate(self.points) if point is x), None)
+
+    def _note_elsewhere(self) -> None:
+        if self.notes is not None:
+            self.notes.elsewhere = True

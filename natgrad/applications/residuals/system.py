@@ -1,0 +1,193 @@
+"""Several terms, each on points of its own: their loss, and its linear model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
+from natgrad.applications.residuals.terms import Term, describe
+from natgrad.linalg import all_finite
+from natgrad.metrics import Metric
+from natgrad.operators import Operator
+from natgrad.optim import NotFiniteError
+from natgrad.pure import RandomState
+from natgrad.spaces import Params, Space
+
+Points = dict[str, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedTerms:
+    """r(theta + d) ~ r + J d of all terms, each row times sqrt(2 weight / points).
+
+    Args:
+        residuals: Shape (r,): half the sum of their squares is the loss.
+        operator: G = J^T J.
+        losses: The mean square of each term, by name.
+        factors: What the residuals of each term were multiplied by, shape (m, b).
+    """
+
+    residuals: Tensor
+    operator: RowsOperator
+    losses: dict[str, Tensor]
+    factors: dict[str, Tensor]
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of weight times mean square over the terms, a scalar tensor."""
+        return self.residuals.square().sum() / 2
+
+
+class System:
+    """The loss sum_k w_k mean |r_k|^2 of named terms.
+
+    Args:
+        terms: By name.
+        weights: w, by name.
+    """
+
+    def __init__(self, terms: Mapping[str, Term], weights: Mapping[str, float]) -> None:
+        self.terms, self.weights = dict(terms), dict(weights)
+
+    @torch.no_grad()
+    def linearise(self, params: Params, points: Points) -> LinearisedTerms:
+        """The residuals with their Jacobian.
+
+        Args:
+            params: The parameters that are trained, by name.
+            points: By term.
+
+        Raises:
+            NotFiniteError: For a residual that is NaN or infinite; it names the term and the point.
+        """
+        parts, residuals, losses, factors = [], [], {}, {}
+        for name, term in self.terms.items():
+            found = term.rows(params, points[name])
+            check_residuals(name, found.values, points[name])
+            factors[name] = self.factor(name, found.values)
+            parts.append(TermRows(found, factors[name]))
+            residuals.append((found.values.mT * factors[name]).reshape(-1))
+            losses[name] = found.values.square().sum(1).mean()
+        operator = RowsOperator(StackedRows(Space(params), parts))
+        return LinearisedTerms(torch.cat(residuals).to(operator.dtype), operator, losses, factors)
+
+    @torch.no_grad()
+    def residuals(self, params: Params, points: Points, factors: Mapping[str, Tensor]) -> Tensor:
+        """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite.
+
+        Args:
+            params: The parameters that are trained, by name.
+            points: By term.
+            factors: Of a linearisation.
+        """
+        found = [
+            (term.values(params, points[name]).mT * factors[name]).reshape(-1) for name, term in self.terms.items()
+        ]
+        return torch.cat(found)
+
+    def factor(self, name: str, values: Tensor) -> Tensor:
+        """sqrt(2 w / b) for every residual, shape (m, b).
+
+        Args:
+            name: The term's.
+            values: Its residuals (b, m).
+        """
+        return torch.full_like(values.mT, (2 * self.weights[name] / len(values)) ** 0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualMetric(Metric):
+    """Gauss-Newton's matrix of a sum of squares: G = sum_k 2 w_k mean J_k^T J_k, its inputs a dict of points by term.
+
+    Args:
+        system: The terms.
+    """
+
+    system: System
+
+    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
+        return self.system.linearise(params, check_points(self.system, inputs, params)).operator
+
+
+def check_points(system: System, points: Mapping[str, Any], params: Params) -> Points:
+    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term."""
+    unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
+    if unknown or missing:
+        said = f"no points for {missing}" if missing else f"points for {unknown}, which is no term"
+        raise ValueError(f"step got {said}: the terms are {list(system.terms)}; call step(inside=x, boundary=y)")
+    like = next(iter(params.values()))
+    return {name: check_batch_of_points(name, points[name], like) for name in system.terms}
+
+
+def check_batch_of_points(name: str, given: Any, like: Tensor) -> tuple[Tensor, ...]:
+    """One term's points: tensors with one leading size, in the parameters' dtype and on their device."""
+    tensors = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    for one in tensors:
+        if not isinstance(one, Tensor) or one.dim() == 0:
+            came = "a scalar tensor" if isinstance(one, Tensor) else type(one).__name__
+            raise TypeError(f"{name} is {came}, expected points: a tensor (b, d), or a tuple of tensors (b, ...)")
+        if one.is_floating_point() and one.dtype != like.dtype:
+            raise ValueError(
+                f"{name} is {one.dtype}, the network {like.dtype}: convert with {name}.to({like.dtype}); double "
+                "precision, net.double(), reaches smaller errors"
+            )
+        if one.device != like.device:
+            raise ValueError(f"{name} is on {one.device}, the network on {like.device}; move one to the other")
+        if not all_finite(one.detach()):
+            raise ValueError(f"{name} holds a NaN or an infinity; look at how the points are drawn")
+    if len({len(one) for one in tensors}) != 1 or not len(tensors[0]):
+        raise ValueError(
+            f"{name} has tensors of leading sizes {[len(one) for one in tensors]}, expected the same number of points, "
+            "at least one"
+        )
+    if tensors[0].dim() == 1:
+        raise ValueError(
+            f"{name} has shape {tuple(tensors[0].shape)}, expected points (b, d): for one coordinate, {name}[:, None]"
+        )
+    return tuple(one.detach() for one in tensors)
+
+
+def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> None:
+    """NotFiniteError with the term and its first point where a residual (b, m) is NaN or infinite."""
+    if all_finite(values):
+        return
+    bad = (~torch.isfinite(values)).any(1).nonzero().reshape(-1)
+    first = int(bad[0])
+    shown = ", ".join(f"{float(v):.6g}" for v in values[first][:6])
+    raise NotFiniteError(
+        f"term {name!r} is not finite at {len(bad)} of {len(values)} points: it is {shown} at point {first}, "
+        f"{describe(tuple(t[first] for t in points))}; look there for a division by zero, a square root or a "
+        "logarithm, or for weights that have grown too large"
+    )
+
+
+def read_terms(
+    terms: Any, unknowns: Mapping[str, nn.Module | nn.Parameter], weights: Mapping[str, float] | None
+) -> System:
+    """The system behind what a user gave. TypeError or ValueError for what is no term or no weight."""
+    if callable(terms):
+        terms = {"residual": terms}
+    if not isinstance(terms, Mapping) or not terms:
+        raise TypeError(
+            f"terms is {type(terms).__name__}, expected a dict of functions of the network and a point, "
+            '{"inside": lambda u, x: ng.laplacian(u, x) + f(x), "boundary": lambda u, x: u(x) - g(x)}'
+        )
+    for name, function in terms.items():
+        if not isinstance(name, str) or not callable(function):
+            raise TypeError(
+                f"terms[{name!r}] is {type(function).__name__}, expected a function of the network and a point"
+            )
+    weights = dict(weights or {})
+    unknown = sorted(weights.keys() - terms.keys())
+    if unknown:
+        raise ValueError(f"weights has {unknown}, which is no term: the terms are {list(terms)}")
+    for name, weight in weights.items():
+        if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise ValueError(f"weights[{name!r}] is {weight!r}, expected a finite number > 0")
+    made = {name: Term(name, function, unknowns) for name, function in terms.items()}
+    return System(made, {name: float(weights.get(name, 1.0)) for name in terms})

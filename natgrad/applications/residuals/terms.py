@@ -1,0 +1,345 @@
+"""One term: a function of the unknowns at a point, over a batch of points, with its rows of the Jacobian."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from natgrad.applications.residuals.fields import Field, Notes
+from natgrad.applications.residuals.jets import JetPass, LayerChain, LayerRows, Plan, network_of
+from natgrad.applications.residuals.unknowns import params_of
+from natgrad.derivatives import exact_derivatives
+from natgrad.pure import mark_evaluation, run_detached
+from natgrad.spaces import Params
+
+T = TypeVar("T")
+Unknown = nn.Module | nn.Parameter
+Function = Callable[..., Any]
+
+ONE_BY_ONE = (
+    "natgrad: term {name!r} takes one backward pass per residual, since torch.func cannot differentiate the network: "
+    "build it of torch operations without torch.autograd.grad or .requires_grad_() in its forward, and write the "
+    "derivatives in the term, with ng.grad and ng.laplacian"
+)
+
+
+class Unplanned(Exception):
+    """A term asked for something that its tables do not have."""
+
+
+@dataclass(frozen=True, eq=False)
+class TermJacobian:
+    """Residuals of a term with the rows of their Jacobian.
+
+    Args:
+        values: Shape (b, m).
+        layers: Of affine layers, unscaled: row (j, x), component first.
+        explicit: Name -> rows (m, b, size) of other parameters.
+    """
+
+    values: Tensor
+    layers: list[LayerRows] = field(default_factory=list)
+    explicit: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Term:
+    """A named residual.
+
+    Args:
+        name: Its name.
+        function: unknowns and a point -> a residual, a tensor of any shape.
+        unknowns: By name, in the order of the function's arguments.
+    """
+
+    def __init__(self, name: str, function: Function, unknowns: Mapping[str, Unknown]) -> None:
+        self.name, self.function, self.unknowns = name, function, dict(unknowns)
+        self.notes: dict[str, Notes] | None = None
+        self.networks: dict[str, LayerChain] | None = None
+        self.by_rows = False
+        self._signature: list[Any] | None = None
+        self._parameters: dict[str, set[str]] = {}
+
+    # what it is worth
+
+    def values(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
+        """The residuals (b, m), without a graph.
+
+        Args:
+            params: All parameters, by name.
+            points: Tensors (b, ...).
+        """
+        if self.notes is None:
+            self.settle(params, points)
+        found = self._through_tables(
+            lambda: self._from_tables(points, self._tables(params, points), self._coefficients(params, points))
+        )
+        return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
+
+    def rows(self, params: Params, points: tuple[Tensor, ...]) -> TermJacobian:
+        """The residuals with the rows of their Jacobian in the parameters.
+
+        Args:
+            params: All parameters that are trained, by name.
+            points: Tensors (b, ...).
+        """
+        self.settle(params, points)
+        found = self._through_tables(lambda: self._layered_rows(params, points))
+        return self._functional_rows(params, points) if found is None else found
+
+    def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
+        """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
+
+        Args:
+            params: All parameters that are trained, by name.
+            points: Tensors (b, ...).
+        """
+        if self.notes is None:
+            self.notes = self._probe(params, points)
+        signature = [sign(part) for part in self.unknowns.values() if isinstance(part, nn.Module)]
+        if signature != self._signature:
+            self._signature, self.networks = signature, self._find_networks()
+            for name, part in self.unknowns.items():
+                if isinstance(part, nn.Module):
+                    start = f"{name}." if name else ""
+                    self._parameters[name] = {start + key for key, _ in part.named_parameters()}
+
+    def _through_tables(self, make: Callable[[], T]) -> T | None:
+        """What it makes of the unknowns' tables; None where they have none. What is missing in them is added."""
+        while self.networks is not None:
+            known = self._wishes()
+            try:
+                return make()
+            except Unplanned:
+                self.networks = self._find_networks() if self._wishes() != known else None
+        return None
+
+    def _wishes(self) -> list[tuple[dict[int, Plan], bool]]:
+        assert self.notes is not None
+        return [(dict(one.plans), one.elsewhere) for one in self.notes.values()]
+
+    # what it asks of the unknowns
+
+    def _probe(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Notes]:
+        """Run the function at one point, to see which derivatives it wants."""
+        notes = {name: Notes() for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
+        point = tuple(t[0] for t in points)
+        try:
+            run_detached(lambda: self._at(params, point, notes=notes))
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            error.add_note(f"This came up in the term {self.name!r}, at the first of its points, {describe(point)}.")
+            raise
+        idle = all(not one.plans and not one.elsewhere for one in notes.values())
+        if idle and all(isinstance(part, nn.Module) for part in self.unknowns.values()):
+            raise ValueError(
+                f"term {self.name!r} does not use its unknowns: write it with the function's own arguments, "
+                "lambda u, x: ng.laplacian(u, x) + f(x), where u is the network at one point x"
+            )
+        return notes
+
+    def _find_networks(self) -> dict[str, LayerChain] | None:
+        """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
+        assert self.notes is not None
+        found = {}
+        for name, one in self.notes.items():
+            if one.elsewhere:
+                return None
+            if one.plans:
+                module = self.unknowns[name]
+                assert isinstance(module, nn.Module)
+                network = network_of(module, f"{name}." if name else "")
+                if network is None:
+                    return None
+                found[name] = network
+        return found
+
+    # through tables of derivatives
+
+    def _tables(self, params: Params, points: tuple[Tensor, ...]) -> dict[tuple[str, int], JetPass]:
+        networks = self.networks
+        assert networks is not None
+        assert self.notes is not None
+        with torch.no_grad():
+            state = self._state(params)
+            return {
+                (name, place): networks[name].run(state, points[place], plan)
+                for name, one in self.notes.items()
+                for place, plan in one.plans.items()
+            }
+
+    def _state(self, params: Params) -> dict[str, Tensor]:
+        """All parameters of the unknowns, those that are not trained too."""
+        return self._frozen(params.keys()) | dict(params)
+
+    def _frozen(self, trained: Set[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, part in self.unknowns.items():
+            if isinstance(part, nn.Parameter):
+                found[name] = part
+            elif not self._parameters[name] <= trained:
+                found |= {f"{name}." * bool(name) + key: p for key, p in part.named_parameters()}
+        return found
+
+    def _coefficients(self, params: Params, points: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Coefficients, one copy per point."""
+        parts = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Parameter)}
+        return {
+            name: params.get(name, part).detach().expand(len(points[0]), *part.shape) for name, part in parts.items()
+        }
+
+    def _from_tables(
+        self,
+        points: tuple[Tensor, ...],
+        passes: dict[tuple[str, int], JetPass],
+        coefficients: dict[str, Tensor],
+        jets: dict[tuple[str, int], Tensor] | None = None,
+    ) -> Tensor:
+        """The residuals (b, m) from the unknowns' values and derivatives."""
+        jets = {key: one.outputs for key, one in passes.items()} if jets is None else jets
+
+        keys, names, count = list(jets), list(coefficients), len(points)
+        assert self.notes is not None
+        notes = self.notes
+
+        def one(*given: Tensor) -> Tensor:
+            point, tables = given[:count], given[count : count + len(keys)]
+            chosen = dict(zip(names, given[count + len(keys) :], strict=True))
+            known: dict[str, dict[int, tuple[Plan, Tensor]]] = {}
+            for (name, place), table in zip(keys, tables, strict=True):
+                known.setdefault(name, {})[place] = passes[name, place].plan, table
+            arguments = [
+                Field(refuse_evaluation, point, known.get(name), notes[name]) if name in notes else chosen[name]
+                for name in self.unknowns
+            ]
+            return flatten_residual(self.name, self.function(*arguments, *point))
+
+        given = (*points, *jets.values(), *coefficients.values())
+        dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
+        return torch.func.vmap(one, in_dims=dims, randomness="different")(*given)
+
+    def _layered_rows(self, params: Params, points: tuple[Tensor, ...]) -> TermJacobian:
+        passes = self._tables(params, points)
+        with torch.enable_grad():
+            jets = {key: one.outputs.detach().requires_grad_() for key, one in passes.items()}
+            chosen = {name: c.clone().requires_grad_() for name, c in self._coefficients(params, points).items()}
+            values = self._from_tables(points, passes, chosen, jets)
+            found = differentiate_columns(values, [*jets.values(), *chosen.values()])
+        layers = [
+            row
+            for one, cotangents in zip(passes.values(), found, strict=False)
+            for row in one.pull_back(cotangents.contiguous())
+        ]
+        explicit = {
+            name: cotangents.reshape(*cotangents.shape[:2], -1)
+            for name, cotangents in zip(chosen, found[len(jets) :], strict=True)
+            if name in params
+        }
+        return TermJacobian(values.detach(), layers, explicit)
+
+    # as a function of the parameters
+
+    def _at(self, params: Params, point: tuple[Tensor, ...], notes: dict[str, Notes] | None = None) -> Tensor:
+        """The residual (m,) at one point, by the networks themselves."""
+        arguments = []
+        for name, part in self.unknowns.items():
+            if not isinstance(part, nn.Module):
+                arguments.append(params.get(name, part))
+                continue
+            own = params_of(params, name)
+
+            def evaluate(*args: Any, module: nn.Module = part, own: Params = own) -> Tensor:
+                batched = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)
+                return functional_call(module, dict(own), batched).squeeze(0)
+
+            arguments.append(Field(evaluate, point, notes=None if notes is None else notes[name]))
+        return flatten_residual(self.name, self.function(*arguments, *point))
+
+    def _plainly(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
+        """The residuals (b, m): all points at once, or one after the other where torch.func cannot."""
+        with exact_derivatives():
+            if not self.by_rows:
+                try:
+                    each = torch.func.vmap(self._at, in_dims=(None, 0), randomness="different")
+                    return each(dict(params), points)
+                except RuntimeError:
+                    self.by_rows = True
+                    warnings.warn(ONE_BY_ONE.format(name=self.name), stacklevel=2)
+            return torch.stack([self._at(params, point) for point in zip(*points, strict=True)])
+
+    def _functional_rows(self, params: Params, points: tuple[Tensor, ...]) -> TermJacobian:
+        leaves = {name: p.detach() for name, p in params.items()}
+        if not self.by_rows:
+            try:
+                return self._rows_by_points(leaves, points)
+            except RuntimeError:
+                self.by_rows = True
+                warnings.warn(ONE_BY_ONE.format(name=self.name), stacklevel=2)
+        with torch.enable_grad(), mark_evaluation():
+            leaves = {name: p.requires_grad_() for name, p in leaves.items()}
+            values = self._plainly(leaves, points)
+            found = [
+                torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
+                for value in values.mT.reshape(-1)
+            ]
+        b, m = values.shape
+        stacked = [torch.stack([row[i].reshape(-1) for row in found]).view(m, b, -1) for i in range(len(leaves))]
+        return TermJacobian(values.detach(), [], dict(zip(leaves, stacked, strict=True)))
+
+    def _rows_by_points(self, leaves: dict[str, Tensor], points: tuple[Tensor, ...]) -> TermJacobian:
+        def both(point: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+            def twice(chosen: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+                value = self._at(chosen, point)
+                return value, value
+
+            jacobian, value = torch.func.jacrev(twice, has_aux=True)(leaves)
+            return value, jacobian
+
+        with torch.enable_grad(), mark_evaluation(), exact_derivatives():
+            values, jacobians = torch.func.vmap(both, randomness="different")(points)
+        explicit = {name: j.detach().transpose(0, 1).flatten(2) for name, j in jacobians.items()}
+        return TermJacobian(values.detach(), [], explicit)
+
+
+def refuse_evaluation(*args: Any) -> Tensor:
+    """In place of a network whose values come from tables: whatever is not in them is planned for, next time."""
+    raise Unplanned
+
+
+def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
+    """What a network's layers are and how they are set, to see whether it changed."""
+    return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]
+
+
+def differentiate_columns(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """d values[:, j] / d leaf, summed over the rows of values (b, m), (m, *shape of the leaf) each."""
+    if not values.requires_grad:
+        return [leaf.new_zeros(values.shape[1], *leaf.shape) for leaf in leaves]
+    columns = [
+        torch.autograd.grad(values[:, j].sum(), leaves, retain_graph=j + 1 < values.shape[1], materialize_grads=True)
+        for j in range(values.shape[1])
+    ]
+    return [torch.stack(parts) for parts in zip(*columns, strict=True)]
+
+
+def flatten_residual(name: str, residual: Any) -> Tensor:
+    """What a term returned, as (m,). TypeError for anything but a tensor or several."""
+    if isinstance(residual, (tuple, list)) and residual and all(isinstance(one, Tensor) for one in residual):
+        return torch.cat([one.reshape(-1) for one in residual])
+    if not isinstance(residual, Tensor):
+        raise TypeError(
+            f"term {name!r} returned {type(residual).__name__}, expected a tensor: the residual at one point"
+        )
+    return residual.reshape(-1)
+
+
+def describe(point: tuple[Tensor, ...]) -> str:
+    """A point as a reader of an error message likes it."""
+    parts = [", ".join(f"{float(number):.6g}" for number in t.reshape(-1)[:12]) for t in point]
+    return "; ".join(f"({part}{', ...' if t.numel() > 12 else ''})" for part, t in zip(parts, point, strict=True))

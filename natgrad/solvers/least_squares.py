@@ -1,0 +1,117 @@
+"""Damped least squares: (U U^T + l I) x = U w, through the smaller of the two Gram matrices, without cancellation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from natgrad.linalg import Factor, cholesky, pseudo_solve
+from natgrad.operators import Operator
+from natgrad.solvers.base import Solution, Solver, Status, check_system, measure_solution
+from natgrad.solvers.direct import Direct
+from natgrad.solvers.sample_space import SampleSpace
+
+
+@dataclass(frozen=True)
+class LeastSquares(Solver):
+    """Cholesky of U U^T + l I (n, n) or of U^T U + l I (r, r), whichever is smaller, for G = U U^T with r columns.
+
+    Where b = U w is known by its weights w, as in nonlinear least squares, `factorise` solves it as
+    U (U^T U + l I)^-1 w: no subtraction of large numbers, however small the damping. One factorisation then serves
+    several right-hand sides. `solve`, for any b, is `Direct` or `SampleSpace` by size.
+
+    Args:
+        largest: The largest matrix that is factorised, by its side; beyond, `solve` raises a ValueError.
+
+    Example:
+        >>> G = ng.operators.LowRank(torch.ones(1000, 1))
+        >>> ng.LeastSquares().solve(G, torch.ones(1000), damping=1.0).value[0]  # 1 / (1000 + 1)
+        tensor(0.0010)
+    """
+
+    largest: int = 8000
+
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        check_system(operator, rhs, damping, guess)
+        return self._choose(operator).solve(operator, rhs, damping=damping, guess=guess)
+
+    def factorise(self, operator: Operator, damping: float) -> Factorised:
+        """What solves (U U^T + damping I) x = U w for any w.
+
+        Args:
+            operator: G, with `sample_rows`.
+            damping: In the operator's units, >= 0.
+
+        Raises:
+            ValueError: For an operator without rows, or where both matrices are too large.
+        """
+        rows, direct = operator.sample_rows, isinstance(self._choose(operator), Direct)
+        if rows is None:
+            raise ValueError(f"operator {operator!r} has no rows; use solve(operator, b)")
+        matrix = operator.dense() if direct else rows.lower_gram()
+        matrix.diagonal().add_(damping)
+        return Factorised(operator, matrix, cholesky(matrix), damping, direct)
+
+    def _choose(self, operator: Operator) -> Solver:
+        rank = operator.sample_rank
+        side = operator.size if rank is None else min(rank, operator.size)
+        if side > self.largest:
+            raise ValueError(
+                f"operator has {operator.size} parameters and {rank} rows, and {self} factorises matrices up to "
+                f"{self.largest}: use fewer points, ng.Nystroem() or ng.CG(), or raise largest"
+            )
+        return SampleSpace() if rank is not None and rank < operator.size else Direct()
+
+
+@dataclass(frozen=True, eq=False)
+class Factorised:
+    """A factorised system (U U^T + l I) x = U w.
+
+    Args:
+        operator: G = U U^T.
+        matrix: What was factorised: U U^T + l I or U^T U + l I.
+        factor: Its Cholesky factor.
+        damping: l.
+        direct: True if it was the former.
+    """
+
+    operator: Operator
+    matrix: Tensor
+    factor: Factor
+    damping: float
+    direct: bool
+
+    @property
+    def rows(self) -> Any:
+        """U by its products."""
+        return self.operator.sample_rows
+
+    def solve(self, weights: Tensor) -> Solution:
+        """The solution for b = U w.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        rhs = self.rows.mv(weights)
+        if self.factor.failed:
+            zero = rhs.new_zeros(rhs.shape)
+            return Solution(zero, rhs.norm(), 0, Status.NON_FINITE, zero)
+        return measure_solution(self.product, rhs, self.damping, self._invert(weights, rhs), 0)
+
+    def product(self, vector: Tensor) -> Tensor:
+        """G v.
+
+        Args:
+            vector: Shape (n,).
+        """
+        return self.rows.mv(self.rows.rmv(vector))
+
+    def _invert(self, weights: Tensor, rhs: Tensor) -> Tensor:
+        right = rhs if self.direct else weights
+        solved = self.factor.solve(right)
+        if self.damping == 0 and self.factor.rung > 0:  # singular: the minimum-norm solution
+            lower = self.matrix.tril()
+            solved = pseudo_solve(lower + lower.tril(-1).mT, right)
+        return solved if self.direct else self.rows.mv(solved)
