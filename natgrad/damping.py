@@ -202,7 +202,7 @@ class LevenbergMarquardt(Damping):
     ceiling: float = 1e8
     linear_model: bool = False
     per: Unit = "nats"
-    every: int | None = None
+    every: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride] (a field for a property)
 
     def __post_init__(self) -> None:
         require("start", self.start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,7 +58,11 @@ class Density(ABC):
             Shape (b, N).
         """
         with exact_derivatives():
-            return torch.func.grad(lambda x: self.log_p(params, x).sum())(inputs).flatten(1)
+
+            def sum_log_p(x: Tensor) -> Tensor:
+                return self.log_p(params, x).sum()
+
+            return torch.func.grad(sum_log_p)(inputs).flatten(1)
 
     def curvatures(self, params: Params, inputs: Tensor, dims: Sequence[int] | None = None) -> Tensor:
         """d^2 log p / dx_i^2 of every example.
@@ -233,7 +237,11 @@ class Score(nn.Module):
             The shape of x.
         """
         if any(not is_concrete(t) for t in (x, *self.energy.parameters())):  # inside torch.func
-            return torch.func.grad(lambda y: -self.energies(y).sum())(x)
+
+            def sum_log_p(y: Tensor) -> Tensor:
+                return -self.energies(y).sum()
+
+            return torch.func.grad(sum_log_p)(x)
         with torch.enable_grad():
             point = x if x.requires_grad else x.detach().requires_grad_()
             value = -self.energies(point).sum()
@@ -304,7 +312,7 @@ def check_density(density: Density, params: Params, inputs: Any) -> Tensor:
 
 
 @contextmanager
-def guard_derivatives(density: Density, params: Params, inputs: Tensor) -> Iterator[None]:
+def guard_derivatives(density: Density, params: Params, inputs: Tensor) -> Generator[None]:
     """Inside, derivatives are exact; an error of log_p on X that one example raises too is a ValueError about both."""
     try:
         with exact_derivatives():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from natgrad.embedding_bags import look_up_bags
+from natgrad.typed_torch import measure_norm, torch_linalg
 
 _ACTIVE: ContextVar[_WrittenOut | None] = ContextVar("natgrad_exact_derivatives", default=None)
 
 
 @contextmanager
-def exact_derivatives() -> Iterator[None]:
+def exact_derivatives() -> Generator[None]:
     """Inside, derivatives of every order are right where torch's own are not: norms written out, plain attention.
 
     It is for a loss of your own that differentiates a model in its inputs (a physics-informed network, an energy) and
@@ -68,7 +69,7 @@ class _WrittenOut(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         self.on = False
-        super().__exit__(*error)
+        cast("Any", super()).__exit__(*error)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
@@ -189,12 +190,12 @@ def torch_instance_norm(
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """g v / |v| with norms over all axes but dim; dim -1: over all. What the weight_norm parametrisation calls."""
     axes = tuple(axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim())
-    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True))
+    return v * (g / measure_norm(v, dim=axes, keepdim=True))
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
     """`torch.cdist`, which has no second derivative."""
-    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+    return torch_linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
 
 
 def _by_channel(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.typed_torch import torch_linalg
+
 
 def invert_or_nan(matrix: Tensor) -> Tensor:
     """A^-1 for (..., n, n); NaN throughout for each matrix of the batch that has none, or is not finite.
@@ -17,7 +19,7 @@ def invert_or_nan(matrix: Tensor) -> Tensor:
     With gradients, and within torch.func. `torch.linalg.inv` raises for a singular matrix on one processor and returns
     inf on another; so do `solve` and `cholesky`.
     """
-    found, info = torch.linalg.inv_ex(matrix)
+    found, info = torch_linalg.inv_ex(matrix)
     sound = (info == 0) & _finite(matrix) & _finite(found)
     return torch.where(sound[..., None, None], found, torch.nan)
 
@@ -31,7 +33,7 @@ def solve_or_nan(matrix: Tensor, rhs: Tensor, *, left: bool = True) -> Tensor:
     if rhs.dim() == 1:
         return solve_or_nan(matrix, rhs.unsqueeze(-1)).squeeze(-1)
     rhs = rhs[(None,) * (matrix.dim() - rhs.dim())]  # torch reads (b, n) beside (b, n, n) as one vector per matrix
-    found, info = torch.linalg.solve_ex(matrix, rhs, left=left)
+    found, info = torch_linalg.solve_ex(matrix, rhs, left=left)
     sound = ((info == 0) & _finite(matrix))[..., None, None]
     whole = torch.isfinite(found.detach()).all(-2 if left else -1, keepdim=True)
     return torch.where(sound & whole, found, torch.nan)
@@ -53,7 +55,7 @@ def is_positive_definite(matrix: Tensor) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    found, info = torch.linalg.cholesky_ex(matrix)
+    found, info = torch_linalg.cholesky_ex(matrix)
     pivots = found.detach().diagonal(dim1=-2, dim2=-1).square()
     roundoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.detach().diagonal(dim1=-2, dim2=-1)
     return found, (info == 0) & ((pivots > roundoff) & (pivots < torch.inf)).all(-1)
@@ -104,7 +106,7 @@ def _decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _try_decomposing(matrix: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | None:
     """Eigenvalues and eigenvectors in the dtype of `like`; None where LAPACK gives up, or gives NaN."""
     try:
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = torch_linalg.eigh(matrix)
     except RuntimeError:  # torch.linalg.LinAlgError is one
         return None
     if is_concrete(vectors) and not all_finite(vectors.detach()):
@@ -128,7 +130,7 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     for dtype in (matrix.dtype, torch.float64) if all_finite(matrix) else ():
         try:
-            left, sizes, right = torch.linalg.svd(matrix.to(dtype), full_matrices=False)
+            left, sizes, right = torch_linalg.svd(matrix.to(dtype), full_matrices=False)
         except RuntimeError:
             continue
         if all_finite(left):
@@ -141,7 +143,7 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fit_or_nan(matrix: Tensor, rhs: Tensor) -> Tensor:
     """argmin |A X - B| of least norm, for A (..., n, k) and B (..., n, m); NaN where either is not finite."""
     fine = (_finite(matrix) & _finite(rhs))[..., None, None]
-    found = torch.linalg.lstsq(torch.where(fine, matrix, 0.0), torch.where(fine, rhs, 0.0)).solution
+    found = torch_linalg.lstsq(torch.where(fine, matrix, 0.0), torch.where(fine, rhs, 0.0)).solution
     return torch.where(fine, found, torch.nan)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,8 +136,9 @@ def bend_activation(part: Elementwise, jacobian: Tensor, z: Tensor) -> Bent:
         first = 1 - value.square()
         return Bent(jacobian, first, -2 * value * first)
     if type(part) is nn.Softplus:
-        s, straight = torch.sigmoid(part.beta * z), part.beta * z > part.threshold
-        return Bent(jacobian, torch.where(straight, 1, s), torch.where(straight, 0, part.beta * s * (1 - s)))
+        softplus: Any = part
+        s, straight = torch.sigmoid(softplus.beta * z), softplus.beta * z > softplus.threshold
+        return Bent(jacobian, torch.where(straight, 1, s), torch.where(straight, 0, softplus.beta * s * (1 - s)))
     if type(part) is nn.SiLU:
         s = torch.sigmoid(z)
         first = s + z * s * (1 - s)
@@ -191,7 +193,8 @@ def flatten_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something may change what goes in or comes out; this library's own hooks pass over such calls."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    open_module: Any = module  # torch has no public list of hooks
+    hooks = [*open_module._forward_hooks.values(), *open_module._forward_pre_hooks.values()]
     return any(not type(hook).__module__.startswith("natgrad.") for hook in hooks)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.lapack import all_finite, eigh, widen_dtype
+from natgrad.typed_torch import torch_linalg
 
 JITTERS = (0.0, 1e-7, 1e-5, 1e-3)
 
@@ -37,8 +38,8 @@ class Factor:
         """
         block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
         # two triangular solves: torch.cholesky_solve copies the factor first, 4 to 15 times slower for one vector
-        half = torch.linalg.solve_triangular(self.lower, block.to(self.lower.dtype), upper=False)
-        value = torch.linalg.solve_triangular(self.lower.mT, half, upper=True).to(rhs.dtype)
+        half = torch_linalg.solve_triangular(self.lower, block.to(self.lower.dtype), upper=False)
+        value = torch_linalg.solve_triangular(self.lower.mT, half, upper=True).to(rhs.dtype)
         return value.squeeze(-1) if rhs.dim() == 1 else value
 
 
@@ -105,7 +106,7 @@ def cholesky(matrix: Tensor) -> Factor:
     ]
     for rung, (dtype, jitter) in enumerate(ladder):
         shift = jitter * scale
-        lower, info = torch.linalg.cholesky_ex(shift_diagonal(matrix.to(dtype), shift) if shift else matrix.to(dtype))
+        lower, info = torch_linalg.cholesky_ex(shift_diagonal(matrix.to(dtype), shift) if shift else matrix.to(dtype))
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
             return Factor(lower, shift, rung)
         if not math.isfinite(scale) or not bool(torch.isfinite(matrix.tril()).all()):
@@ -367,9 +368,11 @@ def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:
     There its transpose, the same matrix, has the column order that LAPACK writes; two more matrices would be made.
     """
     if not matrix.is_cpu:
-        return tuple(torch.linalg.cholesky_ex(matrix))
+        factor, info = torch_linalg.cholesky_ex(matrix)
+        return factor, info
     info = torch.empty(matrix.shape[:-2], dtype=torch.int32)
-    return tuple(torch.linalg.cholesky_ex(matrix.mT, out=(matrix.mT, info)))
+    factor, info = torch_linalg.cholesky_ex(matrix.mT, out=(matrix.mT, info))
+    return factor, info
 
 
 def damp(matrix: Tensor, damping: float | Tensor) -> Tensor:

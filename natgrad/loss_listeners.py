@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def announce(log_p: object, inputs: Tensor, value: Tensor) -> Tensor:
             for listener in listeners:
                 listener.hear(log_p, kept)
 
-        value.register_hook(tell)
+        cast("Any", value).register_hook(tell)
     return value
 
 

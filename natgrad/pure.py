@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Call:
     """
 
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments, depth first."""
@@ -134,9 +134,9 @@ def as_call(inputs: Any) -> Call:
     if isinstance(inputs, Call):
         return inputs
     if isinstance(inputs, tuple):
-        return Call(inputs)
+        return Call(cast("tuple[Any, ...]", inputs))
     if isinstance(inputs, Mapping):
-        return Call((), dict(inputs))
+        return Call((), dict(cast("Mapping[str, Any]", inputs)))
     return Call((inputs,))
 
 
@@ -168,7 +168,7 @@ class RandomState:
         return RandomState({device: _get_state(device) for device in wanted})
 
     @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> Generator[None]:
         """Inside, global draws repeat those that followed `capture`; after it the global state is as it was before."""
         before = {device: _get_state(device) for device in self.states}
         try:
@@ -318,10 +318,10 @@ def leaves(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, Call):
         yield from leaves((tree.args, tree.kwargs))
     elif isinstance(tree, Mapping):
-        for branch in tree.values():
+        for branch in cast("Mapping[Any, Any]", tree).values():
             yield from leaves(branch)
     elif isinstance(tree, (tuple, list)):
-        for branch in tree:
+        for branch in cast("Sequence[Any]", tree):
             yield from leaves(branch)
     elif is_dataclass(tree) and not isinstance(tree, type):
         for part in fields(tree):
@@ -335,11 +335,11 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Call):
         return tree.map(change)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(branch, change) for key, branch in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(branch, change) for branch in tree))
+        return {key: map_tensors(branch, change) for key, branch in cast("Mapping[Any, Any]", tree).items()}
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(branch, change) for branch in tree)
+        kind: Any = cast("Any", tree).__class__
+        parts = [map_tensors(branch, change) for branch in cast("Sequence[Any]", tree)]
+        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
     if is_dataclass(tree) and not isinstance(tree, type) and any(True for _ in leaves(tree)):
         parts = {part.name: map_tensors(getattr(tree, part.name), change) for part in fields(tree) if part.init}
         return replace(tree, **parts)

@@ -88,7 +88,7 @@ class Holding(Generic[T]):
 
     def __enter__(self) -> None:
         self.outer = self.scope.innermost()
-        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+        frame = None if torch.compiler.is_compiling() else sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
         self.scope.entered.set(Entered(self.value, self.outer, threading.get_ident(), frame))
 
     def __exit__(
@@ -103,7 +103,7 @@ def is_running(frame: FrameType) -> bool:
     Args:
         frame: Which.
     """
-    here: FrameType | None = sys._getframe(1)
+    here: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] (no public way)
     while here is not None and here is not frame:
         here = here.f_back
     return here is frame

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ class Recorder:
         self.dummy = torch.zeros((), device=device, requires_grad=True)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Record]]:
+    def recording(self) -> Generator[list[Record]]:
         """Inside, backward passes append (place, input, derivative at the output) per call of a layer."""
         found: list[Record] = []
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -150,7 +151,7 @@ class PullbackMetric(Metric):
         if self.needs_targets:
             raise ValueError(f"chunk_size={size} is for metrics without targets; use chunk_size=None with targets")
         calls = list(pure.call.chunks(size))
-        builders = []
+        builders: list[Callable[[], Operator]] = []
         for call, seed in zip(calls, self.seeds(len(calls)), strict=True):
             term = partial(self._term, params, PureModel(self.model, call, pure.random), None, seed)
             builders.append(partial(_weigh_term, term, call.batch() / pure.call.batch()))
@@ -174,11 +175,12 @@ def check_has_outputs(outputs: Any) -> None:
 
 def split_targets(inputs: Any) -> tuple[Any, Any]:
     """(inputs, targets) as users pass them to a metric that needs targets."""
-    if not isinstance(inputs, tuple) or len(inputs) != 2:
+    pair: Any = inputs
+    if not isinstance(inputs, tuple) or len(pair) != 2:
         raise ValueError(
-            f"inputs is {type(inputs).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
+            f"inputs is {type(pair).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
         )
-    return inputs
+    return pair
 
 
 def build_pure_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:

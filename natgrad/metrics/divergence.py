@@ -15,6 +15,7 @@ from natgrad.metrics.base import Metric
 from natgrad.operators import DenseOperator
 from natgrad.pure import Call, Model, PureModel, RandomState, as_call
 from natgrad.spaces import Params, Space, check_parameters
+from natgrad.typed_torch import measure_norm
 
 Divergence = Callable[[Params, Params, Any], Tensor]
 
@@ -99,6 +100,7 @@ class DivergenceMetric(Metric):
         if not bool(value.abs() <= tolerance) or not bool(gradient.abs().max() <= tolerance):
             raise ValueError(
                 f"d(params, params) is {float(value.detach()):.3g}, its gradient's norm "
-                f"{float(gradient.detach().norm()):.3g}, expected zero: d is not a divergence, or draws at random"
+                f"{float(measure_norm(gradient.detach())):.3g}, expected zero: d is not a divergence, or "
+                "draws at random"
             )
         return DenseOperator(matrix.detach())

@@ -141,7 +141,7 @@ class SampledFisher(PullbackMetric):
 
     def seeds(self, count: int) -> list[int]:
         drawn = torch.randint(2**62, (count,), generator=self.generator, device=self.generator.device)
-        return drawn.tolist()
+        return [int(seed) for seed in drawn]
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
         family = self.criterion.family

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +51,13 @@ def gauss_newton(
     if isinstance(loss, (Likelihood, Criterion, type)):
         return GaussNewton(model, as_criterion(loss), outputs=outputs)
     if isinstance(loss, functools.partial) or inspect.isroutine(loss):  # its own Hessian, even where it is known
-        return LossGaussNewton(model, Criterion(PlainOutputs(), loss), outputs=outputs)
+        return LossGaussNewton(model, Criterion(PlainOutputs(), cast("Callable[..., Any]", loss)), outputs=outputs)
     try:
         return GaussNewton(model, as_criterion(loss), outputs=outputs)
     except TypeError:
         if not callable(loss):
             raise
-        return LossGaussNewton(model, Criterion(PlainOutputs(), loss), outputs=outputs)
+        return LossGaussNewton(model, Criterion(PlainOutputs(), cast("Callable[..., Any]", loss)), outputs=outputs)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class Hessian(Metric):
                 "targets is None: the Hessian of the loss needs them; pass (inputs, targets), compute the loss with "
                 "optimizer.loss(outputs, targets), or use ng.fisher, which needs none"
             )
-        pure, nats = build_pure_model(self.model, params, data, random), []
+        pure = build_pure_model(self.model, params, data, random)
+        nats: list[float] = []
 
         def value(point: Params) -> Tensor:
             outputs = pure(point) if self.outputs is None else self.outputs(pure(point))

@@ -166,7 +166,7 @@ class TransportMetric(Metric):
         values, vectors = eigh(self.regularization * (kept + kept.mT).double() / 2 + flat @ flat.mT / count)
         cut = len(points) * torch.finfo(values.dtype).eps * values[-1]
         scale = torch.where(values > cut, values.clamp(min=cut).rsqrt(), torch.zeros_like(values))
-        turned = ((vectors * scale).mT @ flat / count).to(slopes.dtype).unflatten(1, samples.shape)
+        turned = ((vectors * scale).mT @ flat / count).to(slopes.dtype).reshape(-1, *samples.shape)
         return LowRankOperator(torch.stack([lines.vjp(one) for one in turned], dim=1))
 
     def _basis(self, samples: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import combine_facts
+from natgrad.typed_torch import join_diagonally, split_tensor
 
 
 class BlockOperator(Operator, packed_as="Block"):
@@ -35,15 +36,15 @@ class BlockOperator(Operator, packed_as="Block"):
         self.facts = combine_facts(*(block.facts for block in blocks))
 
     def mv(self, vector: Tensor) -> Tensor:
-        return torch.cat([b.mv(part) for b, part in zip(self.blocks, vector.split(self.sizes), strict=True)])
+        return torch.cat([b.mv(part) for b, part in zip(self.blocks, split_tensor(vector, self.sizes), strict=True)])
 
     def mm(self, block: Tensor) -> Tensor:
-        return torch.cat([b.mm(part) for b, part in zip(self.blocks, block.split(self.sizes), strict=True)])
+        return torch.cat([b.mm(part) for b, part in zip(self.blocks, split_tensor(block, self.sizes), strict=True)])
 
     def root(self) -> Tensor | None:
         roots = [block.root() for block in self.blocks]
         known = [root for root in roots if root is not None]
-        return torch.block_diag(*known) if len(known) == len(roots) else None
+        return join_diagonally(known) if len(known) == len(roots) else None
 
     @property
     def closed_form(self) -> bool:
@@ -61,4 +62,4 @@ class BlockOperator(Operator, packed_as="Block"):
         return torch.stack([block.trace() for block in self.blocks]).sum()
 
     def dense(self) -> Tensor:
-        return torch.block_diag(*(block.dense() for block in self.blocks))
+        return join_diagonally(block.dense() for block in self.blocks)

@@ -7,6 +7,7 @@ from torch import Tensor
 from natgrad.operators.base import Operator
 from natgrad.operators.pullback import Pullback
 from natgrad.operators.rows import Rows
+from natgrad.typed_torch import measure_norm
 
 
 class CentredRows:
@@ -20,7 +21,7 @@ class CentredRows:
     def __init__(self, rows: Rows, counted: Tensor) -> None:
         columns = counted.reshape(len(counted), -1)
         self.rows, self.rank = rows, rows.rank
-        self.means = columns / columns.norm(dim=0)
+        self.means = columns / measure_norm(columns, dim=0)
 
     def centre(self, weights: Tensor) -> Tensor:
         """w - Q Q^T w, shape (r,): the projection, which is its own transpose.

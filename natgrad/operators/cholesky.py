@@ -12,6 +12,7 @@ from natgrad.linalg import Factor, cholesky, damped_inverse
 from natgrad.operators.base import Operator
 from natgrad.operators.dense import DenseOperator
 from natgrad.operators.facts import Facts
+from natgrad.typed_torch import torch_linalg
 
 
 class Factored(Operator):
@@ -106,7 +107,7 @@ class InvertedOperator(Operator, packed_as="Inverted"):
     def root(self) -> Tensor:
         """L^-T of P = L L^T."""
         eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
-        return torch.linalg.solve_triangular(self._factor.lower.to(self.dtype), eye, upper=False).mT
+        return torch_linalg.solve_triangular(self._factor.lower.to(self.dtype), eye, upper=False).mT
 
     @property
     def closed_form(self) -> bool:

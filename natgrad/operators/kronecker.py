@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from natgrad.linalg import KroneckerEigen, inverse_psd, psd_root, safe_cutoff
 from natgrad.operators.base import Operator
+from natgrad.typed_torch import join_diagonally
 
 
 class KroneckerOperator(Operator, packed_as="kronecker"):
@@ -43,8 +44,8 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
                 "the other"
             )
         self.left, self.right, self.factored = left, right, factored
-        lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        self.matrix_shape = (*lead, left.shape[-1], right.shape[-1])
+        lead = cast("torch.Size", cast("Any", torch).broadcast_shapes(left.shape[:-2], right.shape[:-2]))
+        self.matrix_shape: tuple[int, ...] = (*lead, left.shape[-1], right.shape[-1])
         self.size = torch.Size(self.matrix_shape).numel()
         self.dtype, self.device = left.dtype, left.device
 
@@ -174,4 +175,4 @@ def inverse_factor(factor: Tensor, shift: Tensor) -> Tensor:
 def block_kron(left: Tensor, right: Tensor) -> Tensor:
     """diag(A_1 (x) B_1, ..., A_k (x) B_k) for A (..., p, r), B (..., q, s)."""
     pairs = zip(left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:]), strict=True)
-    return torch.block_diag(*(torch.kron(a.contiguous(), b.contiguous()) for a, b in pairs))
+    return join_diagonally((torch.kron(a.contiguous(), b.contiguous()) for a, b in pairs))

@@ -192,8 +192,8 @@ class Linearization:
         """
         self.linearise_after = None
         generator = torch.Generator(self.space.device).manual_seed(0)
-        kind = {"generator": generator, "dtype": self.space.dtype, "device": self.space.device}
-        first, second = (torch.randn(self.space.size, **kind) for _ in range(2))
+        n, dtype, device = self.space.size, self.space.dtype, self.space.device
+        first, second = (torch.randn(n, generator=generator, dtype=dtype, device=device) for _ in range(2))
         expected = self._double_backward(first)
         try:
             with warnings.catch_warnings():

@@ -151,7 +151,7 @@ class SpikedKronecker(Operator):
     def inverse(self, damping: float = 0.0) -> Spiked:
         if not self.factored or damping == 0:
             return self.spiked.inverse(damping)
-        sides = []
+        sides: list[Tensor] = []
         left, right = self.left.mean(), self.right.mean()
         for side, own, other in ((self.left, left, right), (self.right, right, left)):
             shift = torch.where((own > 0) & (other > 0), (damping * own / other).sqrt(), damping**0.5)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ def pack_value(value: Any) -> Any:
     if isinstance(value, Operator):
         return pack_operator(value)
     if isinstance(value, (list, tuple)):
-        return [pack_value(v) for v in value]
+        return [pack_value(v) for v in cast("Sequence[Any]", value)]
     if isinstance(value, PLAIN):
         return value
     raise TypeError(f"{value!r} cannot be kept in a checkpoint: expected tensors, numbers, strings, lists or operators")
@@ -66,5 +67,5 @@ def unpack_operator(packed: Packed) -> Operator:
 def unpack_value(value: Any) -> Any:
     """What `pack_value` was given, lists for tuples."""
     if isinstance(value, dict):
-        return unpack_operator(value)
-    return [unpack_value(v) for v in value] if isinstance(value, list) else value
+        return unpack_operator(cast("dict[str, Any]", value))
+    return [unpack_value(v) for v in cast("list[Any]", value)] if isinstance(value, list) else value

@@ -14,6 +14,7 @@ from natgrad.layers.moments import Seen
 from natgrad.layers.passes import collect_passes
 from natgrad.layers.taps import Tap, derivatives
 from natgrad.spaces import Params, Space
+from natgrad.typed_torch import split_tensor
 
 BLOCK = 256  # rows of a Gram matrix at a time
 ALL = slice(None)
@@ -148,7 +149,7 @@ class Explicit:
             total[start:stop, :stop].addmm_(self.matrix[start:stop], self.matrix[:stop].mT)
 
     def rows(self, which: slice = ALL) -> dict[str, Tensor]:
-        return dict(zip(self.sizes, self.matrix[which].split(list(self.sizes.values()), dim=1), strict=True))
+        return dict(zip(self.sizes, split_tensor(self.matrix[which], list(self.sizes.values()), dim=1), strict=True))
 
     def squares(self) -> dict[str, Tensor]:
         return self._name_parts(self.matrix.square().sum(0))
@@ -160,7 +161,7 @@ class Explicit:
         return self.matrix @ torch.cat([tangents[name].reshape(-1) for name in self.sizes])
 
     def _name_parts(self, vector: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self.sizes, vector.split(list(self.sizes.values())), strict=True))
+        return dict(zip(self.sizes, split_tensor(vector, list(self.sizes.values())), strict=True))
 
 
 def part_of(seen: Seen) -> Part:

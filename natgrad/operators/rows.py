@@ -7,7 +7,7 @@ so the Gram matrix of all rows is (A A^T + 1) o (D D^T), summed over layers: no 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from natgrad.operators.linearization import Linearization, OutputMap, PlainKerne
 from natgrad.operators.row_parts import Explicit, Part, fresh_point, hear_rows, part_of
 from natgrad.pure import Call, PureModel, mixes_examples
 from natgrad.spaces import Space
+from natgrad.typed_torch import measure_norm
 
 ONE_BY_ONE = (
     "natgrad: the metric's root takes one backward pass per output, since the outputs of one example cannot be told "
@@ -154,13 +155,14 @@ class Rows:
 
     def _agrees(self, parts: list[Part]) -> bool:
         generator = torch.Generator(self.factor.device).manual_seed(0)
-        kind = {"generator": generator, "dtype": self.space.dtype, "device": self.factor.device}
-        probe = torch.randn(self.rank, **kind)
+        dtype, device = self.space.dtype, self.factor.device
+        probe = torch.randn(self.rank, generator=generator, dtype=dtype, device=device)
         found = self.space.flatten(self._shape_rows(merge_dicts(part.mv(probe) for part in parts)))
         expected = self.backward(probe)
         tolerance = 1e3 * torch.finfo(expected.dtype).eps
         return bool(
-            (found - expected).norm() <= tolerance * expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
+            measure_norm(found - expected)
+            <= tolerance * measure_norm(expected).clamp(min=torch.finfo(expected.dtype).tiny)
         )
 
     def _layerwise(self) -> list[Part] | None:
@@ -252,7 +254,7 @@ def example_rows(
         return PlainKernels(function.of(pure))(chosen | rest)
 
     def gradients(tensors: tuple[Tensor, ...], root: Tensor, each: Each = torch.func.vmap) -> Tensor:
-        pull = torch.func.vjp(lambda chosen: single(chosen, tensors), {name: point[name] for name in names})[1]
+        pull = torch.func.vjp(partial(single, tensors=tensors), {name: point[name] for name in names})[1]
 
         def row(cotangent: Tensor) -> Tensor:
             (found,) = pull(cotangent)
@@ -266,7 +268,7 @@ def example_rows(
         every = torch.func.vmap(gradients, in_dims=(dims, 0), randomness="same")
         return every(tuple(call.tensors()), factor).reshape(count).detach()
     except Exception:  # noqa: BLE001 - vmap fails in many ways; nn.PReLU's gradient of one slope has a wrong shape
-        found = []
+        found: list[Tensor] = []
         for i, root in enumerate(factor):
             tensors = tuple(t.select(axis, i) if cut else t for t, cut in zip(call.tensors(), batched, strict=True))
             found.append(gradients(tensors, root, one_by_one))
@@ -282,7 +284,7 @@ def position_cotangents(factor: Tensor, batch: int) -> list[Tensor]:
     """One (R, m) per position of an example and column of the factor (R, m, q), all examples of the batch at once."""
     count, m, q = factor.shape
     split = factor.view(batch, count // batch, m, q)
-    found = []
+    found: list[Tensor] = []
     for p in range(split.shape[1]):
         for j in range(q):
             cotangent = torch.zeros_like(split[..., 0])

@@ -8,6 +8,7 @@ from torch import Tensor
 from natgrad.linalg import safe_cutoff
 from natgrad.operators.base import Operator
 from natgrad.operators.kronecker import positive_inverse
+from natgrad.typed_torch import join_diagonally
 
 
 class SharedBasis(Operator):
@@ -49,7 +50,7 @@ class SharedBasis(Operator):
         """The symmetric one."""
         roots = (self.basis * self.spectrum.sqrt().unsqueeze(1)) @ self.basis.mT
         outside = torch.eye(len(self.basis), dtype=self.dtype, device=self.device) - self.basis @ self.basis.mT
-        return torch.block_diag(*(roots + self.rest.sqrt()[:, None, None] * outside))
+        return join_diagonally(roots + self.rest.sqrt()[:, None, None] * outside)
 
     @property
     def closed_form(self) -> bool:

@@ -9,6 +9,7 @@ from natgrad.linalg import eigh, inverse_psd
 from natgrad.operators.base import Operator
 from natgrad.operators.shared_basis import SharedBasis
 from natgrad.operators.unitwise import Units
+from natgrad.typed_torch import join_diagonally, split_tensor
 
 CHUNK = 2**24
 """Numbers in a temporary at most: units are taken as many at a time."""
@@ -61,7 +62,7 @@ class SharedRows(Operator):
     def blocks(self) -> Tensor:
         """The blocks themselves, (k, d, d)."""
         step = max(1, CHUNK // max(1, self.rows.numel()))
-        found = torch.cat([(self.rows.mT * w.unsqueeze(1)) @ self.rows for w in self.weights.split(step)])
+        found = torch.cat([(self.rows.mT * w.unsqueeze(1)) @ self.rows for w in split_tensor(self.weights, step)])
         return found if self.mask is None else found * self.mask.unsqueeze(2) * self.mask.unsqueeze(1)
 
     def spectral(self, rank: int) -> SharedBasis:
@@ -95,13 +96,13 @@ class SharedRows(Operator):
             inner = (self.rows @ self.rows.mT).expand(len(scales), -1, -1)
         else:
             step = max(1, CHUNK // max(1, self.rows.numel()))
-            inner = torch.cat([(self.rows * m.unsqueeze(1)) @ self.rows.mT for m in self.mask.split(step)])
+            inner = torch.cat([(self.rows * m.unsqueeze(1)) @ self.rows.mT for m in split_tensor(self.mask, step)])
         return inner * scales.unsqueeze(2) * scales.unsqueeze(1)
 
     def root(self) -> Tensor:
         seen = self.rows.mT.expand(len(self.weights), -1, -1)
         seen = seen if self.mask is None else seen * self.mask.unsqueeze(2)
-        return torch.block_diag(*(seen * self.weights.sqrt().unsqueeze(1)))
+        return join_diagonally(seen * self.weights.sqrt().unsqueeze(1))
 
     @property
     def closed_form(self) -> bool:
@@ -116,7 +117,7 @@ class SharedRows(Operator):
         return self.mask_unseen(self.weights @ self.rows.square()).reshape(-1)
 
     def dense(self) -> Tensor:
-        return torch.block_diag(*self.blocks())
+        return join_diagonally(self.blocks())
 
 
 class SharedRowsInverse(Operator):

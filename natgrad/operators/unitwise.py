@@ -10,6 +10,7 @@ from torch import Tensor
 from natgrad.linalg import inverse_psd, inverse_symmetric, psd_root, pseudo_inverse
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
+from natgrad.typed_torch import join_diagonally
 
 
 class Units(Operator, packed_as="units"):
@@ -40,7 +41,7 @@ class Units(Operator, packed_as="units"):
         return torch.bmm(vector.reshape(len(self.matrices), 1, -1), rows).reshape(-1)
 
     def root(self) -> Tensor | None:
-        return None if self.indefinite else torch.block_diag(*psd_root(self.matrices))
+        return None if self.indefinite else join_diagonally(psd_root(self.matrices))
 
     @property
     def closed_form(self) -> bool:
@@ -55,7 +56,7 @@ class Units(Operator, packed_as="units"):
         return self.matrices.diagonal(dim1=1, dim2=2).reshape(-1)
 
     def dense(self) -> Tensor:
-        return torch.block_diag(*self.matrices)
+        return join_diagonally(self.matrices)
 
 
 class QuasiDiagonal(Operator):
@@ -101,7 +102,7 @@ class QuasiDiagonal(Operator):
     def root(self) -> Tensor:
         ends = torch.cat([self.slope, torch.ones_like(self.bias)], dim=1) * self.bias.sqrt()  # (c, b) / sqrt(b)
         diagonals = torch.diag_embed(torch.cat([self.rest.sqrt(), torch.zeros_like(self.bias)], dim=1))
-        return torch.block_diag(*torch.cat([diagonals[..., :-1], ends.unsqueeze(-1)], dim=2))
+        return join_diagonally(torch.cat([diagonals[..., :-1], ends.unsqueeze(-1)], dim=2))
 
     @property
     def closed_form(self) -> bool:

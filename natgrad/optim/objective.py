@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -194,14 +194,14 @@ class Reclose(Objective):
             return value, {name: gradient.to_dense() / self.scale for name, gradient in gradients.items()}
 
     @contextmanager
-    def _move_parameters(self, step: dict[str, Tensor]) -> Iterator[None]:
+    def _move_parameters(self, step: dict[str, Tensor]) -> Generator[None]:
         with self.random.replay(), self._restore_parameters(), torch.enable_grad():
             for name, p in self.params.items():
                 p.data.add_(step[name])
             yield
 
     @contextmanager
-    def _restore_parameters(self) -> Iterator[None]:
+    def _restore_parameters(self) -> Generator[None]:
         tensors = list(self.model.buffers()) if isinstance(self.model, nn.Module) else []
         tensors += list(self.params.values())
         values = [t.detach().clone() for t in tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
@@ -331,7 +331,7 @@ class NaturalGradient(ModelOptimizer):
         )
 
     @contextmanager
-    def _replaying(self) -> Iterator[None]:
+    def _replaying(self) -> Generator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
         last, generator, report = self._recall.find_pass(), getattr(self.metric, "generator", None), self._last
         before = None if generator is None else generator.get_state()

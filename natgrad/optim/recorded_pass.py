@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +33,7 @@ class RecordedPass:
     modes: tuple[bool, ...] | None
 
     @contextmanager
-    def modes_of(self, model: nn.Module) -> Iterator[None]:
+    def modes_of(self, model: nn.Module) -> Generator[None]:
         """Inside, every submodule is in the mode (train or eval) that it had during the pass, where that is known."""
         if self.modes is None:
             yield

@@ -35,8 +35,8 @@ class BlockPoint:
     inverse: Operator | None
     metric: Callable[[], Operator]
     level: float
-    prepared: Mapping[str, Tensor] = field(default_factory=dict)
-    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    prepared: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    memory: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     steps: int = 0
 
     def natural(self) -> Tensor:

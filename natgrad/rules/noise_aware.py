@@ -15,6 +15,7 @@ from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.quadratic import Memory, Parts, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.step_rules import MeasuredLength
+from natgrad.typed_torch import measure_norm
 
 UNIT = 0.5
 """Root mean square of a unit's weights times the root of their number, below which a block counts as this large."""
@@ -117,8 +118,8 @@ def room(model: Quadratic, vector: Parts, names: Sequence[str], most: float) -> 
     """What part of a layer's step may be taken, at most 1, in double precision."""
     moved = torch.stack([vector.square(name).double() for name in names]).sum().sqrt()
     params = [model.params[name].detach() for name in names]
-    size = torch.stack([torch.linalg.vector_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params])
+    size = torch.stack([measure_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params])
     fresh = UNIT * max(math.sqrt(len(p)) if p.dim() else 1.0 for p in params)
     rate = min(1.0, max(abs(vector.rate(name)) for name in names))
-    bound = most * rate * size.double().norm().clamp(min=fresh).to(moved.device)
+    bound = most * rate * measure_norm(size.double()).clamp(min=fresh).to(moved.device)
     return torch.where(moved > bound, bound / moved, 1.0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from natgrad.operators import Operator
 from natgrad.solvers import Subspace
+from natgrad.typed_torch import measure_norm
 
 
 class Parts:
@@ -172,7 +173,7 @@ class FlatStep(Step):
         image: G d.
     """
 
-    vector: Tensor
+    vector: Tensor  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     image: Tensor
 
     def scale_by(self, factor: Tensor | float) -> FlatStep:
@@ -194,7 +195,7 @@ class FlatStep(Step):
             indefinite: True if G may have negative eigenvalues.
         """
         form = self.form()
-        return torch.where(indefinite | (form < 0), self.vector.norm() * self.image.norm(), form)
+        return torch.where(indefinite | (form < 0), measure_norm(self.vector) * measure_norm(self.image), form)
 
 
 class Lazy:
@@ -235,7 +236,7 @@ class BlockStep(Step):
         levels: Damping by name.
     """
 
-    vector: Parts
+    vector: Parts  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     true: Lazy
     promise: Lazy
     ratio: Tensor | None
@@ -315,13 +316,13 @@ class Quadratic:
     steps: int = 0
     bounded: bool = False
     full: Tensor | None = None
-    options: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
     length_unit: float = 5.0
     measure: Callable[[Vector], Step] | None = None
     turned: bool = False
     layers: Sequence[tuple[str, ...]] = ()
-    params: Mapping[str, Tensor] = field(default_factory=dict)
+    params: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.

@@ -13,6 +13,7 @@ from natgrad.operators import KroneckerOperator, Operator, Spectral
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.quadratic import Memory, Quadratic, Step
+from natgrad.typed_torch import torch_linalg
 
 POLISH = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -155,7 +156,7 @@ def polar(matrix: Tensor) -> Tensor:
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
-    size = torch.linalg.matrix_norm(x, keepdim=True)
+    size = torch_linalg.matrix_norm(x, keepdim=True)
     x = x / (1.01 * size).clamp(min=torch.finfo(x.dtype).tiny)
     for a, b, c in POLISH:
         gram = x @ x.mT

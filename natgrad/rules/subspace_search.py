@@ -12,6 +12,7 @@ from natgrad.linalg import eigh
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step
 from natgrad.solvers import Subspace
+from natgrad.typed_torch import measure_norm
 
 
 @runtime_checkable
@@ -138,7 +139,7 @@ class _Bfgs:
     def _update(self, moved: Tensor, turned: Tensor) -> None:
         """B <- (I - s y^T / s.y) B (I - y s^T / s.y) + s s^T / s.y, where the curvature s.y is positive."""
         along = moved @ turned
-        if not bool(along > torch.finfo(moved.dtype).eps * moved.norm() * turned.norm()):
+        if not bool(along > torch.finfo(moved.dtype).eps * measure_norm(moved) * measure_norm(turned)):
             return
         left = torch.eye(len(moved), dtype=moved.dtype, device=moved.device) - torch.outer(moved, turned) / along
         self.inverse = left @ self.inverse @ left.mT + torch.outer(moved, moved) / along

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from natgrad.linalg import all_finite, symmetrise
 from natgrad.operators import Operator
+from natgrad.typed_torch import measure_norm
 
 Product = Callable[[Tensor], Tensor]
 
@@ -106,7 +107,7 @@ class Solution:
     steps: int
     status: Status
     image: Tensor
-    extra: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict[str, float])
     basis: Subspace | None = None
     iterates: tuple[Iterate, ...] = ()
     bend: Tensor | None = None
@@ -177,9 +178,9 @@ def measure_solution(product: Product, rhs: Tensor, damping: float, value: Tenso
     image = product(value) + damping * value
     if not (all_finite(value) and all_finite(image)):
         zero = torch.zeros_like(rhs)
-        return Solution(zero, rhs.norm(), steps, Status.NON_FINITE, zero)
-    residual = (rhs - image).norm()
-    tolerance = torch.finfo(rhs.dtype).eps ** 0.5 * rhs.norm()
+        return Solution(zero, measure_norm(rhs), steps, Status.NON_FINITE, zero)
+    residual = measure_norm(rhs - image)
+    tolerance = torch.finfo(rhs.dtype).eps ** 0.5 * measure_norm(rhs)
     status = Status.CONVERGED if bool(residual <= tolerance) else Status.INACCURATE
     return Solution(value, residual, steps + 1, status, image)
 
@@ -188,7 +189,7 @@ def trust_inverse(rhs: Tensor, value: Tensor) -> Solution:
     """The solution G^-1 b of an operator that is held as its inverse: b is its image by definition."""
     if not all_finite(value):
         zero = torch.zeros_like(rhs)
-        return Solution(zero, rhs.norm(), 0, Status.NON_FINITE, zero)
+        return Solution(zero, measure_norm(rhs), 0, Status.NON_FINITE, zero)
     return Solution(value, torch.zeros_like(rhs.sum()), 0, Status.CONVERGED, rhs.clone())
 
 
@@ -236,14 +237,14 @@ def check_representable(found: Solution, scale: float, operator: Operator, rhs: 
     """
     if not (all_finite(found.value) and all_finite(found.image)):
         zero = torch.zeros_like(rhs)
-        residual = scale * (rhs / scale).norm()
+        residual = scale * measure_norm(rhs / scale)
         return replace(found, value=zero, image=zero.clone(), residual=residual, status=Status.NON_FINITE, iterates=())
     kind = torch.finfo(rhs.dtype)
     largest = found.value.abs().max() if len(rhs) else 1.0
     if found.status is Status.NON_FINITE or largest >= kind.tiny / kind.eps or not bool(rhs.any()):
         return found
     image = operator.mv(found.value).detach() + damping * found.value if largest > 0 else torch.zeros_like(rhs)
-    relative = ((rhs - image) / scale).norm()
-    converged = found.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * (rhs / scale).norm())
+    relative = measure_norm((rhs - image) / scale)
+    converged = found.status is Status.CONVERGED and bool(relative > kind.eps**0.5 * measure_norm(rhs / scale))
     status = Status.INACCURATE if converged else found.status
     return replace(found, image=image, residual=scale * relative, steps=found.steps + 1, status=status)

@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.checks import check_integer, check_number
 from natgrad.operators import Operator
 from natgrad.solvers.base import Iterate, Solution, Solver, Status, check_representable, check_system
+from natgrad.typed_torch import measure_norm
 
 Callback = Callable[[int, Tensor, float], None]
 
@@ -93,8 +94,8 @@ class _CGRun:
             self.start_at(guess / self.scale)
         self.step = 0
         self.status: Status | None = None
-        self.tolerance = choices.rtol * float(self.rhs.norm())
-        self.norm = float(self.r.norm())
+        self.tolerance = choices.rtol * float(measure_norm(self.rhs))
+        self.norm = float(measure_norm(self.r))
         self.best = (self.norm, self.x, self.r)
         self.curvature = 0.0  # largest d^T A d / d^T d so far, a lower bound on the largest eigenvalue
         self.measured = math.inf  # the residual that the last restart began with
@@ -126,7 +127,7 @@ class _CGRun:
     def advance(self) -> None:
         """One step, or a status."""
         ad = self.image(self.d)
-        dad, length = float(self.d @ ad), float(self.d.norm())
+        dad, length = float(self.d @ ad), float(measure_norm(self.d))
         dd = length * length
         if not dad < float("inf"):
             self.status = Status.NON_FINITE
@@ -159,7 +160,7 @@ class _CGRun:
         self.models.append(self.models[-1] - 0.5 * alpha * self.rz)
 
     def _compare_with_best(self) -> None:
-        self.norm = float(self.r.norm())
+        self.norm = float(measure_norm(self.r))
         if self.choices.callback is not None:
             self.choices.callback(self.step, self.scale * self.x, float(self.scale) * self.norm)
         if not self.norm < float("inf"):
@@ -183,13 +184,13 @@ class _CGRun:
         """Whether round-off in the recurrence since the last fresh residual may exceed a tenth of it."""
         steps = self.step % self.choices.refresh
         eps = torch.finfo(self.rhs.dtype).eps
-        drift = steps * eps * (self.curvature * float(self.x.norm()) + float(self.rhs.norm()))
+        drift = steps * eps * (self.curvature * float(measure_norm(self.x)) + float(measure_norm(self.rhs)))
         return drift > 0.1 * self.norm
 
     def _recompute(self) -> None:
         """r = b - A x afresh; on with the iteration if it does not meet the tolerance that the recurrence met."""
         self.r = self.rhs - self.image(self.x)
-        self.norm = float(self.r.norm())
+        self.norm = float(measure_norm(self.r))
         if self.status is not Status.CONVERGED or self.norm <= self.tolerance:
             return
         if self.norm > 0.5 * self.measured:  # the last restart gained nothing: this is what the dtype allows
@@ -213,4 +214,4 @@ class _CGRun:
         assert self.status is not None
         image = self.scale * (self.rhs - r)
         kept = () if broken else tuple(iterate for step, iterate in self.kept if step < self.step)
-        return Solution(self.scale * x, self.scale * r.norm(), self.products, self.status, image, iterates=kept)
+        return Solution(self.scale * x, self.scale * measure_norm(r), self.products, self.status, image, iterates=kept)

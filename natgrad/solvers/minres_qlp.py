@@ -13,6 +13,7 @@ from natgrad.checks import check_integer, check_number
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, check_system, find_power_of_two, restore_units
 from natgrad.solvers.qlp import Factors, OrthonormalSum, ShortSum
+from natgrad.typed_torch import measure_norm
 
 GROWTH = 0.01  # of |r|, allowed where a direction is taken from x
 
@@ -128,7 +129,7 @@ class _System:
 
     def __init__(self, operator: Operator, rhs: Tensor, damping: float) -> None:
         self.operator, self.rhs, self.damping = operator, rhs, damping
-        self.scale = float(rhs.norm())
+        self.scale = float(measure_norm(rhs))
         self.products = 0
 
     def product(self, vector: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class _System:
     def at(self, value: Tensor, image: Tensor) -> _Point:
         """The point x, its A x being known."""
         r = self.rhs - image
-        residual = r.norm()
+        residual = measure_norm(r)
         return _Point(value, image, r, residual, float(residual))
 
     def start(self, guess: Tensor | None) -> _Point:
@@ -174,7 +175,7 @@ class _System:
         image = self.image(d)
         along = float(point.r @ point.value) / float(point.r @ d)
         shorter = self.at(point.value - along * d, point.image - along * image)
-        return shorter if shorter.norm <= (1 + GROWTH) * point.norm else point, float(image.norm())
+        return shorter if shorter.norm <= (1 + GROWTH) * point.norm else point, float(measure_norm(image))
 
 
 class _LanczosRun:
@@ -193,7 +194,7 @@ class _LanczosRun:
             self.factors = Factors(phi=self.lanczos.beta, norm=known.norm, least=known.smallest)
         self.sum: ShortSum | OrthonormalSum = ShortSum(system.rhs)
         self.r = None if choices.preconditioner is None else start.r.clone()
-        self.norm, self.start_norm = start.norm, float(start.value.norm())
+        self.norm, self.start_norm = start.norm, float(measure_norm(start.value))
 
     @property
     def round_off(self) -> float:
@@ -288,7 +289,7 @@ class _LanczosRun:
         if self.r is not None:
             _, last = self.factors.left
             self.r.mul_(last.s**2).sub_(self.lanczos.m, alpha=self.norm * last.c)
-            self.norm = float(self.r.norm())
+            self.norm = float(measure_norm(self.r))
 
     def _residual_test(self) -> Status | None:
         """One per cent is kept in hand for the difference between the recurrence and the measurement."""
@@ -332,10 +333,10 @@ class _Lanczos:
         """sqrt(z^T P z), and q = P z kept; negative where P is indefinite beyond round-off."""
         z = self.other
         if self.preconditioner is None:
-            return float(z.norm())
+            return float(measure_norm(z))
         self.q = self.preconditioner.mv(z).detach()
         square = float(z @ self.q)
         if square > 0 or not math.isfinite(square):
             return square**0.5
-        noise = 10 * torch.finfo(z.dtype).eps * float(z.norm()) * float(self.q.norm())
+        noise = 10 * torch.finfo(z.dtype).eps * float(measure_norm(z)) * float(measure_norm(self.q))
         return 0.0 if -square <= noise else -math.sqrt(-square)

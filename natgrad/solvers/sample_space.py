@@ -18,6 +18,7 @@ from natgrad.solvers.base import (
     measure_solution,
     restore_units,
 )
+from natgrad.typed_torch import measure_norm
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class SampleSpace(Solver):
             return (right - up(factor.solve(down(right)))) / damping
 
         solution = measure_solution(product, rhs, damping, once(rhs), 1)
-        if bool(solution.residual <= 1e3 * torch.finfo(rhs.dtype).eps * rhs.norm()):
+        if bool(solution.residual <= 1e3 * torch.finfo(rhs.dtype).eps * measure_norm(rhs)):
             return solution
         refined = solution.value + once(rhs - solution.image)
         solution = measure_solution(product, rhs, damping, refined, solution.steps + 1)
-        if bool(solution.residual <= rhs.norm()):
+        if bool(solution.residual <= measure_norm(rhs)):
             return solution
         gram.diagonal().sub_(damping)
         in_range = up(factor.solve(pseudo_solve(gram, down(rhs))))  # for b = U w it is U (K + l I)^-1 w

@@ -11,6 +11,7 @@ from natgrad.checks import check_integer, check_number
 from natgrad.linalg import all_finite, eigh, safe_cutoff, take_absolute
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, Subspace, check_representable, check_system
+from natgrad.typed_torch import measure_norm
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,15 @@ class KrylovSubspace(Solver):
         if not len(space.vectors):
             zero = torch.zeros_like(rhs)
             status = Status.NON_FINITE if basis.broken else Status.CONVERGED
-            return Solution(zero, scale * rhs.norm(), basis.products, status, zero, basis=space)
+            return Solution(zero, scale * measure_norm(rhs), basis.products, status, zero, basis=space)
         weights, curved_down = solve_within_space(space.project_operator(), space.vectors @ rhs, damping, self.absolute)
         value = space.at(weights)
         inner = (
             space.at(take_absolute(space.project_operator()) @ weights) if self.absolute else space.image_at(weights)
         )
         image = torch.add(inner, value, alpha=damping)
-        residual = (rhs - image).norm()
-        status = self._status(bool(residual <= self.rtol * rhs.norm()), basis, curved_down)
+        residual = measure_norm(rhs - image)
+        status = self._status(bool(residual <= self.rtol * measure_norm(rhs)), basis, curved_down)
         return Solution(scale * value, scale * residual, basis.products, status, scale * image, basis=space)
 
     def _status(self, small: bool, basis: _Basis, curved_down: bool) -> Status:
@@ -126,11 +127,11 @@ class _Basis:
         if self.broken or not bool(largest > 0) or self.count == self.operator.size:
             return False
         unit = candidate / largest  # |v|^2 overflows float32 where an entry is beyond 1e19
-        unit = unit / unit.norm()
+        unit = unit / measure_norm(unit)
         known = self.vectors[: self.count]
         for _ in range(2):  # twice is enough (Kahan, Parlett)
             unit = unit - known.mT @ (known @ unit)
-        left = unit.norm()
+        left = measure_norm(unit)
         if not bool(left > 10 * safe_cutoff(max(self.count, 1), unit.dtype)):
             return False
         unit = unit / left

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,7 +70,7 @@ def tolerance(rtol: float | None, dtype: torch.dtype) -> float:
 
 
 @contextmanager
-def require_untouched(params: Params, model: Any, what: str) -> Iterator[None]:
+def require_untouched(params: Params, model: Any, what: str) -> Generator[None]:
     """AssertionError unless the block inside leaves parameters, gradients, buffers and the random state as they are."""
     buffers = dict(model.named_buffers(prefix="buffer ")) if isinstance(model, nn.Module) else {}
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
 
 @contextmanager
-def use_eval_mode(*modules: nn.Module | None) -> Iterator[None]:
+def use_eval_mode(*modules: nn.Module | None) -> Generator[None]:
     """Inside, modules are in eval mode: dropout off, batch norms with the statistics that they hold."""
     with ExitStack() as stack:
         for module in modules:
