@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +49,7 @@ class ModelOptimizer(Optimizer):
     on_trouble: OnTrouble
     _named: dict[str, Tensor]
     _recall: Recall
+    _idle: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class that a tool derives to look like the optimizer that it holds passes the calls on to that one."""
@@ -115,6 +117,7 @@ class ModelOptimizer(Optimizer):
         try:
             if closure is not None:
                 called = call_closure(closure, next(iter(self._named.values())).device, self._recall)
+            self._warn_of_replaced()
             try:
                 self._step(called)
             except NotFiniteError as trouble:
@@ -255,6 +258,21 @@ class ModelOptimizer(Optimizer):
         raise TypeError(f"a {type(self).__name__} is not pickled: save optimizer.state_dict()")
 
     # what a flow supplies
+
+    def _warn_of_replaced(self) -> None:
+        """Warn, once, of parameters without a gradient that are not the model's any more."""
+        idle = frozenset(name for name, p in self._named.items() if p.grad is None and p.requires_grad)
+        if idle <= self._idle or not isinstance(self.model, nn.Module):
+            return
+        self._idle |= idle
+        own = {id(p) for p in self.model.parameters()}
+        gone = sorted(name for name in idle if id(self._named[name]) not in own)
+        if gone:
+            warnings.warn(
+                f"parameters {gone} are no longer the model's: a layer was replaced, and the new one is not trained. "
+                'Add its parameters with optimizer.add_param_group({"params": ...}), or build the optimizer anew',
+                stacklevel=3,
+            )
 
     def _settle(self) -> None:
         """Look, before a step, at what may have happened to the model since the last one."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 WILD = 10.0  # times the highest loss so far, the first ones included: no step of a sound run raises it so far at once
 PATIENCE = 3  # batches in a row that are left out; the next one counts, since the data must have changed
-EARLIEST = 10  # steps until a loss can be wild
+EARLIEST = 10  # steps until such a loss is wild
+FIRST = 1e4  # times the highest loss before that: the first losses alone do not say much
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class WildBatches:
             loss: Of the step, at least 0 by its criterion.
             steps: Taken so far.
         """
-        if self.highest is None or steps < EARLIEST or self.refused >= PATIENCE:
+        if self.highest is None or self.refused >= PATIENCE:
             return torch.zeros_like(loss, dtype=torch.bool)
         highest = self.highest.to(loss)
-        return (loss > WILD * highest) & (highest > 0)
+        return (loss > (FIRST if steps < EARLIEST else WILD) * highest) & (highest > 0)
 
     def after(self, loss: Tensor | None, taken: bool) -> WildBatches:
         """The same after one more step."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from models import assert_close, seeded
-from optim_models import CE, X, Y, flat, net
+from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
 import natgrad as ng
@@ -184,3 +185,21 @@ def run(model: nn.Module, opt: Any, dtype: torch.dtype) -> None:
 
 def tensors(opt: Any) -> list[torch.Tensor]:
     return [t for numbers in opt.state.values() for t in leaves(numbers)]
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.diagonal, ng.hessian_free], ids=lambda r: r.__name__)
+def test_a_layer_that_was_replaced_is_told_once(recipe: Any):
+    model = net()
+    opt = recipe(model, CE)
+    iterate(opt, model, X, Y)
+    fresh = model[2] = nn.Linear(4, 3).double()  # type: ignore[index]
+    with pytest.warns(UserWarning, match=r"parameters \['2.bias', '2.weight'\] are no longer the model's"):
+        iterate(opt, model, X, Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iterate(opt, model, X, Y)
+        opt.add_param_group({"params": list(fresh.parameters())})
+        before = fresh.weight.detach().clone()
+        for _ in range(3):
+            iterate(opt, model, X, Y)
+    assert not torch.equal(fresh.weight, before)

@@ -60,8 +60,16 @@ def test_data_of_a_new_scale_are_taken_after_three_batches(recipe: Any):
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
 def test_the_first_steps_set_the_scale(recipe: Any):
-    _, opt = train(recipe, 8, {3: 1e4})
+    _, opt = train(recipe, 8, {3: 100.0})
     assert opt.state_report().failures == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.__name__)
+def test_a_second_batch_beyond_all_measure_is_left_out(recipe: Any):
+    model, opt = train(recipe, 2, {1: 1e8})
+    before, _ = train(recipe, 1, {})
+    assert all(torch.equal(a, b) for a, b in zip(parameters(model), parameters(before), strict=True))
+    assert opt.state_report().failures == 1
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
