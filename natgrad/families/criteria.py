@@ -196,6 +196,19 @@ class Criterion:
             return float(len(rows))
         return self.weigh(outputs, self.events(outputs, targets))[1]
 
+    def count(self, outputs: Any, targets: Any = None) -> float:
+        """What the mean runs over: the rows, or the sum of their weights where targets are ignored or weighted.
+
+        Means over parts of a batch, weighted by this, make the mean over all of it.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them, or None.
+        """
+        if targets is None or self.weigh is None:
+            return float(len(self.family.rows(outputs)))
+        return float(self.weigh(outputs, targets)[1])
+
     def nats(self, outputs: Any) -> float:
         """Nats per example in one unit of the mean loss.
 

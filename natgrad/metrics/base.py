@@ -66,6 +66,29 @@ class Metric(ABC):
         """
         return None
 
+    def count_examples(self, inputs: Any) -> int:
+        """How many examples the mean is over.
+
+        Args:
+            inputs: As `at` takes them.
+        """
+        if isinstance(inputs, Labelled):
+            return as_call(inputs.inputs).batch()
+        return as_call(inputs[0] if self.needs_targets else inputs).batch()
+
+    @property
+    def inner(self) -> Metric:
+        """The metric of this process's own examples, where this one is of several processes' examples; else itself."""
+        return self
+
+    def carry(self, metric: Metric) -> Metric:
+        """Another metric, over the same processes' examples as this one.
+
+        Args:
+            metric: Of this process's own examples.
+        """
+        return metric
+
 
 @dataclass(frozen=True)
 class PullbackMetric(Metric):

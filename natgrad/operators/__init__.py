@@ -8,6 +8,7 @@ from natgrad.operators.cholesky import Factored, FactoredInverse, InvertedOperat
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import DenseOperator, DiagonalOperator
 from natgrad.operators.facts import Facts, combine_facts
+from natgrad.operators.joined_rows import JoinedRows
 from natgrad.operators.kronecker import KroneckerOperator, Spectral
 from natgrad.operators.kronecker_pieces import Tiled
 from natgrad.operators.layerwise import Arranged
@@ -34,6 +35,7 @@ __all__ = [
     "Facts",
     "Form",
     "InvertedOperator",
+    "JoinedRows",
     "KroneckerOperator",
     "Layout",
     "Linearization",

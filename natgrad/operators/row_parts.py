@@ -164,6 +164,15 @@ class Explicit:
         return dict(zip(self.sizes, split_tensor(vector, list(self.sizes.values())), strict=True))
 
 
+def cross_gram(one: Outer, other: Outer) -> Tensor:
+    """Inner products of one process's row gradients with another's, of the same linear layer: (r, r')."""
+    (b, k, o), (c, _, _) = one.deltas.shape, other.deltas.shape
+    like = one.inputs @ other.inputs.mT if one.weight else one.inputs.new_zeros(b, c)
+    like = like + 1 if one.bias else like  # a column of ones is the bias's input
+    pairs = one.deltas.reshape(b * k, o) @ other.deltas.reshape(c * k, o).mT
+    return (pairs.view(b, k, c, k) * like.view(b, 1, c, 1)).view(b * k, c * k)
+
+
 def part_of(seen: Seen) -> Part:
     """A layer's rows from its pass, whose deltas are one per cotangent of an example."""
     layout, a = seen.layer.layout, seen.activations

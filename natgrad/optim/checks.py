@@ -82,7 +82,7 @@ def inputs_of(metric: Metric, data: Data) -> Any:
     """Data in the form in which the metric takes it."""
     if metric.needs_targets:
         return data.inputs, data.targets
-    known = isinstance(metric, PullbackMetric) and data.targets is not None
+    known = isinstance(metric.inner, PullbackMetric) and data.targets is not None
     return Labelled(data.inputs, data.targets) if known else data.inputs
 
 

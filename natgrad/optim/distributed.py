@@ -19,7 +19,7 @@ from natgrad.layers.kinds import EmbeddingLayer, Layer
 from natgrad.layers.moments import Seen
 from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
-from natgrad.optim.parallel_models import DRIFT, refuse_sharded
+from natgrad.optim.parallel_models import refuse_sharded
 from natgrad.structures import Layerwise
 
 
@@ -64,11 +64,11 @@ class Ranks:
         distributed.all_reduce(found, group=self.group)
         return found
 
-    def compare(self, named: Mapping[str, Tensor]) -> None:
+    def compare(self, named: Mapping[str, Tensor], settings: str = "") -> None:
         """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike."""
         if self.size > 1 and named:
             # a DistributedDataParallel has broadcast its values
-            check_equal_models(named, self.group, values=not self.wrappers)
+            check_equal_models(named, self.group, values=not self.wrappers, settings=settings)
 
     def check(self, structure: Layerwise) -> None:
         """TypeError for a structure whose statistics several processes cannot add up."""
@@ -136,11 +136,11 @@ class Ranks:
         return torch.Generator(shared.device).manual_seed(int(seed) + self.rank)
 
 
-def meet(model: nn.Module, group: Any) -> tuple[nn.Module, Ranks]:
+def meet(model: Any, group: Any) -> tuple[Any, Ranks]:
     """The model without its `DistributedDataParallel`, and the processes that train it: one, if there is none.
 
     Args:
-        model: As the user gave it.
+        model: As the user gave it; a dict of tensors has no wrapper of its own.
         group: The processes whose statistics are added up; None: those of the wrapper around the model, or around what
             it is a part of.
 
@@ -150,7 +150,7 @@ def meet(model: nn.Module, group: Any) -> tuple[nn.Module, Ranks]:
             takes the first backward that comes for the user's, and for a wrapper around some of the parameters only.
     """
     refuse_sharded(model)
-    wrappers = [model] if isinstance(model, DistributedDataParallel) else find_wrappers(model.parameters())
+    wrappers = [model] if isinstance(model, DistributedDataParallel) else find_wrappers(name_parameters(model).values())
     inner = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
     groups = [wrapper.process_group for wrapper in wrappers] + ([] if group is None else [check_group(group)])
     if any(other is not groups[0] for other in groups):
@@ -165,6 +165,13 @@ def meet(model: nn.Module, group: Any) -> tuple[nn.Module, Ranks]:
     return inner, Ranks(found, distributed.get_world_size(found), distributed.get_rank(found), wrappers)
 
 
+def name_parameters(model: Any) -> dict[str, Tensor]:
+    """The parameters of a module, or of a dict of tensors, by name."""
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters())
+    return dict(model) if isinstance(model, Mapping) else {}
+
+
 def find_wrappers(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """Every `DistributedDataParallel` that averages gradients of these parameters."""
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -176,13 +183,7 @@ def find_wrappers(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     return [one for one in alive if not own.isdisjoint(id(p) for p in one.parameters())]
 
 
-def refuse_wrapped(params: Iterable[Tensor]) -> None:
-    """TypeError for parameters that several processes train together, for optimizers that add nothing up."""
-    if any(distributed.get_world_size(wrapper.process_group) > 1 for wrapper in find_wrappers(params)):
-        raise TypeError(f"the model is within a DistributedDataParallel: {DRIFT}")
-
-
-def check_wrappers(model: nn.Module, wrappers: Sequence[DistributedDataParallel]) -> None:
+def check_wrappers(model: Any, wrappers: Sequence[DistributedDataParallel]) -> None:
     """ValueError for a wrapper that statistics cannot go with."""
     if any(wrapper.static_graph for wrapper in wrappers):
         raise ValueError(
@@ -190,7 +191,7 @@ def check_wrappers(model: nn.Module, wrappers: Sequence[DistributedDataParallel]
             "first backward, here that of the statistics; use find_unused_parameters=True instead, if anything"
         )
     averaged = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
-    alone = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in averaged]
+    alone = [name for name, p in name_parameters(model).items() if p.requires_grad and id(p) not in averaged]
     if wrappers and alone:
         raise ValueError(
             f"parameters {alone} lie outside of the DistributedDataParallel that the others are in: nobody averages "

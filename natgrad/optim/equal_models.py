@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, distributed
 MODULUS = 2**61 - 1
 
 
-def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool = False) -> None:
+def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool = False, settings: str = "") -> None:
     """Check that all processes of a group train parameters of the same names, shapes and dtypes.
 
     All of them call it at the same time. Two numbers a process are exchanged; the names only where these differ.
@@ -21,16 +22,18 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
         named: The parameters by name.
         group: The process group.
         values: True to compare their entries too, bit for bit: where nobody has broadcast them.
+        settings: What else must be alike, as text.
 
     Raises:
         ValueError: On all processes, with the first parameter that differs and the rank that holds it.
     """
     device = next(iter(named.values())).device
-    own = torch.tensor([hash_names(named), hash_values(named) if values else 0], device=device)
+    numbers = [hash_names(named), hash_values(named) if values else 0, hash_text(settings)]
+    own = torch.tensor(numbers, device=device)
     found = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
     distributed.all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()
-    if any(names != numbers[0][0] for names, _ in numbers):
+    if any(names != numbers[0][0] for names, _, _ in numbers):
         tables: list[Any] = [None] * len(found)
         distributed.all_gather_object(tables, describe_parameters(named), group=group)
         rank = next(i for i, table in enumerate(tables) if table != tables[0])
@@ -40,7 +43,15 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
             f"{tables[0].get(first, 'missing')} on rank 0 and {tables[rank].get(first, 'missing')} on rank {rank}. "
             "Build the same model on all of them, or give each model a group of its own processes"
         )
-    rank = next((i for i, number in enumerate(numbers) if number != numbers[0]), None)
+    rank = next((i for i, one in enumerate(numbers) if one[2] != numbers[0][2]), None)
+    if rank is not None:
+        texts: list[Any] = [None] * len(found)
+        distributed.all_gather_object(texts, settings, group=group)
+        raise ValueError(
+            f"the {len(found)} processes were given different settings, {texts[0]} on rank 0 and {texts[rank]} on rank "
+            f"{rank}: build the optimizer alike on all of them"
+        )
+    rank = next((i for i, one in enumerate(numbers) if one[1] != numbers[0][1]), None)
     if rank is not None:
         raise ValueError(
             f"the parameters have other values on rank {rank} than on rank 0, and would never meet: seed all processes "
@@ -56,7 +67,17 @@ def describe_parameters(named: Mapping[str, Tensor]) -> dict[str, str]:
 def hash_names(named: Mapping[str, Tensor]) -> int:
     """A number that differs where a name, a shape, a dtype or their order does."""
     text = "\n".join(f"{name}: {what}" for name, what in describe_parameters(named).items())
+    return hash_text(text)
+
+
+def hash_text(text: str) -> int:
+    """A number that differs where a text does, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % MODULUS
+
+
+def describe_settings(*settings: object) -> str:
+    """Choices as they are printed, without the addresses of functions, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", ", ".join(map(repr, settings)))
 
 
 def hash_values(named: Mapping[str, Tensor]) -> int:

@@ -17,14 +17,15 @@ from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import NotFiniteError, describe_trouble
+from natgrad.optim.distributed import Ranks
 from natgrad.optim.objective import Objective
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
 from natgrad.optim.step_length import bounded_below
 from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import as_call
-from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Step
-from natgrad.solvers import Solution, Status
+from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step
+from natgrad.solvers import Solution, Solver, Status
 from natgrad.spaces import Space
 
 
@@ -95,11 +96,36 @@ def quadratic(
     )
 
 
-def count_examples(operator: Operator, data: Data, seen: int) -> dict[str, int]:
-    """Examples of this step, and seen so far with it: as the structure counted them, or else here."""
+def describe_circumstances(
+    objective: Objective | None,
+    solver: Solver,
+    metric: Metric,
+    steps: int,
+    options: Mapping[str, float],
+    counts: Mapping[str, int],
+) -> Circumstances:
+    """What a rule may know besides the system.
+
+    Args:
+        objective: The loss at trial points, if it is known.
+        solver: What solves the system.
+        metric: Which G.
+        steps: Taken so far.
+        options: The rule's settings.
+        counts: Examples of this step, and seen so far.
+    """
+    before = math.nan if objective is None else objective.before
+    return Circumstances(before, getattr(solver, "absolute", False), steps, is_bounded(metric), options, counts)
+
+
+def count_examples(rule: Rule, operator: Operator, ranks: Ranks, data: Data, seen: int) -> dict[str, int]:
+    """Examples of this step and seen so far with it: as the structure counted them, else here; {} if nobody asks."""
+    if not rule.needs_counts:
+        return {}
     if "seen" in operator.counts:
         return dict(operator.counts)
-    examples = as_call(data.inputs).batch()
+    own = torch.tensor(as_call(data.inputs).batch(), device=operator.device)
+    examples = int(ranks.sum(own))
     return {"examples": examples, "seen": seen + examples}
 
 

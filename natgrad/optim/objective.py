@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from natgrad.optim.last_pass import Recall
 from natgrad.optim.loss_inputs import OTHER_BATCH, Linearised
 from natgrad.optim.loss_metrics import weights_of
 from natgrad.optim.recorded_pass import Data
-from natgrad.pure import RandomState, Select, pure_model, run_detached
+from natgrad.pure import RandomState, Select, map_tensors, pure_model, run_detached
 from natgrad.rules import Vector
 from natgrad.spaces import Space
 
@@ -51,7 +51,12 @@ class Objective(ABC):
         params: theta, by name.
         space: The order of the parameters in d.
         before: The loss at d = 0.
+
+    Attributes:
+        count: What the mean is over: what it weighs beside the same loss of other examples.
     """
+
+    count: float = 1.0
 
     def __init__(self, params: dict[str, Tensor], space: Space, before: float) -> None:
         self.params, self.space, self.before = params, space, before
@@ -110,6 +115,7 @@ class Replay(Objective):
         params: theta, by name.
         space: The order of the parameters in d.
         select: What the criterion is of, given the model's outputs; None for all of them.
+        count: What the mean is over; None: found out at the first evaluation.
     """
 
     def __init__(
@@ -121,7 +127,9 @@ class Replay(Objective):
         params: dict[str, Tensor],
         space: Space,
         select: Select | None = None,
+        count: float | None = None,
     ) -> None:
+        self.count = math.nan if count is None else count
         self.pure, self.select = pure_model(model, passed.inputs, passed.random), select
         self.criterion, self.targets = criterion, passed.targets
         super().__init__(params, space, math.nan)
@@ -146,13 +154,15 @@ class Replay(Objective):
         """In units of its mean."""
         outputs = self.pure(params)
         outputs = outputs if self.select is None else self.select(outputs)
+        if math.isnan(self.count):
+            self.count = self.criterion.count(map_tensors(outputs, torch.detach), self.targets)
         return self.criterion.value(outputs, self.targets) / self.criterion.scale(outputs, self.targets)
 
 
 class Total(Objective):
     """Several losses of a step, each evaluated again, with what they weigh in its gradient."""
 
-    def __init__(self, parts: list[tuple[float, Replay]]) -> None:
+    def __init__(self, parts: Sequence[tuple[float, Objective]]) -> None:
         self.parts, first = parts, parts[0][1]
         super().__init__(first.params, first.space, sum(weight * part.before for weight, part in parts))
 
@@ -271,7 +281,7 @@ def replay_losses(
     for told in used:
         before = float(told.value) if exact else None
         select = told.settle(model, params, recall.outputs)
-        parts.append(Replay(model, criterion, told.data(), before, params, space, select))
+        parts.append(Replay(model, criterion, told.data(), before, params, space, select, told.count))
     if len(parts) == 1:
         return parts[0]
     return Total(list(zip(weights_of(used, recall.scale), parts, strict=True)))

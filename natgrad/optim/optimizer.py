@@ -24,20 +24,20 @@ from natgrad.optim.checks import (
     check_choices,
     check_number,
     check_search,
-    dense_gradient,
     given_parameters,
     inputs_of,
     named_parameters,
 )
-from natgrad.optim.distributed import refuse_wrapped
+from natgrad.optim.distributed import meet
 from natgrad.optim.flat_step import (
-    Circumstances,
     Point,
     check_loss,
     check_solution,
     commit,
     count_examples,
+    describe_circumstances,
     find_changes,
+    flat,
     is_bounded,
     judge,
     moves_finitely,
@@ -45,10 +45,21 @@ from natgrad.optim.flat_step import (
     report_step,
     shift_blocks,
 )
+from natgrad.optim.joined_metric import unwrap_models
+from natgrad.optim.joined_step import (
+    check_in_step,
+    join_choice,
+    join_mean_loss,
+    join_metric,
+    join_objective,
+    read_gradients,
+    settle_ranks,
+    weigh_loss,
+)
 from natgrad.optim.last_pass import Recall, listen, overhear
 from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
 from natgrad.optim.objective import Objective, objective_of
-from natgrad.optim.parallel_models import refuse_processes
+from natgrad.optim.parallel_models import refuse_nested
 from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.stalled_runs import SKIPPED, watch
@@ -56,8 +67,8 @@ from natgrad.optim.state_report import StateReport
 from natgrad.optim.wild_batches import WildBatches
 from natgrad.rules import Memory, Rate, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
-from natgrad.spaces import Space
 from natgrad.structures import Exact, as_preconditioner
+from natgrad.structures.process_sums import exchanging
 
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
 NUMBERS = {"lr": math.inf, "weight_decay": math.inf}
@@ -110,16 +121,16 @@ class NaturalGradient(ModelOptimizer):
         check_batch("search_batch", chosen.search_batch)
         if chosen.search_batch is not None and not isinstance(model, nn.Module):
             raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
-        refuse_processes(model)
+        self.model, self._ranks = meet(model, chosen.group)
+        refuse_nested(self.model)
         self.on_trouble = check_trouble(chosen.on_trouble)
-        self.model, self.metric, self._settled = model, metric, False
+        self.metric = metric = unwrap_models(metric)
         self.structure, self.solver = chosen.structure or Exact(), chosen.solver or Auto()
         self.damping, self.rule = as_damping(chosen.damping), chosen.rule or Rate()
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
         self.metric_batch, self.search_batch = chosen.metric_batch, chosen.search_batch
         self.preconditioner = as_preconditioner(chosen.preconditioner, self.solver)
-        self._named = named_parameters(model)
-        refuse_wrapped(self._named.values())
+        self._named = named_parameters(self.model)
         defaults = {"lr": lr, "weight_decay": chosen.weight_decay} | self.rule.options
         super().__init__(given_parameters(chosen.params, self._named), defaults)
         self._level = self.damping.initial()
@@ -127,14 +138,18 @@ class NaturalGradient(ModelOptimizer):
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
         self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
-        self._judged = -1  # the last step that the damping looked at
-        self._seen = 0  # examples
-        self._wild = WildBatches()
+        self._judged, self._seen, self._wild = (
+            -1,
+            0,
+            WildBatches(),
+        )  # the last step that the damping looked at; examples
         self._recall = Recall(chosen_outputs(metric), self._named.values())
         self._finalizer: weakref.finalize | None = None
         overhear(metric, self._recall)
-        if isinstance(model, nn.Module):
-            self._finalizer = weakref.finalize(self, listen(model, self._recall, in_eval=self.train_in_eval).remove)
+        if isinstance(self.model, nn.Module):
+            self._finalizer = weakref.finalize(
+                self, listen(self.model, self._recall, in_eval=self.train_in_eval).remove
+            )
 
     # what the user calls around a step
 
@@ -192,8 +207,10 @@ class NaturalGradient(ModelOptimizer):
             self._finalizer()
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
+        self._settle()
         rows = count_rows(self.criterion, outputs)
         self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen)
+        weigh_loss(self._ranks, self.criterion, outputs, targets, value, self._recall)
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         total = sum(p.numel() for group in self.param_groups for p in group["params"])
@@ -248,10 +265,7 @@ class NaturalGradient(ModelOptimizer):
     # one step
 
     def _settle(self) -> None:
-        if not self._settled:  # the model may have been wrapped since
-            refuse_processes(self.model)
-            refuse_wrapped(self._named.values())
-            self._settled = True
+        settle_ranks(self, self.solver, self.damping, self.rule, self.preconditioner, type(self.metric).__name__)
 
     def _skip(self, trouble: NotFiniteError) -> None:
         last = self._last
@@ -262,16 +276,17 @@ class NaturalGradient(ModelOptimizer):
     def _step(self, called: Called) -> None:
         point = self._point()
         if point is not None:
-            check_loss(self._recall.mean_loss(), self._wild, is_bounded(self.metric), self._last.step)
+            loss = join_mean_loss(self._ranks, self._recall, point.space.device)
+            check_loss(loss, self._wild, is_bounded(self.metric), self._last.step)
             self._metric_data()  # what is missing there comes before what is missing for the loss
             with self._replaying():
-                self._move(point, self._objective(point, called))
+                self._move(point, self._objective(point, called), loss)
 
     def _judges(self) -> bool:
         """Whether the damping looks at this step's ratio."""
         return self.damping.needs_ratio and self._last.step - self._judged >= (self.damping.every or 1)
 
-    def _move(self, point: Point, objective: Objective | None) -> None:
+    def _move(self, point: Point, objective: Objective | None, loss: Tensor | None) -> None:
         if self._judges() and objective is None:
             raise ValueError(
                 f"{self.damping} compares the loss before and after the step: compute it with optimizer.loss(outputs, "
@@ -279,11 +294,13 @@ class NaturalGradient(ModelOptimizer):
             )
         require_loss(self.rule, objective)
         metric = metric_of_step(self.metric, self._recall, self.model, point.params)
+        metric = join_metric(self._ranks, metric, self._recall, self.metric_batch is not None, point.space.device)
         operator, memory = self._operator(point, metric)
         solution, amount, prepared = self._solve(point, metric, operator)
         check_solution(solution)
-        counts = count_examples(operator, self._metric_data(), self._seen) if self.rule.needs_counts else {}
-        model = quadratic(point, operator, solution, amount, self._circumstances(objective, counts))
+        counts = count_examples(self.rule, operator, self._ranks, self._metric_data(), self._seen)
+        known = describe_circumstances(objective, self.solver, self.metric, self._last.step, self._options(), counts)
+        model = quadratic(point, operator, solution, amount, known)
         remembered: Memory = {key: vector for key, vector in self._flat_state(point).items() if key != "solution"}
         step, told = self.rule.step(model, objective, remembered)
         kept: Memory = dict(told)
@@ -295,12 +312,13 @@ class NaturalGradient(ModelOptimizer):
             kept = dict.fromkeys(kept, point.space.zeros())  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
         report = report_step(self._last, operator, point.gradient, model, step, solution, ratio, failed, refused)
+        check_in_step(self._ranks, flat(step))
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
         values = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
         values["_skipped"] = self._skipped + 1 if failed else 0
         judged = self._judged if ratio is None else self._last.step
         values |= {"_judged": judged, "_seen": counts.get("seen", self._seen)}
-        values["_wild"] = self._wild.after(self._recall.mean_loss(), not failed)
+        values["_wild"] = self._wild.after(loss, not failed)
         decays = self._rates("weight_decay") if not (failed or refused) else {}
         changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
@@ -320,16 +338,6 @@ class NaturalGradient(ModelOptimizer):
         solver, prepared = self._solver(point, system, rest, metric)
         return solver.solve(system, point.gradient, damping=rest, guess=self._guess(point)), amount, prepared
 
-    def _circumstances(self, objective: Objective | None, counts: dict[str, int]) -> Circumstances:
-        return Circumstances(
-            math.nan if objective is None else objective.before,
-            getattr(self.solver, "absolute", False),
-            self._last.step,
-            is_bounded(self.metric),
-            self._options(),
-            counts,
-        )
-
     @contextmanager
     def _replaying(self) -> Generator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
@@ -345,17 +353,15 @@ class NaturalGradient(ModelOptimizer):
             raise
 
     def _point(self) -> Point | None:
-        active = {id(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
-        params = {name: p for name, p in self._named.items() if id(p) in active}
-        if not params:
-            return None
-        gradients = {name: dense_gradient(name, p) for name, p in params.items()}
-        space = Space(params)
-        return Point(params, space, space.flatten(gradients) / (self._recall.scale or 1.0), self._rates("lr"))
+        active = {id(p) for group in self.param_groups for p in group["params"]}
+        found = read_gradients(self._ranks, self._named, active, self._recall)
+        return None if found is None else Point(*found, self._rates("lr"))
 
     def _operator(self, point: Point, metric: Metric) -> tuple[Operator, dict[str, Any]]:
         data = self._metric_data()
-        return self.structure.update(self._memory, metric, point.params, inputs_of(metric, data), random=data.random)
+        own, structure, exchange = join_choice(self._ranks, metric, self.structure, data)
+        with exchanging(exchange):
+            return structure.update(self._memory, own, point.params, inputs_of(metric, data), random=data.random)
 
     def _metric_data(self) -> Data:
         return self._recall.metric_data(self.metric_batch, self._last.step)
@@ -367,18 +373,19 @@ class NaturalGradient(ModelOptimizer):
         if self.preconditioner is None:
             return self.solver, None
         data = self._metric_data()
-        inverse, memory = self.preconditioner.update(
-            self._prepared, metric, point.params, inputs_of(metric, data), damping, operator, data.random
-        )
+        own, preconditioner, exchange = join_choice(self._ranks, metric, self.preconditioner, data)
+        with exchanging(exchange):
+            inverse, memory = preconditioner.update(
+                self._prepared, own, point.params, inputs_of(metric, data), damping, operator, data.random
+            )
         return replace(self.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
 
     def _objective(self, point: Point, called: Called) -> Objective | None:
-        searched = None  # without trial points the loss of the pass is known already
         needed = self.rule.needs_loss or self._judges()
-        if needed:
-            searched = self._recall.search_data(self.search_batch, self._last.step)
+        # without trial points the loss of the pass is known already
+        searched = self._recall.search_data(self.search_batch, self._last.step) if needed else None
         data = (self._recall, point.params, point.space, called, searched, needed)
-        return objective_of(self.model, lambda: self.criterion, *data)
+        return join_objective(self._ranks, objective_of(self.model, lambda: self.criterion, *data), self._recall)
 
     def _guess(self, point: Point) -> Tensor | None:
         last = self._flat_state(point).get("solution")

@@ -48,3 +48,14 @@ def refuse_processes(model: Any, name: str = "model") -> None:
         )
     if any(isinstance(part, DistributedDataParallel) for part in parts):
         raise TypeError(f"{name} is a DistributedDataParallel, or has one in it: {DRIFT}")
+
+
+def refuse_nested(model: Any) -> None:
+    """TypeError for a model with a wrapper of torch inside, whose forward is no function of parameters."""
+    refuse_sharded(model)
+    for part in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(part, (DataParallel, DistributedDataParallel)):
+            raise TypeError(
+                f"model has a {type(part).__name__} in it, which is no function of parameters: wrap the whole model in "
+                "one DistributedDataParallel, and give that"
+            )

@@ -108,6 +108,8 @@ class FlatOptions(TypedDict, total=False):
             with a closed-form inverse.
         params: Parameters, (name, parameter) pairs, a module, or groups as in torch.optim (keys lr, weight_decay);
             default all that are trainable.
+        group: The processes of `torch.distributed` that train the model together: metric, losses and gradients are
+            those of all their examples. Default those of the `DistributedDataParallel` around the model.
         train_in_eval: True counts passes in evaluation mode as training ones, with dropout off and batch norm frozen;
             evaluate under `torch.no_grad()` then.
         on_trouble: What a step does whose loss, gradient or metric is not finite, or whose loss is more than ten times
@@ -125,6 +127,7 @@ class FlatOptions(TypedDict, total=False):
     search_batch: int | None
     preconditioner: Preconditioner | Structure | None
     params: Iterable[Any] | None
+    group: Any
     train_in_eval: bool
     on_trouble: OnTrouble
 
@@ -143,6 +146,7 @@ class FlatSettings:
     search_batch: int | None = None
     preconditioner: Preconditioner | Structure | None = None
     params: Iterable[Any] | None = None
+    group: Any = None
     train_in_eval: bool = False
     on_trouble: OnTrouble = "skip"
 

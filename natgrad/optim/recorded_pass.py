@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,7 @@ class Told:
         scale: What that was divided by.
         dtype: Of the outputs.
         rows: What it weighs.
+        count: What it is a mean over; NaN where nobody asked.
         weight: The derivative of what went backward in it; None until it did.
     """
 
@@ -78,6 +80,7 @@ class Told:
     scale: float = 1.0
     dtype: torch.dtype = torch.float32
     rows: int = 0
+    count: float = math.nan
     weight: Tensor | None = None
 
     def check(self) -> None:

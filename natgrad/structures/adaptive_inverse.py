@@ -13,7 +13,7 @@ from natgrad.checks import check_integer, check_positive
 from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
 from natgrad.metrics import Metric
 from natgrad.operators import Factored, InvertedOperator, Operator
-from natgrad.pure import Labelled, RandomState, as_call
+from natgrad.pure import RandomState
 from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.inverse_updates import (
@@ -268,7 +268,8 @@ class AdaptiveInverse(Structure):
         shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
         if memory is None or memory["parameters"] != shapes:
             memory = {"parameters": shapes, "step": 0, "seen": 0, "kept": 0, **self.method.start(now)}
-        following = self._follow({**memory, **measure_spread(memory, now, metric, inputs)}, now, count(inputs))
+        spread = measure_spread(memory, now, metric, inputs)
+        following = self._follow({**memory, **spread}, now, metric.count_examples(inputs))
         counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
         operator = self.method.operator(following)
         return operator.declare(nats=now.nats, length_unit=following["unit"], counts=counts), following
@@ -326,11 +327,6 @@ def scaled_identity(operator: Operator, scale: float) -> Tensor:
     matrix = torch.zeros(operator.size, operator.size, dtype=operator.dtype, device=operator.device)
     matrix.diagonal().fill_(scale)
     return matrix
-
-
-def count(inputs: Any) -> int:
-    """How many examples a metric was given."""
-    return as_call(inputs.inputs if isinstance(inputs, Labelled) else inputs).batch()
 
 
 def check_inverse(update: FirstOrder | Woodbury) -> None:

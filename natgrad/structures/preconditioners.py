@@ -235,7 +235,7 @@ def empirical(
         ValueError: Without targets.
         TypeError: For a metric without a model and a criterion.
     """
-    source = metric.moment if isinstance(metric, Covariance) else metric
+    source = metric.inner.moment if isinstance(metric.inner, Covariance) else metric.inner
     if not isinstance(source, (PullbackMetric, Hessian)):
         raise TypeError(
             f"an empirical preconditioner needs a metric of a model and a criterion, not {type(metric).__name__}; use "
@@ -251,7 +251,7 @@ def empirical(
         )
     if examples is not None:
         inputs = Call(inputs).sample(examples, seed=0).args
-    metric = empirical_fisher(source.model, source.criterion, outputs=source.outputs)
+    metric = metric.carry(empirical_fisher(source.model, source.criterion, outputs=source.outputs))
     return metric.at(params, inputs, random=random)  # type: ignore[return-value]
 
 

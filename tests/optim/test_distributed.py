@@ -144,41 +144,6 @@ def different() -> dict[str, Any]:
     return {"words": words, "stayed": stayed}
 
 
-FLAT: dict[str, Callable[..., Any]] = {
-    "hessian_free": ng.hessian_free,
-    "krylov_subspace": ng.krylov_subspace,
-    "natgrad_cg": ng.natgrad_cg,
-    "NaturalGradient": lambda model, criterion: ng.NaturalGradient(model, ng.fisher(model, criterion)),
-    "dict": lambda model, _: ng.NaturalGradient(dict(model.named_parameters()), ng.gauss_newton(affine, CE)),
-}
-
-
-def affine(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    return x @ params["2.weight"].T
-
-
-def flat_metrics() -> dict[str, Any]:
-    """What each says of the wrapped model, of what is wrapped, and of what was wrapped after it was built."""
-    words: dict[str, list[str]] = {}
-    for name, recipe in FLAT.items():
-        words[name] = []
-        for how in ("given", "inside", "later") if name != "dict" else ("inside",):
-            model = net()
-            outer = wrapped(model) if how != "later" else model
-            before = flat(model)
-            try:
-                opt = recipe(outer if how == "given" else model, CE)
-                if how == "later":
-                    train(opt, outer, steps=1)  # alone, as another process may be
-                    opt, outer = recipe(model, CE), wrapped(model)
-                    before = flat(model)
-                    train(opt, outer, steps=1)
-            except TypeError as error:
-                words[name].append(str(error))
-            assert torch.equal(before, flat(model))
-    return {"words": words}
-
-
 def sums() -> dict[str, Any]:
     """Uneven parts of a summed loss: the gradient is a mean over processes, its count too."""
     model = net()
@@ -353,10 +318,9 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "uneven": uneven,
     "unaveraged": unaveraged,
     "different": different,
-    "flat metrics": flat_metrics,
 }
 TOGETHER = ["kfac", "ekfac", "diagonal", "unitwise", "inner", "within", "given", "sums", "accumulated", "judged"]
-APART = {"refused", "strangers", "unaveraged", "different", "flat metrics"}  # no two processes train one model there
+APART = {"refused", "strangers", "unaveraged", "different"}  # no two processes train one model there
 
 
 def act(rank: int, folder: str) -> None:
@@ -442,11 +406,3 @@ def test_different_models_in_one_group_are_refused_on_all_processes(both: list[d
         assert "'3.weight' is missing on rank 0 and (3, 3) of torch.float64 on rank 1" in shapes
         assert "other values on rank 1" in values
         assert rank["different"]["stayed"]
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_what_adds_nothing_up_is_refused_for_a_model_of_several_processes(both: list[dict[str, Any]], name: str):
-    for rank in both:
-        words = rank["flat metrics"]["words"][name]
-        assert len(words) == (1 if name == "dict" else 3)
-        assert all("DistributedDataParallel" in line and "ng.kfac" in line for line in words)

@@ -1,0 +1,275 @@
+"""Four processes and a step that is solved by products: that of one process on the joined batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from optim_models import CE, flat, net
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad as ng
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+
+WORLD = 4
+X = draw(24, 3)
+Y = torch.tensor([0, 1, 2, 0, 1, 2, 1, 1, 2, 0, 0, 2] * 2)
+EVEN = [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
+UNEVEN = [slice(0, 11), slice(11, 13), slice(13, 13), slice(13, 24)]  # one has no examples
+TIGHT = ng.CG(rtol=1e-14, max_steps=200)
+WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]).double(), ignore_index=2)
+SUMMED = nn.CrossEntropyLoss(reduction="sum")
+
+
+def own(parts: list[slice]) -> slice:
+    """This process's examples; all where there is one."""
+    return parts[distributed.get_rank()] if distributed.is_initialized() else slice(None)
+
+
+def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options) if distributed.is_initialized() else model
+
+
+def everyone() -> Any:
+    return distributed.group.WORLD if distributed.is_initialized() else None
+
+
+def train(
+    build: Callable[[nn.Module, nn.Module], Any],
+    parts: list[slice],
+    criterion: nn.Module = CE,
+    make: Callable[[], nn.Module] = net,
+    steps: int = 3,
+) -> dict[str, Any]:
+    model = make()
+    outer = wrapped(model)
+    opt = build(outer, criterion)
+    for _ in range(steps):
+        opt.zero_grad()
+        opt.loss(outer(X[own(parts)]), Y[own(parts)]).backward()
+        opt.step()
+    report = opt.state_report()
+    return {"flat": flat(model), "loss": report.loss, "kl": report.kl, "damping": report.damping}
+
+
+class Convolved(nn.Module):
+    """(b, 3) -> three logits, by a convolution and a bare scale: rows of U that no linear layer explains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 2, 2), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.unsqueeze(1)).tanh().flatten(1) * self.scale)
+
+
+def gathered() -> dict[str, Any]:
+    """A group, and gradients that nobody averaged."""
+    model = net()
+    opt = ng.natgrad_cg(model, CE, solver=TIGHT, group=everyone())
+    for _ in range(3):
+        opt.zero_grad()
+        opt.loss(model(X[own(UNEVEN)]), Y[own(UNEVEN)]).backward()
+        opt.step()
+    return {"flat": flat(model)}
+
+
+def closed() -> dict[str, Any]:
+    """A closure that does not use the optimizer's loss: all processes weigh the same."""
+    model = net()
+    outer = wrapped(model)
+    opt = ng.hessian_free(outer, CE, solver=TIGHT)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = CE(outer(X[own(EVEN)]), Y[own(EVEN)])
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        opt.step(closure)
+    return {"flat": flat(model), "loss": opt.state_report().loss}
+
+
+def accumulated() -> dict[str, Any]:
+    """Two losses of one step, over processes with unequal numbers of examples, and a loss that is a sum."""
+    model = net()
+    outer = wrapped(model)
+    opt = ng.hessian_free(outer, SUMMED, solver=TIGHT)
+    for _ in range(2):
+        opt.zero_grad()
+        outputs, y = outer(X[own(UNEVEN)]), Y[own(UNEVEN)]
+        low = X[own(UNEVEN)][:, 0] < 0
+        (opt.loss(outputs[low], y[low]) + 0.5 * opt.loss(outputs[~low], y[~low])).backward()
+        opt.step()
+    return {"flat": flat(model), "loss": opt.state_report().loss}
+
+
+def observed() -> dict[str, Any]:
+    """The metric on other data than the gradient's."""
+    model = net()
+    outer = wrapped(model)
+    opt = ng.natgrad_cg(outer, CE, solver=TIGHT)
+    for _ in range(2):
+        opt.zero_grad()
+        opt.loss(outer(X[own(EVEN)]), Y[own(EVEN)]).backward()
+        opt.observe(2 * X[own(UNEVEN)])
+        opt.step()
+    return {"flat": flat(model)}
+
+
+def log_p(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return -0.5 * (params["precision"] * x * x).sum() + (params["mean"] * x).tanh().sum()
+
+
+def adaptive() -> dict[str, Any]:
+    """`ng.ang`: score metric, data unit, gradients and counts are those of all rows."""
+    params = {"precision": torch.ones(3).double(), "mean": torch.linspace(-1, 1, 3).double()}
+    params = {name: p.requires_grad_() for name, p in params.items()}
+    opt = ng.ang(params, ng.score_metric(log_p), group=everyone())
+    parts = [slice(0, 10), slice(10, 12), slice(12, 13), slice(13, 24)]
+    for _ in range(3):
+        opt.zero_grad()
+        ng.score_matching_loss(log_p, params, X[own(parts)]).backward()
+        opt.step()
+    return {"flat": flat(params), "seen": opt.state_report().counts["seen"]}
+
+
+def poisoned() -> dict[str, Any]:
+    """NaN in the batch of one process, an infinite loss on another: nobody steps, and the run goes on."""
+    model, stayed = net(), True
+    outer = wrapped(model)
+    opt = ng.hessian_free(outer, CE, solver=TIGHT, on_trouble="skip")
+    for bad, poison in ((None, 0.0), (1, math.nan), (2, math.inf), (None, 0.0)):
+        before = flat(model)
+        x = X[own(EVEN)].clone()
+        if distributed.get_rank() == bad:
+            x[0] = poison
+        opt.zero_grad()
+        opt.loss(outer(x), Y[own(EVEN)]).backward()
+        opt.step()
+        stayed &= torch.equal(before, flat(model)) == (bad is not None)
+    return {"flat": flat(model), "stayed": stayed, "failures": opt.state_report().failures}
+
+
+def apart() -> dict[str, Any]:
+    """Other rates and solvers, gradients not averaged, a metric that fails on one process, a wrapper inside."""
+    words, stayed = [], True
+    nested = nn.Sequential(wrapped(net()), nn.Identity())
+
+    def break_metric(opt: Any) -> None:
+        if distributed.get_rank() == 1:
+            opt.observe(torch.full((2, 3), math.nan).double())
+
+    def leave(opt: Any) -> None:
+        """Nothing."""
+
+    cases: list[tuple[Callable[[nn.Module], Any], Callable[[Any], None], bool]] = [
+        (lambda m: ng.natgrad_cg(m, CE, lr=0.1 + distributed.get_rank(), solver=TIGHT), leave, True),
+        (lambda m: ng.natgrad_cg(m, CE, solver=ng.CG(max_steps=2 + distributed.get_rank())), leave, True),
+        (lambda m: ng.natgrad_cg(m, CE, solver=TIGHT), leave, False),
+        (lambda m: ng.natgrad_cg(m, CE, solver=TIGHT), break_metric, True),
+        (lambda m: ng.natgrad_cg(nested, CE), leave, True),
+    ]
+    for build, prepare, averaged in cases:
+        model = net()
+        outer, before = wrapped(model), flat(model)
+        try:
+            opt = build(outer)
+            opt.loss((outer if averaged else model)(X[own(EVEN)]), Y[own(EVEN)]).backward()
+            prepare(opt)
+            opt.step()
+        except (ValueError, RuntimeError, TypeError) as error:
+            words.append(str(error))
+        stayed &= torch.equal(before, flat(model))
+    return {"words": words, "stayed": stayed}
+
+
+def flat_kfac(model: nn.Module, criterion: nn.Module) -> Any:
+    structure = ng.Kronecker(0.5, estimate=ng.ExactLabels())
+    return ng.NaturalGradient(model, ng.fisher(model, criterion), lr=0.3, structure=structure, damping=0.1)
+
+
+def centred(model: nn.Module, criterion: nn.Module) -> Any:
+    metric = ng.covariance(model, criterion, centred=True)
+    return ng.NaturalGradient(model, metric, lr=0.1, solver=ng.SampleSpace(), damping=0.1)
+
+
+SCENES: dict[str, Callable[[], dict[str, Any]]] = {
+    "CG": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=TIGHT), EVEN, steps=5),
+    "CG, unequal": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=TIGHT), UNEVEN, WEIGHTED),
+    "sample space": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), EVEN, steps=5),
+    "sample space, unequal": lambda: train(
+        lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), UNEVEN, make=lambda: seeded(Convolved)
+    ),
+    "Krylov subspace": lambda: train(lambda m, c: ng.krylov_subspace(m, c, damping=0.1), UNEVEN, steps=2),
+    "dense": lambda: train(
+        lambda m, c: ng.NaturalGradient(m, ng.fisher(m, c), lr=0.3, structure=ng.Dense(0.5), damping=0.1), UNEVEN
+    ),
+    "layers": lambda: train(flat_kfac, EVEN),
+    "centred": lambda: train(centred, UNEVEN),
+    "gathered": gathered,
+    "closed": closed,
+    "accumulated": accumulated,
+    "observed": observed,
+    "adaptive": adaptive,
+    "poisoned": poisoned,
+    "apart": apart,
+}
+TOGETHER = [name for name in SCENES if name not in ("poisoned", "apart")]
+
+
+def act(rank: int, folder: str) -> None:
+    """All scenes, in one of four processes."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", store, timedelta(seconds=120), world_size=WORLD, rank=rank)
+    torch.save({name: scene() for name, scene in SCENES.items()}, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.start_processes(act, (str(folder),), nprocs=WORLD, start_method="spawn")
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("scene", TOGETHER)
+def test_several_processes_step_as_one_on_the_joined_batch(ranks: list[dict[str, Any]], scene: str):
+    alone = SCENES[scene]()
+    for rank in ranks:
+        assert torch.equal(rank[scene]["flat"], ranks[0][scene]["flat"])  # bit for bit
+    assert_close(ranks[0][scene]["flat"], alone["flat"], 1e-7 if scene == "Krylov subspace" else 1e-10)
+    for number in alone.keys() - {"flat"}:
+        assert ranks[0][scene][number] == pytest.approx(alone[number], rel=1e-7, nan_ok=True)
+
+
+def test_one_bad_batch_skips_the_step_on_all_processes_and_the_run_goes_on(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        assert rank["poisoned"]["stayed"]
+        assert rank["poisoned"]["failures"] == 2
+        assert torch.equal(rank["poisoned"]["flat"], ranks[0]["poisoned"]["flat"])
+
+
+def test_processes_that_disagree_end_with_an_error_on_all_and_change_nothing(ranks: list[dict[str, Any]]):
+    for i, rank in enumerate(ranks):
+        drifted, settings, inside, failed, nested = rank["apart"]["words"]
+        assert "found different steps" in drifted
+        assert "max_steps=2" in settings
+        assert "max_steps=3" in settings
+        assert "call the DistributedDataParallel" in inside
+        assert "not finite" in failed if i == 1 else "process 1 of 4" in failed
+        assert "wrap the whole model" in nested
+        assert rank["apart"]["stayed"]
