@@ -78,6 +78,7 @@ LAB = House(
         "networks": 2,
         "energies": 2,
         "policies": 2,
+        "quantum": 2,
         "cli": 3,
     },
     shared=frozenset({0}),

@@ -93,6 +93,8 @@ EXPERIMENTS = {
     "varady_2022_mnist": "natgrad_lab.papers.varady_2022.runs:MNIST",
     "varady_2022_fashion": "natgrad_lab.papers.varady_2022.runs:FASHION",
     "varady_2022_faces": "natgrad_lab.papers.varady_2022.runs:FACES",
+    "vmc_ising": "natgrad_lab.quantum.runs:ISING",
+    "vmc_helium": "natgrad_lab.quantum.runs:HELIUM",
 }
 
 

@@ -1,0 +1,1 @@
+"""Ground states by variational Monte Carlo: stochastic reconfiguration, SPRING and Adam."""
