@@ -209,10 +209,11 @@ def _draw(told: Findings, pieces: tuple[str, ...]) -> Callable[[Figure], None]:
             _lines(axes, told.of(piece)[0], colour, DASHES[place % len(DASHES)], NAMES[piece][0])
         level = told.settings.level
         axes.axhline(level, color=INK, linewidth=0.8, linestyle=":", label=f"level {level:g} that steps are counted to")
-        shown = [line.get_xdata()[np.asarray(line.get_ydata()) < HIGHEST] for line in axes.lines[:-1]]
+        drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.lines[:-1]]
+        starts = [float(points[points[:, 1] < HIGHEST, 0].min(initial=np.inf)) for points in drawn]
         axes.set_xscale("log")
         axes.set_ylim(-35, HIGHEST)
-        axes.set_xlim(left=min((x.min() for x in shown if len(x)), default=1))
+        axes.set_xlim(left=min((x for x in starts if np.isfinite(x)), default=1.0))
         axes.set(xlabel="steps", ylabel="score matching loss on test data")
         axes.set_title("Two-layer model: every run, and the median of each method", loc="left")
         axes.grid(visible=True, axis="y")
