@@ -9,9 +9,10 @@ A run that is stopped goes on where it was when the same command is given again.
 plan: a command with other settings is refused there (more seeds are welcome). Bad input ends with exit code 2.
 """
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +25,22 @@ NEEDED = ("typer", "rich", "matplotlib", "jinja2", "sklearn")
 
 def main() -> None:
     """Entry point of the command."""
+    say_loading(sys.stderr)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise SystemExit(f"natgrad: the command needs {', '.join(missing)}: pip install -e ./lab, from a clone")
     application()()
+
+
+def say_loading(stream: TextIO) -> None:
+    """Say at once that something happens: to load PyTorch takes seconds.
+
+    Args:
+        stream: Where it is said, if that is a terminal.
+    """
+    if stream.isatty():
+        stream.write("natgrad: loading PyTorch ...\n")
+        stream.flush()
 
 
 def application() -> "typer.Typer":
@@ -123,12 +136,24 @@ def list_experiments() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from natgrad_lab.experiments import EXPERIMENTS, find
+    from natgrad_lab.experiments import EXPERIMENTS, MINUTES, find
 
-    table = Table.grid(padding=(0, 3, 0, 0))
+    table = Table.grid("", "", "", padding=(0, 3, 0, 0))
+    table.columns[1].justify = "right"
     for name in EXPERIMENTS:
-        table.add_row(f"[bold]{name}[/]", find(name).summary)
-    Console().print(table)
+        table.add_row(f"[bold]{name}[/]", describe_minutes(MINUTES[name]), find(name).summary)
+    console = Console()
+    console.print(table)
+    console.print("Minutes are those of one core with the defaults; `natgrad run NAME --help` lists the settings.")
+
+
+def describe_minutes(minutes: float) -> str:
+    """`3 min`; `20 s` below one.
+
+    Args:
+        minutes: How long something takes.
+    """
+    return f"{minutes * 60:.0f} s" if minutes < 1 else f"{minutes:.0f} min"
 
 
 def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None:

@@ -10,7 +10,8 @@ The folder is named by the environment variable NATGRAD_DATA and laid out like t
     frey_faces.npz, orl_faces.npz, kodak_gray.npz, uci_regression.npz
 
 Images come as float32 in [0, 1], labels as int64. Nothing here is packaged or published again: the sets keep
-their owners' licences. No file is written, and nothing is downloaded unless a set is asked for by name.
+their owners' licences. Nothing is downloaded unless a set is asked for by name; what comes from OpenML is kept in the
+folder that NATGRAD_CACHE names, by default the platform's folder for caches, with a checksum.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import gzip
 import os
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -27,6 +29,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from natgrad_lab.cache import read_cached
 
 VARIABLE = "NATGRAD_DATA"
 
@@ -291,18 +295,25 @@ def _class_numbers(y: np.ndarray, classes: tuple[str, ...]) -> Tensor:
 
 
 def _openml(name: str, local: str) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from sklearn.datasets import fetch_openml
-    except ModuleNotFoundError as error:
-        raise DataError(f"{name} needs scikit-learn: pip install scikit-learn, or set {VARIABLE}") from error
-    try:
-        x, y = fetch_openml(name, version=1, as_frame=False, parser="liac-arff", return_X_y=True)
-    except Exception as error:  # the network fails in more ways than scikit-learn lists
-        raise DataError(
-            f"{name} could not be had from OpenML ({type(error).__name__}): set {VARIABLE} to a folder that holds "
-            f"{local}, or try again with a network"
-        ) from error
-    return np.asarray(x), np.asarray(y)
+    def download() -> dict[str, np.ndarray]:
+        try:
+            from sklearn.datasets import fetch_openml
+        except ModuleNotFoundError as error:
+            raise DataError(f"{name} needs scikit-learn: pip install scikit-learn, or set {VARIABLE}") from error
+        try:
+            with tempfile.TemporaryDirectory() as folder:  # what is kept is one file, with its checksum
+                x, y = fetch_openml(
+                    name, version=1, as_frame=False, parser="liac-arff", return_X_y=True, data_home=folder
+                )
+        except Exception as error:  # the network fails in more ways than scikit-learn lists
+            raise DataError(
+                f"{name} could not be had from OpenML ({type(error).__name__}): set {VARIABLE} to a folder that holds "
+                f"{local}, or try again with a network"
+            ) from error
+        return {"x": np.asarray(x, dtype=np.uint8), "y": np.asarray(y).astype(str)}
+
+    table = read_cached(f"openml_{name}", download)
+    return table["x"], table["y"]
 
 
 def _find(entry: str) -> Path | None:

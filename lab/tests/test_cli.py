@@ -1,7 +1,9 @@
 """The command as a user types it: what it prints, what it refuses, how it stops and goes on."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from natgrad_lab import cli
 from natgrad_lab.data import DataError, digits
-from natgrad_lab.experiments import describe_settings, find
+from natgrad_lab.experiments import EXPERIMENTS, MINUTES, describe_settings, find
 
 FEW = ("--seeds", "1", "--set", "steps=1", "--set", "threads=1")
 
@@ -27,6 +29,32 @@ def test_list_names_every_experiment():
     assert said.exit_code == 0
     assert "digits" in said.output
     assert "fashion" in said.output
+
+
+def test_list_says_how_many_minutes_each_takes():
+    assert set(MINUTES) == set(EXPERIMENTS)
+    said = natgrad("list").output
+    assert re.search(r"^digits +3 min +A classifier and an autoencoder", said, re.M)
+    assert re.search(r"^malago_2023_toy +18 s ", said, re.M)
+    assert not re.search(r"(minutes?|hour)( on|\)|$)", said.rpartition("Minutes are")[0])
+
+
+def test_a_terminal_hears_at_once_that_something_happens():
+    """Before anything slow is imported, and nothing where output is not looked at."""
+    shown, piped = io.StringIO(), io.StringIO()
+    shown.isatty = lambda: True
+    cli.say_loading(shown)
+    cli.say_loading(piped)
+    assert shown.getvalue() == "natgrad: loading PyTorch ...\n"
+    assert piped.getvalue() == ""
+    command = [sys.executable, "-c", "import natgrad_lab.cli, sys; print('torch' in sys.modules)"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        digits()
 
 
 def test_run_digits_ends_in_a_report(tmp_path):

@@ -17,6 +17,11 @@ def idx(path, array):
     path.write_bytes(gzip.compress(head + array.astype(np.uint8).tobytes()))
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NATGRAD_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NATGRAD_DATA", str(tmp_path))

@@ -26,6 +26,7 @@ from natgrad_lab.experiments.training import Training
 
 __all__ = [
     "EXPERIMENTS",
+    "MINUTES",
     "Budget",
     "Choice",
     "Contestant",
@@ -96,6 +97,44 @@ EXPERIMENTS = {
     "vmc_ising": "natgrad_lab.quantum.runs:ISING",
     "vmc_helium": "natgrad_lab.quantum.runs:HELIUM",
 }
+
+MINUTES: dict[str, float] = {
+    "boltzmann_ratio": 40,
+    "digits": 3,
+    "fashion": 30,
+    "fashion_cnn": 15,
+    "autoencoder": 60,
+    "char_transformer": 15,
+    "llama_text": 15,
+    "vit_cifar": 45,
+    "vae_mnist": 15,
+    "survival": 5,
+    "ang_2020_cifar": 15,
+    "koster_2010_natural_images": 3,
+    "karakida_2016_table1": 4,
+    "karakida_2016_figure1": 4,
+    "malago_2023_toy": 0.3,
+    "malago_2023_polynomials": 0.3,
+    "malago_2023_quadratic": 0.3,
+    "malago_2023_kl_balls": 0.3,
+    "malago_2023_polarization": 0.3,
+    "malago_2023_convergence": 0.3,
+    "pascanu_2013_faces": 15,
+    "pascanu_2013_figure1": 0.5,
+    "pascanu_2013_mnist": 15,
+    "pascanu_2013_order": 15,
+    "pascanu_2013_restricted_mnist": 15,
+    "policy_cartpole": 20,
+    "policy_acrobot": 30,
+    "policy_pendulum": 20,
+    "score_energy_net": 3,
+    "varady_2022_lines": 7,
+    "varady_2022_digits": 7,
+    "varady_2022_mnist": 60,
+    "varady_2022_fashion": 60,
+    "varady_2022_faces": 60,
+}
+"""What each took with its defaults, on one core of a server of 2025 to 2026."""
 
 
 def find(name: str) -> Any:

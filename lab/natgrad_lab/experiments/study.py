@@ -6,6 +6,7 @@ first unfinished piece when the same command is given again.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,15 @@ Numbers = dict[str, Any]  # what JSON has: numbers, texts, lists and dicts of th
 
 def unheard(fraction: float) -> None:
     """Progress that nobody watches."""
+
+
+def unwatched(state: State) -> None:
+    """A study that nobody watches."""
+
+
+def unasked() -> bool:
+    """A study that nobody stops."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -186,8 +196,9 @@ class Worker:
             piece, seed = tasks[name]
             self.watch(State(piece, seed, min(fraction, 0.999), self.done, self.total))
 
+        sent = dataclasses.replace(self, watch=unwatched, stopped=unasked)  # what is told and asked stays here
         beside(
-            [WorkerTask(name, partial(self._alone, *one)) for name, one in tasks.items()],
+            [WorkerTask(name, partial(sent._alone, *one)) for name, one in tasks.items()],
             processes,
             watch,
             self.stopped,
@@ -197,8 +208,9 @@ class Worker:
 
     def _alone(self, piece: Piece, seed: int, tell: Callable[[float], None]) -> None:
         start = time.perf_counter()
-        numbers = piece.work(Run(self.settings, seed, {}, tell))
-        header = self._header(piece, seed, time.perf_counter() - start)
+        with threads(self.settings.threads):  # a fresh process has torch's own number
+            numbers = piece.work(Run(self.settings, seed, {}, tell))
+            header = self._header(piece, seed, time.perf_counter() - start)
         replace(self.folder.records / file(piece, seed), self._text(piece, header, numbers))
 
     def _work(self, piece: Piece, seed: int, place: Path) -> float:

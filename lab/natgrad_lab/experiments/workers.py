@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import time
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
+
+import cloudpickle
 
 POLL = 0.2
 """Seconds between two looks at the processes."""
@@ -21,44 +24,61 @@ class WorkerTask:
     work: Callable[[Callable[[float], None]], None]
 
 
+def choose_start() -> str:
+    """How a process starts: a fork, which has all that was imported, on Linux; a fresh interpreter elsewhere."""
+    return "fork" if sys.platform == "linux" else "spawn"
+
+
 def beside(
-    tasks: Sequence[WorkerTask], processes: int, watch: Callable[[str, float], None], stopped: Callable[[], bool]
+    tasks: Sequence[WorkerTask],
+    processes: int,
+    watch: Callable[[str, float], None],
+    stopped: Callable[[], bool],
+    start: str | None = None,
 ) -> None:
-    """Do all tasks, `processes` at a time, by forking; as many as fail are left undone.
+    """Do all tasks, `processes` at a time; as many as fail are left undone.
 
     watch(name, fraction): called while it is under way. Ends the processes and returns early once `stopped()` is true.
-    Does nothing where a process cannot fork: the caller then finds the tasks undone.
+    start: a start method of multiprocessing; None for the platform's.
     """
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return
-    context = multiprocessing.get_context("fork")
-    waiting, running = list(tasks), []
+    context = multiprocessing.get_context(start or choose_start())
+    fractions = context.Array("d", len(tasks))
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(min(processes, len(tasks)), context, begin_worker, (fractions,))
+    finished = False
     try:
-        while (waiting or running) and not stopped():
-            while waiting and len(running) < processes:
-                running.append(_Running(context, waiting.pop(0)))
-            time.sleep(POLL)
-            for one in running:
-                watch(one.task.name, one.fraction.value)
-            running = [one for one in running if one.process.is_alive()]
+        # pieces are closures: cloudpickle sends them, pickle would not
+        left: set[Future[None]] = {
+            pool.submit(carry_out, place, cloudpickle.dumps(task.work)) for place, task in enumerate(tasks)
+        }
+        while left and not stopped():
+            _, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
+            for place, task in enumerate(tasks):
+                if 0 < fractions[place] < 1:
+                    watch(task.name, fractions[place])
+        finished = not left
     finally:
-        for one in running:
-            one.process.terminate()
-            one.process.join()
+        if not finished:
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _Running:
-    def __init__(self, context: Any, task: WorkerTask) -> None:
-        self.task, self.fraction = task, context.Value("d", 0.0)
-        self.process = context.Process(target=_carry_out, args=(task, self.fraction), daemon=True)
-        self.process.start()
+PROGRESS: list[Any] = []  # in a worker: the fractions of all tasks
 
 
-def _carry_out(task: WorkerTask, fraction: Any) -> None:
+def begin_worker(fractions: Any) -> None:
+    """What a process does first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    PROGRESS[:] = [fractions]
+
+
+def carry_out(place: int, work: bytes) -> None:
+    """Do one task, in a worker."""
 
     def tell(value: float) -> None:
-        fraction.value = value
+        PROGRESS[0][place] = value
 
-    task.work(tell)
+    cloudpickle.loads(work)(tell)
+    tell(1.0)

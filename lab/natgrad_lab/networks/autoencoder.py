@@ -204,7 +204,7 @@ def check(name: str, word: str, known: Mapping[str, object]) -> None:
 
 RACE = Race(
     "autoencoder",
-    "Deep autoencoders on MNIST and drawn curves (needs the data; an hour on one core)",
+    "Deep autoencoders on MNIST and drawn curves (needs the data)",
     Settings,
     tasks,
     title="Deep autoencoders: the natural gradient beside Adam, Muon, SOAP and SGD",

@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 RACE = Race(
     "char_transformer",
-    "A small transformer on Python's own documentation (a quarter of an hour on one core)",
+    "A small transformer on Python's own documentation",
     Settings,
     tasks,
     title="A small transformer: the natural gradient beside Adam, Muon, SOAP and SGD",

@@ -81,7 +81,7 @@ def autoencoder() -> Task:
 
 RACE = Race(
     "digits",
-    "A classifier and an autoencoder on scikit-learn's digits, in three minutes",
+    "A classifier and an autoencoder on scikit-learn's digits",
     Settings,
     tasks,
     title="The natural gradient on digits: K-FAC and truncated Newton beside Adam and SGD",

@@ -72,6 +72,4 @@ def autoencoder() -> Task:
     )
 
 
-RACE = Race(
-    "fashion", "The race of `digits` on Fashion-MNIST (needs the data; half an hour on two cores)", Settings, tasks
-)
+RACE = Race("fashion", "The race of `digits` on Fashion-MNIST (needs the data)", Settings, tasks)

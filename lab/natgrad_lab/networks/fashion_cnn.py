@@ -81,7 +81,7 @@ def among() -> Mapping[str, Contestant]:
 
 RACE = Race(
     "fashion_cnn",
-    "A convolutional network with batch norm on Fashion-MNIST (needs the data; a quarter of an hour on one core)",
+    "A convolutional network with batch norm on Fashion-MNIST (needs the data)",
     Settings,
     tasks,
     title="A convolutional network with batch norm: the natural gradient beside Adam, Muon, SOAP and SGD",

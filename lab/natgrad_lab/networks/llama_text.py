@@ -137,7 +137,7 @@ def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
 
 RACE = Race(
     "llama_text",
-    "A small Llama on Python's own documentation (a quarter of an hour on one core)",
+    "A small Llama on Python's own documentation",
     Settings,
     tasks,
     title="A small Llama: the natural gradient beside Adam, Muon, SOAP and SGD",

@@ -163,7 +163,7 @@ def among() -> Mapping[str, Contestant]:
 
 RACE = Race(
     "survival",
-    "Times to an event under a hazard of the user's own (five minutes on one core)",
+    "Times to an event under a hazard of the user's own",
     Settings,
     tasks,
     title="Survival: the natural gradient beside Adam, Muon, SOAP and SGD",

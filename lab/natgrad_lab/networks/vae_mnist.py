@@ -104,7 +104,7 @@ def divergence_from_prior(posterior: Tensor) -> Tensor:
 
 RACE = Race(
     "vae_mnist",
-    "A variational autoencoder, half its loss unknown to the metric (needs the data; a quarter of an hour on one core)",
+    "A variational autoencoder, half its loss unknown to the metric (needs the data)",
     Settings,
     tasks,
     title="A variational autoencoder: the natural gradient beside Adam, Muon, SOAP and SGD",

@@ -167,7 +167,7 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 RACE = Race(
     "vit_cifar",
-    "A small vision transformer on CIFAR-10, or ResNet-20 (needs the data; three quarters of an hour on one core)",
+    "A small vision transformer on CIFAR-10, or ResNet-20 (needs the data)",
     Settings,
     tasks,
     title="A vision transformer and ResNet-20: the natural gradient beside Adam, Muon, SOAP and SGD",

@@ -325,7 +325,7 @@ def study(name: str, env: str, summary: str, **defaults: Any) -> Study:
     return Study(f"policy_{name}", summary, kind, pieces, page.tell, seeds=5)
 
 
-CARTPOLE = study("cartpole", "CartPole-v1", "TRPO on CartPole-v1 beside sb3-contrib's, twenty minutes")
+CARTPOLE = study("cartpole", "CartPole-v1", "TRPO on CartPole-v1 beside sb3-contrib's")
 # thirty thousand steps are too early to choose by: what is at -100 then may end no better
-ACROBOT = study("acrobot", "Acrobot-v1", "TRPO on Acrobot-v1 beside sb3-contrib's, half an hour", tuning=100_000)
-PENDULUM = study("pendulum", "Pendulum-v1", "TRPO on Pendulum-v1 beside sb3-contrib's, twenty minutes")
+ACROBOT = study("acrobot", "Acrobot-v1", "TRPO on Acrobot-v1 beside sb3-contrib's", tuning=100_000)
+PENDULUM = study("pendulum", "Pendulum-v1", "TRPO on Pendulum-v1 beside sb3-contrib's")

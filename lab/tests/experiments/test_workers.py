@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from dataclasses import dataclass
 
 import pytest
 
 from natgrad_lab.experiments import Interrupted, Piece, Section, Story, Study, execute
 from natgrad_lab.experiments.study import findings
-
-pytestmark = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+from natgrad_lab.experiments.workers import WorkerTask, beside
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,34 @@ def test_the_numbers_do_not_depend_on_the_processes(tmp_path, processes):
     assert [one["value"] for one in found.of("square")] == [4, 9, 25]
     assert [one["value"] for one in found.of("total")] == [12, 36, 150]
     assert seen[-1].done == seen[-1].total == 9
+
+
+def test_a_fresh_interpreter_does_the_same(tmp_path):
+    """As where no process can be forked: the work is sent, closures and all."""
+    place, told = tmp_path / "found", []
+    offset = 5
+
+    def work(tell):
+        tell(0.5)
+        place.write_text(str(2 + offset))
+
+    beside([WorkerTask("seven", work)], 2, lambda name, fraction: told.append(name), lambda: False, start="spawn")
+    assert place.read_text() == "7"
+
+
+def test_a_stop_ends_a_process_that_is_at_work(tmp_path):
+    def work(tell):
+        tell(0.5)
+        (tmp_path / "begun").touch()
+        time.sleep(60)
+        (tmp_path / "ended").touch()
+
+    start = time.monotonic()
+    begun = tmp_path / "begun"
+    beside([WorkerTask("long", work)], 2, lambda name, fraction: None, begun.exists)
+    assert time.monotonic() - start < 50
+    assert not (tmp_path / "ended").exists()
+    assert not multiprocessing.active_children()
 
 
 def test_a_failure_comes_to_light(tmp_path):

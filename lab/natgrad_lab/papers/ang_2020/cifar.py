@@ -126,7 +126,7 @@ def among(batch: int) -> Mapping[str, Contestant]:
 
 RACE = Race(
     "ang_2020_cifar",
-    "Ang 2020, figures 2 and 3: DenseNet and WideResNet on CIFAR-10 (needs the data; a quarter of an hour on one core)",
+    "Ang 2020, figures 2 and 3: DenseNet and WideResNet on CIFAR-10 (needs the data)",
     Settings,
     tasks,
     title="Ang 2020, figures 2 and 3: image classifiers on CIFAR-10",

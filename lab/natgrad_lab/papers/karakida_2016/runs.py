@@ -251,7 +251,7 @@ def figure1_pieces(settings: Settings) -> tuple[Piece, ...]:
 
 TABLE1 = Study(
     "karakida_2016_table1",
-    "Natural gradient of score matching against SGD and Adam, plain and tuned (Table 1), in four minutes on two cores",
+    "Natural gradient of score matching against SGD and Adam, plain and tuned (Table 1)",
     Settings,
     table1_pieces,
     page.table1,
@@ -260,7 +260,7 @@ TABLE1 = Study(
 
 FIGURE1 = Study(
     "karakida_2016_figure1",
-    "Natural gradient of score matching leaves the plateau (Fig. 1), in some minutes",
+    "Natural gradient of score matching leaves the plateau (Fig. 1)",
     Settings,
     figure1_pieces,
     page.figure1,

@@ -127,7 +127,7 @@ def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant,
 
 RACE = Race(
     "pascanu_2013_faces",
-    "Pascanu & Bengio 2013, Table 1: faces, with unlabelled ones in the metric (a quarter of an hour)",
+    "Pascanu & Bengio 2013, Table 1: faces, with unlabelled ones in the metric",
     Settings,
     tasks,
     title="Pascanu & Bengio 2013, Table 1: faces",

@@ -218,7 +218,7 @@ def pieces(settings: Settings) -> tuple[Piece, ...]:
 
 STUDY = Study(
     "pascanu_2013_figure1",
-    "Four methods' paths on the error surface of a one-unit autoencoder (Fig. 1), in half a minute",
+    "Four methods' paths on the error surface of a one-unit autoencoder (Fig. 1)",
     Settings,
     pieces,
     figure1_page.tell,

@@ -113,7 +113,7 @@ def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant,
 
 RACE = Race(
     "pascanu_2013_mnist",
-    "Pascanu & Bengio 2013, Table 1: a convolutional network, metric on another batch or the same (15 minutes)",
+    "Pascanu & Bengio 2013, Table 1: a convolutional network, metric on another batch or the same",
     Settings,
     tasks,
     title="Pascanu & Bengio 2013, Table 1: MNIST",

@@ -205,7 +205,7 @@ def measured(run: Run, direction: NaturalDirection, matched: str) -> Numbers:
 
 STUDY = Study(
     "pascanu_2013_order",
-    "How much each part of a stream shapes the model (Fig. 3; needs MNIST, a quarter of an hour)",
+    "How much each part of a stream shapes the model (Fig. 3; needs MNIST)",
     Settings,
     pieces,
     order_page.tell,

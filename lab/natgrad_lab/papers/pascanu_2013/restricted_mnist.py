@@ -107,7 +107,7 @@ def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant,
 
 RACE = Race(
     "pascanu_2013_restricted_mnist",
-    "Pascanu & Bengio 2013, Table 1: metrics on unlabelled data, another batch, the same (a quarter of an hour)",
+    "Pascanu & Bengio 2013, Table 1: metrics on unlabelled data, another batch, the same",
     Settings,
     tasks,
     seeds=5,

@@ -291,7 +291,7 @@ def study(name: str, summary: str, seeds: int = 5, **defaults: Any) -> Study:
 
 LINES = study(
     "lines",
-    "wake-sleep, plain and natural, on 3 x 3 lines with the exact likelihood (9-6-1), about two minutes",
+    "wake-sleep, plain and natural, on 3 x 3 lines with the exact likelihood (9-6-1)",
     data="lines",
     sizes="6-1",
     epochs=50,
@@ -299,7 +299,7 @@ LINES = study(
     evaluation=0,
     tuning=25,
 )
-DIGITS = study("digits", "the same on embedded binarised digits (64-32-16), about ten minutes", data="digits")
+DIGITS = study("digits", "the same on embedded binarised digits (64-32-16)", data="digits")
 LARGE: dict[str, Any] = {
     "sizes": "200-200-10",
     "epochs": 4,
@@ -310,11 +310,11 @@ LARGE: dict[str, Any] = {
     "looks": 5,
     "damping": 0.3,
 }
-MNIST = study("mnist", "the same on binarised MNIST (784-200-200-10), about an hour", data="mnist", **LARGE)
-FASHION = study("fashion", "the same on clothes, binarised (784-200-200-10), about an hour", data="fashion", **LARGE)
+MNIST = study("mnist", "the same on binarised MNIST (784-200-200-10)", data="mnist", **LARGE)
+FASHION = study("fashion", "the same on clothes, binarised (784-200-200-10)", data="fashion", **LARGE)
 FACES = study(
     "faces",
-    "the same on binarised faces of FER2013, 24 x 24 (576-200-100-10), half an hour and more",
+    "the same on binarised faces of FER2013, 24 x 24 (576-200-100-10)",
     data="faces",
     sizes="200-100-10",
     epochs=20,
