@@ -7,7 +7,7 @@
 # %% [markdown]
 # ## The environment and the policy
 #
-# CartPole is an environment of gymnasium (`pip install natgrad[rl]`): four numbers are observed, two actions push the
+# CartPole is an environment of gymnasium (`pip install gymnasium`): four numbers are observed, two actions push the
 # cart left or right, and every step that the pole stands gives a reward of 1, up to 500. A policy is a module from
 # observations to the parameters of the actions' distribution, here the logits of the two actions.
 

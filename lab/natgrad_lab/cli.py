@@ -141,18 +141,20 @@ def list_experiments() -> None:
     table = Table.grid("", "", "", padding=(0, 3, 0, 0))
     table.columns[1].justify = "right"
     for name in EXPERIMENTS:
-        table.add_row(f"[bold]{name}[/]", describe_minutes(MINUTES[name]), find(name).summary)
+        table.add_row(f"[bold]{name}[/]", describe_minutes(MINUTES.get(name)), find(name).summary)
     console = Console()
     console.print(table)
     console.print("Minutes are those of one core with the defaults; `natgrad run NAME --help` lists the settings.")
 
 
-def describe_minutes(minutes: float) -> str:
-    """`3 min`; `20 s` below one.
+def describe_minutes(minutes: float | None) -> str:
+    """`3 min`; `20 s` below one; nothing where it was not measured.
 
     Args:
         minutes: How long something takes.
     """
+    if minutes is None:
+        return ""
     return f"{minutes * 60:.0f} s" if minutes < 1 else f"{minutes:.0f} min"
 
 

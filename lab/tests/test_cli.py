@@ -35,7 +35,7 @@ def test_list_says_how_many_minutes_each_takes():
     assert set(MINUTES) == set(EXPERIMENTS)
     said = natgrad("list").output
     assert re.search(r"^digits +3 min +A classifier and an autoencoder", said, re.M)
-    assert re.search(r"^malago_2023_toy +18 s ", said, re.M)
+    assert re.search(r"^malago_2023_toy +9 s ", said, re.M)
     assert not re.search(r"(minutes?|hour)( on|\)|$)", said.rpartition("Minutes are")[0])
 
 
