@@ -145,8 +145,10 @@ def write_page(cells: list[Cell], name: str) -> str:
         for picture in cell.pictures:
             count += 1
             lines.append(f"![{picture.title}]({name}_{count}.png)")
-    note = f'<a href="{name}.ipynb" download>As a notebook</a> · run by the tests as `docs/tutorials/{name}.py`'
-    lines.insert(1, f'<p class="source" markdown="span">{note}</p>')
+    note = (
+        f'<a href="{name}.ipynb" download>As a notebook</a> · run by the tests as <code>docs/tutorials/{name}.py</code>'
+    )
+    lines.insert(1, f'<p class="source">{note}</p>')
     return "\n\n".join(lines) + "\n"
 
 

@@ -98,7 +98,7 @@ assert accuracy(kfac) > 0.9
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
 axes.plot(adam_losses, "--", label="Adam, rate .03")
-axes.plot(kfac_losses, label="ng.kfac, defaults")
+axes.plot(kfac_losses, "-", label="ng.kfac, defaults")
 axes.set(yscale="log", xlabel="step", ylabel="training loss of the batch, nats", title="Digits, batches of 128")
 axes.legend()
 plt.show()
