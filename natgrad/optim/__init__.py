@@ -1,5 +1,6 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
+from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
 from natgrad.optim.checks import NotFiniteError
 from natgrad.optim.flat_step import Point
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
@@ -28,9 +29,11 @@ __all__ = [
     "hessian_free",
     "kfac",
     "krylov_subspace",
+    "load_checkpoint",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
+    "save_checkpoint",
     "tonga",
     "unitwise",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.pure import map_tensors
+from natgrad.state_files import FORMAT, check_format
 
 EXTRA = "natgrad"
 ENTRIES = ("state", "param_groups")
@@ -73,7 +74,7 @@ def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, An
         named: Names and parameters by position.
         extra: What is not kept by parameter: plain values, tensors, and mappings and lists of them.
     """
-    extra = {**extra, "shapes": {name: list(p.shape) for name, p in named}}
+    extra = {"format": FORMAT, **extra, "shapes": {name: list(p.shape) for name, p in named}}
     state = {named[i][0]: numbers for i, numbers in plain["state"].items()}
     groups = list(plain["param_groups"])
     first = next((i for i, group in enumerate(groups) if group["params"]), 0)
@@ -95,12 +96,14 @@ def read_checkpoint(
         generator: Its source of labels, if it draws any.
 
     Raises:
-        ValueError: If it is of another kind of optimizer, structure, metric or model, or if a part of it is missing.
+        ValueError: If it is of another kind of optimizer, structure, metric or model, of a newer format, or if a part
+            of it is missing.
     """
     whole = find_whole(state_dict)
     extra = state_dict.get(EXTRA, whole.get("extra", {})) if isinstance(state_dict, Mapping) else {}
     if not isinstance(extra, Mapping) or form.needed.isdisjoint(extra):
         raise ValueError(f"state_dict has no {EXTRA!r} entry of its kind: it was not saved by {form.savers}")
+    check_format(extra)
     require("state_dict", state_dict, dict.fromkeys(ENTRIES))
     check_groups(state_dict["param_groups"], optimizer)
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]

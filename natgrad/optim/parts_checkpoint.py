@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from natgrad.state_files import FORMAT, check_format
+
 
 class Attributes:
     """Plain values that an object holds, as one part: a number, or a tuple of several.
@@ -33,12 +35,12 @@ class Attributes:
 
 
 def write_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of every part under its name.
+    """The state of every part under its name, and the number of the format.
 
     Args:
         parts: Objects with `state_dict` and `load_state_dict`, or generators.
     """
-    return {name: write_part(part) for name, part in parts.items()}
+    return {"format": FORMAT} | {name: write_part(part) for name, part in parts.items()}
 
 
 def write_part(part: Any) -> Any:
@@ -56,9 +58,10 @@ def read_parts(parts: Mapping[str, Any], state: Any, saver: str, optional: Set[s
         optional: Names that older checkpoints lack; those parts are left as they are.
 
     Raises:
-        ValueError: If an entry is missing, or does not fit its part.
+        ValueError: If an entry is missing, or does not fit its part; for the format of a newer version.
     """
     require_entries(parts.keys() - optional, state, saver)
+    check_format(state)
     found = {name: part for name, part in parts.items() if name in state}
     before: dict[str, Any] = {}
     for name, part in found.items():

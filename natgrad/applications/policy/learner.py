@@ -43,6 +43,7 @@ from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
 from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.spaces import Space
+from natgrad.state_files import read_state_file, write_state_file
 from natgrad.structures import Exact
 
 Array = np.ndarray
@@ -90,8 +91,7 @@ class PolicyLearner(ABC):
         self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards)
         self.history = LearningHistory()
         self.rollout: Rollout | None = None
-        self.steps, self.updates, self._begun = 0, 0, 0
-        self._amount, self._memory = self.damping.initial(), None
+        self.steps, self.updates, self._begun, self._amount, self._memory = 0, 0, 0, self.damping.initial(), None
 
     def _build(self, policy: Any, critic: nn.Module | None, training: CriticTraining, choices: Translation) -> None:
         """The networks, checked on an example state; those not given are perceptrons drawn from the generator."""
@@ -348,21 +348,21 @@ class PolicyLearner(ABC):
         return found
 
     def save(self, path: str | Path) -> None:
-        """Everything that the next update depends on, to a file that torch.load(weights_only=True) reads.
+        """All that the next update depends on, for `load` or torch.load(weights_only=True): whole, or not at all.
 
         Args:
             path: Of the file. Environments with plain attributes are in it; for others `load` begins new episodes.
         """
-        torch.save(self.state_dict(), path)
+        write_state_file(self.state_dict(), path)
 
     @per_agent
     def load(self, path: str | Path) -> PolicyLearner:
         """Continue from `save`, bit for bit on the CPU where the environment could be saved. Returns the learner.
 
         Args:
-            path: Of a file that `save` wrote; ValueError for a file of another kind, or of other networks.
+            path: Of a file that `save` wrote; ValueError for a damaged one, another kind of file, or other networks.
         """
-        self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
+        self.load_state_dict(read_state_file(path, self.device))
         return self
 
     def state_dict(self) -> dict[str, Any]:

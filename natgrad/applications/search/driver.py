@@ -8,7 +8,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from natgrad.applications.search.base import Search, as_popsize
@@ -23,6 +22,7 @@ from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
 from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
 from natgrad.checks import check_integer
+from natgrad.state_files import FORMAT, read_state_file, write_state_file
 
 
 def minimize(
@@ -105,7 +105,7 @@ def minimize(
     runs = SearchRuns(factory, objective, None if handling is None else Repeated(objective, handling))
     file = None if checkpoint is None else Path(checkpoint)
     if file is not None and file.exists():
-        runs.load_state_dict(torch.load(file, weights_only=True))
+        runs.load_state_dict(read_state_file(file))
     try:
         ending = run_to_ending(runs, ftarget, maxfevals, callback, file, checkpoint_every)
     except KeyboardInterrupt:
@@ -226,6 +226,4 @@ def save_checkpoint(runs: SearchRuns, file: Path) -> None:
         runs: What is saved.
         file: Its place.
     """
-    partial = file.with_name(file.name + ".part")
-    torch.save(runs.state_dict(), partial)
-    partial.replace(file)
+    write_state_file({"format": FORMAT, **runs.state_dict()}, file)

@@ -1,0 +1,131 @@
+"""Files of checkpoints: whole or not written, and refused where they are damaged, newer, or of something else."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
+from torch import nn
+
+import natgrad as ng
+from natgrad.state_files import FORMAT
+
+BUILDS: dict[str, Any] = {
+    "kfac": lambda model: ng.kfac(model, CE, lr=0.3),
+    "hessian_free": lambda model: ng.hessian_free(model, CE),
+}
+
+
+def trained(build: str, steps: int = 3) -> tuple[nn.Module, Any]:
+    model = net()
+    opt = BUILDS[build](model)
+    for _ in range(steps):
+        iterate(opt, model, X, Y)
+    return model, opt
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_run_goes_on_from_its_file_bit_for_bit(build: str, tmp_path: Path):
+    model, opt = trained(build)
+    ng.save_checkpoint(tmp_path / "run.pt", model=model, optimizer=opt)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+    twin, other = trained(build, steps=1)
+    ng.load_checkpoint(tmp_path / "run.pt", model=twin, optimizer=other)
+    for _ in range(3):
+        iterate(opt, model, X, Y)
+        iterate(other, twin, X, Y)
+    assert torch.equal(flat(model), flat(twin))
+    assert same(opt.state_dict(), other.state_dict())
+
+
+def test_a_file_that_is_cut_off_or_damaged_is_refused_and_nothing_changes(tmp_path: Path):
+    model, opt = trained("kfac")
+    path = tmp_path / "run.pt"
+    ng.save_checkpoint(path, model=model, optimizer=opt)
+    whole = path.read_bytes()
+    before = snapshot(opt)
+    damaged = [whole[:k] for k in (0, 1, 100, len(whole) // 2, len(whole) - 1)] + [b"\x00" * len(whole), b"text"]
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="no whole checkpoint"):
+            ng.load_checkpoint(path, model=model, optimizer=opt)
+    torch.save(torch.ones(3), path)
+    with pytest.raises(ValueError, match="holds a Tensor"):
+        ng.load_checkpoint(path, model=model, optimizer=opt)
+    with pytest.raises(FileNotFoundError):
+        ng.load_checkpoint(tmp_path / "none.pt", model=model, optimizer=opt)
+    assert same(snapshot(opt), before)
+
+
+def test_parts_that_do_not_fit_leave_all_parts_as_they_were(tmp_path: Path):
+    model, opt = trained("kfac")
+    path = tmp_path / "run.pt"
+    ng.save_checkpoint(path, model=model, optimizer=opt)
+    twin, other = trained("kfac", steps=1)
+    before = snapshot(other)
+    with pytest.raises(ValueError, match="'optimizer' is that of another"):
+        ng.load_checkpoint(path, model=twin, optimizer=ng.diagonal(twin, CE))
+    with pytest.raises(ValueError, match=r"lacks .'scheduler'"):
+        ng.load_checkpoint(path, model=twin, scheduler=other)
+    assert same(snapshot(other), before)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Any]:
+    """Sets how many bytes a file may have, as on a disk that has no more room."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_file_before(tmp_path: Path, full_disk: Any):
+    model, opt = trained("kfac")
+    path = tmp_path / "run.pt"
+    ng.save_checkpoint(path, model=model, optimizer=opt)
+    whole = path.read_bytes()
+    iterate(opt, model, X, Y)
+    for size in (10, len(whole) // 2):
+        full_disk(size)
+        with pytest.raises(OSError, match=r"File too large|could not be written"):
+            ng.save_checkpoint(path, model=model, optimizer=opt)
+    assert path.read_bytes() == whole
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_format_of_a_newer_version_is_refused_and_nothing_changes(build: str):
+    _, opt = trained(build)
+    state = copy.deepcopy(opt.state_dict())
+    assert state["natgrad"]["format"] == FORMAT
+    for extra in (state["natgrad"], state["param_groups"][0]["natgrad"][0]["extra"]):
+        extra["format"] = FORMAT + 1
+    before = snapshot(opt)
+    with pytest.raises(ValueError, match=f"format {FORMAT + 1}, this version"):
+        opt.load_state_dict(state)
+    assert same(snapshot(opt), before)
+
+
+def test_the_checkpoint_of_a_search_is_refused_where_it_is_damaged_or_newer(tmp_path: Path):
+    path = tmp_path / "search.pt"
+
+    def search() -> Any:
+        return ng.minimize(lambda x: (x**2).sum(), torch.ones(2), 0.5, maxfevals=60, checkpoint=path)
+
+    search()
+    state = torch.load(path, weights_only=True)
+    assert state["format"] == FORMAT
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        search()
+    torch.save({**state, "format": FORMAT + 1}, path)
+    with pytest.raises(ValueError, match="install the version that wrote it"):
+        search()
