@@ -43,7 +43,7 @@ def load_checkpoint(path: str | Path, **parts: Any) -> None:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file was cut off or damaged, is of a newer format, lacks a part, or has one that is another's.
+        ValueError: If the file was cut off or damaged, is of a newer format, or lacks a part that fits.
 
     Example:
         >>> import tempfile, os

@@ -118,13 +118,13 @@ def describe_circumstances(
     return Circumstances(before, getattr(solver, "absolute", False), steps, is_bounded(metric), options, counts)
 
 
-def count_examples(rule: Rule, operator: Operator, ranks: Ranks, data: Data, seen: int) -> dict[str, int]:
+def count_examples(rule: Rule, operator: Operator, ranks: Ranks, read: Callable[[], Data], seen: int) -> dict[str, int]:
     """Examples of this step and seen so far with it: as the structure counted them, else here; {} if nobody asks."""
     if not rule.needs_counts:
         return {}
     if "seen" in operator.counts:
         return dict(operator.counts)
-    own = torch.tensor(as_call(data.inputs).batch(), device=operator.device)
+    own = torch.tensor(as_call(read().inputs).batch(), device=operator.device)
     examples = int(ranks.sum(own))
     return {"examples": examples, "seen": seen + examples}
 

@@ -30,6 +30,7 @@ from natgrad.optim.checks import (
 )
 from natgrad.optim.distributed import meet
 from natgrad.optim.flat_step import (
+    Circumstances,
     Point,
     check_loss,
     check_solution,
@@ -71,7 +72,6 @@ from natgrad.structures import Exact, as_preconditioner
 from natgrad.structures.process_sums import exchanging
 
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
-NUMBERS = {"lr": math.inf, "weight_decay": math.inf}
 
 
 class NaturalGradient(ModelOptimizer):
@@ -102,7 +102,7 @@ class NaturalGradient(ModelOptimizer):
     """
 
     FORMAT = Format("natgrad.NaturalGradient", SAVED)
-    LIMITS = NUMBERS
+    LIMITS = dict.fromkeys(("lr", "weight_decay"), math.inf)
 
     @with_options(FlatOptions, FlatSettings)
     def __init__(
@@ -286,7 +286,7 @@ class NaturalGradient(ModelOptimizer):
         """Whether the damping looks at this step's ratio."""
         return self.damping.needs_ratio and self._last.step - self._judged >= (self.damping.every or 1)
 
-    def _move(self, point: Point, objective: Objective | None, loss: Tensor | None) -> None:
+    def _move(self, point: Point, objective: Objective | None, loss: Tensor | None = None) -> None:
         if self._judges() and objective is None:
             raise ValueError(
                 f"{self.damping} compares the loss before and after the step: compute it with optimizer.loss(outputs, "
@@ -298,9 +298,8 @@ class NaturalGradient(ModelOptimizer):
         operator, memory = self._operator(point, metric)
         solution, amount, prepared = self._solve(point, metric, operator)
         check_solution(solution)
-        counts = count_examples(self.rule, operator, self._ranks, self._metric_data(), self._seen)
-        known = describe_circumstances(objective, self.solver, self.metric, self._last.step, self._options(), counts)
-        model = quadratic(point, operator, solution, amount, known)
+        counts = count_examples(self.rule, operator, self._ranks, self._metric_data, self._seen)
+        model = quadratic(point, operator, solution, amount, self._circumstances(objective, counts))
         remembered: Memory = {key: vector for key, vector in self._flat_state(point).items() if key != "solution"}
         step, told = self.rule.step(model, objective, remembered)
         kept: Memory = dict(told)
@@ -319,7 +318,7 @@ class NaturalGradient(ModelOptimizer):
         judged = self._judged if ratio is None else self._last.step
         values |= {"_judged": judged, "_seen": counts.get("seen", self._seen)}
         values["_wild"] = self._wild.after(loss, not failed)
-        decays = self._rates("weight_decay") if not (failed or refused) else {}
+        decays = {} if failed or refused else self._rates("weight_decay")
         changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
         commit(self._named, self.state, *changes, vars(self), values)
@@ -337,6 +336,9 @@ class NaturalGradient(ModelOptimizer):
             amount = rest = max(self.damping.amount(self._level, operator), floor)
         solver, prepared = self._solver(point, system, rest, metric)
         return solver.solve(system, point.gradient, damping=rest, guess=self._guess(point)), amount, prepared
+
+    def _circumstances(self, objective: Objective | None, counts: dict[str, int]) -> Circumstances:
+        return describe_circumstances(objective, self.solver, self.metric, self._last.step, self._options(), counts)
 
     @contextmanager
     def _replaying(self) -> Generator[None]:

@@ -112,6 +112,11 @@ class ResidualOptimizer(NaturalGradient):
 
     def _step(self, called: Any) -> None:
         assert self._points is not None
+        if self._ranks.size > 1:
+            raise TypeError(
+                f"the model is trained by {self._ranks.size} processes, and ng.residuals takes the points of one: give "
+                "the module inside of the DistributedDataParallel, and no group"
+            )
         params = self._find_trained()
         self._now = self.system.linearise(params, self._points)
         self.losses = {name: float(value) for name, value in self._now.losses.items()}
