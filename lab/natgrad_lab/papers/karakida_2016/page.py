@@ -198,7 +198,7 @@ def _curves(told: Findings, pieces: tuple[str, ...]) -> tuple[Picture, ...]:
     if not there:
         return ()
     name = "curves-" + ("printed" if "sgd" in pieces else "own")
-    return (Picture(name, "Test error", _draw(told, there), (8.0, 3.6)),)
+    return (Picture(name, "Test error", _draw(told, there), (8.0, 4.6)),)
 
 
 def _draw(told: Findings, pieces: tuple[str, ...]) -> Callable[[Figure], None]:
@@ -214,8 +214,8 @@ def _draw(told: Findings, pieces: tuple[str, ...]) -> Callable[[Figure], None]:
         axes.set_xscale("log")
         axes.set_ylim(-35, HIGHEST)
         axes.set_xlim(left=min((x for x in starts if np.isfinite(x)), default=1.0))
-        axes.set(xlabel="steps", ylabel="score matching loss on test data")
-        axes.set_title("Two-layer model: every run, and the median of each method", loc="left")
+        axes.set(xlabel="steps", ylabel="loss on test data")
+        axes.set_title("Two-layer model on ISA data, score matching: every start, and the median", loc="left")
         axes.grid(visible=True, axis="y")
         put_legend_below(figure, axes)
 
