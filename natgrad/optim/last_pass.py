@@ -205,6 +205,7 @@ class Recall:
         self.latest = told = Told(route, known, map_tensors(targets, torch.detach), versions_of(Call((targets,))))
         loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told)
         told.value, told.dtype, told.rows = loss.value, next(leaves(known)).dtype, rows
+        told.followed = needed
         self.computed = [*self.computed, loss]
 
     def follow(self, outputs: Any) -> Told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,15 @@ from torch import Tensor
 from natgrad.damping import Damping
 from natgrad.linalg import stays_finite
 from natgrad.operators import Operator
+from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import Block, Blocks, Inverted, Whole
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.pass_statistics import Reading
 from natgrad.optim.running_averages import add_penalty, running_mean, signal_sums
-from natgrad.optim.schedule import Clock, follow_signal
+from natgrad.optim.schedule import Clock, compare_kl, follow_signal
 from natgrad.optim.step_length import Stride, measure_form
-from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Vector
+from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
 
 RULE = "rule"
 """Where the rule's vectors lie in a parameter's state."""
@@ -63,6 +64,7 @@ class Attempt:
         told: What is reported of the step.
         outside: What losses besides `opt.loss` do to the blocks.
         rule: Shapes the directions.
+        batch: Measures steps on their own batch.
     """
 
     blocks: Blocks
@@ -76,6 +78,7 @@ class Attempt:
     told: dict[str, Any]
     outside: Outside
     rule: Rule
+    batch: BatchForm
     inverses: dict[str, Inverted] = field(default_factory=dict)
     means: dict[str, dict[str, Any]] = field(default_factory=dict)
     memories: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -159,6 +162,8 @@ class Attempt:
             turned=self.turned,
             layers=[block.layout.names for block in self.blocks],
             params=self.named,
+            exact=self._step_on_batch,
+            doubt=self.clock["doubt"],
         )
 
     def _directions(
@@ -247,6 +252,16 @@ class Attempt:
         else:
             true = self._form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self._device))
         return BlockStep(vector, true, promise, ratio, self._damping(levels))
+
+    def _step_on_batch(self, step: Step) -> BlockStep | None:
+        """The step with d^T G d as it is on its own batch; None where that cannot be known."""
+        assert isinstance(step, BlockStep)
+        expected = float(0.5 * self.nats * step.form())
+        found = self.batch.measure(step.vector, expected)
+        compare_kl(self.clock, 0.5 * float(self.nats) * found, expected)
+        if math.isnan(found):
+            return None
+        return replace(step, true=Lazy(value=torch.full_like(step.form(), found)))
 
     def _form_of_blocks(self, vector: Parts) -> Lazy:
         """The form of the blocks, and a penalty's."""

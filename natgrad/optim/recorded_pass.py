@@ -69,6 +69,7 @@ class Told:
         dtype: Of the outputs.
         rows: What it weighs.
         count: What it is a mean over; NaN where nobody asked.
+        followed: True if the graph was asked for the route; else the route is a guess.
         weight: The derivative of what went backward in it; None until it did.
     """
 
@@ -81,6 +82,7 @@ class Told:
     dtype: torch.dtype = torch.float32
     rows: int = 0
     count: float = math.nan
+    followed: bool = True
     weight: Tensor | None = None
 
     def check(self) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 Clock = dict[str, Any]
+WATCHED = 20  # steps after one that was near its bound
 RAMP = 10  # steps after which the intervals between updates grow by one
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
 FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
+UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, before any was compared
+MARGIN = 5.0  # of the largest factor by which it was too small lately
+FORGETS = 0.98  # of that factor, per comparison
 SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the next
 
 
@@ -28,6 +33,8 @@ def start_clock() -> Clock:
         - `seen`: examples, where the rule counts them.
         - `turned`: the step at which noise had hidden the gradient, -1 before.
         - `signal`: what `follow_signal` knows.
+        - `doubt`: how many times the estimate of a step's KL may be too small.
+        - `compared`: the step at which a step's KL was measured on its own batch last, or would have been.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
     return {
@@ -41,6 +48,8 @@ def start_clock() -> Clock:
         "seen": 0,
         "turned": -1,
         "signal": [0.0, 0.0, 0.0],
+        "doubt": UNKNOWN,
+        "compared": 0,
     }
 
 
@@ -60,6 +69,25 @@ def pace(clock: Clock, change: float | None, most: int) -> None:
     if change is not None:
         factor = min(max(TOLERANCE / max(change, 1e-9), SLOWEST), FASTEST)
         clock["interval"] = min(max(clock["interval"] * factor, 1.0), float(most))
+
+
+def compare_kl(clock: Clock, found: float, expected: float) -> None:
+    """Learn from a step that was measured on its own batch how far estimates may be off.
+
+    Args:
+        clock: Holds the doubt.
+        found: Nats that the step moves; NaN where that could not be measured.
+        expected: The estimate of it.
+    """
+    clock["compared"] = clock["step"]
+    if math.isfinite(found) and expected > 0:
+        past = MARGIN if clock["doubt"] == UNKNOWN else clock["doubt"]
+        clock["doubt"] = max(MARGIN * max(found / expected, 1.0), FORGETS * past)
+
+
+def is_watched(clock: Clock) -> bool:
+    """Whether steps were near their bound lately, so that the next may have to be measured."""
+    return clock["step"] - clock["compared"] < WATCHED
 
 
 def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.layers.taps import Release
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
+from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import Blocks
 from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import NotFiniteError, check_blocks, describe_trouble, given_parameters, named_parameters
@@ -27,7 +28,7 @@ from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
-from natgrad.optim.schedule import due, pace, start_clock
+from natgrad.optim.schedule import due, is_watched, pace, start_clock
 from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, UNUSABLE, watch
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sample_examples
@@ -147,7 +148,8 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         self._ranks.settle(self.model, self.structure)
-        rows, needed = count_rows(self.criterion, outputs), self._judge.due(self._clock) or self.rule.needs_loss
+        rows = count_rows(self.criterion, outputs)
+        needed = self._judge.due(self._clock) or self.rule.needs_loss or is_watched(self._clock)
         self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen, needed=needed)
         self._nats = self.criterion.nats(outputs)
         if self._reader.taps.armed:
@@ -263,9 +265,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
         wild = loss is not None and self._bounded and self._wild.is_wild(loss, self._clock["step"])
-        finite = bool(
-            known & ~torch.as_tensor(wild, device=norm.device)
-        )  # this and `attempt.finite` are the synchronisations of a step between updates
+        # this, `attempt.finite` and a bound on the KL are the synchronisations of a step between updates
+        finite = bool(known & ~torch.as_tensor(wild, device=norm.device))
         if finite and not self._blocks.all:
             raise ValueError(
                 "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode (or build "
@@ -324,9 +325,7 @@ class StructuredNaturalGradient(ModelOptimizer):
                 refused = judged and self._judge_step(attempt, model, step, loss_at)
         attempt.remember(memory, forget=refused)
         if not isinstance(step, BlockStep):
-            raise TypeError(
-                f"rule {self.rule} returned {step!r}, expected a step made of the model's own: proposal, along"
-            )
+            raise TypeError(f"rule {self.rule} returned {step!r}, expected one made of the model's: proposal, along")
         if not refused:
             attempt.move(model, step)
 
@@ -353,7 +352,8 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _attempt(self, nats: Any, told: dict[str, Any]) -> Attempt:
         parts = (self._blocks, self._named, self.state, self.param_groups, self._clock, self._stride, self._ranks)
-        return Attempt(*parts, nats, told, self._outside, self.rule)
+        batch = BatchForm(self.model, self.criterion, self._recall, self._named, self._ranks, nats)
+        return Attempt(*parts, nats, told, self._outside, self.rule, batch)
 
     def _warn(self, strangers: Set[str]) -> None:
         """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""

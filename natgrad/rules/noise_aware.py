@@ -36,7 +36,7 @@ class NoiseAware(Rule):
     steps. From the step on at which it is below `noise`, all steps are `SpectralDescent`. That stays so.
 
     Args:
-        max_kl: Most nats per example of a step, to second order; math.inf for no bound.
+        max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.
         kl_share: Most nats per example as a share of the loss; of one nat per entry where the loss may be negative.
         warm: Steps over which these two bounds grow to their whole size.
         move: Most relative move of a layer in one natural step; math.inf for no bound.
@@ -52,7 +52,7 @@ class NoiseAware(Rule):
         0.26
     """
 
-    max_kl: float = math.inf
+    max_kl: float = 10.0
     kl_share: float = 0.05
     warm: int = 5
     move: float = 0.1
@@ -84,10 +84,12 @@ class NoiseAware(Rule):
         return math.inf if model.turned else MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
         if model.turned:
-            return self.spectral.step(model, loss_at, memory)
-        step, memory = MeasuredLength(self.max_kl, self.kl_share, self.warm).step(model, loss_at, memory)
-        return limit_moves(model, step, self.move), memory
+            step, memory = self.spectral.step(model, loss_at, memory)
+        else:
+            step = limit_moves(model, natural.find_length(model), self.move)
+        return natural.hold(model, step), memory
 
 
 def limit_moves(model: Quadratic, step: Step, most: float) -> Step:

@@ -301,6 +301,9 @@ class Quadratic:
         turned: True once noise hides the gradient, for a rule that asks (`Rule.turns_at`).
         layers: Names of the parameters of each block; empty where the metric does not lie in blocks.
         params: The parameters by name, for the sizes of layers.
+        exact: A step -> the same with d^T G d as it is on the step's own batch, which costs a forward pass; None where
+            that cannot be known. None in its place: nobody can tell.
+        doubt: How many times the estimate of a step's KL may be too small.
     """
 
     gradient: Vector
@@ -323,6 +326,8 @@ class Quadratic:
     turned: bool = False
     layers: Sequence[tuple[str, ...]] = ()
     params: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    exact: Callable[[Step], Step | None] | None = None
+    doubt: float = 1.0
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.rules.base import Objective, Rule, require_loss
+from natgrad.rules.kl_bound import hold_kl, share_of_rate
 from natgrad.rules.quadratic import Memory, Quadratic, Step
 
 
@@ -32,7 +33,7 @@ class MeasuredLength(Rule):
     the bounded step; one above 1 meets the bound too. The default of `ng.kfac` and its like.
 
     Args:
-        max_kl: Most nats per example of a step, to second order; math.inf for no bound.
+        max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.
         kl_share: Most nats per example as a share of the loss; of one nat per entry where the loss may be negative.
         warm: Steps over which the bound grows to its whole size: a fresh network is not as quadratic.
 
@@ -42,7 +43,7 @@ class MeasuredLength(Rule):
     Both bounds are keys of the parameter groups: the least over the groups counts.
     """
 
-    max_kl: float = math.inf
+    max_kl: float = 10.0
     kl_share: float = 0.05
     warm: int = 5
 
@@ -58,6 +59,14 @@ class MeasuredLength(Rule):
         return {"max_kl": self.max_kl, "kl_share": self.kl_share}
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
+        return self.hold(model, self.find_length(model)), memory
+
+    def find_length(self, model: Quadratic) -> Step:
+        """The step within both bounds as far as they are estimated.
+
+        Args:
+            model: The quadratic model with its proposal.
+        """
         proposal, nats = model.proposal, model.nats
         promised = proposal.promised_form(model.damping)
         ratio = proposal.excess(model.damping).clamp(min=1.0)
@@ -65,10 +74,20 @@ class MeasuredLength(Rule):
         radius = self.radius(model, full)
         bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite
         rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
-        return proposal.scale_by(rate), memory
+        return proposal.scale_by(rate)
 
     def kl_bound(self, model: Quadratic) -> Tensor | float:
         return self.radius(model, torch.zeros(()))
+
+    def hold(self, model: Quadratic, step: Step) -> Step:
+        """The step, shortened where it moves more than `max_kl` on its own batch.
+
+        Args:
+            model: Knows the number of steps, and how far a step moves.
+            step: Any of this model.
+        """
+        most = (self.options | dict(model.options))["max_kl"]
+        return hold_kl(model, step, most * min(1.0, (model.steps + 1) / self.warm) * share_of_rate(step) ** 2)
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
         """The bound on this step's KL, in nats per example; it grows over the first steps.

@@ -17,6 +17,7 @@ from natgrad.layers.hearing import Heard
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.pass_statistics import Reading
 from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sample_examples
+from natgrad.rules.kl_bound import SLACK
 
 WARM = ng.MeasuredLength().warm
 
@@ -92,7 +93,7 @@ def test_steps_end_at_the_minimum_of_the_true_quadratic_model(recipe: Callable[.
     model = linear()
     targets = draw(len(X), 3) if isinstance(criterion, nn.MSELoss) else Y
     metric = ng.fisher(model, criterion).at(ng.trainable(model), X)
-    rule = ng.MeasuredLength(kl_share=math.inf)
+    rule = ng.MeasuredLength(math.inf, math.inf)
     opt = recipe(model, criterion, estimate=EXACT, damping=1e-3, rule=rule)
     step = move(opt, model, X, targets)
     gradient = flat_gradient(model) / (len(X) if criterion.reduction == "sum" else 1)
@@ -109,7 +110,7 @@ def test_blocks_that_promise_too_little_are_seen_through():
         nn.init.eye_(layer.weight)
     model = nn.Sequential(*layers).to(F64)
     x, y = draw(16, 3), draw(16, 3, seed=1)
-    opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(kl_share=math.inf))
+    opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(math.inf, math.inf))
     metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x)
     step = move(opt, model, x, y)
     assert opt._stride.known_ratio(ONE) > 2
@@ -125,10 +126,11 @@ def test_the_bound_on_the_kl_is_met(recipe: Callable[..., Any]):
         loss = float(CE(model(X), Y).detach())
         step = move(opt, model)
         allowed = 1e-5 * (loss if "kl_share" in bound else 1.0) / WARM
-        assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-5)
-        assert 0.5 * step @ metric.mv(step) <= allowed * (1 + 1e-5)
+        allowed *= 1 if "kl_share" in bound else 1 - SLACK
+        assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-4)
+        assert 0.5 * step @ metric.mv(step) <= allowed * (1 + 1e-4)
         if opt._stride.ratio > 1:
-            assert_close(0.5 * step @ metric.mv(step), torch.tensor(allowed, dtype=F64), 1e-5)
+            assert_close(0.5 * step @ metric.mv(step), torch.tensor(allowed, dtype=F64), 1e-4)
 
 
 def test_the_rate_scales_what_was_found_and_never_beyond_the_bound():

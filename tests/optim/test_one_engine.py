@@ -27,7 +27,7 @@ RULES = [
     ng.LineSearch(),
     ng.OnlineRadius(),
     ng.MeasuredLength(),
-    ng.MeasuredLength(max_kl=1e-3),
+    ng.MeasuredLength(kl_share=1e-3),
 ]
 DAMPINGS = [
     ng.Constant(0.1),

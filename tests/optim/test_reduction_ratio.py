@@ -24,7 +24,7 @@ RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 WILD: dict[str, Any] = {
     "lr": 300.0,
     "measure": False,
-    "rule": ng.MeasuredLength(kl_share=math.inf),
+    "rule": ng.MeasuredLength(math.inf, math.inf),
     "momentum": 0.0,
 }
 
@@ -78,7 +78,13 @@ def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[...
 def test_the_ratio_of_a_quadratic_loss_is_one(l2: float, reduction: str):
     model, targets = linear(), draw(len(X), 3, seed=1)
     opt = ng.diagonal(
-        model, nn.MSELoss(reduction=reduction), damping=LM(0.01), estimate=EXACT, l2=l2, kl_share=math.inf
+        model,
+        nn.MSELoss(reduction=reduction),
+        damping=LM(0.01),
+        estimate=EXACT,
+        l2=l2,
+        kl_share=math.inf,
+        max_kl=math.inf,
     )
     iterate(judged_next(opt), model, X, targets)
     assert opt._stride.ratio > 1  # the measured form is the step's, not the blocks'

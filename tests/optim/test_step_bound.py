@@ -67,6 +67,46 @@ def images() -> nn.Module:
     )
 
 
+class Scaled(nn.Module):
+    """Blocks x + gamma f(norm(x)) on symbols (b, 6), f attention and then a gated perceptron, gamma 1e-6 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbol, self.head = nn.Embedding(5, 12), nn.Linear(12, 5)
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(2))
+        self.asked, self.gate, self.up = (nn.Linear(12, n) for n in (36, 24, 24))
+        self.down = nn.Linear(24, 12)
+        self.gammas = nn.ParameterList(torch.full((12,), 1e-6) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.symbol(tokens)
+        query, key, value = self.asked(self.norms[0](x)).chunk(3, dim=-1)
+        x = x + self.gammas[0] * ((query @ key.mT / 12**0.5).softmax(-1) @ value)
+        inside = self.norms[1](x)
+        return self.head(x + self.gammas[1] * self.down(self.gate(inside).sigmoid() * self.up(inside))).mT
+
+
+class Recurrent(nn.Module):
+    """Symbols (b, 6) -> logits (b, 5, 6) by a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbol, self.memory, self.head = nn.Embedding(5, 8), nn.GRU(8, 12, batch_first=True), nn.Linear(12, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.memory(self.symbol(tokens))[0]).mT
+
+
+def half_dead() -> nn.Module:
+    """ReLUs, half of which never fire at first."""
+    model = nn.Sequential(nn.Linear(36, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+    with torch.no_grad():
+        first = model[0]
+        assert isinstance(first, nn.Linear)
+        first.bias[:16] = -20.0
+    return model
+
+
 @cache
 def rows() -> tuple[Tensor, Tensor]:
     """Standard normal rows (512, 36), and three classes that a linear rule gives in most cases."""
@@ -102,23 +142,28 @@ CASES: dict[str, Case] = {
     "images": (images, CE, lambda: (rows()[0].view(-1, 1, 6, 6), rows()[1])),
     "tokens": (Tokens, CE, tokens),
 }
+MORE: dict[str, Case] = {
+    "scaled blocks": (Scaled, CE, tokens),
+    "recurrent": (Recurrent, CE, tokens),
+    "dead units": (half_dead, CE, rows),
+}
 
 
 def nats_of_steps(recipe: Callable[..., Any], case: str, seed: int, steps: int, **choices: Any) -> Tensor:
     """1/2 d^T F d of every step of 32 rows, (steps,)."""
-    build, criterion, data = CASES[case]
+    build, criterion, data = (CASES | MORE)[case]
     torch.manual_seed(seed)
-    (x, y), model, twin = data(), build(), build()
+    (x, y), model, twin = data(), build(), build().double()
     opt, found, generator = recipe(model, criterion, **choices), [], torch.Generator().manual_seed(seed)
     for _ in range(steps):
         picked = torch.randint(len(x), (32,), generator=generator)
         twin.load_state_dict(model.state_dict())  # which no optimizer listens to
-        outputs = twin(x[picked])
+        outputs = twin(x[picked].double() if x.is_floating_point() else x[picked])
         opt.zero_grad()
         opt.loss(model(x[picked]), y[picked]).backward()
         opt.step()
         before = dict(twin.named_parameters())
-        step = {name: p.detach() - before[name].detach() for name, p in model.named_parameters()}
+        step = {name: p.detach().double() - before[name].detach() for name, p in model.named_parameters()}
         found.append(moved_nats(twin, outputs, step, criterion))
     return torch.tensor(found)
 
@@ -132,8 +177,7 @@ def test_the_measure_is_the_definition():
     assert moved_nats(model, model(x), step, CE) == pytest.approx(float(flat @ matrix @ flat / 2), rel=1e-10)
 
 
-# What does not hold yet: (optimizer, network). A bound on the KL of every step on its own batch does not, either: 4 to
-# 77 % of the steps pass max_kl, by the length that an earlier pass measured.
+# What does not hold yet: (optimizer, network).
 OPEN = {("diagonal", "coins"), ("unitwise", "classes"), ("unitwise", "coins"), ("tonga", "coins")}
 
 
@@ -148,3 +192,40 @@ def test_a_tight_bound_on_the_kl_means_short_steps(case: str) -> None:
     narrow = nats_of_steps(ng.kfac, case, 0, 25, max_kl=3e-4)
     assert float(narrow.median()) < 1e-3
     assert float(narrow.median()) < float(nats_of_steps(ng.kfac, case, 0, 25).median())
+
+
+@pytest.mark.parametrize("most", [1e-3, 3e-2])
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+def test_no_step_passes_the_bound_on_its_own_batch(case: str, most: float) -> None:
+    found = nats_of_steps(ng.kfac, case, 0, 20, max_kl=most)
+    assert float((found > most).double().mean()) <= 0.01
+    assert float(found.max()) > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_optimizer_keeps_the_bound_on_its_own_batch(name: str) -> None:
+    found = torch.cat([nats_of_steps(RECIPES[name], case, 1, 20, max_kl=1e-2) for case in ("coins", "images")])
+    assert float((found > 1e-2).double().mean()) <= 0.01
+
+
+def test_the_bound_is_finite_by_default() -> None:
+    model = dense(4, 3)
+    for name, recipe in RECIPES.items():
+        assert 0 < recipe(model, CE).param_groups[0]["max_kl"] < float("inf"), name
+
+
+def test_a_loss_on_a_part_of_the_outputs_keeps_the_bound() -> None:
+    """Which part is read off the graph; a nonlinear function of the outputs is not known, and steps are shorter."""
+    torch.manual_seed(0)
+    (x, y), most = rows(), 1e-3
+    for take in (lambda out: out[:, :3], lambda out: torch.tanh(out)[:, :3]):
+        model = dense(36, 16, 5)
+        twin, opt = dense(36, 16, 5), ng.kfac(model, CE, max_kl=most)
+        for start in range(0, 256, 32):
+            twin.load_state_dict(model.state_dict())
+            opt.zero_grad()
+            opt.loss(take(model(x[start:][:32])), y[start:][:32]).backward()
+            opt.step()
+            before = dict(twin.named_parameters())
+            step = {name: p.detach() - before[name].detach() for name, p in model.named_parameters()}
+            assert 0 < moved_nats(twin, take(twin(x[start:][:32])), step, CE) < most

@@ -24,7 +24,7 @@ LM = ng.LevenbergMarquardt(start=0.03, per="block")
 CASES: dict[str, Callable[[nn.Module], Any]] = {
     "kfac, adapted": lambda model: ng.kfac(model, CE, damping=LM, l2=1e-3, weight_decay=1e-2),
     "kfac, step refused": lambda model: ng.kfac(
-        model, CE, 1e3, damping=LM, rule=ng.MeasuredLength(kl_share=math.inf), measure=False
+        model, CE, 1e3, damping=LM, rule=ng.MeasuredLength(math.inf, math.inf), measure=False
     ),
     "ekfac": lambda model: ng.ekfac(model, CE),
     "diagonal": lambda model: ng.diagonal(model, CE, momentum=0.0),
