@@ -18,6 +18,7 @@ from benchmarks import (
     learning,
     preconditioners,
     products,
+    residuals,
     scores,
     solves,
     steps,
@@ -178,6 +179,13 @@ def wake_sleep_table(repeats: int) -> None:
     table(title, wake_sleep.report(cycles), wake_sleep.HEADS)
 
 
+def residual_races(choices: Choices) -> None:
+    seeds = choices.seeds or range(5)
+    rows = residuals.report(seeds, choices.workloads, choices.seconds)
+    title = f"Relative error, {said(seeds)}: median (least to largest) at equal CPU seconds of one thread, float64"
+    stream(title, rows, residuals.HEADS)
+
+
 def step_races(choices: Choices) -> None:
     from rich.console import Console
 
@@ -226,7 +234,8 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
 }
 
 
-RACES: dict[str, Callable[[Choices], None]] = {"step": step_races}  # hours: only where they are named
+RACES: dict[str, Callable[[Choices], None]] = {"step": step_races, "residuals": residual_races}
+"""Minutes to hours: only where they are named."""
 
 
 def as_words(text: str) -> tuple[str, ...]:

@@ -79,6 +79,7 @@ LAB = House(
         "papers": 2,
         "networks": 2,
         "energies": 2,
+        "equations": 2,
         "policies": 2,
         "quantum": 2,
         "cli": 3,

@@ -1,0 +1,1 @@
+"""Differential equations solved by networks: `ng.residuals` beside Adam."""
