@@ -12,6 +12,7 @@ from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 import natgrad as ng
+from natgrad.applications.residuals import Causal, HardConstraint, Periodic, WhereLarge
 from natgrad.applications.residuals.damped_system import DampedSystem
 from natgrad.applications.residuals.jets import acts_elementwise
 from natgrad.applications.residuals.stacked_rows import StackedRows
@@ -81,6 +82,8 @@ NETS = {
     "softplus": lambda: perceptron(2, 1, nn.Softplus),
     "one's own sine": lambda: perceptron(2, 1, Sine),
     "no chain": lambda: Gated(2).double(),
+    "constrained": lambda: HardConstraint(perceptron(2, 1), lambda x: x[:, :1] * (1 - x[:, 1:]), lambda x: x[:, 1:]),
+    "periodic": lambda: nn.Sequential(Periodic({0: 1.0}, harmonics=2), *perceptron(5, 1)),
 }
 
 
@@ -363,3 +366,40 @@ def test_what_acts_on_every_number_alone():
             return x - x.mean(-1, keepdim=True)
 
     assert not acts_elementwise(Mean())
+
+
+def test_constraints_and_periods_hold_for_any_weights():
+    net = NETS["constrained"]()
+    edge = torch.stack([torch.zeros(4), torch.arange(4.0)], 1).double()
+    assert_close(net(edge), edge[:, 1:])
+    periodic = NETS["periodic"]()
+    x = draw(5)
+    assert_close(periodic(x), periodic(x + torch.tensor([3.0, 0.0]).double()))
+    with pytest.raises(ValueError, match="expected one number for each"):
+        HardConstraint(perceptron(2, 1), lambda x: x)(x)
+    with pytest.raises(ValueError, match="a period > 0"):
+        Periodic({0: 0.0})
+    with pytest.raises(ValueError, match="names coordinate 7"):
+        Periodic({7: 1.0})(x)
+
+
+def test_weights_of_points_are_those_of_their_equations():
+    net, x = perceptron(2, 1), draw(5)
+    x[3, 1] = x[1, 1]  # two points of one time
+    term = TERMS["Poisson"]
+    values = ng.residuals(net, term).evaluate(residual=x)["residual"][:, 0]
+    earlier = torch.stack([values[x[:, 1] < t].square().sum() for t in x[:, 1]])
+    sizes = values.abs() / values.abs().mean()
+    for weights, expected in ((Causal(0.3), torch.exp(-0.3 * earlier)), (WhereLarge(share=0.4), 0.4 * sizes + 0.6)):
+        opt = ng.residuals(net, {"inside": term}, point_weights={"inside": weights})
+        now = opt.system.linearise(ng.trainable(net), {"inside": (x,)})
+        assert_close(now.loss, (expected * values.square()).mean())
+        assert_close(now.losses["inside"], values.square().mean())
+    with pytest.raises(ValueError, match="which is no term"):
+        ng.residuals(net, {"inside": term}, point_weights={"outside": Causal(1.0)})
+    with pytest.raises(TypeError, match="another PointWeights"):
+        ng.residuals(net, {"inside": term}, point_weights={"inside": 1.0})
+    with pytest.raises(ValueError, match="epsilon"):
+        Causal(-1.0)
+    with pytest.raises(ValueError, match="share"):
+        WhereLarge(share=2.0)

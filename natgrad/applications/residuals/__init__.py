@@ -1,5 +1,6 @@
 """Physics-informed networks: nonlinear least squares over named residuals, and derivatives of networks in a point."""
 
+from natgrad.applications.residuals.conditions import HardConstraint, Periodic
 from natgrad.applications.residuals.differential import (
     biharmonic,
     divergence_of,
@@ -10,13 +11,19 @@ from natgrad.applications.residuals.differential import (
 )
 from natgrad.applications.residuals.fields import Field
 from natgrad.applications.residuals.optimizer import ResidualOptimizer
+from natgrad.applications.residuals.point_weights import Causal, PointWeights, WhereLarge
 from natgrad.applications.residuals.residual_terms import residuals
 from natgrad.applications.residuals.system import ResidualMetric
 
 __all__ = [
+    "Causal",
     "Field",
+    "HardConstraint",
+    "Periodic",
+    "PointWeights",
     "ResidualMetric",
     "ResidualOptimizer",
+    "WhereLarge",
     "biharmonic",
     "divergence_of",
     "grad",

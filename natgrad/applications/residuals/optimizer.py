@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,12 +117,13 @@ class ResidualOptimizer(NaturalGradient):
                 "the module inside of the DistributedDataParallel, and no group"
             )
         params = self._find_trained()
+        self.observe(self._points)  # these are the step's data, and no pass of the model's
         self._now = self.system.linearise(params, self._points)
         self.losses = {name: float(value) for name, value in self._now.losses.items()}
         space = self._now.operator.rows.space
         gradient = self._now.operator.rows.mv(self._now.residuals)
         point = Point(params, space, gradient, self._rates("lr"))
-        self._move(point, self._objective(point, called))
+        self._move(point, self._objective(point, called), None)
 
     def _skip(self, trouble: Any) -> None:
         self._now = None
@@ -167,9 +167,6 @@ class ResidualOptimizer(NaturalGradient):
         slope = -self._now.operator.rows.rmv(found.value)
         bend = (2 / PROBE) * ((there - self._now.residuals) / PROBE - slope)
         return system.accelerate(found, bend, BEND) if bool(torch.isfinite(bend).all()) else found
-
-    def _circumstances(self, objective: Objective | None, counts: dict[str, int]) -> Any:
-        return replace(super()._circumstances(objective, counts), bounded=True)
 
     def _flat_state(self, point: Point) -> dict[str, Tensor]:
         held = super()._flat_state(point)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from natgrad.applications.residuals.optimizer import ResidualOptimizer
+from natgrad.applications.residuals.point_weights import PointWeights
 from natgrad.applications.residuals.system import read_terms
 from natgrad.applications.residuals.unknowns import read_unknowns
 from natgrad.damping import Damping, LevenbergMarquardt
@@ -24,6 +25,7 @@ def residuals(
     terms: Mapping[str, Callable[..., Any]] | Callable[..., Any],
     weights: Mapping[str, float] | None = None,
     *,
+    point_weights: Mapping[str, PointWeights] | None = None,
     lr: float = 1.0,
     damping: float | Damping | None = None,
     solver: Solver | None = None,
@@ -48,6 +50,8 @@ def residuals(
         terms: Name -> function of the unknowns and a point. It returns the residual, a tensor of any shape. A term on
             data takes more than the point: `lambda u, x, y: u(x) - y` and `step(data=(x, y))`.
         weights: w by name, default 1.
+        point_weights: Weights of a term's points that follow its residuals, by name: `Causal` and `WhereLarge` of
+            `natgrad.applications.residuals`. They are fixed within a step.
         lr: Share of the step that is taken.
         damping: A strategy, in units of the metric's diagonal with `scaling`; default
             `ng.LevenbergMarquardt(1e-3, raise_by=3, lower_by=1/3, floor=1e-12, per="loss")`. A number stays constant.
@@ -87,7 +91,7 @@ def residuals(
         True
     """
     model, unknowns = read_unknowns(net)
-    system = read_terms(terms, unknowns, weights)
+    system = read_terms(terms, unknowns, weights, point_weights)
     return ResidualOptimizer(
         model,
         system,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.applications.residuals.point_weights import PointWeights
 from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
 from natgrad.applications.residuals.terms import Term, describe
 from natgrad.linalg import all_finite
@@ -49,10 +50,16 @@ class System:
     Args:
         terms: By name.
         weights: w, by name.
+        point_weights: What weighs the points of some terms, by name.
     """
 
-    def __init__(self, terms: Mapping[str, Term], weights: Mapping[str, float]) -> None:
-        self.terms, self.weights = dict(terms), dict(weights)
+    def __init__(
+        self,
+        terms: Mapping[str, Term],
+        weights: Mapping[str, float],
+        point_weights: Mapping[str, PointWeights] | None = None,
+    ) -> None:
+        self.terms, self.weights, self.point_weights = dict(terms), dict(weights), dict(point_weights or {})
 
     @torch.no_grad()
     def linearise(self, params: Params, points: Points) -> LinearisedTerms:
@@ -69,7 +76,7 @@ class System:
         for name, term in self.terms.items():
             found = term.rows(params, points[name])
             check_residuals(name, found.values, points[name])
-            factors[name] = self.factor(name, found.values)
+            factors[name] = self.factor(name, found.values, points[name][0])
             parts.append(TermRows(found, factors[name]))
             residuals.append((found.values.mT * factors[name]).reshape(-1))
             losses[name] = found.values.square().sum(1).mean()
@@ -90,14 +97,18 @@ class System:
         ]
         return torch.cat(found)
 
-    def factor(self, name: str, values: Tensor) -> Tensor:
-        """sqrt(2 w / b) for every residual, shape (m, b).
+    def factor(self, name: str, values: Tensor, points: Tensor) -> Tensor:
+        """sqrt(2 w / b) for every residual, times the root of its point's weight, shape (m, b).
 
         Args:
             name: The term's.
             values: Its residuals (b, m).
+            points: Its points (b, d).
         """
-        return torch.full_like(values.mT, (2 * self.weights[name] / len(values)) ** 0.5)
+        plain = torch.full_like(values.mT, (2 * self.weights[name] / len(values)) ** 0.5)
+        if name not in self.point_weights:
+            return plain
+        return plain * self.point_weights[name].weigh(values.square().sum(1), points).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +178,10 @@ def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> No
 
 
 def read_terms(
-    terms: Any, unknowns: Mapping[str, nn.Module | nn.Parameter], weights: Mapping[str, float] | None
+    terms: Any,
+    unknowns: Mapping[str, nn.Module | nn.Parameter],
+    weights: Mapping[str, float] | None,
+    point_weights: Mapping[str, PointWeights] | None = None,
 ) -> System:
     """The system behind what a user gave. TypeError or ValueError for what is no term or no weight."""
     if callable(terms):
@@ -189,5 +203,10 @@ def read_terms(
     for name, weight in weights.items():
         if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
             raise ValueError(f"weights[{name!r}] is {weight!r}, expected a finite number > 0")
+    for name, chosen in (point_weights or {}).items():
+        if name not in terms:
+            raise ValueError(f"point_weights has {name!r}, which is no term: the terms are {list(terms)}")
+        if not isinstance(chosen, PointWeights):
+            raise TypeError(f"point_weights[{name!r}] is {chosen!r}, expected Causal(...) or another PointWeights")
     made = {name: Term(name, function, unknowns) for name, function in terms.items()}
-    return System(made, {name: float(weights.get(name, 1.0)) for name in terms})
+    return System(made, {name: float(weights.get(name, 1.0)) for name in terms}, point_weights)
