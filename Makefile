@@ -35,7 +35,7 @@ check: $(VENV)/.dev  ## format, lint and types
 
 docs: $(VENV)/.docs  ## the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "open site/index.html; to search in it: python3 -m http.server --directory site"
+	@echo "open site/index.html"
 
 bench: $(VENV)/.bench  ## time and memory beside peers (takes minutes; ARGS=kfac for one table)
 	$(BIN)/python -m benchmarks $(ARGS)
