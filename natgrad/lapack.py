@@ -49,6 +49,13 @@ def factor_or_nan(matrix: Tensor) -> Tensor:
     return torch.where(sound[..., None, None], found, torch.nan)
 
 
+def invert_factor_or_nan(matrix: Tensor) -> Tensor:
+    """L^-1 (..., n, n) for A = L L^T, so that A^-1 = L^-T L^-1; NaN throughout where A is not positive definite."""
+    lower = factor_or_nan(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch_linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+
+
 def is_positive_definite(matrix: Tensor) -> Tensor:
     """Which symmetric matrices have the factor of `factor_or_nan`, (..., n, n) -> (...)."""
     return _factor(matrix.detach())[1]

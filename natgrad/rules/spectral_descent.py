@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.lapack import eigh
+from natgrad.lapack import invert_factor_or_nan
 from natgrad.operators import KroneckerOperator, Operator, Spectral
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
@@ -93,7 +93,9 @@ class SpectralDescent(Rule):
         tokens = "tokens" in block.prepared
         root = block.prepared["tokens" if tokens else "inputs"].to(n)
         matrix = n.mT if tokens else n  # (..., outputs, inputs)
-        found = times(polar(times(matrix, root)), root) * max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
+        found = (
+            apply_root(polar(whiten_inputs(matrix, root)), root) * max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
+        )
         return (found.mT if tokens else found).contiguous(), {}
 
     def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
@@ -133,19 +135,28 @@ class SpectralDescent(Rule):
 
 
 def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:
-    """(A / mean(A) + damping I)^(-1/2) for A (..., n, n), or for a diagonal (n,)."""
-    values, vectors = (moment, None) if moment.dim() == 1 else eigh(moment)
-    values = values.clamp(min=0)
-    mean = values.mean(-1, keepdim=True)
-    scaled = torch.where(mean > 0, values / torch.where(mean > 0, mean, 1.0), 1.0)
-    inverse = (scaled + damping).rsqrt()  # without the scale of A: lengths are in the units of weights
-    return {
-        "tokens" if tokens else "inputs": inverse if vectors is None else (vectors * inverse.unsqueeze(-2)) @ vectors.mT
-    }
+    """W with W^T W = (A / mean(A) + damping I)^-1 for A (..., n, n), lower triangular, or for a diagonal (n,).
+
+    Any such W gives the same step polar(n W^T) W, since it depends on W^T W alone; this one needs no eigenvectors.
+    """
+    values = moment if moment.dim() == 1 else moment.diagonal(dim1=-2, dim2=-1)
+    mean = values.clamp(min=0).mean(-1).view(moment.shape[: max(moment.dim() - 2, 0)] + (1,) * min(moment.dim(), 2))
+    ones = torch.ones_like(values)
+    none = ones if moment.dim() == 1 else torch.diag_embed(ones)
+    # without the scale of A: lengths are in the units of weights
+    scaled = torch.where(mean > 0, moment / torch.where(mean > 0, mean, 1.0), none)
+    if moment.dim() == 1:
+        return {"tokens" if tokens else "inputs": (scaled.clamp(min=0) + damping).rsqrt()}
+    return {"tokens" if tokens else "inputs": invert_factor_or_nan(scaled + damping * none)}
 
 
-def times(matrix: Tensor, root: Tensor) -> Tensor:
-    """X R for X (..., p, q) and R (..., q, q), or (q,) for a diagonal."""
+def whiten_inputs(matrix: Tensor, root: Tensor) -> Tensor:
+    """X W^T for X (..., p, q) and W (..., q, q), or (q,) for a diagonal."""
+    return matrix * root if root.dim() == 1 else matrix @ root.mT
+
+
+def apply_root(matrix: Tensor, root: Tensor) -> Tensor:
+    """X W for X (..., p, q) and W (..., q, q), or (q,) for a diagonal."""
     return matrix * root if root.dim() == 1 else matrix @ root
 
 

@@ -42,7 +42,7 @@ def test_whitened_second_moment_is_its_damped_share() -> None:
     moment = rows.mT @ rows / 40
     root = whitener(moment, False, 0.3)["inputs"]
     mean = moment.diagonal().mean()
-    torch.testing.assert_close(root @ root, torch.linalg.inv(moment / mean + 0.3 * torch.eye(4, dtype=F64)))
+    torch.testing.assert_close(root.mT @ root, torch.linalg.inv(moment / mean + 0.3 * torch.eye(4, dtype=F64)))
     torch.testing.assert_close(
         whitener(moment.diagonal(), True, 0.3)["tokens"], (moment.diagonal() / mean + 0.3).rsqrt()
     )
