@@ -91,6 +91,7 @@ from natgrad.optim import (
 from natgrad.optim import StructuredNaturalGradient as StructuredNaturalGradient
 from natgrad.optim import load_checkpoint as load_checkpoint
 from natgrad.optim import natgrad_cg as natgrad_cg
+from natgrad.optim import report_sharing as report_sharing
 from natgrad.optim import save_checkpoint as save_checkpoint
 from natgrad.positive_parameters import positive
 from natgrad.rules import LineSearch, Momentum, Rate, TrustRegion

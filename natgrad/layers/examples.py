@@ -18,6 +18,7 @@ from natgrad.layers.experts import ExpertProduct
 from natgrad.layers.taps import Place, Tap, derivatives
 from natgrad.layers.traced import TracedProduct
 from natgrad.pure import leaves, map_tensors
+from natgrad.whole_tensors import gather_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,6 +296,6 @@ def example_squares(
             slopes = torch.autograd.grad(outputs, list(params), part, retain_graph=True, allow_unused=True)
             for i, slope in enumerate(slopes):
                 if slope is not None:
-                    square = slope.to_dense().to(torch.promote_types(slope.dtype, torch.float32)).square()
+                    square = gather_whole(slope).to_dense().to(torch.promote_types(slope.dtype, torch.float32)).square()
                     found[i] = square if (known := found[i]) is None else known + square
     return found

@@ -7,6 +7,7 @@ positions: tokens, pixels of a convolution's output, 1 for a vector.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -203,24 +204,32 @@ def layer_of(module: nn.Module, dot: str, space: Space) -> Layer | None:
         dot: What stands before its parameters' names, with the dot.
         space: Of the parameters that are trained.
     """
-    if type(module) in OWN_KINDS:
-        return OWN_KINDS[type(module)](module, dot, space.blocks.__contains__)
-    kind = next((layer for types, layer in KINDS.items() if type(module) in types), None)
+    own_type = type_of(module)
+    if own_type in OWN_KINDS:
+        return OWN_KINDS[own_type](module, dot, space.blocks.__contains__)
+    kind = next((layer for types, layer in KINDS.items() if own_type in types), None)
     if kind is None or not dict(module.named_parameters(recurse=False)).keys() <= {"weight", "bias"}:
         return None
     weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
     return kind(module, layout_of(module, weight, bias)) if weight or bias else None
 
 
+def type_of(module: nn.Module) -> type:
+    """The module's class as it was before `fully_shard` made another of it, whose second base it is."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    split = fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
+    return type(module).__bases__[1] if split and len(type(module).__bases__) == 2 else type(module)
+
+
 def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:
     """The matrix of a known module's trained parameters."""
     shape: tuple[int, ...] = tuple(module.weight.shape) if weight else ()
-    if type(module) in NORMS:
+    if type_of(module) in NORMS:
         count = (module.weight if weight else module.bias).numel()
         bias_shape = tuple(module.bias.shape) if bias else (-1,)
         return Layout(weight, bias, count, 1, int(weight is not None), shape, bias_shape)
     groups = getattr(module, "groups", 1)
-    if type(module) in TRANSPOSED:
+    if type_of(module) in TRANSPOSED:
         inputs = module.in_channels // groups * prod(module.kernel_size) if weight else 0
         return Layout(weight, bias, groups, module.out_channels // groups, inputs, shape, transposed=True)
     outputs = len(module.weight) if isinstance(module, nn.Embedding) else module_outputs(module)

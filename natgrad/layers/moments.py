@@ -45,13 +45,15 @@ class Seen:
     cotangents: int = 1
     skip: int | None = None
 
-    def count_times(self, share: float) -> Seen:
+    def count_times(self, share: float, weight: float = 1.0) -> Seen:
         """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals.
 
         Args:
-            share: A number > 0.
+            share: A number >= 0.
+            weight: Of its derivatives besides.
         """
-        return replace(self, deltas=[share**0.5 * deltas for deltas in self.deltas], share=share * self.share)
+        factor = (share * weight) ** 0.5
+        return replace(self, deltas=[factor * deltas for deltas in self.deltas], share=share * self.share)
 
     @property
     def key(self) -> str:
@@ -127,8 +129,8 @@ class Mixed(Seen):
     def by_token(self) -> bool:
         return False
 
-    def count_times(self, share: float) -> Mixed:
-        return Mixed(self.layer, [part.count_times(share) for part in self.parts], share * self.share)
+    def count_times(self, share: float, weight: float = 1.0) -> Mixed:
+        return Mixed(self.layer, [part.count_times(share, weight) for part in self.parts], share * self.share)
 
     def only(self, which: slice) -> Mixed:
         return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)

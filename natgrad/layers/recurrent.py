@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.layers.kinds import type_of
+
 # their flags() also sets the precision of products, and warns where it cannot
 LIBRARIES: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
 
@@ -62,7 +64,7 @@ def unroll_recurrence(modules: Iterable[nn.Module], owner: Any) -> list[Removabl
     """
     handles = []
     for module in dict.fromkeys(modules):
-        if type(module) in (nn.RNN, nn.LSTM, nn.GRU):
+        if type_of(module) in (nn.RNN, nn.LSTM, nn.GRU):
             hook = Unroll(owner)
             handles.append(module.register_forward_pre_hook(hook.before))
             handles.append(module.register_forward_hook(hook.after, always_call=True))

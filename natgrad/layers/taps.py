@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.layers.compiled import Record, Recorder, tap_output
 from natgrad.layers.kinds import Layer
 from natgrad.pure import is_evaluating
+from natgrad.whole_tensors import any_split, gather_whole, is_split
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ class Tap:
             output: What it returned, with a graph.
         """
         return Tap(layer, inputs.detach(), get_gradient_edge(output), output.dtype, version_of(inputs))
+
+    def gather(self) -> Tap:
+        """The same with the whole input, where processes hold it in parts."""
+        if not is_split(self.inputs) or not self.intact:
+            return self
+        inputs = gather_whole(self.inputs)
+        return replace(self, inputs=inputs, version=version_of(inputs))
 
     @property
     def intact(self) -> bool:
@@ -176,7 +184,9 @@ def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
     for p in itertools.islice(itertools.chain.from_iterable(module.parameters() for module in layers), 1):
         taps.recorder.move(p.device)
     hooks = [Tapped(taps, layer, place) for place, layer in enumerate(taps.places)]
-    return [module.register_forward_hook(hook) for module, hook in zip(layers, hooks, strict=True)]
+    pairs = zip(layers, hooks, strict=True)
+    # tensor parallelism hands on a part of what came out, by a hook of its own
+    return [m.register_forward_hook(hook, prepend=any_split(m.parameters(recurse=False))) for m, hook in pairs]
 
 
 class Resume:
@@ -266,8 +276,9 @@ def derivatives(
         found: Sequence[Tensor | None] = ()
         if wanted:
             found = torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True, allow_unused=True)
-        at_taps.append(list(found[: len(taps)]))
-        at_leaves.append(list(found[len(taps) :]))
+        whole = [None if one is None else gather_whole(one) for one in found]
+        at_taps.append(whole[: len(taps)])
+        at_leaves.append(whole[len(taps) :])
     return at_taps, at_leaves
 
 

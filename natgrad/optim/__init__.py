@@ -8,6 +8,7 @@ from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.recipe_options import BlockOptions, FlatOptions
+from natgrad.optim.sharing_report import SharingReport, report_sharing
 from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.optim.structured import StructuredNaturalGradient
 from natgrad.optim.structured_recipes import diagonal, ekfac, kfac, online_ng, tonga, unitwise
@@ -21,6 +22,7 @@ __all__ = [
     "Point",
     "Report",
     "Row",
+    "SharingReport",
     "StateReport",
     "StructuredNaturalGradient",
     "ang",
@@ -33,6 +35,7 @@ __all__ = [
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
+    "report_sharing",
     "save_checkpoint",
     "tonga",
     "unitwise",

@@ -17,6 +17,7 @@ from natgrad.optim.recorded_pass import Told
 from natgrad.optim.reduction_ratio import replaying
 from natgrad.pure import map_tensors, pure_model, run_detached
 from natgrad.rules import Parts
+from natgrad.whole_tensors import any_split
 
 # in float64, and in less
 MOVED = {True: 1e-10, False: 1e-6}  # nats that the trial point lies away, as far as is known
@@ -59,6 +60,8 @@ class BatchForm:
             vector: d.
             nats: How far d moves the model, as far as is known, in nats per example.
         """
+        if any_split(self.named.values()):  # a pass at other parameters has no place in a model in parts
+            return math.nan
         least, found = self._least_share(vector), math.nan
         share = self._share(vector, nats, least)
         for _ in range(TRIALS):
@@ -114,6 +117,8 @@ class BatchForm:
                 forms.append(self._form(told, moved, share))
                 weights.append(float(told.rows))
         rows = sum(weights)
+        if not rows:  # a batch without rows, beside those of other processes
+            return 0.0, 0.0
         return sum(w * form for w, form in zip(weights, forms, strict=True)) / rows, rows
 
     def _form(self, told: Told, moved: Mapping[str, Tensor], share: float) -> float:

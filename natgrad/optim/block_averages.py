@@ -13,22 +13,21 @@ from torch import Tensor
 
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
-from natgrad.operators import DiagonalOperator, Layout, Operator, pack_operator, unpack_operator
-from natgrad.optim.block_owners import LocalOwner
-from natgrad.optim.inverses import robust_inverse
-from natgrad.optim.pass_statistics import Reading
+from natgrad.operators import DiagonalOperator, Layout, Operator, unpack_operator
+from natgrad.optim.block_owners import Cost, Owners, cost_of
+from natgrad.optim.distributed import Ranks
+from natgrad.optim.inverses import Inverted, Prepare, invert_block
+from natgrad.optim.readings import Reading, agree_on_parts, sound
 from natgrad.optim.running_averages import change, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise
 from natgrad.structures.layerwise import Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchanging
+from natgrad.whole_tensors import zeros_whole
 
 ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
 MISFIT = "the statistics in state_dict do not fit the block of {}"
-HEADROOM = 1e-6  # of the largest number: running averages add up
-
-Prepare = Callable[[Operator, float], dict[str, Tensor]]
 
 
 @dataclass
@@ -38,23 +37,6 @@ class Block:
     layout: Layout
     layer: Layer | None
     inverse: Operator | None = None
-
-
-@dataclass(frozen=True)
-class Inverted:
-    """A block as it was inverted, not written yet.
-
-    Attributes:
-        operator: The damped inverse; None where the rule needs none.
-        packed: The same as tensors.
-        level: Its damping.
-        prepared: What the rule's `prepare` made of the block's metric.
-    """
-
-    operator: Operator | None
-    packed: dict[str, Any]
-    level: float
-    prepared: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,12 +62,18 @@ class Blocks:
     """
 
     def __init__(
-        self, structure: Layerwise, named: Mapping[str, Tensor], state: MutableMapping[Tensor, dict[str, Any]]
+        self,
+        structure: Layerwise,
+        named: Mapping[str, Tensor],
+        state: MutableMapping[Tensor, dict[str, Any]],
+        owners: Owners | None = None,
     ) -> None:
         self.structure, self.named, self.state = structure, named, state
         self.all: dict[str, Block] = {}
-        self.owner = LocalOwner()
+        self.owners = Owners(Ranks()) if owners is None else owners
         self._changes: list[Tensor] = []
+        self._taken = False  # whether there was an update since `settle`
+        self.work = 0.0  # n^3 summed over all inversions of this process
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
 
     def __iter__(self) -> Iterator[Block]:
@@ -121,16 +109,43 @@ class Blocks:
         """
         if not agree_on_parts(sound(reading), reading):
             return False
-        share, taken = float(reading.rows), True
-        with exchanging(reading.exchange):
-            while reading.layers:
-                seen = reading.layers.pop().count_times(share)
+        share, weight, taken = float(reading.rows), reading.weight, True
+        self._assign(reading)
+        self._taken = True
+        while reading.layers:
+            seen = reading.layers.pop().count_times(share, weight)
+            with exchanging(*self.owners.exchange(seen.key)):
                 taken &= self._take_layer(seen, decay, float(reading.weights.get(seen.key, share)))
-            for name, squares in reading.squares.items():
-                total = accumulate_statistics(self._totals(name, layered=False), {"squares": share * squares}, decay)
+        for name, squares in reading.squares.items():
+            with exchanging(*self.owners.exchange(name)):
+                total = accumulate_statistics(
+                    self._totals(name, layered=False), {"squares": share * weight * squares}, decay
+                )
                 rows = float(reading.weights.get(name, share))
                 taken &= self._average(name, Block(single(name, self.named[name]), None), total, decay, rows)
-        return taken
+        return taken if not self.owners.apart else not bool(self._sum([0.0 if taken else 1.0])[0])
+
+    def _assign(self, reading: Reading) -> None:
+        """An owner for every block of the reading."""
+        costs = {one.key: self._cost(one.layer.layout, one.layer) for one in reading.layers}
+        costs |= {name: self._cost(single(name, self.named[name]), None) for name in reading.squares}
+        self._share_out(costs)
+
+    def _share_out(self, costs: Mapping[str, Cost]) -> None:
+        """An owner for these blocks. What is another's now, is forgotten."""
+        self.owners.assign(costs, max(next(iter(self.named.values())).element_size(), 4))
+        for key, block in self.all.items():
+            for name in () if self.owners.holds(key) else block.layout.names:
+                for entry in (*ENTRIES, "mean", "count"):
+                    self.state[self.named[name]].pop(entry, None)
+
+    def _cost(self, layout: Layout, layer: Layer | None) -> Cost:
+        return cost_of(layout, None if layer is None else self.structure.inverted_sizes(layer))
+
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
+        """Numbers of this process, added up over all."""
+        ranks = self.owners.ranks
+        return ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=ranks.device)).tolist()
 
     def _take_layer(self, seen: Seen, decay: float, rows: float) -> bool:
         totals = self.structure.statistics(seen, self._totals(seen.key), decay)
@@ -138,6 +153,9 @@ class Blocks:
 
     def _average(self, key: str, block: Block, totals: Statistics, decay: float, rows: float) -> bool:
         """One block's new totals, unless something in them is not finite: an eigendecomposition may have failed."""
+        if not self.owners.holds(key):
+            self._find_block(key, block)
+            return True
         if not all(bool(torch.isfinite(t.sum())) for t in totals.values()):
             return False
         numbers = self.of(self._find_block(key, block))
@@ -150,22 +168,31 @@ class Blocks:
     def drift(self) -> float | None:
         """How much the updates since `settle` changed the averages, the mean over blocks; None if there was none.
 
-        Of structures whose statistics are no sums nothing is said: their numbers do not compare entry by entry.
+        Of structures whose numbers do not compare entry by entry nothing is said.
         """
-        if not self._changes or not self.structure.sums:
+        if not (self.structure.sums and self.structure.compares):
             return None
-        return float(torch.stack(self._changes).nan_to_num(nan=1.0).clamp(max=1).mean())
+        changes = torch.stack(self._changes).nan_to_num(nan=1.0).clamp(max=1) if self._changes else torch.zeros(0)
+        if self.owners.apart:
+            if not self._taken:
+                return None
+            total, count = self._sum([float(changes.sum()), float(len(changes))])
+            return total / count if count else None
+        return float(changes.mean()) if self._changes else None
 
     def settle(self) -> None:
         """Forget the changes that `drift` told."""
-        self._changes = []
+        self._changes, self._taken = [], False
 
     def mean_eigenvalue(self) -> float:
         """Over all blocks that are trained, of today's averages."""
         trained = [block for block in self if any(self.named[name].requires_grad for name in block.layout.names)]
-        operators = [self.operator(block) for block in trained]
-        size = sum(one.size for one in operators)
-        return sum(float(one.mean_eigenvalue()) * one.size for one in operators) / size if size else 0.0
+        operators = [self.operator(block) for block in trained if self.owners.holds(self.key_of(block))]
+        size = float(sum(one.size for one in operators))
+        total = sum(float(one.mean_eigenvalue()) * one.size for one in operators)
+        if self.owners.apart:
+            total, size = self._sum([total, size])
+        return total / size if size else 0.0
 
     def invert(
         self, level_of: Callable[[Block, Operator], float], inverts: bool, prepare: Prepare | None
@@ -179,16 +206,21 @@ class Blocks:
         """
         found, failures = dict[str, Inverted](), 0
         for key, block in self.all.items():
+            if not self.owners.solves(key):
+                continue
             operator = self.operator(block)
             level = level_of(block, operator)
             if not level > 0:  # nothing was seen of this block yet: no derivative reached it
                 continue
             made = invert_block(operator, level, inverts, prepare)
+            self.work += self._cost(block.layout, block.layer).work
             if made is None:
                 failures += 1
             else:
                 found[key] = made
-        return found, failures
+        if self.owners.is_shared:
+            failures = int(self._sum([float(failures)])[0])
+        return self.owners.share_inverses(found, list(self.all)), failures
 
     def keep(self, inverses: Mapping[str, Inverted]) -> None:
         """Write new inverses; blocks without one keep their last good one. A second time changes nothing."""
@@ -226,11 +258,20 @@ class Blocks:
 
     def kind(self, block: Block) -> str:
         """What a block got, for reports."""
-        return "Diagonal" if block.layer is None else self.structure.kind(self.of(block)["totals"])
+        if block.layer is None:
+            return "Diagonal"
+        totals = self.of(block).get("totals")  # another process may have them
+        return type(self.structure).__name__ if totals is None else self.structure.kind(totals)
+
+    def key_of(self, block: Block) -> str:
+        """The key of a block, as owners know it."""
+        return block.layout.names[0] if block.layer is None else block.layer.key
 
     def matrix(self, block: Block, parts: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """Parts of a block as its layer's matrix; a parameter without a part counts as zero."""
-        return self.owner.gather(block.layout, parts, lambda name: torch.zeros_like(self.named[name], dtype=dtype))
+        return block.layout.join(
+            {n: parts[n] if n in parts else zeros_whole(self.named[n], dtype) for n in block.layout.names}
+        )
 
     def direction(
         self, block: Block, inverse: Operator, means: Mapping[str, Tensor], rates: Mapping[str, float]
@@ -242,7 +283,7 @@ class Blocks:
         names = block.layout.names
         matrix = self.matrix(block, means, inverse.dtype).to(inverse.dtype)
         solved = inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        found = self.owner.give_back(block.layout, solved, means)
+        found = give_back(block.layout, solved, means)
         if len(found) == len(names) and len({rates[n] for n in names}) == 1:  # the usual case, without copies
             return found, {names[0]: inner_product(matrix, solved)}
         return found, {name: inner_product(means[name], part) for name, part in found.items()}
@@ -255,13 +296,14 @@ class Blocks:
             levels: Damping by name.
         """
         found = dict[str, Tensor]()
-        for block in self:
+        for key, block in self.all.items():
             first, parts = block.layout.names[0], {n: step[n] for n in block.layout.names if n in step.parts}
-            if parts:
+            if parts and self.owners.holds(key):
                 operator = self.operator(block)
                 flat = self.matrix(block, parts, operator.dtype).to(operator.dtype).reshape(-1)
                 found[first] = inner_product(flat, operator.mv(flat) + levels[first] * flat)
-        return found
+        firsts = [block.layout.names[0] for block in self]
+        return self.owners.share_scalars(found, firsts, next(iter(step.parts.values())))
 
     def list_names(self) -> dict[str, list[str]]:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""
@@ -274,11 +316,16 @@ class Blocks:
             ValueError: If a block's numbers are missing, or are not those of such a block.
         """
         self.all = {}
+        known = {key: layers.get(tuple(names)) for key, names in saved.items() if self.named.keys() >= set(names)}
+        layouts = {key: self._layout(saved[key], layer) for key, layer in known.items()}
+        self._share_out({key: self._cost(layout, known[key]) for key, layout in layouts.items()})
         for key, names in saved.items():
             if self._frozen(names):  # torch.distributed.checkpoint leaves their state behind
                 continue
             try:
                 block = self.all[key] = Block(self._layout(names, layer := layers.get(tuple(names))), layer)
+                if "totals" not in self.of(block) and not self.owners.holds(key):
+                    continue
                 block.inverse = unpack_operator(self.of(block)["inverse"]) if "inverse" in self.of(block) else None
                 sizes = {one.size for one in (self.operator(block), block.inverse) if one is not None}
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -316,51 +363,9 @@ class Blocks:
         return self.all[key]
 
 
-def invert_block(operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Inverted | None:
-    """A block's damped inverse, and what a rule prepares; None where numbers fail."""
-    inverse = robust_inverse(operator, level) if inverts else None
-    if inverts and inverse is None:
-        return None
-    try:
-        prepared = {} if prepare is None else prepare(operator, level)
-    except RuntimeError:  # torch.linalg.LinAlgError is one
-        return None
-    if not all(bool(torch.isfinite(t.sum())) for t in prepared.values()):
-        return None
-    tensors = {} if inverse is None else pack_operator(inverse)
-    return Inverted(None if inverse is None else unpack_operator(tensors), tensors, level, prepared)
-
-
-def sound(reading: Reading) -> bool:
-    """Whether no second moment of the reading can overflow, sums of many such readings included.
-
-    Every entry of a factor is at most the squared norm of its side, every entry of a block the product of both.
-    """
-    norms = [squares.sum().sqrt() for squares in reading.squares.values()]
-    for seen in reading.layers:
-        for part in getattr(seen, "parts", (seen,)):
-            sides = [norm(deltas) for deltas in part.deltas]
-            sides = [torch.stack(sides).norm()] + ([] if part.by_token else [norm(part.activations)])
-            norms += [*sides, torch.stack(sides).prod()]
-    if not norms:
-        return True
-    largest = min(torch.finfo(n.dtype).max for n in norms)
-    # in one synchronisation; comparisons with a NaN are false
-    return bool((torch.stack([n.double() for n in norms]).square() <= HEADROOM * largest).all())
-
-
-def agree_on_parts(fine: bool, reading: Reading) -> bool:
-    """Whether all processes find their parts of a reading fine."""
-    if reading.exchange is None:
-        return fine
-    like = next(iter(reading.squares.values()), None)
-    like = reading.layers[0].activations if like is None else like
-    return not bool(reading.exchange({"bad": torch.tensor(float(not fine), device=like.device)})["bad"])
-
-
-def norm(tensor: Tensor) -> Tensor:
-    """Root of the sum of squares, a scalar tensor."""
-    return torch.linalg.vector_norm(tensor)
+def give_back(layout: Layout, solved: Tensor, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was solved, by name, for those that have a part here."""
+    return {name: part for name, part in layout.split(solved).items() if name in names}
 
 
 def single(name: str, p: Tensor) -> Layout:

@@ -1,31 +1,223 @@
-"""Where a block is solved: here, or, with several machines, where its owner keeps the inverse."""
+"""Which process solves which block: by modelled cost, the dearest first to whoever has the least to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from natgrad.operators import Layout
+from natgrad.operators import Layout, unpack_operator
+from natgrad.optim.distributed import Ranks
+from natgrad.optim.inverses import Inverted
+from natgrad.optim.process_messages import send_tree
+
+Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
+BUDGET = 2**32
+"""Bytes of state that a process keeps with `share="auto"` before the state is shared out."""
+WAYS = ("auto", "speed", "memory")
 
 
-class LocalOwner:
-    """Every process holds every block whole, and solves it itself.
+@dataclass(frozen=True)
+class Cost:
+    """What a block takes.
 
-    The seam for machines that share blocks out: a class with these two methods that sends a block's parts to the
-    process that keeps its inverse, and gets back what was solved there.
+    Args:
+        work: The sum of n^3 over the matrices that are inverted; its entries where nothing is.
+        state: Numbers that are remembered between steps.
     """
 
-    def gather(self, layout: Layout, parts: Mapping[str, Tensor], zeros: Callable[[str], Tensor]) -> Tensor:
-        """The parts of a block as its layer's matrix (groups, outputs, inputs), where it is solved.
+    work: float
+    state: float
+
+
+@dataclass
+class Owners:
+    """Every block has an owner, who alone inverts it.
+
+    Attributes:
+        ranks: The processes.
+        share: "speed" sends the inverses to all, so that nothing is sent between updates; "memory" leaves a block's
+            statistics, inverse and mean gradient with its owner, who sends its direction at every step; "auto" is one
+            of them, by the budget.
+        budget: Most bytes of state per process with "speed", where share is "auto".
+        costs: By block.
+        of: The owner's number by block.
+    """
+
+    ranks: Ranks
+    share: str = "auto"
+    budget: int = BUDGET
+    costs: dict[str, Cost] = field(default_factory=dict)
+    of: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if there is somebody to share with."""
+        return self.ranks.size > 1
+
+    @property
+    def apart(self) -> bool:
+        """True if a block's numbers are its owner's alone."""
+        return self.is_shared and self.share == "memory"
+
+    def solves(self, key: str) -> bool:
+        """Whether this process inverts a block."""
+        return not self.is_shared or self.of.get(key, 0) == self.ranks.rank
+
+    def holds(self, key: str) -> bool:
+        """Whether this process remembers a block's numbers."""
+        return not self.apart or self.solves(key)
+
+    def assign(self, costs: Mapping[str, Cost], itemsize: int) -> None:
+        """Give blocks that have no owner yet to one. All processes call this with the same blocks.
 
         Args:
-            layout: Of the layer, or of a parameter without one.
-            parts: By name, as this process has them.
-            zeros: A name -> zeros in the shape of the parameter, for one without a part.
+            costs: By block.
+            itemsize: Bytes of a number.
         """
-        return layout.join({name: parts[name] if name in parts else zeros(name) for name in layout.names})
+        fresh = {key: cost for key, cost in costs.items() if key not in self.of}
+        self.costs |= fresh
+        if not self.is_shared or not fresh:
+            return
+        if self.share == "auto":
+            state = itemsize * sum(cost.state for cost in self.costs.values())
+            self.share = "memory" if state > self.budget else "speed"
+        self.of |= balance(fresh, self.costs, self.of, self.ranks.size, self.share == "memory")
 
-    def give_back(self, layout: Layout, solved: Tensor, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What was solved, by name, for those that have a part here."""
-        return {name: part for name, part in layout.split(solved).items() if name in names}
+    def save(self) -> dict[str, Any]:
+        """For a checkpoint, of which every process saves its own with "memory"."""
+        return {"share": self.share, "size": self.ranks.size, "of": dict(self.of)} if self.apart else {}
+
+    def load(self, saved: Mapping[str, Any] | None) -> Owners:
+        """The same with the owners of a checkpoint, if that is of as many processes."""
+        fresh = replace(self, costs={}, of={})
+        if saved and saved["size"] == self.ranks.size:
+            fresh.share, fresh.of = saved["share"], dict(saved["of"])
+        return fresh
+
+    # statistics
+
+    def exchange(self, key: str) -> tuple[Exchange | None, Solve | None]:
+        """How a block's statistics are added up, and how what its owner alone computes comes to all."""
+        if not self.is_shared:
+            return None, None
+        owner = self.of[key]
+        sums = partial(self.ranks.sum_entries, owner=owner if self.apart else None)
+        return sums, partial(self._solve, owner)
+
+    def _solve(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor:
+        made = make().contiguous() if self.ranks.rank == owner else torch.empty_like(like).contiguous()
+        return self.ranks.broadcast(made, owner, "statistics")
+
+    # inverses
+
+    def share_inverses(self, found: Mapping[str, Inverted], keys: Iterable[str]) -> dict[str, Inverted]:
+        """With "speed": every block's, from their owners, one message each. The owners' own take the same way.
+
+        Products round by how a matrix lies in memory, and the processes would drift apart.
+        """
+        if not self.is_shared or self.apart:
+            return dict(found)
+        whole, size = dict[str, Inverted](), self.ranks.size
+        for owner in range(size):
+            mine = {key: found[key] for key in keys if self.of[key] == owner and key in found}
+            tree = {key: [one.packed, one.prepared, one.level, one.operator is not None] for key, one in mine.items()}
+            for key, (packed, prepared, level, inverted) in send_tree(self.ranks, tree, owner, "inverses").items():
+                whole[key] = Inverted(unpack_operator(packed) if inverted else None, packed, level, prepared)
+        return {key: whole[key] for key in keys if key in whole}
+
+    # with "memory": what owners found, for all
+
+    def share_scalars(self, found: Mapping[str, Any], names: Iterable[str], like: Tensor) -> dict[str, Tensor]:
+        """Scalars of which every process has some, by name; without those that nobody has."""
+        known = list(names)
+        if not self.apart:
+            return dict(found)
+        table = torch.zeros(2, len(known), dtype=torch.float64, device=like.device)
+        for i, name in enumerate(known):
+            if name in found:
+                table[0, i], table[1, i] = 1.0, torch.as_tensor(found[name]).double()
+        there, values = self.ranks.sum(table, "scalars")
+        present = [name for name, flag in zip(known, there.tolist(), strict=True) if flag]
+        return {name: values[i].to(like.dtype) for i, name in enumerate(known) if name in set(present)}
+
+    def share_parts(self, found: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]) -> dict:
+        """Directions, from the owners to all, in one message of each.
+
+        Args:
+            found: This process's, by name.
+            like: Tensors of their shapes and dtypes, for the names that somebody has.
+            keys: The block of each name.
+        """
+        whole = dict[str, Tensor]()
+        for owner in range(self.ranks.size):
+            names = [name for name in like if self.of[keys[name]] == owner]
+            for kind in dict.fromkeys((like[name].dtype, like[name].device) for name in names):
+                those = [name for name in names if (like[name].dtype, like[name].device) == kind]
+                sizes = [like[name].numel() for name in those]
+                if owner == self.ranks.rank:
+                    flat = torch.cat([found[name].to(kind[0]).reshape(-1) for name in those])
+                else:
+                    flat = torch.empty(sum(sizes), dtype=kind[0], device=kind[1])
+                parts = self.ranks.broadcast(flat, owner, "directions").split(sizes)
+                whole |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
+        return {name: whole[name] for name in like}
+
+
+def balance(
+    fresh: Mapping[str, Cost], known: Mapping[str, Cost], owners: Mapping[str, int], size: int, state: bool
+) -> dict[str, int]:
+    """Owners by longest processing time first: the dearest block to the process with the least so far.
+
+    Args:
+        fresh: Blocks without an owner.
+        known: All blocks.
+        owners: Of those that have one.
+        size: The processes.
+        state: True to count what is remembered as much as the work.
+    """
+    works, states = (sum(getattr(cost, kind) for cost in known.values()) or 1.0 for kind in ("work", "state"))
+
+    def weigh(cost: Cost) -> float:
+        return cost.work / works + state * cost.state / states
+
+    loads = [
+        sum(weigh(known[key]) for key, owner in owners.items() if owner == r and key in known) for r in range(size)
+    ]
+    found = dict[str, int]()
+    for key, cost in sorted(fresh.items(), key=lambda pair: (-weigh(pair[1]), pair[0])):
+        found[key] = min(range(size), key=lambda r: (loads[r], r))
+        loads[found[key]] += weigh(cost)
+    return found
+
+
+def cost_of(layout: Layout, sizes: Iterable[tuple[int, int]] | None) -> Cost:
+    """A block's cost.
+
+    Args:
+        layout: Its matrix.
+        sizes: (count, n) of the (n, n) matrices that are inverted; None or none of them for a diagonal.
+    """
+    groups, outputs, columns = layout.matrix_shape
+    entries = float(groups * outputs * columns)
+    pairs = list(sizes or ())
+    work = sum(count * float(n) ** 3 for count, n in pairs) or entries
+    kept = sum(count * float(n) ** 2 for count, n in pairs) or entries
+    return Cost(work, 2 * kept + entries)  # the averages, the inverse, the gradient's mean
+
+
+def check_share(share: Any) -> tuple[str, int]:
+    """The way and the budget that an option names. ValueError for anything else."""
+    if isinstance(share, int) and not isinstance(share, bool) and share > 0:
+        return "auto", share
+    if share not in WAYS:
+        raise ValueError(
+            f'share is {share!r}, expected "speed" (every process keeps all inverses), "memory" (blocks\' numbers are '
+            'their owners\' alone), "auto", or a number of bytes of state from which on it is "memory"'
+        )
+    return share, BUDGET

@@ -15,7 +15,7 @@ from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, PullbackMetric
 from natgrad.optim.recorded_pass import Data
 from natgrad.pure import Labelled, as_call
-from natgrad.rules import LineSearch, Rule, refuse_measured_kl
+from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
 from natgrad.spaces import check_parameters, trainable
 from natgrad.structures import Layerwise, Structure
@@ -198,3 +198,21 @@ def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None, wild: bo
         f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
         "GradScaler, scaler.step(optimizer) skips such steps)"
     )
+
+
+def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None) -> Rule:
+    """The rule, by default `MeasuredLength` with these bounds. ValueError for one that the blocks cannot serve."""
+    bounds = [key for key, value in (("max_kl", max_kl), ("kl_share", kl_share)) if value is not None]
+    if rule is None:
+        usual = MeasuredLength()
+        share = usual.kl_share if kl_share is None else kl_share
+        return MeasuredLength(usual.max_kl if max_kl is None else max_kl, share)
+    if not isinstance(rule, Rule):
+        hint = "; did you forget the parentheses?" if isinstance(rule, type) else ""
+        raise TypeError(f"rule is {rule!r}, expected a natgrad Rule{hint}")
+    if bounds:
+        raise ValueError(f"{bounds} are settings of rule=ng.MeasuredLength(...): give them to the rule")
+    if rule.needs_solver or getattr(rule, "iterates", False):
+        raise ValueError(f"rule {rule} needs what an iterative solver found: use ng.NaturalGradient, ng.hessian_free")
+    refuse_measured_kl(rule)
+    return rule

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from natgrad.layers.graph_leaves import GraphLeaves
 from natgrad.layers.kinds import EmbeddingLayer, Layer
 from natgrad.layers.moments import Seen
 from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
-from natgrad.optim.parallel_models import refuse_sharded
+from natgrad.optim.parallel_models import find_data_group, refuse_recut, refuse_sharded
 from natgrad.structures import Layerwise
 
 
@@ -33,6 +34,9 @@ class Ranks:
         rank: This one's number.
         wrappers: What averages the gradients, if that is known.
         settled: True once `settle` has looked.
+        device: Where the model is.
+        averaged: True if gradients are averaged over them as they arise, by `fully_shard`.
+        sent: Bytes of messages so far, by what they are: "statistics", "inverses", "directions", "scalars".
     """
 
     group: Any = None
@@ -40,35 +44,59 @@ class Ranks:
     rank: int = 0
     wrappers: Sequence[DistributedDataParallel] = ()
     settled: bool = False
+    device: torch.device = torch.device("cpu")
+    averaged: bool = False
+    sent: dict[str, int] = field(default_factory=dict)
 
-    def settle(self, model: nn.Module, structure: Layerwise) -> None:
+    def settle(self, model: nn.Module, structure: Layerwise, leaves: GraphLeaves) -> None:
         """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
 
         Raises:
             ValueError: If another process holds another model; within `join`, where a process that is out of examples
                 takes no part in sums of statistics.
         """
+        self.device = next(iter(leaves.named.values())).device
         if not self.settled:
             if self.group is None:
-                vars(self).update(vars(meet(model, None)[1]))
+                refuse_recut(model, leaves.named)
+                found = meet(model, None, parts=True)[1]
+                group = find_data_group(leaves)
+                if group is not None:
+                    found = Ranks(group, distributed.get_world_size(group), distributed.get_rank(group))
+                    self.averaged = True
+                self.group, self.size, self.rank, self.wrappers = found.group, found.size, found.rank, found.wrappers
             self.check(structure)
-            self.compare(dict(model.named_parameters()))
+            self.compare(leaves.named)
             self.settled = True
         refuse_join(self.wrappers)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, the same bits on each."""
+    def sum(self, tensor: Tensor, kind: str = "scalars", owner: int | None = None) -> Tensor:
+        """The sum over all processes, the same bits on each. owner: the only process that gets it, if there is one."""
         if self.size == 1:
             return tensor
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(found, group=self.group)
+        self._count(kind, found)
+        if owner is None:
+            distributed.all_reduce(found, group=self.group)
+        else:
+            distributed.reduce(found, group=self.group, group_dst=owner)
         return found
 
     def compare(self, named: Mapping[str, Tensor], settings: str = "") -> None:
         """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike."""
         if self.size > 1 and named:
             # a DistributedDataParallel has broadcast its values
-            check_equal_models(named, self.group, values=not self.wrappers, settings=settings)
+            check_equal_models(named, self.group, values=not (self.wrappers or self.averaged), settings=settings)
+
+    def broadcast(self, tensor: Tensor, source: int, kind: str) -> Tensor:
+        """The source's tensor, written into this process's."""
+        if tensor.numel():
+            self._count(kind, tensor)
+            distributed.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def _count(self, kind: str, tensor: Tensor) -> None:
+        self.sent[kind] = self.sent.get(kind, 0) + tensor.numel() * tensor.element_size()
 
     def check(self, structure: Layerwise) -> None:
         """TypeError for a structure whose statistics several processes cannot add up."""
@@ -91,12 +119,12 @@ class Ranks:
             scale: Of this process's gradient; 0 stands for 1.
             device: Where the numbers are added up.
         """
-        rows = sum(loss.rows for loss in losses)
-        parts = [loss.value * loss.rows for loss in losses if loss.rows]
+        rows = sum(self.weight(loss) for loss in losses)
+        parts = [loss.value * self.weight(loss) for loss in losses if loss.rows]
         total = torch.stack(parts).sum() if parts else torch.zeros(())
         if self.size == 1:
             return total / rows if losses else None, nats, scale or 1.0
-        own = torch.tensor([nats * rows, rows, scale], dtype=torch.float64, device=device)
+        own = torch.tensor([nats * rows if rows else 0.0, rows, scale], dtype=torch.float64, device=device)
         loss, nats_rows, all_rows, scales = self.sum(torch.cat([total.reshape(1).to(own), own]))
         scale_mean = torch.where(scales > 0, scales / self.size, 1.0)
         # without rows the loss says nothing: infinite
@@ -105,6 +133,10 @@ class Ranks:
             torch.where(all_rows > 0, nats_rows / all_rows, 1.0),
             scale_mean,
         )
+
+    def weight(self, loss: Loss) -> float:
+        """What a loss weighs: its rows; over processes that add sums up, what its mean was multiplied by."""
+        return loss.count if self.size > 1 and loss.count and loss.rows else loss.rows
 
     def check_gradients(self, norm: Tensor) -> None:
         """Check that all processes have the same gradient.
@@ -115,7 +147,7 @@ class Ranks:
         Raises:
             ValueError: Where a group was given and nobody averages the gradients, so that parameters would drift apart.
         """
-        if self.size == 1 or self.wrappers:
+        if self.size == 1 or self.wrappers or self.averaged:
             return
         total, squares = self.sum(torch.stack([norm, norm.square()]).double()) / self.size
         if bool(squares - total.square() > 1e-6 * squares):  # of equal numbers it is round-off; false for NaN
@@ -124,9 +156,25 @@ class Ranks:
                 "wrap the model in a DistributedDataParallel, or average the gradients before optimizer.step()"
             )
 
-    def sum_entries(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`sum`, entry by entry."""
-        return {key: self.sum(tensor) for key, tensor in fresh.items()}
+    def sum_entries(self, fresh: dict[str, Tensor], owner: int | None = None) -> dict[str, Tensor]:
+        """`sum`, by name, in one message per dtype."""
+        return self._in_messages(fresh, "statistics", owner)
+
+    def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The means over all processes by name, in one message per dtype."""
+        found = self._in_messages(tensors, "gradients")
+        return {name: total / self.size for name, total in found.items()}
+
+    def _in_messages(self, tensors: Mapping[str, Tensor], kind: str, owner: int | None = None) -> dict[str, Tensor]:
+        kinds: dict[Any, list[str]] = {}
+        for name, tensor in tensors.items():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
+        found = dict[str, Tensor]()
+        for names in kinds.values():
+            flat = self.sum(torch.cat([tensors[name].reshape(-1) for name in names]), kind, owner)
+            parts = flat.split([tensors[name].numel() for name in names])
+            found |= {name: part.view_as(tensors[name]) for name, part in zip(names, parts, strict=True)}
+        return {name: found[name] for name in tensors}
 
     def generator(self, shared: torch.Generator) -> torch.Generator:
         """A source of labels of this process's own. The shared one moves alike everywhere: one checkpoint fits all."""
@@ -136,20 +184,21 @@ class Ranks:
         return torch.Generator(shared.device).manual_seed(int(seed) + self.rank)
 
 
-def meet(model: Any, group: Any) -> tuple[Any, Ranks]:
+def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Ranks]:
     """The model without its `DistributedDataParallel`, and the processes that train it: one, if there is none.
 
     Args:
         model: As the user gave it; a dict of tensors has no wrapper of its own.
         group: The processes whose statistics are added up; None: those of the wrapper around the model, or around what
             it is a part of.
+        parts: True for an optimizer that puts models in parts together.
 
     Raises:
         TypeError: For a model whose parameters are not whole on this process, and for a group that is none.
         ValueError: For a group that this process is not in or that is not the wrapper's, for static_graph=True, which
             takes the first backward that comes for the user's, and for a wrapper around some of the parameters only.
     """
-    refuse_sharded(model)
+    refuse_sharded(model, parts=parts)
     wrappers = [model] if isinstance(model, DistributedDataParallel) else find_wrappers(name_parameters(model).values())
     inner = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
     groups = [wrapper.process_group for wrapper in wrappers] + ([] if group is None else [check_group(group)])

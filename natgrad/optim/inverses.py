@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from natgrad.operators import Operator, pack_operator
+import torch
+from torch import Tensor
+
+from natgrad.operators import Operator, pack_operator, unpack_operator
 from natgrad.pure import leaves
+
+Prepare = Callable[[Operator, float], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """A block as it was inverted, not written yet.
+
+    Attributes:
+        operator: The damped inverse; None where the rule needs none.
+        packed: The same as tensors.
+        level: Its damping.
+        prepared: What the rule's `prepare` made of the block's metric.
+    """
+
+    operator: Operator | None
+    packed: dict[str, Any]
+    level: float
+    prepared: dict[str, Tensor]
 
 
 def is_finite(inverse: Operator) -> bool:
@@ -36,3 +60,18 @@ def robust_inverse(operator: Operator, damping: float) -> Operator | None:
         if is_finite(inverse):
             return inverse
     return None
+
+
+def invert_block(operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Inverted | None:
+    """A block's damped inverse, and what a rule prepares; None where numbers fail."""
+    inverse = robust_inverse(operator, level) if inverts else None
+    if inverts and inverse is None:
+        return None
+    try:
+        prepared = {} if prepare is None else prepare(operator, level)
+    except RuntimeError:  # torch.linalg.LinAlgError is one
+        return None
+    if not all(bool(torch.isfinite(t.sum())) for t in prepared.values()):
+        return None
+    tensors = {} if inverse is None else pack_operator(inverse)
+    return Inverted(None if inverse is None else unpack_operator(tensors), tensors, level, prepared)

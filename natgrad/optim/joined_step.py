@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from natgrad.optim.recorded_pass import Data, Told
 from natgrad.pure import as_call, map_tensors
 from natgrad.spaces import Space
 from natgrad.structures import Layerwise, StructurePreconditioner
-from natgrad.structures.process_sums import Exchange
+
+SumParts = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 DRIFTED = 1e-6
 """Of the step's length: how far the steps of two processes may lie apart, for round-off on unlike processors."""
@@ -218,7 +219,7 @@ def rows_of(told: Told | None) -> float | None:
     return None if told is None or math.isnan(told.count) else told.count
 
 
-def join_choice(ranks: Ranks, metric: Metric, choice: Any, data: Data) -> tuple[Metric, Any, Exchange | None]:
+def join_choice(ranks: Ranks, metric: Metric, choice: Any, data: Data) -> tuple[Metric, Any, SumParts | None]:
     """The metric and the structure or preconditioner for all processes' examples.
 
     One that hears the layers does so on this process's pass, and its statistics are added up.

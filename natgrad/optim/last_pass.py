@@ -19,6 +19,7 @@ from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
 from natgrad.optim.recorded_pass import Data, RecordedPass, Told, modes_of, part, versions_of
 from natgrad.pure import Call, RandomState, Select, is_evaluating, leaves, map_tensors
+from natgrad.whole_tensors import local_part
 
 KEYS = itertools.count()
 """Under which optimizers write passes into graphs, one each."""
@@ -277,12 +278,12 @@ def end_backward(recall: Recall | None) -> None:
 
 def mark_of(gradient: Tensor) -> tuple[int, int]:
     """What changes when somebody writes into a gradient, or puts another in its place."""
-    return 0 if gradient.is_sparse else gradient.data_ptr(), gradient._version
+    return 0 if gradient.is_sparse else local_part(gradient).data_ptr(), gradient._version
 
 
 def holds_anything(gradient: Tensor) -> bool:
     """Whether an entry is not zero."""
-    return bool((gradient.to_dense() if gradient.is_sparse else gradient).any())
+    return bool((gradient.to_dense() if gradient.is_sparse else local_part(gradient)).any())
 
 
 class Counter:

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Criterion
+from natgrad.optim.distributed import Ranks
 from natgrad.pure import leaves, map_tensors
 from natgrad.structures.layerwise import is_asking
+from natgrad.whole_tensors import gather_whole
 
 SHARE = 0.1  # of a block's gradient, that counts as a part: round-off in half precision stays below
+ALONE = Ranks()
 FADES = 0.9  # per measurement: an old curvature is forgotten in about ten
 
 
@@ -61,7 +64,11 @@ class Outside:
             slopes = torch.autograd.grad(heads, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True)
         except RuntimeError:  # a graph that goes backward once only: nothing is asked then
             return
-        known = {name: slope.to_dense() for name, slope in zip(wanted, slopes, strict=True) if slope is not None}
+        known = {
+            name: gather_whole(slope).to_dense()
+            for name, slope in zip(wanted, slopes, strict=True)
+            if slope is not None
+        }
         me = weakref.ref(self)
 
         def count(cotangent: Tensor) -> None:
@@ -86,6 +93,7 @@ class Outside:
         blocks: Sequence[Sequence[str]],
         losses: int,
         unit: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Find the blocks that a loss besides `opt.loss` reaches, and its curvature there.
 
@@ -95,9 +103,19 @@ class Outside:
             blocks: The names of each block's parameters.
             losses: The number of losses that went backward; nothing is known unless all of them were listened to.
             unit: What the gradients were divided by.
+            ranks: The processes whose gradients were averaged.
         """
-        asked = self._counted > 0 and self._counted == losses
-        own, self.updates = self._own, self.updates + 1
+        known = self._counted == losses
+        asked, own, self.updates = self._counted > 0 and known, self._own, self.updates + 1
+        if ranks.size > 1 and (self.levels or is_asking(self.updates - 1)):  # as all of them listen or none
+            flags = torch.tensor([float(asked), float(not known)], device=next(iter(gradients.values())).device)
+            some, unknown = ranks.sum(flags).tolist()
+            asked = some > 0 and not unknown
+            own = (
+                ranks.average({n: own[n].to(g) if n in own else torch.zeros_like(g) for n, g in gradients.items()})
+                if asked
+                else own
+            )
         self.forget_batch()
         if not asked:
             return

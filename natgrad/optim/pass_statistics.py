@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,22 +21,25 @@ from natgrad.layers.examples import (
     together,
 )
 from natgrad.layers.experts import ExpertProduct
+from natgrad.layers.graph_leaves import GraphLeaves
 from natgrad.layers.hearing import Heard, Pass, hear
 from natgrad.layers.kinds import Layer, known_layers
-from natgrad.layers.moments import Seen, separate
+from natgrad.layers.moments import separate
 from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Place, Tap, Taps, reach_calls, resume, tap
 from natgrad.layers.traced import Traced, TracedProduct, products, second_layers, traced_layers
 from natgrad.metrics import fisher
 from natgrad.optim.distributed import Ranks, call_roll, unheard
+from natgrad.optim.joined_batch import Span, line_up, sign_examples
 from natgrad.optim.last_pass import Recall
+from natgrad.optim.readings import Reading
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
 from natgrad.spaces import Space
-from natgrad.structures import Estimate, ExactLabels, Sampled
+from natgrad.structures import Empirical, Estimate, ExactLabels, Sampled
 from natgrad.structures.estimates import Outputs
 from natgrad.structures.layerwise import is_asking
 from natgrad.structures.metric_pass import collect
-from natgrad.structures.process_sums import Exchange
+from natgrad.whole_tensors import zeros_whole
 
 REENTRANT = (
     "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
@@ -44,37 +47,6 @@ REENTRANT = (
 )
 
 SHAPES = 64  # of passes for which the examples' places are kept
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What one pass tells. With several processes: this one's part.
-
-    Attributes:
-        heard: The layers, and squares for the parameters without a layer.
-        rows: The number of its rows.
-        apart: The layers again, with labels drawn apart, for measuring what the statistics were fitted to.
-        scores: From those labels, of the parameters without a layer, summed over examples, per cotangent.
-        weights: By layer and parameter, the rows of all processes that used it; default this one's.
-        exchange: How the parts of several processes are added up.
-    """
-
-    heard: Heard
-    rows: int
-    apart: list[Seen] = field(default_factory=list)
-    scores: tuple[dict[str, Tensor], ...] = ()
-    weights: Mapping[str, int] = field(default_factory=dict)
-    exchange: Exchange | None = None
-
-    @property
-    def layers(self) -> list[Seen]:
-        """The layers that explain their parameters' gradients."""
-        return self.heard.layers
-
-    @property
-    def squares(self) -> dict[str, Tensor]:
-        """Of the parameters without a layer, by name."""
-        return self.heard.squares
 
 
 class Reader:
@@ -91,6 +63,8 @@ class Reader:
         readings: Their number so far.
         unsure: True if a layer met a zero gradient, which explains anything.
         placed: Where the examples run, by the shapes of a pass's calls.
+        span: Where this process's examples of the reading stand among all.
+        counts: The rows of the reading, and what reduction='sum' multiplied the mean loss by.
     """
 
     def __init__(
@@ -111,9 +85,12 @@ class Reader:
         self.refused: set[str] = set()
         self.readings, self.unsure = 0, False
         self.placed: dict[Any, tuple[int, list[Place | None]]] = {}
+        self.span: Span | None = None
+        self.counts = 0, 0.0
+        self.leaves = GraphLeaves(self.named)
         recurrent = {layer.module for layer in self.matrices if layer.module is not None}
         self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
-        self.handles += unroll_recurrence(recurrent, self.taps)
+        self.handles += [*unroll_recurrence(recurrent, self.taps), *self.leaves.listen(self.model)]
         self.arm(True)
 
     def arm(self, due: bool) -> None:
@@ -146,14 +123,20 @@ class Reader:
         apart: how labels for measurements are drawn, None where the statistics' own do. With several processes: this
         one's part of them. None where another process's loss was not finite.
         """
+        self.span, before = None, None if self.generator is None else self.generator.get_state()
         own, answers = self._own(criterion, outputs, targets, recall, apart)
-        return self._agree_on_reading(own, answers)
+        found = self._agree_on_reading(own, answers)
+        if found is None:  # a process that could not read drew nothing
+            self.generator = None if before is None else self.generator_on(self._device).set_state(before)
+        return found
 
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
         dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
         torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
         if self.ranks.size > 1:
+            self.span = None
+            self._line_up(0, 0)
             call_roll(self.ranks, self._device, list(self._all), list(self.named), None)
 
     def _own(
@@ -162,8 +145,12 @@ class Reader:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
         taken = self.taps.pause(recall.last is not None)
-        calls = [call for call in taken if not self._refuses(call.layer)] + self._products(rows)
+        calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
         asking = self._asks()
+        told = recall.latest
+        self.counts = len(rows), told.scale if criterion.summed and told is not None else 0.0
+        if self.ranks.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
+            return self._pass_over(apart), {}
         try:
             one, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, apart, asking)
         except RuntimeError as error:
@@ -189,6 +176,17 @@ class Reader:
         squares = self._squares(rows, names, list(one.cotangents[:own]), one.examples, exact)
         return self._split_reading(replace(found, squares=squares), one, own, slopes), found.answers
 
+    def _pass_over(self, apart: Estimate | None) -> Reading:
+        """Nothing of a batch without rows; the shared source of labels moves as on the other processes."""
+        span, shared = self._line_up(0, 0), self.generator_on(self._device)
+        seed, squares = (2**62, 1), not self._named_by_layers()
+        draws = [] if isinstance(self.estimate, (ExactLabels, Empirical)) else [seed]
+        if squares and not isinstance(self.estimate, Sampled):
+            draws += [(2, span.total)] * span.cotangents
+        for high, count in draws + [seed] * ((apart is not None) + squares):
+            torch.randint(high, (count,), generator=shared, device=shared.device)
+        return Reading(Heard([]), 0, scores=({},) * (span.cotangents if apart is None else 1))
+
     def _pass(
         self,
         criterion: Criterion,
@@ -202,15 +200,17 @@ class Reader:
     ) -> tuple[Pass, int, list[list[Tensor | None]]]:
         """The pass with the derivatives at its taps, how many cotangents are the statistics', and all slopes."""
         held = set() if asking else {name for names in self.by_names() for name in names}
-        watched = {name: p for name, p in self.named.items() if name not in held and p.requires_grad}
-        estimates = [self.estimate] if apart is None else [self.estimate, apart]
+        watched = {name: p for name, p in self.leaves.items() if name not in held and p.requires_grad}
         examples, calls = self._place_calls(criterion, outputs, rows, calls, recall)
-        drawn = [self._cotangents(e, criterion, outputs, targets, examples) for e in estimates]
+        drawn = [self._cotangents(self.estimate, criterion, outputs, targets, examples)]
+        span = self._line_up(examples.count, len(drawn[0]))
+        drawn[0] = self._share_signs(drawn[0], examples, span)
+        drawn += [] if apart is None else [self._cotangents(apart, criterion, outputs, targets, examples)]
         cotangents = [c.to(rows.dtype) for part in drawn for c in part]
         calls, deltas, slopes = reach_calls(rows, self.taps, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        one = Pass(rows, calls, examples, cotangents, deltas, self.named, gradients, eps=eps)
+        one = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps)
         return one, len(drawn[0]) if apart is not None else len(cotangents), slopes
 
     def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
@@ -230,7 +230,7 @@ class Reader:
     def _products(self, rows: Tensor) -> list[Tap]:
         """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
         wanted: list[Traced] = [layer for layer in self.matrices if not self._refuses(layer)]
-        return [*products(rows, [*wanted, *(layer for layer in self.spare if self._trusts(layer))], self.named)]
+        return [*products(rows, [*wanted, *(layer for layer in self.spare if self._trusts(layer))], self.leaves)]
 
     def _asks(self) -> bool:
         """Whether this reading judges all layers, those that are trusted too."""
@@ -272,7 +272,7 @@ class Reader:
         if not names:
             return {}
         groups = examples.count if exact else max(1, GROUPS // max(1, len(cotangents)))
-        found = example_squares(rows, [self.named[n] for n in names], cotangents, examples, groups, generator)
+        found = example_squares(rows, [self.leaves[n] for n in names], cotangents, examples, groups, generator)
         return {name: square for name, square in zip(names, found, strict=True) if square is not None}
 
     def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
@@ -283,6 +283,7 @@ class Reader:
     def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
         layers, tokens = self._all, {one.key for one in own.layers if one.by_token}
+        span = self._line_up(own.rows, 1)
         roll = call_roll(
             self.ranks, self._device, list(layers), list(self.named), answers, list(own.squares), own.rows, tokens
         )
@@ -293,7 +294,7 @@ class Reader:
         kept = {key: layers[key] for key in roll.layers if key not in roll.refused}
         held = {name for layer in kept.values() for name in layer.layout.names}
         self.trusted |= {claim for layer in kept.values() for claim in layer.claims}
-        seen, cotangents = {one.key: one for one in own.layers}, max((len(one.deltas) for one in own.layers), default=1)
+        seen, cotangents = {one.key: one for one in own.layers}, span.cotangents
         passed = [
             seen[key]
             if key in seen
@@ -301,10 +302,10 @@ class Reader:
             for key, layer in kept.items()
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
-        exchange = self.ranks.sum_entries if self.ranks.size > 1 else None
+        exchange, span = (self.ranks.sum_entries, span) if self.ranks.size > 1 else (None, None)
         apart = [one for one in own.apart if one.key in kept]
         heard = replace(own.heard, layers=passed, squares=squares)
-        return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, exchange)
+        return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, exchange, span)
 
     @property
     def _all(self) -> dict[str, Layer]:
@@ -317,7 +318,7 @@ class Reader:
 
     def _zeros(self, name: str) -> Tensor:
         p = self.named[name]
-        return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        return zeros_whole(p, torch.promote_types(p.dtype, torch.float32))
 
     def _refuses(self, layer: Layer) -> bool:
         return not self.refused.isdisjoint(layer.claims)
@@ -337,11 +338,26 @@ class Reader:
         weights = criterion.weights(tree, targets)
         rows = family.rows(tree)
         with torch.no_grad():
-            generator = self.ranks.generator(self.generator_on(rows.device))
-            found = list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, slope), generator))
-            if isinstance(estimate, Sampled) or self._named_by_layers():
-                return found
-            return [sign_examples(cotangent, examples, generator) for cotangent in found]
+            shared = self.generator_on(rows.device)
+            # these draw nothing: the shared source stands where that of one process would
+            generator = shared if isinstance(estimate, (ExactLabels, Empirical)) else self.ranks.generator(shared)
+            return list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, slope), generator))
+
+    def _share_signs(self, found: list[Tensor], examples: Examples, span: Span) -> list[Tensor]:
+        """The cotangents with a sign per example, the same whatever process an example is on, and as many on all."""
+        if isinstance(self.estimate, Sampled):
+            return found
+        found = found + [torch.zeros_like(found[0])] * (span.cotangents - len(found))
+        if self._named_by_layers():
+            return found
+        return [sign_examples(cotangent, examples, self.generator_on(cotangent.device), span) for cotangent in found]
+
+    def _line_up(self, count: int, cotangents: int) -> Span:
+        """Where this process's examples stand among all, asked once per reading, and before anything can fail."""
+        if self.span is None:
+            rows, scale = self.counts
+            self.span = line_up(self.ranks, self._device, count, rows if count else 0, scale, cotangents)
+        return self.span
 
     def _named_by_layers(self) -> bool:
         """Whether every parameter belongs to a layer, whose examples' scores are told apart."""
@@ -375,16 +391,6 @@ class Reader:
             )
         apart = [one for whole in found.layers for one in separate(whole)]
         return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
-
-
-def sign_examples(cotangent: Tensor, examples: Examples, generator: torch.Generator) -> Tensor:
-    """A random sign on every example's entries.
-
-    The statistics of layers do not change. The square of a sum over examples becomes, on average, the sum of squares;
-    for labels drawn at random it is one already.
-    """
-    bits = torch.randint(0, 2, (examples.count,), generator=generator, device=cotangent.device)
-    return examples.scale(cotangent, 2 * bits - 1)
 
 
 def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,35 +16,19 @@ from natgrad.damping import Damping
 from natgrad.linalg import stays_finite
 from natgrad.operators import Operator
 from natgrad.optim.batch_form import BatchForm
-from natgrad.optim.block_averages import Block, Blocks, Inverted, Whole
+from natgrad.optim.block_averages import Block, Blocks, Whole, give_back
 from natgrad.optim.distributed import Ranks
+from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
-from natgrad.optim.pass_statistics import Reading
-from natgrad.optim.running_averages import add_penalty, running_mean, signal_sums
+from natgrad.optim.readings import Reading
+from natgrad.optim.running_averages import Penalised, add_penalty, running_mean, signal_sums
 from natgrad.optim.schedule import Clock, compare_kl, follow_signal
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
+from natgrad.whole_tensors import WholeTensors, write_whole
 
 RULE = "rule"
 """Where the rule's vectors lie in a parameter's state."""
-
-
-class Penalised(Mapping[str, Tensor]):
-    """The gradients of loss + l2 / 2 |theta|^2 by name, each made when it is asked for."""
-
-    def __init__(
-        self, gradients: Mapping[str, Tensor], named: Mapping[str, Tensor], strengths: Mapping[str, float]
-    ) -> None:
-        self.gradients, self.named, self.strengths = gradients, named, strengths
-
-    def __getitem__(self, name: str) -> Tensor:
-        return add_penalty(self.gradients[name], self.named[name], self.strengths[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.gradients)
-
-    def __len__(self) -> int:
-        return len(self.gradients)
 
 
 @dataclass
@@ -87,7 +71,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.clock, self.stride = dict(self.clock), copy(self.stride)
-        self.sample = self.stride.sample
+        self.sample, self.values = self.stride.sample, WholeTensors(self.named)
         # a rule that turns takes the plain damped inverses until then
         self.turned = self.rule.turns_at is not None and self.clock["turned"] >= 0
         self.shapes = self.rule.shapes and (self.rule.turns_at is None or self.turned)
@@ -100,8 +84,11 @@ class Attempt:
 
     def invert(self, damping: Damping) -> None:
         """Damped inverses of today's averages."""
+        whole = Whole(self.blocks, self.nats)
+        if self.blocks.owners.apart:
+            whole.mean_eigenvalue()  # all processes together, before each looks at its own blocks
         self.inverses, failures = self.blocks.invert(
-            partial(self._level, damping, Whole(self.blocks, self.nats)),
+            partial(self._level, damping, whole),
             self.inverts,
             self.rule.prepare if self.shapes else None,
         )
@@ -129,6 +116,7 @@ class Attempt:
             bounded: True if the loss is at least 0.
             counts: Examples of this step, and seen so far.
         """
+        self.values.gather()
         directions, slopes, levels = self._directions(gradients)
         if not directions:
             return None
@@ -161,7 +149,7 @@ class Attempt:
             measure=partial(self._step_along, levels),
             turned=self.turned,
             layers=[block.layout.names for block in self.blocks],
-            params=self.named,
+            params=self.values,
             exact=self._step_on_batch,
             doubt=self.clock["doubt"],
         )
@@ -173,6 +161,8 @@ class Attempt:
         steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
         rates = {name: self._lr(name) for name in self.groups}
         for key, block in self.blocks.all.items():
+            if not self.blocks.owners.holds(key):
+                continue
             means = {name: self._mean(name, gradients[name]) for name in block.layout.names if name in gradients}
             last = self.inverses.get(key) or self.blocks.last_inverted(block)
             if last is None or not means or (self.inverts and last.operator is None):
@@ -185,7 +175,24 @@ class Attempt:
                 steps |= found
                 slopes |= promised
             levels |= dict.fromkeys(block.layout.names, last.level)
-        return steps, slopes, levels
+        return self._share(gradients, steps, slopes, levels) if self.blocks.owners.apart else (steps, slopes, levels)
+
+    def _share(
+        self,
+        gradients: Mapping[str, Tensor],
+        steps: dict[str, Tensor],
+        slopes: dict[str, Tensor],
+        levels: dict[str, float],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        """The same of all blocks, from their owners."""
+        owners = self.blocks.owners
+        keys = {name: key for key, block in self.blocks.all.items() for name in block.layout.names}
+        like = next(iter(gradients.values()))
+        slopes = owners.share_scalars(slopes, keys, like)
+        damping = owners.share_scalars(levels, keys, like.new_zeros((), dtype=torch.float64))
+        moved = owners.share_scalars(dict.fromkeys(steps, 1.0), keys, like)
+        whole = owners.share_parts(steps, {name: gradients[name] for name in moved}, keys)
+        return whole, slopes, {name: float(level) for name, level in damping.items()}
 
     def _shape(
         self, key: str, block: Block, last: Inverted, means: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
@@ -205,17 +212,17 @@ class Attempt:
             steps=self.clock["step"],
         )
         direction, self.memories[key] = self.rule.shape(point)
-        return self.blocks.owner.give_back(block.layout, direction, means)
+        return give_back(block.layout, direction, means)
 
     def _mean(self, name: str, gradient: Tensor) -> Tensor:
         p, group = self.named[name], self.groups[name]
-        whole = add_penalty(gradient, p, group["l2"])
+        whole = add_penalty(gradient, self.values[name], group["l2"])
         mean, self.means[name] = running_mean(self.state.get(p, {}), whole, group["momentum"])
         return mean
 
     def _add_penalty(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         strengths = self.strengths()
-        return Penalised(gradients, self.named, strengths) if any(strengths.values()) else gradients
+        return Penalised(gradients, self.values, strengths) if any(strengths.values()) else gradients
 
     def count_signal(self, gradients: Mapping[str, Tensor]) -> None:
         """Follow how much of the gradients is signal, and turn to the rule's own directions where that is little.
@@ -225,18 +232,22 @@ class Attempt:
         if not self.rule.turns_at or self.turned:
             return
         kept = {name: mean for name, mean in self.means.items() if mean}
-        if not kept:  # no momentum: nothing is known
+        if not kept and not self.blocks.owners.apart:  # no momentum: nothing is known
             return
         decays = {name: float(self.groups[name]["momentum"]) for name in kept}
         penalised = self._add_penalty(gradients)
-        sums = signal_sums({name: penalised[name] for name in kept}, kept, decays)
+        sums = signal_sums({name: penalised[name] for name in kept}, kept, decays) if kept else torch.zeros(3)
+        if self.blocks.owners.apart:
+            sums = self.ranks.sum(sums.double().to(self._device))
+            if not bool(sums[1] > 0):
+                return
         if follow_signal(self.clock, sums.tolist(), self.rule.turns_at):
             self.clock |= {"updated": -1, "inverted": -1, "measured": -1}
 
     # the metric along a step
 
     def _measure(self, moves: Mapping[str, Tensor], promised: Mapping[str, Tensor]) -> None:
-        self.stride.measure(moves, promised, self.named, self.ranks, self._penalty(moves))
+        self.stride.measure(moves, promised, self.values, self.ranks, self._penalty(moves))
         self.clock["measured"] = self.clock["step"]
 
     def _promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
@@ -274,7 +285,7 @@ class Attempt:
 
     def _form_on_sample(self, sample: Reading, vector: Parts) -> Tensor:
         moves = vector.tensors()
-        return measure_form(sample, moves, self.named, self.ranks, self._penalty(moves))
+        return measure_form(sample, moves, self.values, self.ranks, self._penalty(moves))
 
     def _penalty(self, moves: Mapping[str, Tensor]) -> Tensor | float:
         """moves^T (l2 I) moves."""
@@ -316,7 +327,7 @@ class Attempt:
 
     def _move_parameter(self, name: str, vector: Parts) -> Tensor:
         """The parameter after the step."""
-        p, decay = self.named[name], self.groups[name]["weight_decay"]
+        p, decay = self.values[name], self.groups[name]["weight_decay"]
         start = p * (1 - self._lr(name) * decay) if decay else p
         part, length = vector.parts[name].to(p.dtype), torch.as_tensor(vector.length).to(p)
         return torch.addcmul(start, part, length, value=vector.rate(name))
@@ -328,7 +339,7 @@ class Attempt:
         sums = [p.sum(dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.parameters.values()]
         if bool(torch.isfinite(torch.stack([total.double() for total in sums])).all()):
             return True
-        return all(stays_finite(self.named[name], new) for name, new in self.parameters.items())
+        return all(stays_finite(self.values[name], new) for name, new in self.parameters.items())
 
     def commit(
         self, owner: MutableMapping[str, Any], values: Mapping[str, Any], forget_batch: Callable[[], None]
@@ -351,7 +362,7 @@ class Attempt:
         self, owner: MutableMapping[str, Any], values: Mapping[str, Any], forget_batch: Callable[[], None]
     ) -> None:
         for name, new in self.parameters.items():
-            self.named[name].copy_(new)
+            write_whole(self.named[name], new)
         for name, mean in self.means.items():
             self.state[self.named[name]].update(mean)
         for name, vectors in self.vectors.items():

@@ -46,6 +46,10 @@ class BlockOptions(TypedDict, total=False):
             over the groups counts. The rest may have an optimizer of its own: call the `loss` of each.
         group: The processes of `torch.distributed` whose statistics are added up, for gradients that you average
             yourself; default those of the `DistributedDataParallel` around the model.
+        share: With several processes, how they share the blocks out. Only a block's owner inverts it. "speed": the
+            inverses go to all, and nothing is sent between updates. "memory": statistics, inverses and mean gradients
+            stay with their owners, who send the directions at every step. "auto": "speed" while the state takes less
+            than 4 GiB; a number is another such bound, in bytes.
         train_in_eval: True reads passes in evaluation mode too, to train with dropout off and batch norm frozen;
             evaluate under `torch.no_grad()` then.
         on_trouble: What a step does whose loss or gradient is not finite, or whose loss is more than ten times the
@@ -66,6 +70,7 @@ class BlockOptions(TypedDict, total=False):
     outputs: Select | None
     params: Iterable[Any] | None
     group: Any
+    share: str | int
     train_in_eval: bool
     on_trouble: OnTrouble
 
@@ -87,6 +92,7 @@ class BlockSettings:
     outputs: Select | None = None
     params: Iterable[Any] | None = None
     group: Any = None
+    share: str | int = "auto"
     train_in_eval: bool = False
     on_trouble: OnTrouble = "skip"
 

@@ -27,7 +27,7 @@ class PooledLoss:
 
     Args:
         objective: The loss of this process's rows.
-        rows: How many these are.
+        rows: What they weigh: how many they are; 0 where this process has none.
         ranks: The processes.
         before: The mean loss over all rows.
         named: The parameters.
@@ -37,7 +37,7 @@ class PooledLoss:
     def __init__(
         self,
         objective: Objective,
-        rows: int,
+        rows: float,
         ranks: Ranks,
         before: float,
         named: Mapping[str, Tensor],
@@ -54,7 +54,7 @@ class PooledLoss:
         """loss(theta + d) - loss(theta); NaN where it is not finite."""
         if self._last is None or self._last[0] is not vector:
             assert isinstance(vector, Parts)
-            change = self.objective(vector) - self.objective.before
+            change = self.objective(vector) - self.objective.before if self.rows else 0.0
             pair = torch.tensor([change * self.rows, self.rows], dtype=torch.float64, device=self._device)
             total, weight = self.ranks.sum(pair)
             self._last = vector, float(total / weight) + self._penalty(vector)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.rules import inner_product
 from natgrad.structures.layerwise import Statistics
+from natgrad.whole_tensors import gather_whole
 
 SHARED = frozenset({"totals", "inverse", "prepared"})
 """A block's numbers whose tensors may lie in one another's storage."""
@@ -18,13 +19,31 @@ SHARED = frozenset({"totals", "inverse", "prepared"})
 def dense(p: Tensor) -> Tensor:
     """p.grad, dense, at least in float32."""
     assert p.grad is not None
-    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    gradient = p.grad.to_dense() if p.grad.is_sparse else gather_whole(p.grad)
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 def add_penalty(gradient: Tensor, p: Tensor, l2: float) -> Tensor:
     """The gradient of loss + l2 / 2 |theta|^2."""
     return torch.add(gradient, p, alpha=l2) if l2 else gradient
+
+
+class Penalised(Mapping[str, Tensor]):
+    """The gradients of loss + l2 / 2 |theta|^2 by name, each made when it is asked for."""
+
+    def __init__(
+        self, gradients: Mapping[str, Tensor], named: Mapping[str, Tensor], strengths: Mapping[str, float]
+    ) -> None:
+        self.gradients, self.named, self.strengths = gradients, named, strengths
+
+    def __getitem__(self, name: str) -> Tensor:
+        return add_penalty(self.gradients[name], self.named[name], self.strengths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.gradients)
+
+    def __len__(self) -> int:
+        return len(self.gradients)
 
 
 def running_mean(state: Mapping[str, Any], gradient: Tensor, decay: float) -> tuple[Tensor, dict[str, Any]]:

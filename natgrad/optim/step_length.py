@@ -12,7 +12,7 @@ from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian
 from natgrad.layers.hearing import Heard
 from natgrad.layers.moments import Seen
 from natgrad.optim.distributed import Ranks
-from natgrad.optim.pass_statistics import Reading
+from natgrad.optim.readings import Reading
 
 SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
 SLOWEST = 0.5  # that the ratio falls to, per measurement
@@ -57,11 +57,8 @@ class Stride:
         sample, self.sample = self.sample, None
         if sample is None:
             return
-        found, names = form_along(sample, steps, named)
-        whole = sum(promised[name] for name in names if name in promised)
-        like = next(iter(promised.values()))
-        pair = torch.stack([torch.as_tensor(part).to(like) for part in (found + penalty, whole)])
-        found, whole = ranks.sum(sample.rows * pair)  # the same bits on all ranks, in the ratio too
+        found, whole = pool_form(sample, steps, promised, named, ranks)
+        found = found + sum_rows(sample) * penalty
         before = self.ratio
         fresh = found / whole
         if before is not None:
@@ -93,26 +90,66 @@ def measure_form(
         ranks: The processes that train the model.
         penalty: What the form has besides the metric.
     """
-    rows, like = float(sample.rows), next(iter(moves.values()))
-    found = torch.as_tensor(form_along(sample, moves, named)[0] + penalty).to(like)
-    total, weight = ranks.sum(torch.stack([rows * found, torch.as_tensor(rows).to(found)]))
-    return total / weight
+    return pool_form(sample, moves, {}, named, ranks)[0] / sum_rows(sample) + penalty
+
+
+def pool_form(
+    sample: Reading,
+    steps: Mapping[str, Tensor],
+    promised: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all.
+
+    Args:
+        sample: A part of a pass, as `sampled` gives it.
+        steps: A vector, by name.
+        promised: By name, the same on all processes.
+        named: The parameters.
+        ranks: The processes that train the model: they get the same bits.
+    """
+    like, share = next(iter(steps.values())), sum_share(sample)
+    squares, sums, names = squares_and_sums(sample, steps, named)
+    covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)
+    sums = torch.stack([torch.as_tensor(one).to(like) for one in sums]) if sums else like.new_zeros(0)
+    found = ranks.sum(torch.cat([share * torch.as_tensor(squares).to(like).reshape(1), share**0.5 * sums, covered]))
+    form = found[0] + found[1 : 1 + len(sums)].square().sum()
+    parts = zip(promised.values(), found[1 + len(sums) :].tolist() if promised else [], strict=True)
+    whole = [value.to(form) for value, processes in parts if processes > 0]
+    return form, sum_rows(sample) * (torch.stack(whole).sum() if whole else torch.zeros_like(form))
+
+
+def sum_rows(sample: Reading) -> float:
+    """The rows of all processes."""
+    return float(sample.rows if sample.span is None else sample.span.rows)
+
+
+def sum_share(sample: Reading) -> float:
+    """What this process's part weighs among them."""
+    return float(sample.rows) if sample.span is None else sample.span.share
 
 
 def sample_examples(reading: Reading) -> Reading:
     """A part of the examples, weighing as much as all: their memory outlives the backward pass.
 
+    With several processes the same examples as one process would take of the joined batch, whoever has them.
+
     Parameters without a layer keep their scores, which are sums over examples.
     """
-    examples = min((len(one.activations) for one in reading.apart), default=0)
-    kept = min(examples, max(FEWEST, examples // PART))
+    examples, span = min((len(one.activations) for one in reading.apart), default=0), reading.span
+    kept, all_kept, total = min(examples, max(FEWEST, examples // PART)), 0, 0
+    if span is None or not span.count or examples % span.count:
+        all_kept, total = kept, examples
+    else:
+        kept, all_kept, total = span.count_kept(examples // span.count, FEWEST, PART)
     layers = []
     for one in reading.apart:
         if len(one.activations) % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
             rows = len(one.activations) // examples * kept
-            deltas = [d[:rows] * (examples / kept) ** 0.5 for d in one.deltas]
+            deltas = [d[:rows] * (total / all_kept) ** 0.5 for d in one.deltas]
             layers.append(replace(one, activations=one.activations[:rows].clone(), deltas=deltas))
-    return Reading(Heard([]), reading.rows, layers, reading.scores)
+    return Reading(Heard([]), reading.rows, layers, reading.scores, span=span)
 
 
 def form_along(
@@ -124,21 +161,31 @@ def form_along(
     out. Parameters without a layer add the square of their summed scores, whose expectation over labels is the same.
     0 if nothing moved that was seen.
     """
+    squares, sums, names = squares_and_sums(reading, steps, named)
+    forms = [*([squares] if isinstance(squares, Tensor) else []), *(one.square() for one in sums)]
+    return (torch.stack(forms).sum() if forms else 0.0), names
+
+
+def squares_and_sums(
+    reading: Reading, steps: Mapping[str, Tensor], named: Mapping[str, Tensor]
+) -> tuple[Tensor | float, list[Tensor], list[str]]:
+    """The layers' part of `form_along`, per cotangent score^T step of the other parameters, and all their names."""
     layers = [one for one in reading.apart if any(name in steps for name in one.layer.layout.names)]
     layers = [one for one in layers if len(one.deltas) == len(layers[0].deltas)]
-    forms = [form_of(layers, steps, named)] if layers else []
+    squares = form_of(layers, steps, named) if layers else 0.0
     names = [name for one in layers for name in one.layer.layout.names]
+    sums, like = list[Tensor](), next(iter(steps.values()))
     for scores in reading.scores:
         rest = [(score * steps[name]).sum() for name, score in scores.items() if name in steps and name not in names]
-        if rest:
-            forms.append(torch.stack(rest).sum().square())
-    names += [name for scores in reading.scores[:1] for name in scores]
-    return (torch.stack(forms).sum() if forms else 0.0), names
+        sums.append(torch.stack(rest).sum() if rest else like.new_zeros(()))
+    return squares, sums, names + [name for scores in reading.scores[:1] for name in scores]
 
 
 def form_of(layers: Sequence[Seen], steps: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Tensor:
     """sum_i (score_i^T step)^2 over the layers together, summed over cotangents."""
     examples = min(len(one.activations) for one in layers)
+    if not examples:  # other processes have those that are measured
+        return torch.zeros((), dtype=layers[0].deltas[0].dtype, device=layers[0].deltas[0].device)
     slopes = [slopes_of(one, steps, named, examples) for one in layers]
     return torch.stack(slopes).sum(0).square().sum()
 

@@ -17,12 +17,21 @@ from natgrad.layers.taps import Release
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import Blocks
+from natgrad.optim.block_owners import Owners, check_share
 from natgrad.optim.checkpoint import Checkpoint, Format
-from natgrad.optim.checks import NotFiniteError, check_blocks, describe_trouble, given_parameters, named_parameters
+from natgrad.optim.checks import (
+    NotFiniteError,
+    check_blocks,
+    describe_trouble,
+    given_parameters,
+    named_parameters,
+    settle_rule,
+)
 from natgrad.optim.distributed import meet
 from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Called
 from natgrad.optim.outside_losses import Outside
+from natgrad.optim.parallel_models import refuse_trials
 from natgrad.optim.pass_statistics import Reader
 from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
@@ -34,7 +43,7 @@ from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sample_examples
 from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import check_select, full_precision, leaves
-from natgrad.rules import BlockStep, MeasuredLength, Momentum, Quadratic, Rule, Step, refuse_measured_kl
+from natgrad.rules import BlockStep, Momentum, Quadratic, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
@@ -89,7 +98,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     ) -> None:
         chosen = BlockSettings(**options)
         check_blocks(model, structure, update_every=chosen.update_every, invert_every=chosen.invert_every)
-        self.model, self._ranks = meet(model, chosen.group)
+        self.model, self._ranks = meet(model, chosen.group, parts=True)
         self._ranks.check(structure)
         self._criterion, self.structure = as_criterion(criterion), structure
         self.rule = settle_rule(chosen.rule, chosen.max_kl, chosen.kl_share)
@@ -100,6 +109,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self.train_in_eval = chosen.train_in_eval
         self._judge = Judge(chosen.damping)
         self.damping = self._judge.damping
+        refuse_trials(model, self.rule if self.rule.needs_loss else self._judge.strategy)
         self._named = {}  # what the groups hold, in the model's order
         check_select(chosen.outputs)
         self._recall = Recall(chosen.outputs)
@@ -109,7 +119,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
-        self._blocks = Blocks(structure, self._named, self.state)
+        self._blocks = Blocks(structure, self._named, self.state, Owners(self._ranks, *check_share(chosen.share)))
         self._told: dict[str, Any] = {}
         self._clock = start_clock()
         self._stride, self._outside = Stride(), Outside()
@@ -147,7 +157,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._finalizer()
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
-        self._ranks.settle(self.model, self.structure)
+        self._ranks.settle(self.model, self.structure, self._reader.leaves)
         rows = count_rows(self.criterion, outputs)
         needed = self._judge.due(self._clock) or self.rule.needs_loss or is_watched(self._clock)
         self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen, needed=needed)
@@ -189,6 +199,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         return {
             "clock": dict(self._clock),
             "blocks": self._blocks.list_names(),
+            "owners": self._blocks.owners.save(),
             "trusted": sorted(self._reader.trusted),
             "refused": sorted(self._reader.refused),
             "generator": self._labels().get_state(),
@@ -197,7 +208,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         }
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
-        blocks = Blocks(self.structure, self._named, saved.state)
+        owners = self._blocks.owners.load(saved.extra.get("owners"))
+        blocks = Blocks(self.structure, self._named, saved.state, owners)
         trusted, refused = set(saved.extra["trusted"]), set(saved.extra["refused"])
         blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted))
 
@@ -219,7 +231,9 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _read(self, outputs: Any, targets: Any, value: Tensor) -> None:
         decay = 1.0 if self._pending else self.structure.decay  # micro-batches of one step count alike
         taken = False
-        if bool(torch.isfinite(self._recall.computed[-1].value)):  # NaN too where no target counts
+        own = self._recall.computed[-1]
+        # NaN too where no target counts; the other processes go on without this one's rows then
+        if bool(torch.isfinite(own.value)) or (self._ranks.size > 1 and not own.rows):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 # labels that a metric was estimated from measure it too short along the direction that it gives
                 measuring = self._measures() and self._due("measured", max(MEASURED, self.update_every))
@@ -230,8 +244,8 @@ class StructuredNaturalGradient(ModelOptimizer):
                     reading.apart.clear()
                     taken = self._blocks.take(reading, decay)
                     self._stride.sample = sample if taken else None
-                if self._ranks.size == 1:
-                    self._outside.listen(self.criterion, outputs, targets, value, self._named)
+                if own.rows or self._ranks.size == 1:
+                    self._outside.listen(self.criterion, outputs, targets, value, self._reader.leaves)
         else:
             self._reader.skip(value)
         value.register_hook(Release(self._reader.taps))
@@ -281,7 +295,8 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._reader.arm(False)  # what follows may call the model again
             if self._pending:
                 blocks = [block.layout.names for block in self._blocks]
-                self._outside.measure(gradients, self._named, blocks, len(self._recall.losses), float(scale))
+                losses = [loss for loss in self._recall.losses if loss.rows or self._ranks.size == 1]
+                self._outside.measure(gradients, attempt.values, blocks, len(losses), float(scale), self._ranks)
             if self._clock["updated"] > self._clock["inverted"] and self._due("inverted", self.invert_every):
                 attempt.invert(self.damping)
             self._move(attempt, gradients, active, called)
@@ -307,7 +322,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _move(self, attempt: Attempt, gradients: dict[str, Tensor], active: dict[str, Tensor], called: Called) -> None:
         """The rule's step, unless the loss after it refuses it."""
         losses = self._recall.losses or self._recall.computed
-        rows = sum(loss.rows for loss in losses)
+        rows = sum(self._ranks.weight(loss) for loss in losses)
         model = attempt.quadratic(gradients, self._bounded, self._counts(attempt) if self.rule.needs_counts else {})
         if model is None:
             return
@@ -373,24 +388,6 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _due(self, event: str, every: int) -> bool:
         return due(self._clock, event, every)
-
-
-def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None) -> Rule:
-    """The rule, by default `MeasuredLength` with these bounds. ValueError for one that the blocks cannot serve."""
-    bounds = [key for key, value in (("max_kl", max_kl), ("kl_share", kl_share)) if value is not None]
-    if rule is None:
-        usual = MeasuredLength()
-        share = usual.kl_share if kl_share is None else kl_share
-        return MeasuredLength(usual.max_kl if max_kl is None else max_kl, share)
-    if not isinstance(rule, Rule):
-        hint = "; did you forget the parentheses?" if isinstance(rule, type) else ""
-        raise TypeError(f"rule is {rule!r}, expected a natgrad Rule{hint}")
-    if bounds:
-        raise ValueError(f"{bounds} are settings of rule=ng.MeasuredLength(...): give them to the rule")
-    if rule.needs_solver or getattr(rule, "iterates", False):
-        raise ValueError(f"rule {rule} needs what an iterative solver found: use ng.NaturalGradient, ng.hessian_free")
-    refuse_measured_kl(rule)
-    return rule
 
 
 def release(reader: Reader, listener: Any) -> None:

@@ -58,6 +58,10 @@ class UnitWise(Layerwise):
         square, row = (totals[key].flatten(0, 1) / weight for key in ("squares", "rows"))
         return QuasiDiagonal(square, row[:, :-1])
 
+    def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
+        groups, outputs, columns = layer.layout.matrix_shape
+        return [(groups * outputs, columns)] if columns <= self.largest else []
+
     def _fresh(self, seen: Seen) -> Statistics:
         _, outputs, columns = seen.layer.layout.matrix_shape
         if columns <= self.largest:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.layers.kinds import Layer
+from natgrad.layers.kinds import EmbeddingLayer, Layer
 from natgrad.layers.moments import (
     Mixed,
     Seen,
@@ -27,7 +27,7 @@ from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
 from natgrad.operators.kronecker_pieces import cut_tiles, grid_of
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
-from natgrad.structures.process_sums import exchange_sums
+from natgrad.structures.process_sums import exchange_sums, solve_once
 
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
@@ -84,6 +84,9 @@ class Kronecker(Layerwise):
 
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + blocks_of(totals)
+
+    def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
+        return factor_sizes(layer, Room(self.largest, self.budget))
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,12 @@ class EigenKronecker(Layerwise):
         if totals[side].dim() == 1:
             return None
         old = None if before is None else before.get(f"{side}_vectors")
-        if old is not None and self.stale and fits(totals[side], old, self.stale):
-            return old
-        return eigh(totals[side])[1]
+
+        def find() -> Tensor:
+            kept = old is not None and self.stale and fits(totals[side], old, self.stale)
+            return old if kept and old is not None else eigh(totals[side])[1]
+
+        return solve_once(find, totals[side])
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -159,6 +165,21 @@ class EigenKronecker(Layerwise):
 
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + blocks_of(totals)
+
+    def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
+        return factor_sizes(layer, Room(self.largest, self.budget))
+
+
+def factor_sizes(layer: Layer, room: Room) -> list[tuple[int, int]]:
+    """(count, n) of the (n, n) matrices that are inverted: factors, pieces of factors, or exact blocks."""
+    groups, outputs, columns = layer.layout.matrix_shape
+    if groups > 1 and outputs == 1:
+        return [(groups, columns)]
+    found = []
+    for size in (columns,) if isinstance(layer, EmbeddingLayer) else (outputs, columns):
+        pieces = room.pieces(size, 4) if groups == 1 else 1
+        found.append((groups * pieces, -(-size // pieces)))
+    return found
 
 
 def is_cut(totals: Statistics) -> bool:

@@ -40,6 +40,7 @@ class Layerwise(Structure):
     Attributes:
         sums: True if all that a pass gives goes through `accumulate_statistics` or `exchange_sums`, so that several
             processes can add it up.
+        compares: True if totals of two passes compare entry by entry.
 
     Raises:
         ValueError: For a decay outside [0, 1).
@@ -47,6 +48,7 @@ class Layerwise(Structure):
     """
 
     sums: ClassVar[bool] = False
+    compares: ClassVar[bool] = True
 
     decay: float = 0.0
     estimate: Estimate = Sampled()
@@ -88,6 +90,14 @@ class Layerwise(Structure):
             totals: From `statistics`.
         """
         return type(self).__name__
+
+    def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
+        """(count, n) of the (n, n) matrices that a layer's block inverts, for processes that share them out.
+
+        Args:
+            layer: The layer.
+        """
+        return []
 
     def update(
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from natgrad.linalg import all_finite, eigh
 from natgrad.operators.low_rank_plus_identity import Spikes
+from natgrad.structures.process_sums import exchange_sums
 
 FLOOR = 5e-4
 """Of the largest eigenvalue: the least that a tracked direction has above the rest."""
@@ -88,11 +89,14 @@ def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) 
         F'. NaN throughout for rows that are not finite.
     """
     rank, size = before.basis.shape[-2:]
-    trace = rows.square().sum((-2, -1)) + decay * before.trace()
+    # all that is asked of the rows adds up over them, and so over the processes that have some each
+    fresh = {"trace": rows.square().sum((-2, -1)), "images": (rows @ before.basis.mT).mT @ rows}
+    fresh = exchange_sums(fresh if rank else {"trace": fresh["trace"]})
+    trace = fresh["trace"] + decay * before.trace()
     if rank == 0:
         return Tracked(before.basis, before.values, trace / size)
     own = decay * (before.values + before.rest.unsqueeze(-1))
-    images = (rows @ before.basis.mT).mT @ rows + own.unsqueeze(-1) * before.basis  # Y, (r, D)
+    images = fresh["images"] + own.unsqueeze(-1) * before.basis  # Y, (r, D)
     squares, turn = (found.flip(-1) for found in eigh(images.double() @ images.double().mT))
     floor = (decay * before.rest).double().unsqueeze(-1)  # T is nowhere less
     roots = torch.maximum(squares.clamp(min=0).sqrt(), floor)

@@ -14,6 +14,7 @@ from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
 from natgrad.structures.diagonal import layer_squares
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.low_rank_tracking import Tracked, first, track_rows
+from natgrad.structures.process_sums import exchange_sums, exchanging
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class OnlineLowRank(Layerwise):
         Povey et al. 2015.
     """
 
+    sums = True
+    compares = False
     rank_in: int = 20
     rank_out: int = 80
     gradient: bool = False
@@ -59,7 +62,13 @@ class OnlineLowRank(Layerwise):
         if seen.single:
             blocks = total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])
             return accumulate_statistics(before, {"blocks": blocks}, decay)
-        left, right = gradient_rows(seen) if self.gradient else example_rows(seen)
+        if not self.gradient:
+            return self._sides(*example_rows(seen), before, decay)
+        left, right = gradient_rows(seen)
+        with exchanging(None):  # the gradient is that of all processes already
+            return self._sides(left, right, before, decay)
+
+    def _sides(self, left: Tensor, right: Tensor, before: Statistics | None, decay: float) -> Statistics:
         return side("left", left, self.rank_out, before, decay) | side("right", right, self.rank_in, before, decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
@@ -96,6 +105,7 @@ def flat_rows(tensor: Tensor) -> Tensor:
 def gradient_rows(seen: Seen) -> tuple[Tensor, Tensor]:
     """The columns and the rows of the layer's matrix in J^T c, for every cotangent c: (N, o) and (N, d)."""
     matrices = [torch.einsum("btgo,btgd->god", deltas, seen.activations) for deltas in seen.deltas]
+    matrices = list(exchange_sums({str(i): matrix for i, matrix in enumerate(matrices)}).values())
     left, right = (torch.cat(parts, dim=-2) for parts in ([m.mT for m in matrices], matrices))
     return (left[0], right[0]) if len(left) == 1 else (left, right)
 

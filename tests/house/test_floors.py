@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "checks": 0,
     "typed_torch": 0,
     "scoped_values": 0,
+    "whole_tensors": 0,
     "state_files": 0,
     "spaces": 0,
     "pure": 0,

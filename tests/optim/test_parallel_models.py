@@ -81,6 +81,7 @@ IN_PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tensor parallel": (tensor_parallel, "DTensor"),
     "DataParallel": (copied, "DataParallel over 2 devices"),
 }
+NEVER = {"FSDP", "FSDP with its own parameters", "DataParallel"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -88,9 +89,21 @@ IN_PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_a_model_that_is_not_whole_here_is_refused_by_all(kind: str):
     build, words = IN_PARTS[kind]
     model = build()
-    for recipe in [*LAYERS, *FLAT]:
+    for recipe in [*(LAYERS if kind in NEVER else []), *FLAT]:
         with pytest.raises(TypeError, match=f"model is .*({words})"):
             recipe(model, CE)
+
+
+@pytest.mark.parametrize("kind", sorted(IN_PARTS.keys() - NEVER))
+def test_a_model_in_parts_is_trained_by_blocks_and_not_at_trial_points(kind: str):
+    build, _ = IN_PARTS[kind]
+    model = build()
+    for options in ({"damping": ng.LevenbergMarquardt(0.1, per="block")}, {"rule": ng.LineSearch()}):
+        with pytest.raises(ValueError, match="computes the loss at trial points"):
+            ng.kfac(model, CE, **options)
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, X, Y)
+    assert opt.state_report().failures == 0
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])

@@ -1,0 +1,40 @@
+"""Trees of tensors from one process to all: what they look like first, then all numbers of a dtype in one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from natgrad.optim.distributed import Ranks
+from natgrad.pure import leaves, map_tensors
+
+
+def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
+    """The source's tree on every process, the source too: each tensor contiguous, in storage of its own.
+
+    Args:
+        ranks: The processes.
+        tree: Nested dicts and lists of tensors and plain values. Only the source's counts.
+        source: Its number.
+        kind: Under which name the bytes are counted.
+    """
+    device = ranks.device
+    box = [map_tensors(tree, lambda t: t.to("meta")) if ranks.rank == source else None]
+    distributed.broadcast_object_list(box, group=ranks.group, group_src=source, device=device)
+    shapes = box[0]
+    wanted = list(leaves(shapes))
+    own = list(leaves(tree)) if ranks.rank == source else []
+    made: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(t.dtype for t in wanted):
+        places = [i for i, t in enumerate(wanted) if t.dtype == dtype]
+        sizes = [wanted[i].numel() for i in places]
+        if own:
+            flat = torch.cat([own[i].reshape(-1) for i in places])
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = ranks.broadcast(flat, source, kind).split(sizes)
+        made |= {i: part.clone().view(wanted[i].shape) for i, part in zip(places, parts, strict=True)}
+    numbers = iter(range(len(wanted)))
+    return map_tensors(shapes, lambda t: made[next(numbers)])

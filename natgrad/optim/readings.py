@@ -1,0 +1,85 @@
+"""What one pass of the user's model told the statistics, on its way into the running averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from natgrad.layers.hearing import Heard
+from natgrad.layers.moments import Seen
+from natgrad.optim.joined_batch import Span
+
+HEADROOM = 1e-6  # of the largest number: running averages add up
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass tells. With several processes: this one's part.
+
+    Attributes:
+        heard: The layers, and squares for the parameters without a layer.
+        rows: The number of its rows.
+        apart: The layers again, with labels drawn apart, for measuring what the statistics were fitted to.
+        scores: From those labels, of the parameters without a layer, summed over examples, per cotangent.
+        weights: By layer and parameter, the rows of all processes that used it; default this one's.
+        exchange: How the parts of several processes are added up.
+        span: Where this part stands in the batch of all processes; None: it is all there is.
+    """
+
+    heard: Heard
+    rows: int
+    apart: list[Seen] = field(default_factory=list)
+    scores: tuple[dict[str, Tensor], ...] = ()
+    weights: Mapping[str, int] = field(default_factory=dict)
+    exchange: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    span: Span | None = None
+
+    @property
+    def layers(self) -> list[Seen]:
+        """The layers that explain their parameters' gradients."""
+        return self.heard.layers
+
+    @property
+    def squares(self) -> dict[str, Tensor]:
+        """Of the parameters without a layer, by name."""
+        return self.heard.squares
+
+    @property
+    def weight(self) -> float:
+        """What a row's derivatives weigh beside those of another process, whose mean is over other rows."""
+        return 1.0 if self.span is None or not self.rows else self.span.share / self.rows
+
+
+def sound(reading: Reading) -> bool:
+    """Whether no second moment of the reading can overflow, sums of many such readings included.
+
+    Every entry of a factor is at most the squared norm of its side, every entry of a block the product of both.
+    """
+    norms = [squares.sum().sqrt() for squares in reading.squares.values()]
+    for seen in reading.layers:
+        for part in getattr(seen, "parts", (seen,)):
+            sides = [norm(deltas) for deltas in part.deltas]
+            sides = [torch.stack(sides).norm()] + ([] if part.by_token else [norm(part.activations)])
+            norms += [*sides, torch.stack(sides).prod()]
+    if not norms:
+        return True
+    largest = min(torch.finfo(n.dtype).max for n in norms)
+    # in one synchronisation; comparisons with a NaN are false
+    return bool((torch.stack([n.double() for n in norms]).square() <= HEADROOM * largest).all())
+
+
+def agree_on_parts(fine: bool, reading: Reading) -> bool:
+    """Whether all processes find their parts of a reading fine."""
+    if reading.exchange is None:
+        return fine
+    like = next(iter(reading.squares.values()), None)
+    like = reading.layers[0].activations if like is None else like
+    return not bool(reading.exchange({"bad": torch.tensor(float(not fine), device=like.device)})["bad"])
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """Root of the sum of squares, a scalar tensor."""
+    return torch.linalg.vector_norm(tensor)

@@ -1,0 +1,108 @@
+"""However a batch is split over four processes, the steps are those of one process with all of its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from optim_models import flat
+from process_ranks import count_ranks, own_rank, run_ranks
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad as ng
+from natgrad.rules import MeasuredLength
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+
+X = draw(160, 6)
+Y = X[:, :4].argmax(1)
+EVEN, UNEVEN, EMPTY = (40, 40, 40, 40), (90, 49, 20, 1), (70, 60, 30, 0)
+WEIGHTS = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+
+
+class Net(nn.Module):
+    """(b, 6) -> four logits: a convolution, a norm, a bare parameter and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv1d(1, 2, 3), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.norm(self.conv(x.unsqueeze(1)).flatten(1)) * self.scale).tanh())
+
+
+def shard(sizes: Sequence[int]) -> slice:
+    """This process's examples; all where there is one."""
+    if count_ranks() == 1:
+        return slice(None)
+    first = sum(sizes[: own_rank()])
+    return slice(first, first + sizes[own_rank()])
+
+
+def train(
+    recipe: Callable[..., Any], splits: Sequence[Sequence[int]], steps: int = 8, weight: Any = None, **options: Any
+) -> dict[str, Any]:
+    """Steps on the whole data, split in another way at each; sums, since a mean of means depends on the split."""
+    model = seeded(Net)
+    outer = DistributedDataParallel(model) if count_ranks() > 1 else model
+    opt = recipe(outer, nn.CrossEntropyLoss(weight=weight, reduction="sum"), estimate=ng.ExactLabels(), **options)
+    for step in range(steps):
+        own = shard(splits[step % len(splits)])
+        opt.zero_grad()
+        opt.loss(outer(X[own]), Y[own]).backward()
+        opt.step()
+    report = opt.state_report()
+    return {"flat": flat(model), "loss": report.loss, "kl": report.kl}
+
+
+def with_outside_loss() -> dict[str, Any]:
+    """A penalty that `opt.loss` does not know of: how its curvature is measured does not depend on the split either."""
+    model = seeded(Net)
+    outer = DistributedDataParallel(model) if count_ranks() > 1 else model
+    opt = ng.kfac(outer, nn.CrossEntropyLoss(), estimate=ng.ExactLabels(), momentum=0.0)
+    for _ in range(6):
+        opt.zero_grad()
+        (opt.loss(outer(X[shard(EVEN)]), Y[shard(EVEN)]) + 3 * model.out.weight.square().sum()).backward()
+        opt.step()
+    return {"flat": flat(model), "levels": sorted(opt._outside.levels)}
+
+
+JUDGED: dict[str, Any] = {"damping": ng.LevenbergMarquardt(0.1, per="block"), "rule": MeasuredLength()}
+SCENES: dict[str, Callable[[], dict[str, Any]]] = {
+    "kfac, equal parts": partial(train, ng.kfac, [EVEN], momentum=0.0),
+    "kfac, an empty batch": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=MeasuredLength()),
+    "ekfac": partial(train, ng.ekfac, [UNEVEN], momentum=0.0),
+    "diagonal": partial(train, ng.diagonal, [EVEN, UNEVEN]),
+    "unitwise": partial(train, ng.unitwise, [UNEVEN, EMPTY]),
+    "online_ng": partial(train, ng.online_ng, [UNEVEN]),
+    "online_ng of gradients": partial(train, ng.online_ng, [EVEN, EMPTY], gradient=True),
+    "class weights": partial(train, ng.kfac, [UNEVEN], weight=WEIGHTS, rule=MeasuredLength()),
+    "judged": partial(train, ng.kfac, [EMPTY], **JUDGED),
+    "outside loss": with_outside_loss,
+}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(SCENES, 4, Path(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+@pytest.mark.parametrize("scene", SCENES)
+def test_four_processes_step_as_one_with_all_examples(four: list[dict[str, Any]], scene: str):
+    alone = SCENES[scene]()
+    for rank in four:
+        assert torch.equal(rank[scene]["flat"], four[0][scene]["flat"])
+    assert_close(four[0][scene]["flat"], alone["flat"], 1e-9)
+    for number in {"loss", "kl"} & alone.keys():
+        assert four[0][scene][number] == pytest.approx(alone[number], rel=1e-8)
+    assert four[0][scene].get("levels") == alone.get("levels")

@@ -1,0 +1,162 @@
+"""Models in parts: `fully_shard`, meshes of two dimensions, tensor parallelism. The steps are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from process_ranks import run_ranks
+from torch import Tensor, distributed, nn
+
+import natgrad as ng
+from natgrad.rules import MeasuredLength
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+
+X = draw(32, 5, 6)
+Y = X[..., :4].mean(1).argmax(1)
+CE = nn.CrossEntropyLoss()
+
+
+class Block(nn.Module):
+    """One norm and two layers around a nonlinearity, as in a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 12), nn.Linear(12, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    """(b, t, 6) -> four logits, with a parameter that no layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.blocks = nn.Linear(6, 8), nn.ModuleList(Block(8) for _ in range(2))
+        self.gain, self.out = nn.Parameter(torch.linspace(0.5, 1.5, 8)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.out(h.mean(1) * self.gain)
+
+
+def train(
+    model: nn.Module, parts: int = 1, part: int = 0, recipe: Any = ng.kfac, steps: int = 6, **options: Any
+) -> dict[str, Any]:
+    opt = recipe(model, CE, estimate=ng.ExactLabels(), **options)
+    own = slice(len(X) // parts * part, len(X) // parts * (part + 1))
+    for _ in range(steps):
+        opt.zero_grad()
+        opt.loss(model(X[own]), Y[own]).backward()
+        opt.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(Tensor.detach, model.parameters())]
+    return {
+        "flat": torch.cat([p.reshape(-1) for p in whole]).double(),
+        "structures": [row.structure for row in opt.report()],
+        "loss": opt.state_report().loss,
+    }
+
+
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def sharded(how: str = "blocks", shape: tuple[int, ...] = (4,), reshard: bool = True, **options: Any) -> dict[str, Any]:
+    """`fully_shard` of each block and the whole, of single layers, or of the whole alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, of = seeded(Net), mesh(*shape, names=("copies", "parts")[-len(shape) :])
+    inner = {"blocks": list(model.blocks), "layers": [model.out, model.blocks[0].up], "whole": []}[how]  # type: ignore[union-attr]
+    for module in [*inner, model]:
+        fully_shard(module, mesh=of, reshard_after_forward=reshard)
+    return train(model, 4, distributed.get_rank(), **options)
+
+
+def in_half_precision() -> dict[str, Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = seeded(Net).float()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    opt = ng.kfac(model, CE)
+    own = slice(8 * distributed.get_rank(), 8 * distributed.get_rank() + 8)
+    losses = []
+    for _ in range(10):
+        opt.zero_grad()
+        loss = opt.loss(model(X[own].float()), Y[own])
+        loss.backward()
+        opt.step()
+        losses.append(opt.state_report().loss)
+    return {"losses": losses, "structures": [row.structure for row in opt.report()]}
+
+
+def parallel(plan: str, both: bool = False, **options: Any) -> dict[str, Any]:
+    """Tensor parallelism over four processes, or over two times two with `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = seeded(Net)
+    of = mesh(2, 2, names=("data", "tensor")) if both else mesh(4)
+    inner = of["tensor"] if both else of
+    for block in model.blocks:  # type: ignore[union-attr]
+        steps: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, inner, steps)
+    if plan == "columns":
+        parallelize_module(model, inner, {"out": ColwiseParallel(output_layouts=Replicate())})
+    if not both:
+        return train(model, **options)
+    for module in [*model.blocks, model]:  # type: ignore[misc]
+        fully_shard(module, mesh=of["data"])
+    return train(model, 2, of["data"].get_local_rank(), **options)
+
+
+FULL: dict[str, Any] = {"rule": MeasuredLength()}
+MEMORY: dict[str, Any] = {"share": "memory", "l2": 1e-3, "weight_decay": 0.01}
+WAYS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "fully_shard of blocks": (partial(sharded, **FULL), FULL),
+    "fully_shard of layers, kept whole until the backward": (partial(sharded, "layers", reshard=False, **FULL), FULL),
+    "fully_shard with the state shared out": (partial(sharded, "whole", **MEMORY), MEMORY),
+    "fully_shard on a mesh of two dimensions": (
+        partial(sharded, shape=(2, 2), recipe=ng.unitwise),
+        {"recipe": ng.unitwise},
+    ),
+    "columns and rows": (partial(parallel, "columns", **FULL), FULL),
+    "columns and rows of blocks alone": (partial(parallel, "blocks", recipe=ng.ekfac), {"recipe": ng.ekfac}),
+    "fully_shard of columns and rows": (partial(parallel, "columns", both=True, **MEMORY), MEMORY),
+}
+SCENES = {name: scene for name, (scene, _) in WAYS.items()} | {"half precision": in_half_precision}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(SCENES, 4, Path(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_in_parts_steps_as_a_whole_one(four: list[dict[str, Any]], way: str):
+    alone = train(seeded(Net), **WAYS[way][1])
+    for rank in four:
+        assert torch.equal(rank[way]["flat"], four[0][way]["flat"])
+        assert rank[way]["structures"] == alone["structures"]
+    assert_close(four[0][way]["flat"], alone["flat"], 1e-9)
+    assert four[0][way]["loss"] == pytest.approx(alone["loss"], rel=1e-8)
+
+
+def test_half_precision_trains_every_layer_by_its_own_statistics(four: list[dict[str, Any]]):
+    for rank in four:
+        assert rank["half precision"]["losses"] == four[0]["half precision"]["losses"]
+        assert rank["half precision"]["losses"][-1] < rank["half precision"]["losses"][0]
+        assert rank["half precision"]["structures"].count("Kronecker") == 18
