@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any, NamedTuple
+
+from natgrad.shown_tables import write_table
 
 
 class Row(NamedTuple):
@@ -107,18 +108,6 @@ class StateReport:
 
     def _repr_html_(self) -> str:
         return write_table(("", "last step"), [(name, show(value)) for name, value in self.list_known().items()])
-
-
-def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """An HTML table, as notebooks show it.
-
-    Args:
-        head: Titles of the columns.
-        rows: A cell of text for each column.
-    """
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def show(value: float | str | None) -> str:

@@ -19,6 +19,7 @@ from natgrad.linalg import all_finite
 from natgrad.optim.accidents import Accidents, OnTrouble
 from natgrad.optim.guarded_steps import guard_steps
 from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
+from natgrad.shown_tables import write_choices
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -90,6 +91,15 @@ class WakeSleep:
             raise TypeError("optimizer makes LBFGS, which asks for losses: expected one that needs gradients alone")
         self.generator = torch.Generator(trained[0].device).manual_seed(int(seed))
         self.steps, self.accidents = 0, Accidents(on_trouble)
+
+    def __repr__(self) -> str:
+        lr, own = self.optimizer.param_groups[0]["lr"], self._list_choices()
+        choices = {"sizes": self.machine.sizes, "lr": lr, "samples": self.samples, "algorithm": self.algorithm}
+        return write_choices(self, **choices, **own, steps=self.steps)
+
+    def _list_choices(self) -> dict[str, Any]:
+        """What a subclass chose besides."""
+        return {"optimizer": type(self.optimizer).__name__}
 
     @property
     def failures(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from natgrad.shown_tables import show_cell, write_table
+
 COLUMNS = (
     "update",
     "steps",
@@ -60,6 +62,10 @@ class LearningHistory:
 
     def __repr__(self) -> str:
         return f"History of {len(self)} updates: {', '.join(self._columns)}"
+
+    def _repr_html_(self) -> str:
+        last = range(max(0, len(self) - 10), len(self))
+        return write_table(self.names, ([show_cell(self[name][i]) for name in self.names] for i in last))
 
     @property
     def names(self) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.applications.search.domain import as_tensor
 from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
+from natgrad.shown_tables import write_choices
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Search(ABC):
     popsize: int
     nfev: int
     nit: int
+
+    def __repr__(self) -> str:
+        model = getattr(self, "model", None)
+        best = float(self.best.fun)
+        return write_choices(self, d=len(self.best.x), popsize=self.popsize, model=model, nfev=self.nfev, best=best)
 
     @abstractmethod
     def ask(self) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from natgrad.shown_tables import show_cell, write_table
+
 
 class SearchHistory:
     """Lists of equal length with one entry per generation.
@@ -25,6 +27,10 @@ class SearchHistory:
 
     def __repr__(self) -> str:
         return f"History of {len(self)} generations: {', '.join(self._columns)}"
+
+    def _repr_html_(self) -> str:
+        last = range(max(0, len(self) - 10), len(self))
+        return write_table(self.names, ([show_cell(self[name][i]) for name in self.names] for i in last))
 
     @property
     def names(self) -> list[str]:

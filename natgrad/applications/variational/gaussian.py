@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Unpack
@@ -31,6 +31,7 @@ from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
 from natgrad.optim.parallel_models import refuse_processes
 from natgrad.pure import run_detached
+from natgrad.shown_tables import write_choices
 
 OWN = ("target", "start", "covariance", "diagonal", "lr", "points")
 GROUPS = {"data": Group(NetworkData())}
@@ -153,6 +154,10 @@ class Variational:
         self.mean = mean.clone()
         self.precision = as_precision(covariance, mean, diagonal)
 
+    def __repr__(self) -> str:
+        kind = type(self.target).__name__
+        return write_choices(self, d=len(self.mean), target=kind, diagonal=self.diagonal, lr=self.lr, steps=self.steps)
+
     @torch.no_grad()
     def step(self, *batch: Any) -> float:
         """One natural gradient step.
@@ -172,7 +177,9 @@ class Variational:
         """
         return self._advance(batch)[0]
 
-    def fit(self, steps: int = 100, *, tolerance: float = 1e-6) -> Bounds:
+    def fit(
+        self, steps: int = 100, *, tolerance: float = 1e-6, callback: Callable[[Variational], Any] | None = None
+    ) -> Bounds:
         """At most `steps` steps, until the natural gradient is shorter than `tolerance` says.
 
         Where expectations are the same at every step, the bound never falls: a step that lowers it is taken back and
@@ -185,6 +192,7 @@ class Variational:
                 less than the tolerance each. With points drawn anew a step's bound is noise: q has converged once the
                 last ten steps gained less than this on average, with two standard errors added. 1e-6 is out of reach
                 then; take .1, or more points.
+            callback: Called with q after each step that is kept; fitting stops if it returns True.
 
         Returns:
             The bound before each step. The list's `converged` tells why it ended, its `gap` how far from the optimum q
@@ -205,6 +213,8 @@ class Variational:
                 found.converged = (has_ended if self.target.steady else has_settled)(found, tolerance)
                 if risen % 2 == 0:
                     self.lr = min(rate, 2 * self.lr)
+                if callback is not None and callback(self) is True:
+                    break
             if self.target.steady and self._has_fallen(found, self.elbo(), tolerance):
                 self._go_back(past)
         finally:

@@ -1,0 +1,40 @@
+"""Objects show their choices, and histories are tables in a notebook."""
+
+from __future__ import annotations
+
+import torch
+
+import natgrad as ng
+
+
+def test_machines_show_their_choices():
+    machine = ng.HelmholtzMachine([4, 3, 2])
+    for trainer in (ng.WakeSleep(machine, lr=0.2, samples=7), ng.NaturalWakeSleep(machine, lr=0.2, samples=7)):
+        trainer.step(torch.ones(2, 4))
+        text = repr(trainer)
+        assert text.startswith(f"{type(trainer).__name__}(sizes=")
+        assert "lr=0.2, samples=7, algorithm=Reweighted(" in text
+        assert text.endswith("steps=1)")
+
+
+def test_searches_show_their_model_and_how_far_they_are():
+    search = ng.GaussianSearch(torch.zeros(3), 1.0, seed=0)
+    X = search.ask()
+    search.tell(X, X.square().sum(1))
+    text = repr(search)
+    assert text.startswith(f"GaussianSearch(d=3, popsize={len(X)}, model=Full(")
+    assert f"nfev={len(X)}, best=" in text
+    assert repr(ng.BernoulliSearch(4)).startswith("BernoulliSearch(d=4, popsize=")
+
+
+def test_variational_shows_its_choices_and_calls_back():
+    q, seen = ng.variational(lambda z: -0.5 * (z - 3).square().sum(-1), start=2, lr=0.3), []
+    q.fit(callback=lambda q: seen.append(q.steps) or len(seen) == 3)
+    assert seen == [1, 2, 3]
+    assert repr(q) == "Variational(d=2, target=LogDensity, diagonal=False, lr=0.3, steps=3)"
+
+
+def test_histories_are_tables():
+    result = ng.minimize(lambda x: float((x * x).sum()), torch.ones(2), 0.5, maxfevals=60, seed=0)
+    assert "<th>nfev</th>" in result.history._repr_html_()
+    assert result.history._repr_html_().count("<tr>") == 1 + min(10, len(result.history))
