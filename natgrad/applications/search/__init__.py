@@ -17,6 +17,7 @@ from natgrad.applications.search.noise import NoiseHandling, Repeated
 from natgrad.applications.search.product import ProductSearch
 from natgrad.applications.search.rank_weights import CGA, PBIL
 from natgrad.applications.search.ranking import Ranking
+from natgrad.applications.search.ray_pool import RayPool
 from natgrad.applications.search.regression import Slope, natural_slope
 from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import BIPOP, IPOP, Restarts, Run
@@ -44,6 +45,7 @@ __all__ = [
     "NoiseHandling",
     "ProductSearch",
     "Ranking",
+    "RayPool",
     "Relaxation",
     "Repeated",
     "Restarts",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.black_box_values import NoNumberError, read_number, read_rows
+from natgrad.applications.search.workers import NoAnswerError, Workers
 from natgrad.applications.search.workers import Pool as Pool
-from natgrad.applications.search.workers import Workers
 
 Function = Callable[[Tensor], Any]
 ASKING = 4  # evaluations beyond a generation that finding out how f takes points needs at most, where f answers
@@ -46,6 +46,7 @@ class BlackBox:
         f: Values (popsize,) of a batch (popsize, d), or the value of one point (d,).
         vectorized: True if f takes batches, False if it takes a point, None to find out.
         executor: Points are submitted to it one by one, as batches of one if f takes batches.
+        timeout: Seconds without an answer from any worker, after which points without one have no value.
 
     Attributes:
         nfev: Calls of f; each row of a batch is one.
@@ -56,7 +57,13 @@ class BlackBox:
         TypeError: If f is no function, `vectorized` is no truth value, or the executor cannot submit.
     """
 
-    def __init__(self, f: Function, vectorized: bool | None = None, executor: Pool | None = None) -> None:
+    def __init__(
+        self,
+        f: Function,
+        vectorized: bool | None = None,
+        executor: Pool | None = None,
+        timeout: float | None = None,
+    ) -> None:
         if not callable(f):
             raise TypeError(f"f is {type(f).__name__}, expected a function of points")
         if vectorized is not None and not isinstance(vectorized, bool):
@@ -65,7 +72,7 @@ class BlackBox:
                 "point (d,), or None to find out"
             )
         self.f, self.vectorized = f, vectorized
-        self.workers = None if executor is None else Workers(f, executor)
+        self.workers = None if executor is None else Workers(f, executor, timeout)
         self.nfev = self.failures = self.points = 0
         self.limit = math.inf
         self._first = ""
@@ -97,6 +104,10 @@ class BlackBox:
             values = self._evaluate_batch(points)
         else:
             values = self._evaluate_each(points)
+        self._count_failures(points, values)
+        return values
+
+    def _count_failures(self, points: Tensor, values: Tensor) -> None:
         bad = values.isnan()
         self.points += len(points)
         self.failures += int(bad.sum())
@@ -104,7 +115,46 @@ class BlackBox:
             self._warn_once(
                 f"f is NaN at {int(bad.sum())} of {len(points)} points, {points[bad][0].tolist()[:10]} first"
             )
-        return values
+
+    # Points that nobody waits for; `vectorized` is known by then.
+
+    @property
+    def in_flight(self) -> int:
+        """Points that workers have, and that were not taken."""
+        return 0 if self.workers is None else self.workers.count
+
+    def start(self, points: Tensor) -> None:
+        """Have points evaluated by the workers, and do not wait.
+
+        Args:
+            points: Shape (k, d).
+        """
+        assert self.workers is not None
+        for row in points:
+            self.nfev += 1
+            self.workers.start(self._shape_row(row))
+
+    def take_answered(self) -> list[tuple[Tensor, float]]:
+        """The next point (d,) that was answered and its value, NaN for none; all if no worker answers in time."""
+        assert self.workers is not None
+        answered = self.workers.take()
+        if answered is None:
+            late = NoAnswerError(self.workers.timeout or 0.0)
+            found = [(row, read_reply(row, late)) for row in self.workers.give_up()[0]]
+        else:
+            found = [(answered[0], read_reply(*answered))]
+        taken = [(row.reshape(-1), math.nan if r.values is None else float(r.values)) for row, r in found]
+        for _, reply in found:
+            if reply.values is None:
+                self._warn_once(reply.why)
+        values = torch.tensor([value for _, value in taken], dtype=torch.float64)
+        self._count_failures(torch.stack([point for point, _ in taken]), values)
+        return taken
+
+    def drop_started(self) -> None:
+        """Forget points that nobody needs any more."""
+        if self.workers is not None:
+            self.nfev -= self.workers.give_up()[1]
 
     def close(self) -> None:
         """Release what was started to evaluate points."""

@@ -43,6 +43,8 @@ def minimize(
     seed: int | None = None,
     vectorized: bool | None = None,
     executor: Pool | None = None,
+    timeout: float | None = None,
+    ahead: int = 0,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
 ) -> SearchResult:
@@ -76,7 +78,12 @@ def minimize(
         vectorized: True if f takes batches, False if it takes one point, None to find out: f is then called with a
             batch of one, with the whole batch and, if these do not fit, with a point. These calls, at most four more
             than the points need, count as evaluations.
-        executor: Evaluates points in parallel, one by one. Points that a lost worker had are evaluated elsewhere.
+        executor: Evaluates points in parallel, one by one: any of `concurrent.futures`, loky's, Dask's client, mpi4py's
+            pool, `ng.applications.search.RayPool()`. Points that a lost worker had are evaluated elsewhere.
+        timeout: Seconds in which no worker answers, after which the points that have no value yet are given up and
+            rank last; None: wait for ever. What already runs cannot be stopped and keeps its worker.
+        ahead: Points that the workers have beyond those of a generation, so that none waits for the slowest: the
+            number of workers is a good choice. The order of the answers decides then, and a seed repeats no run.
         checkpoint: A file that is written every `checkpoint_every` generations and at the end. The same call continues
             from it, bit for bit.
         checkpoint_every: Generations between two writes.
@@ -97,12 +104,13 @@ def minimize(
     if restarts is None:
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
     factory = as_run_factory(x0, sigma0, chosen, as_restarts(restarts), seed)
-    objective = BlackBox(f, vectorized, executor)
+    check_workers(executor, timeout, ahead, noise)
+    objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, factory.popsize, objective.asking, callback)
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
     objective.limit = math.inf if maxfevals is None else float(maxfevals)
     handling = as_handling(noise)
-    runs = SearchRuns(factory, objective, None if handling is None else Repeated(objective, handling))
+    runs = SearchRuns(factory, objective, None if handling is None else Repeated(objective, handling), ahead)
     file = None if checkpoint is None else Path(checkpoint)
     if file is not None and file.exists():
         runs.load_state_dict(read_state_file(file))
@@ -217,6 +225,29 @@ def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int, callbac
         )
     if callback is not None and not callable(callback):
         raise TypeError(f"callback is {type(callback).__name__}, expected a function of the search")
+
+
+def check_workers(executor: Any, timeout: Any, ahead: Any, noise: Any) -> None:
+    """Check what is said of workers.
+
+    Args:
+        executor: Their pool, or None.
+        timeout: Seconds, or None.
+        ahead: Points beyond a generation.
+        noise: Whether points are evaluated more than once.
+
+    Raises:
+        ValueError: If there is a time or a number of points but no pool, if one of them is no number of its kind, or if
+            points are evaluated ahead and again.
+    """
+    check_integer("ahead", ahead, 0, hint=": points that workers have beyond a generation")
+    if timeout is not None and not (isinstance(timeout, Real) and float(timeout) > 0):
+        raise ValueError(f"timeout is {timeout!r}, expected seconds above 0, or None to wait for ever")
+    for name, given in (("timeout", timeout is not None), ("ahead", ahead > 0)):
+        if given and executor is None:
+            raise ValueError(f"{name} is given without an executor, whose workers it is about: pass executor=pool")
+    if ahead > 0 and noise is not False:
+        raise ValueError(f"ahead is {ahead} with noise={noise!r}, which evaluates points again: use ahead=0")
 
 
 def save_checkpoint(runs: SearchRuns, file: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.applications.search.ahead import AheadEvaluations
 from natgrad.applications.search.base import Best, Search, new_generator
 from natgrad.applications.search.black_box import BlackBox
 from natgrad.applications.search.domain import as_bounds
@@ -169,10 +170,14 @@ class SearchRuns:
         factory: Builds the searches.
         objective: f.
         repeated: The same f evaluated several times per point, where it is noisy; else None.
+        ahead: Points with the workers beyond those of a generation.
     """
 
-    def __init__(self, factory: RunFactory, objective: BlackBox, repeated: Repeated | None) -> None:
+    def __init__(
+        self, factory: RunFactory, objective: BlackBox, repeated: Repeated | None = None, ahead: int = 0
+    ) -> None:
         self.factory, self.objective, self.repeated = factory, objective, repeated
+        self.ahead = AheadEvaluations(objective, ahead) if ahead else None
         self.history = SearchHistory()
         self.past: list[tuple[Run, int]] = []
         self.run, self.search = Run(factory.popsize, 1.0, None, "first"), factory.build_first()
@@ -183,14 +188,19 @@ class SearchRuns:
 
     def run_generation(self) -> None:
         """Ask, evaluate, tell, and write the history."""
-        points = self.search.ask()
-        values = self.objective(points) if self.repeated is None else self.repeated(points)
+        points, values = self._evaluate_generation()
         self.search.tell(points, values)
         self._count(points, values)
         median = float(values.median())
         self._level = self.best.fun if self.repeated is None else median
         measures = self.search.measures() | self._noise_measures()
         self.history.add(nfev=self.nfev, best=self.best.fun, median=median, run=len(self.past), **measures)
+
+    def _evaluate_generation(self) -> tuple[Tensor, Tensor]:
+        if self.ahead is not None and self.objective.vectorized is not None:
+            return self.ahead.evaluate_generation(self.search)
+        points = self.search.ask()
+        return points, self.objective(points) if self.repeated is None else self.repeated(points)
 
     def _count(self, points: Tensor, values: Tensor) -> None:
         self.nfev = self.objective.nfev
@@ -227,7 +237,7 @@ class SearchRuns:
         """Evaluations of the next generation, and where f is noisy, of the centre at the end."""
         size, asking = self.search.popsize, self.objective.asking
         if self.repeated is None:
-            return asking + size
+            return asking + size + (0 if self.ahead is None else self.ahead.ahead - self.objective.in_flight)
         return asking + self.repeated.cost(size) + self._repeats(self.repeated.handling.growth)
 
     def _repeats(self, growth: float = 1.0) -> int:
