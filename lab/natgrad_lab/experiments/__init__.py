@@ -102,7 +102,7 @@ EXPERIMENTS = {
 }
 
 MINUTES: dict[str, float] = {
-    "boltzmann_ratio": 40,
+    "boltzmann_ratio": 3,
     "digits": 3,
     "fashion": 30,
     "fashion_cnn": 15,
@@ -123,7 +123,7 @@ MINUTES: dict[str, float] = {
     "malago_2023_polarization": 0.08,
     "malago_2023_convergence": 0.14,
     "pascanu_2013_faces": 15,
-    "pascanu_2013_figure1": 0.5,
+    "pascanu_2013_figure1": 0.7,
     "pascanu_2013_mnist": 15,
     "pascanu_2013_order": 15,
     "pascanu_2013_restricted_mnist": 15,
