@@ -79,7 +79,7 @@ class Operator(ABC):
         return self.facts.inverse_kept
 
     @property
-    def counts(self) -> Mapping[str, int]:
+    def counts(self) -> Mapping[str, float]:
         """What a structure counted on its way here."""
         return self.facts.counts
 

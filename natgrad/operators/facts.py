@@ -29,7 +29,7 @@ class Facts:
     nats: float = 1.0
     indefinite: bool = False
     inverse_kept: bool = False
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
     length_unit: float = 5.0
 
 

@@ -55,7 +55,7 @@ class Circumstances:
     steps: int = 0
     bounded: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 def quadratic(
@@ -102,7 +102,7 @@ def describe_circumstances(
     metric: Metric,
     steps: int,
     options: Mapping[str, float],
-    counts: Mapping[str, int],
+    counts: Mapping[str, float],
 ) -> Circumstances:
     """What a rule may know besides the system.
 
@@ -118,7 +118,9 @@ def describe_circumstances(
     return Circumstances(before, getattr(solver, "absolute", False), steps, is_bounded(metric), options, counts)
 
 
-def count_examples(rule: Rule, operator: Operator, ranks: Ranks, read: Callable[[], Data], seen: int) -> dict[str, int]:
+def count_examples(
+    rule: Rule, operator: Operator, ranks: Ranks, read: Callable[[], Data], seen: int
+) -> dict[str, float]:
     """Examples of this step and seen so far with it: as the structure counted them, else here; {} if nobody asks."""
     if not rule.needs_counts:
         return {}

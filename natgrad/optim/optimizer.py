@@ -316,7 +316,7 @@ class NaturalGradient(ModelOptimizer):
         values = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
         values["_skipped"] = self._skipped + 1 if failed else 0
         judged = self._judged if ratio is None else self._last.step
-        values |= {"_judged": judged, "_seen": counts.get("seen", self._seen)}
+        values |= {"_judged": judged, "_seen": int(counts.get("seen", self._seen))}
         values["_wild"] = self._wild.after(loss, not failed)
         decays = {} if failed or refused else self._rates("weight_decay")
         changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
@@ -337,7 +337,7 @@ class NaturalGradient(ModelOptimizer):
         solver, prepared = self._solver(point, system, rest, metric)
         return solver.solve(system, point.gradient, damping=rest, guess=self._guess(point)), amount, prepared
 
-    def _circumstances(self, objective: Objective | None, counts: dict[str, int]) -> Circumstances:
+    def _circumstances(self, objective: Objective | None, counts: dict[str, float]) -> Circumstances:
         return describe_circumstances(objective, self.solver, self.metric, self._last.step, self._options(), counts)
 
     @contextmanager

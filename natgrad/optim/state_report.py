@@ -80,7 +80,7 @@ class StateReport:
     gradient: float = math.nan
     failures: int = 0
     refused: int = 0
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
     def list_known(self) -> dict[str, Any]:
         """What applies to this optimizer and was computed at this step, by name and in order."""

@@ -320,7 +320,7 @@ class Quadratic:
     bounded: bool = False
     full: Tensor | None = None
     options: Mapping[str, float] = field(default_factory=dict[str, float])
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
     length_unit: float = 5.0
     measure: Callable[[Vector], Step] | None = None
     turned: bool = False

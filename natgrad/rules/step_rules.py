@@ -177,6 +177,9 @@ class TrustRegion(Rule):
         return backtrack(self, step, model, loss_at, self.backtracks, self.shrink, 0.0), memory
 
 
+FEW = 1.5  # passes over few rows from which on the bound of `OnlineRadius` falls
+
+
 @dataclass(frozen=True)
 class OnlineRadius(Rule):
     """The proposal, shortened to sqrt(d^T G d) <= bound * unit * sqrt(b), from `hold` examples on times hold / seen.
@@ -185,7 +188,8 @@ class OnlineRadius(Rule):
     for b examples a step, whatever the gradient's signal; a bound that grows with sqrt(b) lets the same number of
     examples move the parameters as far for every b, and 1 / seen averages the noise away in the end (Amari 1998).
     The unit is N / sqrt(tr Cov x) with `ng.AdaptiveInverse` and `ng.score_metric`, so that the step is the same
-    whatever x is measured in; 5 for metrics in nats.
+    whatever x is measured in; 5 for metrics in nats. Where that structure finds the same few rows again, the bound
+    falls with the square of the passes over them, from one and a half on: the fit stops before it follows their noise.
 
     Args:
         bound: Units per sqrt(example).
@@ -205,21 +209,22 @@ class OnlineRadius(Rule):
         if not self.hold > 0:
             raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
 
-    def length(self, examples: int, seen: int) -> float:
+    def length(self, examples: int, seen: int, passes: float = 1.0) -> float:
         """The bound, in units of length.
 
         Args:
             examples: Of the step.
             seen: So far, with these.
+            passes: Over the same rows, weighed by how few they are; 1 for a stream.
         """
-        return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1))
+        return self.bound * math.sqrt(examples) * min(1.0, self.hold / max(seen, 1)) * min(1.0, FEW / passes) ** 2
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         counts = dict(model.counts) | dict({} if model.operator is None else model.operator.counts)
         unit = model.length_unit if model.operator is None else model.operator.length_unit
         if "seen" not in counts:
             raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
-        bound = self.length(counts["examples"], counts["seen"]) * unit
+        bound = self.length(int(counts["examples"]), int(counts["seen"]), counts.get("passes", 1.0)) * unit
         length = model.proposal.form().clamp(min=0).sqrt()
         return model.proposal.scale_by(torch.where(length > bound, bound / length, 1.0)), memory
 

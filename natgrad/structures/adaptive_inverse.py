@@ -14,6 +14,7 @@ from natgrad.linalg import all_finite, cholesky, cholesky_over, damp, psd_root
 from natgrad.metrics import Metric
 from natgrad.operators import Factored, InvertedOperator, Operator
 from natgrad.pure import RandomState
+from natgrad.returning_rows import count_passes, join_returns
 from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.inverse_updates import (
@@ -46,7 +47,7 @@ class Update(ABC):
 
         Args:
             memory: From the last step, with `step`, this one's number from 1, `seen`, examples up to and with this
-                step's, and `unit`, the length that sqrt(d^T G d) is measured by.
+                step's, `unit`, the length that sqrt(d^T G d) is measured by, and `passes` over the same rows.
             root: U, shape (n, r).
         """
 
@@ -153,9 +154,11 @@ class Averaged(Update):
     more columns, and over seen / hold times as many once `hold` examples were seen: eps = r / columns for U (n, r).
 
     The damping is unit^2 max(damping, decay / (1 + seen)), plus (seen - hold) / late of G's mean eigenvalue, at most
-    all of it, once `hold` examples were seen. `Operator.length_unit` is the metric's: with the score metric of data in
-    other units, G, unit^2 and the damping change alike, and the step not at all. Long steps at first, which leave
-    plateaus, short and averaged ones later, which fit the noise of few batches no more.
+    all of it, once `hold` examples were seen. Where the same rows come again, and have few numbers for the parameters
+    (`returning_rows.py`), `again` of the mean eigenvalue joins it for every pass over them after the first, at most all
+    of it: what they do not determine stays where it is. `Operator.length_unit` is the metric's: with the score metric
+    of data in other units, G, unit^2 and the damping change alike, and the step not at all. Long steps at first, which
+    leave plateaus, short and averaged ones later, which fit the noise of few batches no more.
 
     Args:
         horizon: Columns averaged over, per parameter.
@@ -164,11 +167,12 @@ class Averaged(Update):
         decay: Of the first steps: damping times examples, in units of unit^2.
         hold: Examples after which averages lengthen and the damping grows; math.inf for neither.
         late: Further examples after which the damping is G's mean eigenvalue.
+        again: Share of G's mean eigenvalue in the damping for every further pass over the same rows; 0 for none.
         every: Steps between Cholesky factorisations; until the next the last factor solves.
 
     Raises:
-        ValueError: Unless horizon, damping, decay, hold, late > 0 (finite, all but hold) and batches, every are
-            integers >= 1.
+        ValueError: Unless horizon, damping, decay, hold, late > 0 (finite, all but hold), again >= 0 and batches, every
+            are integers >= 1.
     """
 
     horizon: float = 8.0
@@ -177,6 +181,7 @@ class Averaged(Update):
     decay: float = 0.06
     hold: float = 4000.0
     late: float = 20_000.0
+    again: float = 0.3
     every: int = 1
 
     def __post_init__(self) -> None:
@@ -184,6 +189,8 @@ class Averaged(Update):
             check_positive(name, getattr(self, name))
         if not self.hold > 0:
             raise ValueError(f"hold is {self.hold}, expected a positive number of examples")
+        if not 0 <= self.again < float("inf"):
+            raise ValueError(f"again is {self.again}, expected a number >= 0, of mean eigenvalues")
         check_integer("batches", self.batches, hint=", batches averaged over at least")
         check_integer("every", self.every, hint=", steps between factorisations")
 
@@ -196,7 +203,9 @@ class Averaged(Update):
         found = {"metric": metric, "columns": columns}
         if "lower" in memory and memory["step"] % self.every:
             return {**found, "lower": memory["lower"]} if all_finite(metric) else None
-        lower = factor_damped(metric, float(self.amount(metric, memory["seen"], memory["unit"])))
+        lower = factor_damped(
+            metric, float(self.amount(metric, memory["seen"], memory["unit"], memory.get("passes", 1.0)))
+        )
         return None if lower is None else {**found, "lower": lower}
 
     def columns(self, before: float, root: Tensor, seen: int) -> float:
@@ -210,16 +219,17 @@ class Averaged(Update):
         n, r = root.shape[-2:]
         return min(before + r, max(self.horizon * n, self.batches * r) * max(1.0, seen / self.hold))
 
-    def amount(self, metric: Tensor, seen: int, unit: float | Tensor) -> Tensor:
+    def amount(self, metric: Tensor, seen: int, unit: float | Tensor, passes: float = 1.0) -> Tensor:
         """The damping of G after so many examples, in units of G, shape (...,).
 
         Args:
             metric: G, shape (..., n, n).
             seen: Examples up to and with this step's.
             unit: The length that sqrt(d^T G d) is measured by.
+            passes: Over the same rows, weighed by how few they are; 1 for a stream.
         """
         mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)
-        share = min(1.0, max(seen - self.hold, 0.0) / self.late)
+        share = min(1.0, max(seen - self.hold, 0.0) / self.late) + min(1.0, self.again * (passes - 1.0))
         return unit**2 * max(self.damping, self.decay / (1 + seen)) + share * mean
 
     def operator(self, memory: Memory) -> Operator:
@@ -271,6 +281,7 @@ class AdaptiveInverse(Structure):
         spread = measure_spread(memory, now, metric, inputs)
         following = self._follow({**memory, **spread}, now, metric.count_examples(inputs))
         counts = {key: following[key] for key in ("examples", "seen", "kept", "refused") if key in following}
+        counts |= {"passes": following.get("passes", 1.0)}
         operator = self.method.operator(following)
         return operator.declare(nats=now.nats, length_unit=following["unit"], counts=counts), following
 
@@ -294,13 +305,19 @@ class AdaptiveInverse(Structure):
 
 
 def measure_spread(memory: Memory, now: Operator, metric: Metric, inputs: Any) -> Memory:
-    """What to remember of the data's spread, and the unit of length that follows; the operator's own without data."""
+    """What to remember of the data's spread and returning rows, with the unit of length and the passes that follow.
+
+    Without data: the operator's own unit, and one pass.
+    """
     rows = metric.read_examples(inputs)
     if rows is None or not rows.is_floating_point() or not all_finite(rows):
-        return {"unit": memory.get("unit", now.length_unit)}
+        return {"unit": memory.get("unit", now.length_unit), "passes": memory.get("passes", 1.0)}
     spread = join_spread(memory.get("spread"), rows)
     unit = float(measure_data_unit(spread))
-    return {"spread": spread, "unit": unit if 0 < unit < float("inf") else now.length_unit}
+    returned = join_returns(memory.get("returned"), rows)
+    passes = count_passes(returned, memory["seen"] + len(rows), rows.shape[1], now.size)
+    unit = unit if 0 < unit < float("inf") else now.length_unit
+    return {"spread": spread, "unit": unit, "returned": returned, "passes": passes}
 
 
 def adaptation_rate(step: int, offset: float, floor: float) -> float:

@@ -45,6 +45,7 @@ FLOORS: dict[str, int] = {
     "scoped_values": 0,
     "whole_tensors": 0,
     "state_files": 0,
+    "returning_rows": 0,
     "spaces": 0,
     "pure": 0,
     "lapack": 0,

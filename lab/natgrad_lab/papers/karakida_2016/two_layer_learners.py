@@ -13,6 +13,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.applications import TwoLayer
+from natgrad.returning_rows import count_passes, join_returns
 from natgrad.structures.adaptive_inverse import adaptation_rate
 from natgrad.structures.inverse_updates import adapt_inverse, average_metric, stays_positive, woodbury_inverse
 from natgrad.structures.score_unit import join_spread, measure_data_unit
@@ -123,6 +124,7 @@ class NatgradLearner:
     columns: float = 0.0
     count: int = 0
     spread: dict[str, Any] | None = None
+    returned: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         W = self.params["W"]
@@ -138,16 +140,18 @@ class NatgradLearner:
         average_metric(self.metric, root, root.shape[-1] / self.columns, out=self.metric)
         self.spread = join_spread(self.spread, examples)
         unit = measure_data_unit(self.spread)
+        self.returned = join_returns(self.returned, examples[0])  # all models see the same
+        passes = count_passes(self.returned, self.seen, examples.shape[-1], self.metric.shape[-1])
         if self.count == 1 or self.count % self.method.every == 0:
             damped = self.metric.clone()
-            damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.metric, self.seen, unit).unsqueeze(1))
+            damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.metric, self.seen, unit, passes).unsqueeze(1))
             found = torch.linalg.cholesky_ex(damped)
             failed = (found.info != 0).view(-1, 1, 1)
             self.lower = torch.where(failed, self.lower, found.L)  # keeps the last good one
         half = torch.linalg.solve_triangular(self.lower, gradient.unsqueeze(-1), upper=False)
         step = torch.linalg.solve_triangular(self.lower.mT, half, upper=True).squeeze(-1)
         length = self.rate * half.squeeze(-1).norm(dim=1, keepdim=True)
-        bound = self.rule.length(batch, self.seen) * unit.unsqueeze(1)
+        bound = self.rule.length(batch, self.seen, passes) * unit.unsqueeze(1)
         move(self.params, step * (bound / length).clamp(max=1), self.rate)
 
 
