@@ -81,7 +81,7 @@ class NoiseAware(Rule):
         return self.spectral.shape(block)
 
     def kl_bound(self, model: Quadratic) -> Tensor | float:
-        return math.inf if model.turned else MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
+        return self.max_kl if model.turned else MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)

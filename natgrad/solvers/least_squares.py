@@ -60,7 +60,7 @@ class LeastSquares(Solver):
         if side > self.largest:
             raise ValueError(
                 f"operator has {operator.size} parameters and {rank} rows, and {self} factorises matrices up to "
-                f"{self.largest}: use fewer points, ng.Nystroem() or ng.CG(), or raise largest"
+                f"{self.largest}: use fewer points, solver=ng.CG(), or raise largest"
             )
         return SampleSpace() if rank is not None and rank < operator.size else Direct()
 
