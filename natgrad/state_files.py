@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,7 +50,7 @@ def read_state_file(path: str | Path, device: Any = None) -> dict[str, Any]:
         ValueError: If it was cut off or damaged, holds something else, or is of a newer format.
     """
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state: Any = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -60,8 +60,9 @@ def read_state_file(path: str | Path, device: Any = None) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, expected a checkpoint. Nothing was changed")
-    check_format(state)
-    return state
+    checkpoint = cast("dict[str, Any]", state)
+    check_format(checkpoint)
+    return checkpoint
 
 
 def check_format(state: Mapping[str, Any]) -> None:

@@ -50,9 +50,10 @@ def write_whole(target: Tensor, value: Tensor) -> None:
         return
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = target.device_mesh  # type: ignore[attr-defined]
+    split: Any = target
+    mesh = split.device_mesh
     alike = DTensor.from_local(value.to(target.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local_part(target).copy_(local_part(alike.redistribute(mesh, target.placements)))  # type: ignore[attr-defined]
+    local_part(target).copy_(local_part(alike.redistribute(mesh, split.placements)))
 
 
 def zeros_whole(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from natgrad.operators.rows import Rows
 from natgrad.spaces import Space
 
 
-class Exchange(Protocol):
+class RowExchange(Protocol):
     """What processes send one another. All of them make the same calls in the same order."""
 
     @property
@@ -60,7 +60,7 @@ class JoinedRows:
     """
 
     def __init__(
-        self, local: Rows | None, space: Space, counts: Sequence[int], shares: Sequence[float], exchange: Exchange
+        self, local: Rows | None, space: Space, counts: Sequence[int], shares: Sequence[float], exchange: RowExchange
     ) -> None:
         self.local, self.space, self.exchange, self.counts = local, space, exchange, list(counts)
         self.starts = [0, *accumulate(counts)]

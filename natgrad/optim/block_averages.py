@@ -43,7 +43,7 @@ class Block:
 class Whole:
     """All blocks together, as a damping of the whole metric asks for them, of one moment's averages."""
 
-    blocks: Blocks
+    blocks: BlockAverages
     nats: float
 
     def mean_eigenvalue(self) -> Tensor:
@@ -55,7 +55,7 @@ class Whole:
         return torch.as_tensor(self.blocks.mean_eigenvalue(), dtype=torch.float64)
 
 
-class Blocks:
+class BlockAverages:
     """The blocks of a structure. Their numbers live in an optimizer's state, under each block's first parameter.
 
     There: `totals` and `weight` of the running averages, the packed `inverse`, and the damping `level` it is made with.

@@ -16,7 +16,7 @@ from natgrad.damping import Damping
 from natgrad.linalg import stays_finite
 from natgrad.operators import Operator
 from natgrad.optim.batch_form import BatchForm
-from natgrad.optim.block_averages import Block, Blocks, Whole, give_back
+from natgrad.optim.block_averages import Block, BlockAverages, Whole, give_back
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
@@ -51,7 +51,7 @@ class Attempt:
         batch: Measures steps on their own batch.
     """
 
-    blocks: Blocks
+    blocks: BlockAverages
     named: Mapping[str, Tensor]
     state: MutableMapping[Tensor, dict[str, Any]]
     param_groups: list[dict[str, Any]]

@@ -16,7 +16,7 @@ from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.layers.taps import Release
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
-from natgrad.optim.block_averages import Blocks
+from natgrad.optim.block_averages import BlockAverages
 from natgrad.optim.block_owners import Owners, check_share
 from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import (
@@ -119,7 +119,9 @@ class StructuredNaturalGradient(ModelOptimizer):
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
         self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
-        self._blocks = Blocks(structure, self._named, self.state, Owners(self._ranks, *check_share(chosen.share)))
+        self._blocks = BlockAverages(
+            structure, self._named, self.state, Owners(self._ranks, *check_share(chosen.share))
+        )
         self._told: dict[str, Any] = {}
         self._clock = start_clock()
         self._stride, self._outside = Stride(), Outside()
@@ -209,7 +211,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         owners = self._blocks.owners.load(saved.extra.get("owners"))
-        blocks = Blocks(self.structure, self._named, saved.state, owners)
+        blocks = BlockAverages(self.structure, self._named, saved.state, owners)
         trusted, refused = set(saved.extra["trusted"]), set(saved.extra["refused"])
         blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted))
 

@@ -13,7 +13,7 @@ from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
 import natgrad as ng
-from natgrad.optim.block_averages import Blocks
+from natgrad.optim.block_averages import BlockAverages
 from natgrad.optim.stalled_runs import STOP, WARN
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
@@ -74,14 +74,14 @@ def test_statistics_that_can_never_be_used_warn_once_and_then_raise(recipe: Any,
     model = net()
     opt = recipe(model, CE, lr=0.1)
     iterate(opt, model, X, Y)
-    taken = Blocks.take
-    monkeypatch.setattr(Blocks, "take", lambda self, reading, decay: False)
+    taken = BlockAverages.take
+    monkeypatch.setattr(BlockAverages, "take", lambda self, reading, decay: False)
     assert told(opt, model, iterate_once, WARN - 1) == []
     (text,) = told(opt, model, iterate_once, STOP - WARN)
     assert "could not be used" in text
     with pytest.raises(RuntimeError, match=r"statistics of the last 25 steps were due and could not be used"):
         iterate_once(opt, model)
-    monkeypatch.setattr(Blocks, "take", taken)
+    monkeypatch.setattr(BlockAverages, "take", taken)
     kept = flat(model)
     iterate_once(opt, model)
     assert not torch.equal(flat(model), kept)

@@ -77,7 +77,7 @@ def _fields(told: dict[str, list[Numbers]], names: tuple[str, str]) -> Picture:
                 shades = {"cmap": "viridis"} if key == "solution" else {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
                 image = axes.imshow(values, origin="lower", extent=(0, 1, 0, 1), **shades)
                 bar = figure.colorbar(image, ax=axes, shrink=0.85)
-                bar.formatter.set_powerlimits((-2, 2))
+                bar.ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
                 axes.set(xlabel=names[0], ylabel=names[1], xticks=[0, 1], yticks=[0, 1])
                 axes.set_title(title, fontsize=10)
 

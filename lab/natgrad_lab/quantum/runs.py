@@ -98,7 +98,7 @@ SYSTEMS: dict[str, Callable[[Settings, int], Problem]] = {
 class Stepper(Protocol):
     """A contestant at work."""
 
-    def step(self, part: float) -> ng.vmc.Energy:
+    def step(self, part: float) -> ng.vmc.EnergyEstimate:
         """One step, with that part of the budget spent: the energy before it."""
         ...
 
@@ -111,7 +111,7 @@ class Reconfigured:
         sr = ng.stochastic_reconfiguration(problem.psi, self.lr, 1e-3, momentum, clip=problem.clip)
         self.search = vmc.GroundState(problem.hamiltonian, problem.sampler, sr)
 
-    def step(self, part: float) -> ng.vmc.Energy:
+    def step(self, part: float) -> ng.vmc.EnergyEstimate:
         """One step."""
         rate = self.lr / (1 + 4 * part) if self.falls else self.lr
         self.search.optimizer.optimizer.param_groups[0]["lr"] = rate
@@ -125,7 +125,7 @@ class AdamSearch:
         self.problem, self.rate = problem, rate
         self.adam = torch.optim.Adam(problem.psi.parameters(), lr=rate)
 
-    def step(self, part: float) -> ng.vmc.Energy:
+    def step(self, part: float) -> ng.vmc.EnergyEstimate:
         """One step."""
         psi, states = self.problem.psi, self.problem.sampler.draw(self.problem.psi).states
         local = vmc.local_energies(psi, self.problem.hamiltonian, states)
@@ -217,7 +217,7 @@ def train(problem: Problem, stepper: Stepper, run: Run) -> Numbers:
     }
 
 
-def measure(problem: Problem, draws: int) -> ng.vmc.Energy:
+def measure(problem: Problem, draws: int) -> ng.vmc.EnergyEstimate:
     """The energy of psi as it is."""
     small = isinstance(problem.hamiltonian, vmc.Hamiltonian)
     sampler = vmc.Enumerated(problem.hamiltonian.space) if small else problem.sampler

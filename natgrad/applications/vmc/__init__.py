@@ -4,7 +4,7 @@ from natgrad.applications.vmc.amplitude import LogAmplitude, read_amplitude, rea
 from natgrad.applications.vmc.antisymmetric import AntisymmetricNet
 from natgrad.applications.vmc.configurations import Bosons, Spins
 from natgrad.applications.vmc.continuous import Harmonic, Molecule, kinetic_energies
-from natgrad.applications.vmc.energy import Energy, estimate_energy, extrapolate_variance
+from natgrad.applications.vmc.energy import EnergyEstimate, estimate_energy, extrapolate_variance
 from natgrad.applications.vmc.ground_state import GroundState, lowest_energy
 from natgrad.applications.vmc.hamiltonians import (
     BoseHubbard,
@@ -27,7 +27,7 @@ __all__ = [
     "AutoregressiveNet",
     "BoseHubbard",
     "Bosons",
-    "Energy",
+    "EnergyEstimate",
     "Enumerated",
     "ExactSampler",
     "Exchange",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Energy:
+class EnergyEstimate:
     """An energy with its error.
 
     Args:
@@ -23,7 +23,7 @@ class Energy:
         imaginary: Mean of the imaginary part, which is zero up to noise.
 
     Example:
-        >>> print(ng.vmc.Energy(mean=-2.90372, error=0.00041, variance=0.1, correlation=1.0, samples=1000))
+        >>> print(ng.vmc.EnergyEstimate(mean=-2.90372, error=0.00041, variance=0.1, correlation=1.0, samples=1000))
         -2.90372 +- 0.00041
     """
 
@@ -40,7 +40,9 @@ class Energy:
         return f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
 
 
-def estimate_energy(local_energies: Tensor, weights: Tensor | None = None, *, enumerated: bool = False) -> Energy:
+def estimate_energy(
+    local_energies: Tensor, weights: Tensor | None = None, *, enumerated: bool = False
+) -> EnergyEstimate:
     """The mean of local energies with its error.
 
     Samples of a chain are taken in order, and averaged in blocks of 1, 2, 4, ... The error of the block means grows
@@ -75,7 +77,7 @@ def estimate_energy(local_energies: Tensor, weights: Tensor | None = None, *, en
     elif not enumerated:
         error, correlation, settled = measure_error(gaps.real)
     imaginary = float(mean.imag) if values.is_complex() else 0.0
-    return Energy(float(mean.real), error, variance, correlation, values.numel(), settled, imaginary)
+    return EnergyEstimate(float(mean.real), error, variance, correlation, values.numel(), settled, imaginary)
 
 
 def measure_error(gaps: Tensor) -> tuple[float, float, bool]:
@@ -103,7 +105,7 @@ def block_error(means: Tensor) -> float:
     return math.sqrt(float(means.var()) / means.numel())
 
 
-def extrapolate_variance(energies: list[Energy]) -> Energy:
+def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:
     """The energy at zero variance, by a weighted line through (variance, energy): an eigenstate has none.
 
     Args:
@@ -121,7 +123,7 @@ def extrapolate_variance(energies: list[Energy]) -> Energy:
         Kashima & Imada 2001.
 
     Example:
-        >>> line = [ng.vmc.Energy(-1.0 + 0.5 * v, 0.01, v) for v in (0.1, 0.2, 0.4)]
+        >>> line = [ng.vmc.EnergyEstimate(-1.0 + 0.5 * v, 0.01, v) for v in (0.1, 0.2, 0.4)]
         >>> print(ng.vmc.extrapolate_variance(line))
         -1.000 +- 0.012
     """
@@ -140,4 +142,4 @@ def extrapolate_variance(energies: list[Energy]) -> Energy:
     if not known:
         left = y - value - slope * x
         leverage = leverage * left.square().sum() / max(1, len(energies) - 2)
-    return Energy(float(value), float(leverage.sqrt()), 0.0, samples=sum(one.samples for one in energies))
+    return EnergyEstimate(float(value), float(leverage.sqrt()), 0.0, samples=sum(one.samples for one in energies))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
-from natgrad.applications.vmc.energy import Energy, estimate_energy
+from natgrad.applications.vmc.energy import EnergyEstimate, estimate_energy
 from natgrad.applications.vmc.hamiltonians import Hamiltonian
 from natgrad.applications.vmc.local_energies import local_energies
 from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration
@@ -49,17 +49,17 @@ class GroundState:
         return self.optimizer.psi
 
     @property
-    def energies(self) -> list[Energy]:
+    def energies(self) -> list[EnergyEstimate]:
         """The energy at every step so far, each with its error."""
         return self.optimizer.energies
 
-    def step(self) -> Energy:
+    def step(self) -> EnergyEstimate:
         """One step: the energy before it, with its error."""
         drawn = self.sampler.draw(self.psi)
         local = local_energies(self.psi, self.hamiltonian, drawn.states)
         return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
 
-    def run(self, steps: int) -> list[Energy]:
+    def run(self, steps: int) -> list[EnergyEstimate]:
         """Several steps.
 
         Args:
@@ -70,7 +70,7 @@ class GroundState:
         """
         return [self.step() for _ in range(check_integer("steps", steps, 0))]
 
-    def measure(self, draws: int = 1) -> Energy:
+    def measure(self, draws: int = 1) -> EnergyEstimate:
         """The energy of psi as it is, without a step.
 
         Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
-from natgrad.applications.vmc.energy import Energy, estimate_energy
+from natgrad.applications.vmc.energy import EnergyEstimate, estimate_energy
 from natgrad.checks import check_number, check_positive
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
@@ -133,11 +133,11 @@ class StochasticReconfiguration:
 
     def __init__(self, psi: LogAmplitude, optimizer: NaturalGradient, clip: float | None = None) -> None:
         self.psi, self.optimizer, self.clip = psi, optimizer, clip
-        self.energies: list[Energy] = []
+        self.energies: list[EnergyEstimate] = []
 
     def step(
         self, states: Tensor, local_energies: Tensor, weights: Tensor | None = None, *, enumerated: bool = False
-    ) -> Energy:
+    ) -> EnergyEstimate:
         """One step.
 
         Args:
@@ -183,7 +183,7 @@ class StochasticReconfiguration:
             state_dict: What that returned.
         """
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        self.energies = [Energy(*told) for told in state_dict["energies"]]
+        self.energies = [EnergyEstimate(*told) for told in state_dict["energies"]]
 
     def _set_gradients(
         self, metric: GeometricTensor, states: Tensor, local_energies: Tensor, weights: Tensor | None

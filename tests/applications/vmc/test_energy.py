@@ -70,9 +70,9 @@ def test_the_extrapolation_is_the_weighted_line():
     covariance = torch.linalg.inv(design.mT @ design)
     value = covariance @ design.mT @ (e / errors)
     given = zip(e.tolist(), errors.tolist(), v.tolist(), strict=True)
-    found = ng.vmc.extrapolate_variance([ng.vmc.Energy(*one) for one in given])
+    found = ng.vmc.extrapolate_variance([ng.vmc.EnergyEstimate(*one) for one in given])
     assert_close(torch.tensor([found.mean, found.error**2], dtype=F64), torch.stack([value[0], covariance[0, 0]]))
-    exact = [ng.vmc.Energy(-1 + 0.5 * x, 0.0, x) for x in (0.1, 0.3, 0.4)]
+    exact = [ng.vmc.EnergyEstimate(-1 + 0.5 * x, 0.0, x) for x in (0.1, 0.3, 0.4)]
     assert ng.vmc.extrapolate_variance(exact).mean == pytest.approx(-1)
     with pytest.raises(ValueError, match="1 different variances"):
         ng.vmc.extrapolate_variance(exact[:1])
