@@ -35,7 +35,7 @@ def collect_numbers(optimizer: Any, prefix: str = "natgrad/") -> dict[str, float
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
         >>> sorted(ng.callbacks.collect_numbers(opt))[:3]
-        ['natgrad/damping', 'natgrad/failures', 'natgrad/gradient']
+        ['natgrad/damping', 'natgrad/excess', 'natgrad/failures']
     """
     report = find_optimizer(optimizer).state_report()
     return {f"{prefix}{name}": value for name, value in report.numbers().items()}

@@ -68,6 +68,7 @@ def run_cells(cells: list[Cell], name: str) -> None:
         name: Of the file, for tracebacks.
     """
     import matplotlib as mpl
+    import torch
 
     mpl.use("Agg")
     from matplotlib import pyplot
@@ -77,13 +78,15 @@ def run_cells(cells: list[Cell], name: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     show = pyplot.show
     pyplot.show = lambda *_, **__: None  # the figures are taken from pyplot when the cell has run
+    dtype = torch.get_default_dtype()
     try:
-        with mpl.rc_context(STYLE):
+        with mpl.rc_context(STYLE), torch.random.fork_rng(devices=[]):
             for number, cell in enumerate(cells):
                 if cell.kind == "code":
                     run_cell(cell, f"{name}, cell {number}", names)
                     cell.pictures = list(take_pictures())
     finally:
+        torch.set_default_dtype(dtype)  # a tutorial may set both: what runs after it starts as before
         pyplot.show = show
         pyplot.close("all")
 

@@ -34,6 +34,8 @@ from natgrad.operators.kronecker import Spectral
 from natgrad.operators.pullback import Pullback
 from natgrad.operators.shared_rows import SharedRowsInverse
 from natgrad.operators.unitwise import QuasiDiagonalInverse
+from natgrad.optim.distributed import Ranks
+from natgrad.optim.joined_metric import JoinedOperator
 from natgrad.rules import FlatStep, Quadratic
 from natgrad.spaces import Space, trainable
 
@@ -69,6 +71,9 @@ WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     Arranged: arranged,
     Tiled: lambda operator: Tiled(operator, (1, 1, 2, 3), (2, 3)),
     Chunked: lambda operator: Chunked([lambda: operator, lambda: operator]),
+    JoinedOperator: lambda operator: JoinedOperator(
+        operator, Space({"a": torch.zeros(SIZE, dtype=F64)}), [1.0], None, operator.facts, Ranks()
+    ),
 }
 POSITIVE = {Centred, QuasiDiagonalInverse, SharedRowsInverse, Spectral}  # of operators that are none of these things
 

@@ -130,14 +130,19 @@ MINUTES: dict[str, float] = {
     "policy_cartpole": 20,
     "policy_acrobot": 30,
     "policy_pendulum": 20,
+    "pinn_poisson": 1,
+    "pinn_heat": 1,
+    "pinn_inverse": 1,
     "score_energy_net": 3,
+    "vmc_ising": 2,
+    "vmc_helium": 60,
     "varady_2022_lines": 7,
     "varady_2022_digits": 7,
     "varady_2022_mnist": 60,
     "varady_2022_fashion": 60,
     "varady_2022_faces": 60,
 }
-"""What each took with its defaults, on one core of a server of 2025 to 2026."""
+"""About what each takes with its defaults on one core of a server of 2025: measured, or reckoned from its settings."""
 
 
 def find(name: str) -> Any:
