@@ -71,7 +71,7 @@ def log_to_lightning(every: int = 1, prefix: str = "natgrad/") -> Any:
     except ModuleNotFoundError:
         from pytorch_lightning import Callback  # pyright: ignore[reportMissingImports]
 
-    class LightningLog(Callback):
+    class LightningLog(Callback):  # pyright: ignore[reportGeneralTypeIssues] (one of two packages)
         """Logs `state_report()` after a step."""
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

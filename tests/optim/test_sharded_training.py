@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def train(
-    model: nn.Module, parts: int = 1, part: int = 0, recipe: Any = ng.kfac, steps: int = 6, **options: Any
+    model: nn.Module, parts: int = 1, part: int = 0, recipe: Any = ng.kfac, steps: int = 4, **options: Any
 ) -> dict[str, Any]:
     opt = recipe(model, CE, estimate=ng.ExactLabels(), **options)
     own = slice(len(X) // parts * part, len(X) // parts * (part + 1))

@@ -150,7 +150,7 @@ def test_parameters_without_a_layer_get_an_unbiased_diagonal(name: str):
     case = CASES[name]
     model, params = case.make()
     exact = ng.fisher(model, case.family).at(params, case.inputs).diagonal()
-    space, draws = ng.Space(params), 1500
+    space, draws = ng.Space(params), 400
     opt = ng.kfac(model, case.family, lr=0.0, decay=0.0)
     targets, squares = case.family.sample(model(case.inputs)), []
     for _ in range(draws):
