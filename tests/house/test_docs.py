@@ -42,7 +42,9 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     run_page(page, tmp_path, monkeypatch)
 
 
-@pytest.mark.filterwarnings("default")  # other packages' warnings are theirs
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # theirs; sent between test processes, they would be imported in the other one too
 @pytest.mark.parametrize("page", [p for p in PAGES if needed_packages(p)], ids=name_of)
 def test_code_with_other_packages_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     declare_image_operators()
