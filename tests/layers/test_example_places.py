@@ -407,4 +407,4 @@ def test_they_take_a_bounded_number_of_passes(monkeypatch):
     for samples in (1, 4, 16):
         count[0] = 0
         read_diagonal(model, ng.Kronecker(0.9, Sampled(samples)), draw(64, E))
-        assert count[0] <= 16 + 2 * samples + 1  # one more asks whether the loss is all of the gradient
+        assert count[0] <= 16 + 2 * samples + 4  # a few more ask whether the loss is all of the gradient; rows are 64

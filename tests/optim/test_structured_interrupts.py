@@ -119,13 +119,13 @@ def test_a_value_head_that_starts_at_zero_learns_once_there_are_rewards(recipe: 
 def spoil(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make one part of a step give what is not finite, or too large for the dtype."""
     factor = {"inf": math.inf, "nan": math.nan, "overflow": 1e300}[what]
-    direction = ng.optim.block_averages.Blocks.direction
+    direction = ng.optim.block_averages.BlockAverages.direction
 
     def spoiled(*arguments: Any) -> Any:
         steps, slopes = direction(*arguments)
         return {name: step * factor for name, step in steps.items()}, slopes
 
-    monkeypatch.setattr("natgrad.optim.block_averages.Blocks.direction", spoiled)
+    monkeypatch.setattr("natgrad.optim.block_averages.BlockAverages.direction", spoiled)
 
 
 @pytest.mark.parametrize("what", ["inf", "nan", "overflow"])
