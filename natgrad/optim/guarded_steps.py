@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def guard_steps(optimizer: Optimizer, run: Callable[[], Result]) -> tuple[Result, bool]:
-    """Let an optimizer take steps, and take them back unless all is finite afterwards.
+    """Let an optimizer take steps, and take them back unless all is finite afterwards, or where they are interrupted.
 
     Args:
         optimizer: What takes them.
@@ -27,13 +27,16 @@ def guard_steps(optimizer: Optimizer, run: Callable[[], Result]) -> tuple[Result
     params = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [p.detach().clone() for p in params]
     state = {p: map_tensors(dict(numbers), torch.clone) for p, numbers in optimizer.state.items()}
-    result = run()
-    fine = all(stays_finite(old, p.detach()) for old, p in zip(kept, params, strict=True))
-    if fine and all(all_finite(t) for numbers in optimizer.state.values() for t in leaves(dict(numbers))):
-        return result, True
-    with torch.no_grad():
-        for old, p in zip(kept, params, strict=True):
-            p.copy_(old)
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    return result, False
+    stands = False
+    try:
+        result = run()
+        fine = all(stays_finite(old, p.detach()) for old, p in zip(kept, params, strict=True))
+        stands = fine and all(all_finite(t) for numbers in optimizer.state.values() for t in leaves(dict(numbers)))
+    finally:
+        if not stands:
+            with torch.no_grad():
+                for old, p in zip(kept, params, strict=True):
+                    p.copy_(old)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+    return result, stands

@@ -41,6 +41,7 @@ class House:
 FLOORS: dict[str, int] = {
     "checks": 0,
     "shown_tables": 0,
+    "progress": 0,
     "typed_torch": 0,
     "scoped_values": 0,
     "whole_tensors": 0,

@@ -78,7 +78,9 @@ class NaturalWakeSleep(WakeSleep):
         ```python
         machine = ng.HelmholtzMachine([4, 3, 2])
         trainer = ng.NaturalWakeSleep(machine, lr=0.1, damping=0.1)
-        bound = trainer.step(torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1]]))
+        x = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1]])
+        bound = trainer.step(x)
+        bounds = trainer.fit(x, epochs=20)
         ```
     """
 

@@ -19,6 +19,7 @@ from natgrad.linalg import all_finite
 from natgrad.optim.accidents import Accidents, OnTrouble
 from natgrad.optim.guarded_steps import guard_steps
 from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
+from natgrad.progress import Progress, check_callback
 from natgrad.shown_tables import write_choices
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
@@ -50,7 +51,9 @@ class WakeSleep:
         ```python
         machine = ng.HelmholtzMachine([4, 3, 2])
         trainer = ng.WakeSleep(machine, lr=0.1)
-        bound = trainer.step(torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1]]))
+        x = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1]])
+        bound = trainer.step(x)
+        bounds = trainer.fit(x, epochs=20)
         ```
     """
 
@@ -130,6 +133,48 @@ class WakeSleep:
         if trouble is None and not fresh:
             self.accidents.count += 1
         return float(lesson.bound.mean())
+
+    def fit(
+        self,
+        x: Tensor,
+        epochs: int = 1,
+        *,
+        batch_size: int = 100,
+        callback: Callable[[WakeSleep], Any] | None = None,
+        progress: bool | None = None,
+    ) -> list[float]:
+        """Steps over all examples, in a new order in each epoch. Ctrl-C ends them after the last whole step.
+
+        Args:
+            x: Examples, shape (n, visible).
+            epochs: How many times each example is seen.
+            batch_size: Examples per step; the last step of an epoch takes what is left.
+            callback: Called with the trainer after each step; training stops if it returns True.
+            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
+                a terminal.
+
+        Returns:
+            The bound before each step, in nats per example.
+
+        Raises:
+            ValueError: For a number out of range, and for data that do not fit the machine.
+        """
+        size, epochs = check_integer("batch_size", batch_size), check_integer("epochs", epochs, 0)
+        check_callback(callback, "the trainer")
+        x = self.machine.check(x)
+        found, per_epoch = list[float](), math.ceil(len(x) / size)
+        with Progress("steps", epochs * per_epoch, progress) as shown:
+            try:
+                for _ in range(epochs):
+                    order = torch.randperm(len(x), generator=self.generator, device=self.generator.device)
+                    for places in order.to(x.device).split(size):
+                        found.append(self.step(x[places]))
+                        shown.update(len(found), {"bound": found[-1]})
+                        if callback is not None and callback(self) is True:
+                            return found
+            except KeyboardInterrupt:
+                pass  # weights and the optimizer's state are those after the last whole step
+        return found
 
     def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
         """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""

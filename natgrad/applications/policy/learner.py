@@ -26,7 +26,6 @@ from natgrad.applications.policy.history import LearningHistory
 from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.applications.policy.perceptrons import Defaults, check_network
-from natgrad.applications.policy.progress import Progress
 from natgrad.applications.policy.rollout import Rollout, collect, estimate_advantages
 from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
 from natgrad.applications.policy.sb3_settings import Translation
@@ -40,6 +39,7 @@ from natgrad.operators import Operator
 from natgrad.optim.accidents import Accidents
 from natgrad.optim.flat_step import shift_blocks
 from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
+from natgrad.progress import Progress, check_callback
 from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.spaces import Space
@@ -47,6 +47,7 @@ from natgrad.state_files import read_state_file, write_state_file
 from natgrad.structures import Exact
 
 Array = np.ndarray
+TOLD = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
 
 
 class PolicyLearner(ABC):
@@ -149,15 +150,14 @@ class PolicyLearner(ABC):
         steps, progress = as_learning(total_steps, progress, spelled)
         whole = isinstance(steps, float) and steps.is_integer()
         steps = check_integer("total_steps", int(steps) if whole else steps, 1)  # 1e5 is meant so
-        if callback is not None and not callable(callback):
-            raise TypeError(f"callback is {type(callback).__name__}, expected a function of the learner")
-        goal = self.steps + steps
-        with Progress(steps, self.verbose if progress is None else progress) as shown:
-            while self.steps < goal:
-                before = self.steps
+        check_callback(callback, "the learner")
+        begun = self.steps
+        with Progress("steps", steps, self.verbose if progress is None else progress) as shown:
+            while self.steps < begun + steps:
                 try:
                     self._update()
-                    shown.update(self.steps - before, self.history.last())
+                    last = self.history.last()
+                    shown.update(self.steps - begun, {word: last[key] for word, key in TOLD.items()})
                     if callback is not None and callback(self) is True:
                         break
                 except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
 from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
 from natgrad.checks import check_integer
+from natgrad.progress import Progress, check_callback
 from natgrad.state_files import FORMAT, read_state_file, write_state_file
 
 
@@ -40,6 +42,7 @@ def minimize(
     restarts: Restarts | int | str | None = None,
     tolerances: Tolerances | None = None,
     callback: Callable[[Search], Any] | None = None,
+    progress: bool | None = None,
     seed: int | None = None,
     vectorized: bool | None = None,
     executor: Pool | None = None,
@@ -74,6 +77,8 @@ def minimize(
             of bits or categories starts again while it has a target to meet and a budget; others do not.
         tolerances: When a run stops, `Tolerances(...)`.
         callback: Called with the search after each generation; the search stops if it returns True.
+        progress: True for a line that tells how far it is, False for none; None for one where the standard error is a
+            terminal.
         seed: Of all draws; None for another one each time.
         vectorized: True if f takes batches, False if it takes one point, None to find out: f is then called with a
             batch of one, with the whole batch and, if these do not fit, with a point. These calls, at most four more
@@ -106,22 +111,22 @@ def minimize(
     factory = as_run_factory(x0, sigma0, chosen, as_restarts(restarts), seed)
     check_workers(executor, timeout, ahead, noise)
     objective = BlackBox(f, vectorized, executor, timeout)
-    check_goals(ftarget, maxfevals, factory.popsize, objective.asking, callback)
+    check_goals(ftarget, maxfevals, factory.popsize, objective.asking)
+    check_callback(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
     objective.limit = math.inf if maxfevals is None else float(maxfevals)
     handling = as_handling(noise)
     runs = SearchRuns(factory, objective, None if handling is None else Repeated(objective, handling), ahead)
-    file = None if checkpoint is None else Path(checkpoint)
-    if file is not None and file.exists():
-        runs.load_state_dict(read_state_file(file))
+    file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)
     try:
-        ending = run_to_ending(runs, ftarget, maxfevals, callback, file, checkpoint_every)
+        with Progress("evaluations", maxfevals, progress) as shown:
+            ending = run_to_ending(runs, ftarget, maxfevals, callback, file, shown)
     except KeyboardInterrupt:
         ending = "interrupted: the result is what was found so far"
     finally:
         objective.close()
     if file is not None:
-        save_checkpoint(runs, file)
+        file.write()
     return runs.result(ending, ftarget)
 
 
@@ -130,8 +135,8 @@ def run_to_ending(
     ftarget: float | None,
     maxfevals: float | None,
     callback: Callable[[Search], Any] | None,
-    file: Path | None,
-    every: int,
+    file: CheckpointFile | None,
+    shown: Progress,
 ) -> str:
     """Run generations until all runs are over. Returns why they are.
 
@@ -140,16 +145,45 @@ def run_to_ending(
         ftarget: Stop at a value as low.
         maxfevals: Bound on evaluations.
         callback: Called with the search after each generation; stops if it returns True.
-        file: The checkpoint.
-        every: Generations between two writes of the checkpoint.
+        file: The checkpoint, or None.
+        shown: Tells how far it is.
     """
     while (ending := runs.find_ending(ftarget, maxfevals)) is None:
         runs.run_generation()
+        if file is not None:
+            file.keep()
+        shown.update(runs.nfev, {"generation": runs.nit, "best": float(runs.best.fun)})
         if callback is not None and callback(runs.search) is True:
             return "callback: it returned True"
-        if file is not None and runs.nit % every == 0:
-            save_checkpoint(runs, file)
     return ending
+
+
+class CheckpointFile:
+    """The state after the last whole generation, in memory and now and then in a file.
+
+    A generation that is interrupted leaves half of a state, which is never written.
+
+    Args:
+        runs: What is saved; it continues from the file if there is one.
+        path: Its place.
+        every: Generations between two writes.
+    """
+
+    def __init__(self, runs: SearchRuns, path: Path, every: int) -> None:
+        self.runs, self.path, self.every = runs, path, every
+        if path.exists():
+            runs.load_state_dict(read_state_file(path))
+        self.state = deepcopy(runs.state_dict())
+
+    def keep(self) -> None:
+        """Note the state, and write it where that is due."""
+        self.state = deepcopy(self.runs.state_dict())
+        if self.runs.nit % self.every == 0:
+            self.write()
+
+    def write(self) -> None:
+        """Write the noted state; a crash in between leaves the old file."""
+        write_state_file({"format": FORMAT, **self.state}, self.path)
 
 
 def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Restarts, seed: int | None) -> RunFactory:
@@ -199,19 +233,17 @@ def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
     return NoiseHandling() if noise else None
 
 
-def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int, callback: Any) -> None:
-    """Check the target, the budget and the callback.
+def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None:
+    """Check the target and the budget.
 
     Args:
         ftarget: A number, or None.
         maxfevals: A number, or None.
         popsize: Candidates of the first generation.
         asking: Evaluations that find out how f takes points.
-        callback: A function, or None.
 
     Raises:
         ValueError: If the target is no number, or the budget does not pay for one generation.
-        TypeError: If the callback is no function.
     """
     if ftarget is not None and (not isinstance(ftarget, (Real, Tensor)) or math.isnan(ftarget)):
         came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
@@ -223,8 +255,6 @@ def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int, callbac
             f"maxfevals is {maxfevals!r}, expected at least {popsize + asking}: one generation, and {asking} to find "
             "out whether f takes a batch or a point; vectorized=True or False says it"
         )
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback is {type(callback).__name__}, expected a function of the search")
 
 
 def check_workers(executor: Any, timeout: Any, ahead: Any, noise: Any) -> None:
@@ -248,13 +278,3 @@ def check_workers(executor: Any, timeout: Any, ahead: Any, noise: Any) -> None:
             raise ValueError(f"{name} is given without an executor, whose workers it is about: pass executor=pool")
     if ahead > 0 and noise is not False:
         raise ValueError(f"ahead is {ahead} with noise={noise!r}, which evaluates points again: use ahead=0")
-
-
-def save_checkpoint(runs: SearchRuns, file: Path) -> None:
-    """Write a checkpoint; a crash in between leaves the old one.
-
-    Args:
-        runs: What is saved.
-        file: Its place.
-    """
-    write_state_file({"format": FORMAT, **runs.state_dict()}, file)

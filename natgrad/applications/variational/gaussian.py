@@ -15,21 +15,14 @@ from natgrad.applications.keyword_settings import Group, read_groups
 from natgrad.applications.variational.convergence import Bounds, has_ended, has_settled, squared_length
 from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
 from natgrad.applications.variational.quadrature import Points
-from natgrad.applications.variational.start import as_mean, as_precision, match_dtype
-from natgrad.applications.variational.targets import (
-    LOG_2PI,
-    LogDensity,
-    LogJoint,
-    Moments,
-    Target,
-    are_finite,
-    is_batched,
-)
+from natgrad.applications.variational.start import as_mean, as_precision, read_density
+from natgrad.applications.variational.targets import LOG_2PI, LogJoint, Moments, Target, are_finite
 from natgrad.checks import check_integer
 from natgrad.families import MultivariateNormal
 from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
 from natgrad.optim.parallel_models import refuse_processes
+from natgrad.progress import Progress, check_callback
 from natgrad.pure import run_detached
 from natgrad.shown_tables import write_choices
 
@@ -109,31 +102,6 @@ def variational(
     return Variational(density, mean, 1.0 if covariance is None else covariance, diagonal, lr)
 
 
-def read_density(
-    target: LogJoint | Target, start: Tensor | Sequence[float] | int, points: Points | None
-) -> tuple[Target, Tensor]:
-    """A log joint density as a target, and the mean of q at the start (d,) in a dtype that it takes.
-
-    Args:
-        target: z -> log p(z, data), or a target.
-        start: The mean of q (d,), or d for zeros.
-        points: How expectations are taken; None for the default.
-
-    Raises:
-        TypeError: If the target is of another kind, or points are given to one that has its own.
-        ValueError: If the start does not fit.
-    """
-    mean = as_mean(start)
-    if isinstance(target, Target):
-        if points is not None:
-            raise TypeError("points belong to a log joint or a network; Projected has its own order")
-        return target, mean
-    if not callable(target):
-        raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
-    mean = mean if isinstance(start, Tensor) else match_dtype(target, mean)
-    return LogDensity(target, points, is_batched(target, mean)), mean
-
-
 class Variational:
     """q = N(mean, covariance), and its steps; made by `variational`.
 
@@ -178,9 +146,16 @@ class Variational:
         return self._advance(batch)[0]
 
     def fit(
-        self, steps: int = 100, *, tolerance: float = 1e-6, callback: Callable[[Variational], Any] | None = None
+        self,
+        steps: int = 100,
+        *,
+        tolerance: float = 1e-6,
+        callback: Callable[[Variational], Any] | None = None,
+        progress: bool | None = None,
     ) -> Bounds:
         """At most `steps` steps, until the natural gradient is shorter than `tolerance` says.
+
+        Ctrl-C ends it with q after the last whole step.
 
         Where expectations are the same at every step, the bound never falls: a step that lowers it is taken back and
         the rate halved; two steps that do not double it again, up to `lr`.
@@ -193,30 +168,38 @@ class Variational:
                 last ten steps gained less than this on average, with two standard errors added. 1e-6 is out of reach
                 then; take .1, or more points.
             callback: Called with q after each step that is kept; fitting stops if it returns True.
+            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
+                a terminal.
 
         Returns:
             The bound before each step. The list's `converged` tells why it ended, its `gap` how far from the optimum q
             was.
         """
+        check_callback(callback, "q")
         found, rate, past, risen = Bounds(), self.lr, self._snapshot(), 0
+        here = past
         try:
-            while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
-                here = self._snapshot()
-                bound, gap = self._advance(())
-                if self._has_fallen(found, bound, tolerance):
+            with Progress("steps", steps, progress) as shown:
+                while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
+                    here = self._snapshot()
+                    bound, gap = self._advance(())
+                    if self._has_fallen(found, bound, tolerance):
+                        self._go_back(past)
+                        found.pop()  # the bound at `past`, which the next step measures again
+                        risen, steps = 0, steps - 1
+                        continue
+                    found.append(bound)
+                    found.gap, past, here, risen = gap, here, self._snapshot(), risen + 1
+                    found.converged = (has_ended if self.target.steady else has_settled)(found, tolerance)
+                    if risen % 2 == 0:
+                        self.lr = min(rate, 2 * self.lr)
+                    shown.update(len(found), {"bound": bound, "gap": gap})
+                    if callback is not None and callback(self) is True:
+                        break
+                if self.target.steady and self._has_fallen(found, self.elbo(), tolerance):
                     self._go_back(past)
-                    found.pop()  # the bound at `past`, which the next step measures again
-                    risen, steps = 0, steps - 1
-                    continue
-                found.append(bound)
-                found.gap, past, risen = gap, here, risen + 1
-                found.converged = (has_ended if self.target.steady else has_settled)(found, tolerance)
-                if risen % 2 == 0:
-                    self.lr = min(rate, 2 * self.lr)
-                if callback is not None and callback(self) is True:
-                    break
-            if self.target.steady and self._has_fallen(found, self.elbo(), tolerance):
-                self._go_back(past)
+        except KeyboardInterrupt:
+            self.mean, self.precision, self.steps = here
         finally:
             self.lr = rate
         return found

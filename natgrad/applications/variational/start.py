@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from natgrad.applications.variational.targets import LogJoint, is_batched
+from natgrad.applications.variational.quadrature import Points
+from natgrad.applications.variational.targets import LogDensity, LogJoint, Target, is_batched
 from natgrad.lapack import require_factor
 from natgrad.linalg import all_finite
 
@@ -79,3 +81,28 @@ def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Te
             raise ValueError("covariance has entries that are not positive and finite")
         return (1 / given).expand(d).clone() if diagonal else torch.diag((1 / given).expand(d))
     return torch.cholesky_inverse(require_factor(given, "covariance is not positive definite"))
+
+
+def read_density(
+    target: LogJoint | Target, start: Tensor | Sequence[float] | int, points: Points | None
+) -> tuple[Target, Tensor]:
+    """A log joint density as a target, and the mean of q at the start (d,) in a dtype that it takes.
+
+    Args:
+        target: z -> log p(z, data), or a target.
+        start: The mean of q (d,), or d for zeros.
+        points: How expectations are taken; None for the default.
+
+    Raises:
+        TypeError: If the target is of another kind, or points are given to one that has its own.
+        ValueError: If the start does not fit.
+    """
+    mean = as_mean(start)
+    if isinstance(target, Target):
+        if points is not None:
+            raise TypeError("points belong to a log joint or a network; Projected has its own order")
+        return target, mean
+    if not callable(target):
+        raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data), or a module")
+    mean = mean if isinstance(start, Tensor) else match_dtype(target, mean)
+    return LogDensity(target, points, is_batched(target, mean)), mean

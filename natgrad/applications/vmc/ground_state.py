@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration
 from natgrad.applications.vmc.samples import Sampler
 from natgrad.checks import check_integer
 from natgrad.lapack import eigh
+from natgrad.progress import Progress, check_callback
 
 
 class GroundState:
@@ -59,16 +61,32 @@ class GroundState:
         local = local_energies(self.psi, self.hamiltonian, drawn.states)
         return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
 
-    def run(self, steps: int) -> list[EnergyEstimate]:
-        """Several steps.
+    def run(
+        self, steps: int, *, callback: Callable[[GroundState], Any] | None = None, progress: bool | None = None
+    ) -> list[EnergyEstimate]:
+        """Several steps. Ctrl-C ends them after the last whole one.
 
         Args:
             steps: How many.
+            callback: Called with this object after each step; no more steps are taken if it returns True.
+            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
+                a terminal.
 
         Returns:
             Their energies, each before its step.
         """
-        return [self.step() for _ in range(check_integer("steps", steps, 0))]
+        steps, found = check_integer("steps", steps, 0), list[EnergyEstimate]()
+        check_callback(callback, "the GroundState")
+        with Progress("steps", steps, progress) as shown:
+            try:
+                while len(found) < steps:
+                    found.append(self.step())
+                    shown.update(len(found), {"energy": found[-1]})
+                    if callback is not None and callback(self) is True:
+                        break
+            except KeyboardInterrupt:
+                pass  # a step is taken whole or not at all
+        return found
 
     def measure(self, draws: int = 1) -> EnergyEstimate:
         """The energy of psi as it is, without a step.

@@ -1,0 +1,102 @@
+"""How far a loop is, and who is called after its steps: the same for `learn`, `minimize`, `fit` and `run`."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from natgrad.shown_tables import show_cell
+
+REDRAWN, LINES, BAR = 0.2, 2.0, 20
+"""Seconds between two drawings on a terminal and between two lines elsewhere, and the bar's length in characters."""
+
+
+class Progress:
+    """One line on the standard error: drawn anew on a terminal, and written every two seconds elsewhere.
+
+    Args:
+        unit: What is counted, such as "steps".
+        total: How many there are to be; None where that is not known.
+        shown: True to show it, False not to; None for where the standard error is a terminal.
+
+    Raises:
+        TypeError: If `shown` is none of these.
+    """
+
+    def __init__(self, unit: str, total: float | None, shown: bool | None) -> None:
+        if shown not in (None, True, False):
+            raise TypeError(f"progress is {shown!r}, expected True, False, or None for where there is a terminal")
+        self.unit = unit
+        self.total = None if total is None or math.isinf(total) else int(total)
+        self.drawn = sys.stderr is not None and sys.stderr.isatty()
+        self.asked, self.shown = bool(shown), self.drawn if shown is None else bool(shown)
+        self.began = self.wrote = time.monotonic()
+        self.line, self.width = "", 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.line and self.shown and (self.asked or self.width):
+            self._write("\n")
+
+    def update(self, done: float, numbers: Mapping[str, Any]) -> None:
+        """Show how far it is.
+
+        Args:
+            done: How many there have been.
+            numbers: What else is told, by name.
+        """
+        if not self.shown:
+            return
+        now = time.monotonic()
+        told = ", ".join(f"{name} {show_cell(value)}" for name, value in numbers.items())
+        self.line = f"{self._count(done, now - self.began)}: {told}"
+        if now - self.wrote > (REDRAWN if self.drawn else LINES):
+            self.wrote = now
+            self._write("" if self.drawn else "\n")
+            self.line = self.line if self.drawn else ""
+
+    def _count(self, done: float, seconds: float) -> str:
+        """How many of how many, a bar, and the time that is left at this pace."""
+        if self.total is None:
+            return f"{done:,} {self.unit}, {format_seconds(seconds)}"
+        share = min(1.0, done / max(1, self.total))
+        left = format_seconds(seconds * (1 - share) / share) if share > 0 else "?"
+        full = round(BAR * share)
+        bar = f" |{'#' * full}{'-' * (BAR - full)}|" if self.drawn else ""
+        return f"{done:,} of {self.total:,} {self.unit}{bar} {100 * share:.0f} %, {left} left"
+
+    def _write(self, end: str) -> None:
+        line = self.line
+        if self.drawn:
+            line = line[: shutil.get_terminal_size().columns - 1]
+            line, self.width = "\r" + line.ljust(self.width), len(line)
+        sys.stderr.write(line + end)
+        sys.stderr.flush()
+
+
+def format_seconds(seconds: float) -> str:
+    """Minutes and seconds, or hours, minutes and seconds.
+
+    Args:
+        seconds: A number >= 0.
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def check_callback(callback: Any, of: str) -> None:
+    """TypeError unless the callback is a function or None.
+
+    Args:
+        callback: What was given.
+        of: What it is called with, such as "the search".
+    """
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback is {type(callback).__name__}, expected a function of {of}, or None")

@@ -1,0 +1,82 @@
+"""The line that tells how far a loop is."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from natgrad.progress import Progress, check_callback, format_seconds
+
+
+class Stream(io.StringIO):
+    """A standard error that is a terminal or not."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+def show(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: bool | None, total: float | None = 10) -> str:
+    """What five of ten updates write when a second passes before each."""
+    stream, seconds = Stream(terminal), iter(range(100))
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("natgrad.progress.time.monotonic", lambda: float(next(seconds)))
+    with Progress("steps", total, shown) as progress:
+        for done in range(1, 6):
+            progress.update(done, {"loss": 1 / done})
+    return stream.getvalue()
+
+
+def test_a_terminal_has_one_line_drawn_anew(monkeypatch: pytest.MonkeyPatch):
+    said = show(monkeypatch, terminal=True, shown=None)
+    assert said.count("\r") == 6
+    assert said.endswith("5 of 10 steps |##########----------| 50 %, 0:05 left: loss 0.2\n")
+    assert said.count("\n") == 1
+
+
+def test_a_short_terminal_cuts_the_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    said = show(monkeypatch, terminal=True, shown=True)
+    assert max(len(line) for line in said.rstrip("\n").split("\r")) == 19
+
+
+def test_elsewhere_lines_are_written_only_on_request(monkeypatch: pytest.MonkeyPatch):
+    assert show(monkeypatch, terminal=False, shown=None) == ""
+    assert show(monkeypatch, terminal=True, shown=False) == ""
+    said = show(monkeypatch, terminal=False, shown=True).splitlines()
+    assert said == ["3 of 10 steps 30 %, 0:07 left: loss 0.3333", "5 of 10 steps 50 %, 0:05 left: loss 0.2"]
+
+
+@pytest.mark.parametrize("total", [None, float("inf")])
+def test_a_loop_without_a_known_end_shows_the_time_that_passed(total, monkeypatch: pytest.MonkeyPatch):
+    assert show(monkeypatch, False, True, total).splitlines()[-1] == "5 steps, 0:05: loss 0.2"
+
+
+def test_a_quick_loop_writes_nothing_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    stream = Stream(True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress("steps", 3, None) as progress:
+        progress.update(1, {})
+    assert stream.getvalue() == ""
+
+
+def test_no_standard_error_is_no_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress("steps", 3, None) as progress:
+        progress.update(1, {})
+
+
+def test_seconds_are_written_as_clocks_do():
+    assert [format_seconds(s) for s in (0, 59.6, 61, 3600, 7384)] == ["0:00", "1:00", "1:01", "1:00:00", "2:03:04"]
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="progress is 'bar', expected True, False, or None"):
+        Progress("steps", 3, "bar")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="callback is int, expected a function of the search, or None"):
+        check_callback(3, "the search")
