@@ -15,6 +15,7 @@ from natgrad.metrics.gauss_newton import GaussNewton, LossGaussNewton, gauss_new
 from natgrad.metrics.geometric_tensor import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.metrics.hessian import Hessian, hessian
 from natgrad.metrics.langevin import Langevin
+from natgrad.metrics.metric_sum import MetricSum, sum_metrics
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
 from natgrad.metrics.score import Diagonals, ScoreMetric, score_metric
 from natgrad.metrics.transport import RBF, TransportMetric, transport_metric
@@ -32,6 +33,7 @@ __all__ = [
     "Langevin",
     "LossGaussNewton",
     "Metric",
+    "MetricSum",
     "PullbackMetric",
     "RatioMetric",
     "SampledFisher",
@@ -49,5 +51,6 @@ __all__ = [
     "ratio_metric",
     "sampled_fisher",
     "score_metric",
+    "sum_metrics",
     "transport_metric",
 ]

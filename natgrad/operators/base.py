@@ -6,34 +6,13 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from natgrad.operators.facts import NAMES, Facts, combine_facts
-
-
-class SampleRows(Protocol):
-    """U (n, r) of G = U U^T by its products, for solving in the space of the examples."""
-
-    rank: int
-
-    def mv(self, weights: Tensor) -> Tensor:
-        """U w: (r,) -> (n,)."""
-        ...
-
-    def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v: (n,) -> (r,)."""
-        ...
-
-    def lower_gram(self) -> Tensor:
-        """U^T U (r, r), valid in its lower triangle."""
-        ...
-
-    def dense(self) -> Tensor:
-        """U written out, (n, r)."""
-        ...
+from natgrad.operators.sample_rows import SampleRows, ScaledRows, StackedColumns
 
 
 class Operator(ABC):
@@ -270,6 +249,17 @@ class Sum(Operator):
         # a sum's inverse is not the sum of inverses
         self.facts = replace(facts, inverse_kept=len(terms) == 1 and facts.inverse_kept)
 
+    @property
+    def sample_rank(self) -> int | None:
+        ranks = [term.sample_rank for term in self.terms]
+        known = [rank for rank in ranks if rank is not None]
+        return sum(known) if len(known) == len(ranks) else None
+
+    @property
+    def sample_rows(self) -> SampleRows | None:
+        known = [rows for rows in (term.sample_rows for term in self.terms) if rows is not None]
+        return StackedColumns(known) if len(known) == len(self.terms) else None
+
     def mv(self, vector: Tensor) -> Tensor:
         return torch.stack([term.mv(vector) for term in self.terms]).sum(0)
 
@@ -316,6 +306,15 @@ class Scaled(Operator):
         self.operator, self.factor = operator, factor
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
         self.facts = operator.facts
+
+    @property
+    def sample_rank(self) -> int | None:
+        return self.operator.sample_rank
+
+    @property
+    def sample_rows(self) -> SampleRows | None:
+        rows = self.operator.sample_rows
+        return None if rows is None else ScaledRows(rows, self.factor**0.5)
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.factor * self.operator.mv(vector)

@@ -23,6 +23,11 @@ ALL = slice(None)
 class Part(Protocol):
     """Some parameters' part of U (n, r): r row gradients, in whatever form is cheapest."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that it is of."""
+        ...
+
     def add_gram(self, total: Tensor) -> None:
         """total += U^T U of this part, in the lower triangle only.
 
@@ -77,6 +82,10 @@ class Outer:
     deltas: Tensor
     weight: str | None
     bias: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     def add_gram(self, total: Tensor) -> None:
         b, k, o = self.deltas.shape
@@ -135,6 +144,10 @@ class Explicit:
     matrix: Tensor
     sizes: dict[str, int]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
     @staticmethod
     def of(rows: dict[str, Tensor]) -> Explicit:
         """The parts by name, side by side.
@@ -171,6 +184,25 @@ def cross_gram(one: Outer, other: Outer) -> Tensor:
     like = like + 1 if one.bias else like  # a column of ones is the bias's input
     pairs = one.deltas.reshape(b * k, o) @ other.deltas.reshape(c * k, o).mT
     return (pairs.view(b, k, c, k) * like.view(b, 1, c, 1)).view(b * k, c * k)
+
+
+def add_cross_gram(one: Part, other: Part, total: Tensor) -> None:
+    """total += inner products of some row gradients with others, over the parameters that both parts have.
+
+    Args:
+        one: A part of U, r rows.
+        other: A part of V, s rows.
+        total: Shape (r, s), changed in place.
+    """
+    if isinstance(one, Outer) and isinstance(other, Outer):
+        alike = (one.weight, one.bias, one.inputs.shape[1]) == (other.weight, other.bias, other.inputs.shape[1])
+        if alike and one.deltas.shape[2] == other.deltas.shape[2] > 1:
+            total += cross_gram(one, other)
+            return
+    shared = [name for name in one.names if name in other.names]
+    if shared:
+        left, right = one.rows(), other.rows()
+        total.addmm_(torch.cat([left[n] for n in shared], 1), torch.cat([right[n] for n in shared], 1).mT)
 
 
 def part_of(seen: Seen) -> Part:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, output_map, say_once
-from natgrad.operators.row_parts import Explicit, Part, fresh_point, hear_rows, part_of
+from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, hear_rows, part_of
 from natgrad.pure import Call, PureModel, mixes_examples
 from natgrad.spaces import Space
 from natgrad.typed_torch import measure_norm
@@ -102,6 +103,19 @@ class Rows:
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.factor.device)
         for part in self.parts:
             part.add_gram(total)
+        return total
+
+    def cross_gram(self, other: object) -> Tensor | None:
+        """U^T V, shape (r, s), layer by layer; None for a V of another kind or of other parameters.
+
+        Args:
+            other: V, (n, s).
+        """
+        if not isinstance(other, Rows) or list(other.space.blocks.items()) != list(self.space.blocks.items()):
+            return None
+        total = torch.zeros(self.rank, other.rank, dtype=self.space.dtype, device=self.factor.device)
+        for one, another in product(self.parts, other.parts):
+            add_cross_gram(one, another, total)
         return total
 
     def dense(self) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.linalg import all_finite
-from natgrad.metrics import Metric, PullbackMetric
+from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.recorded_pass import Data
 from natgrad.pure import Labelled, as_call
 from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
@@ -62,6 +63,8 @@ def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
             hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
             raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+    if isinstance(metric, MetricSum) and isinstance(structure, Layerwise):
+        raise TypeError(f"structure {structure!r} hears one pass, metrics are of several: use ng.Exact(), ng.Blocks()")
     if isinstance(rule, Rule):
         check_rule(rule, solver or Auto())
 
@@ -78,12 +81,49 @@ def check_rule(rule: Rule, solver: Solver) -> None:
         raise ValueError(f"rule {rule} goes back over iterates, which the solver does not keep: use ng.CG(keep=1.3)")
 
 
+def choose_metric(metric: Any, metrics: Any, weights: Any) -> Metric:
+    """The metric, or the sum of several. TypeError or ValueError for both, for none, and for weights of one."""
+    if metrics is None:
+        if metric is None:
+            raise TypeError("metric is None, expected one, ng.fisher(model, ...), or several, metrics={name: metric}")
+        if weights is not None:
+            raise TypeError(f"weights is {weights!r} without metrics: it weighs those by their names")
+        return metric
+    if metric is not None:
+        raise TypeError(f"metric is {metric!r} and metrics is given too: give one of them")
+    return sum_metrics(metrics, weights)
+
+
 def inputs_of(metric: Metric, data: Data) -> Any:
     """Data in the form in which the metric takes it."""
+    if isinstance(metric, MetricSum):
+        return inputs_of_terms(metric, data)
     if metric.needs_targets:
         return data.inputs, data.targets
     known = isinstance(metric.inner, PullbackMetric) and data.targets is not None
     return Labelled(data.inputs, data.targets) if known else data.inputs
+
+
+def inputs_of_terms(metric: MetricSum, data: Data) -> dict[str, Any]:
+    """Data by term, each with its targets where they were observed beside it."""
+    given, targets = metric.check_data(data.inputs), {} if data.targets is None else data.targets
+    unknown = sorted(targets.keys() - given.keys()) if isinstance(targets, Mapping) else [type(targets).__name__]
+    if unknown:
+        raise ValueError(f"targets has {unknown}, expected a dict by the metrics' names {list(given)}")
+    return {
+        name: inputs_of(term, replace(data, inputs=given[name], targets=targets[name]))
+        if name in targets
+        else given[name]
+        for name, term in metric.terms.items()
+    }
+
+
+def check_batches(model: Any, **sizes: int | None) -> None:
+    """TypeError or ValueError unless sizes are integers >= 1 or None, and a search batch has a module to evaluate."""
+    for name, size in sizes.items():
+        check_batch(name, size)
+    if sizes.get("search_batch") is not None and not isinstance(model, nn.Module):
+        raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
 
 
 def check_batch(name: str, value: int | None) -> None:

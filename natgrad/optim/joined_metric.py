@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -239,6 +239,9 @@ def unwrap_models(metric: Any) -> Any:
     """
     if isinstance(metric, (DataParallel, DistributedDataParallel)):
         return metric.module
+    if isinstance(metric, Mapping):
+        found = {name: unwrap_models(value) for name, value in metric.items()}
+        return found if any(found[name] is not value for name, value in metric.items()) else metric
     if not isinstance(metric, Metric) or not is_dataclass(metric):
         return metric
     values = {field.name: getattr(metric, field.name) for field in fields(metric) if field.init}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Criterion
-from natgrad.metrics import Metric
+from natgrad.metrics import Metric, MetricSum
 from natgrad.optim.checks import NotFiniteError, dense_gradient
 from natgrad.optim.distributed import Ranks, meet, refuse_join
 from natgrad.optim.equal_models import describe_settings
@@ -199,6 +199,8 @@ def join_metric(ranks: Ranks, metric: Metric, recall: Recall, drawn: bool, devic
             for weight, (_, one, data) in zip(weights, metric.parts, strict=True)
         ]
         return replace(metric, parts=parts)
+    if isinstance(metric, MetricSum):
+        return replace(metric, terms={name: JoinedMetric(term, ranks) for name, term in metric.terms.items()})
     own = recall.observed is None and not drawn
     return JoinedMetric(metric, ranks, rows_of(recall.last_told) if own else None)
 

@@ -20,10 +20,11 @@ from natgrad.optim.base import Called, ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
     NotFiniteError,
-    check_batch,
+    check_batches,
     check_choices,
     check_number,
     check_search,
+    choose_metric,
     given_parameters,
     inputs_of,
     named_parameters,
@@ -88,6 +89,8 @@ class NaturalGradient(ModelOptimizer):
         model: An `nn.Module`, or a dict of tensors when the metric is of a function f(params, x).
         metric: Which G: `ng.fisher(model, ...)`, ...
         lr: Learning rate.
+        metrics: In place of it several by name, added up: `observe({name: data})` before each step gives each its data.
+        weights: Of these in the loss, by name, default 1.
         **options: Structure, solver, damping, rule and more: `natgrad.optim.FlatOptions`.
 
     Raises:
@@ -108,23 +111,23 @@ class NaturalGradient(ModelOptimizer):
     def __init__(
         self,
         model: nn.Module | Mapping[str, Tensor],
-        metric: Metric,
+        metric: Metric | None = None,
         lr: float = 1.0,
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+        weights: Mapping[str, float] | None = None,
         **options: Unpack[FlatOptions],
     ) -> None:
-        chosen = FlatSettings(**options)
-        check_choices(metric, chosen.structure, chosen.solver, chosen.rule)
+        chosen, found = FlatSettings(**options), choose_metric(metric, metrics, weights)
+        check_choices(found, chosen.structure, chosen.solver, chosen.rule)
         check_number("lr", lr)
         check_number("weight_decay", chosen.weight_decay)
         check_number("warm_start", chosen.warm_start, 1.0)
-        check_batch("metric_batch", chosen.metric_batch)
-        check_batch("search_batch", chosen.search_batch)
-        if chosen.search_batch is not None and not isinstance(model, nn.Module):
-            raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
+        check_batches(model, metric_batch=chosen.metric_batch, search_batch=chosen.search_batch)
         self.model, self._ranks = meet(model, chosen.group)
         refuse_nested(self.model)
         self.on_trouble = check_trouble(chosen.on_trouble)
-        self.metric = metric = unwrap_models(metric)
+        self.metric = found = unwrap_models(found)
         self.structure, self.solver = chosen.structure or Exact(), chosen.solver or Auto()
         self.damping, self.rule = as_damping(chosen.damping), chosen.rule or Rate()
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
@@ -138,14 +141,10 @@ class NaturalGradient(ModelOptimizer):
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
         self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
-        self._judged, self._seen, self._wild = (
-            -1,
-            0,
-            WildBatches(),
-        )  # the last step that the damping looked at; examples
-        self._recall = Recall(chosen_outputs(metric), self._named.values())
+        self._judged, self._seen, self._wild = -1, 0, WildBatches()  # the damping's last look; examples
+        self._recall = Recall(chosen_outputs(found), self._named.values())
         self._finalizer: weakref.finalize | None = None
-        overhear(metric, self._recall)
+        overhear(found, self._recall)
         if isinstance(self.model, nn.Module):
             self._finalizer = weakref.finalize(
                 self, listen(self.model, self._recall, in_eval=self.train_in_eval).remove
@@ -168,8 +167,8 @@ class NaturalGradient(ModelOptimizer):
         1 / damping (Pascanu & Bengio, section 4); `state_report().outside` tells how large that part is.
 
         Args:
-            inputs: As the model takes them.
-            targets: For metrics that use them.
+            inputs: As the model takes them. For `metrics` a dict by their names.
+            targets: For metrics that use them. For `metrics` a dict by the names of those that do.
             floor: The least damping of this step, in units of G, however far an adaptive strategy has lowered it.
 
         Raises:
@@ -316,8 +315,8 @@ class NaturalGradient(ModelOptimizer):
         values = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
         values["_skipped"] = self._skipped + 1 if failed else 0
         judged = self._judged if ratio is None else self._last.step
-        values |= {"_judged": judged, "_seen": int(counts.get("seen", self._seen))}
-        values["_wild"] = self._wild.after(loss, not failed)
+        wild, seen = self._wild.after(loss, not failed), int(counts.get("seen", self._seen))
+        values |= {"_judged": judged, "_seen": seen, "_wild": wild}
         decays = {} if failed or refused else self._rates("weight_decay")
         changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
         # all of it is known now: an error or Ctrl-C so far has changed nothing

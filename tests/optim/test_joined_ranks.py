@@ -129,6 +129,21 @@ def observed() -> dict[str, Any]:
     return {"flat": flat(model)}
 
 
+def several() -> dict[str, Any]:
+    """Two metrics, each over all processes' examples of its own, in the space of all their rows."""
+    model = net()
+    outer = wrapped(model)
+    metrics = {"one": ng.fisher(outer, CE), "other": ng.fisher(outer, CE)}
+    weights = {"other": 3.0}
+    opt = ng.NaturalGradient(outer, metrics=metrics, weights=weights, lr=0.3, damping=0.1, solver=ng.SampleSpace())
+    for _ in range(2):
+        opt.zero_grad()
+        CE(outer(X[own(EVEN)]), Y[own(EVEN)]).backward()
+        opt.observe({"one": X[own(UNEVEN)], "other": 2 * X[own(EVEN)]})
+        opt.step()
+    return {"flat": flat(model)}
+
+
 def log_p(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return -0.5 * (params["precision"] * x * x).sum() + (params["mean"] * x).tanh().sum()
 
@@ -223,6 +238,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "closed": closed,
     "accumulated": accumulated,
     "observed": observed,
+    "several": several,
     "adaptive": adaptive,
     "poisoned": poisoned,
     "apart": apart,
