@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-FORMAT = 1
+FORMAT = 2
 """Of all that natgrad saves. It grows when older versions could no longer read what newer ones write."""
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from natgrad.families import Criterion, pick_logits
 from natgrad.optim.accidents import OnTrouble
-from natgrad.optim.checkpoint import Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
+from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
 from natgrad.optim.explanations import KEPT, Steps, explain_steps
 from natgrad.optim.last_pass import Recall
@@ -132,7 +132,7 @@ class ModelOptimizer(Optimizer):
     def __repr__(self) -> str:
         size = sum(p.numel() for group in self.param_groups for p in group["params"])
         lines = [f"model: {type(self.model).__name__}, {size:,} parameters", *self._list_choices()]
-        head, _, groups = super().__repr__().partition("\n")
+        head, _, groups = super().__repr__().replace(f"    {EXTRA}: ()\n", "").partition("\n")
         return "\n".join([head, *(f"    {line}" for line in lines), groups])
 
     def _list_choices(self) -> list[str]:
@@ -216,6 +216,7 @@ class ModelOptimizer(Optimizer):
         named = self.model.named_parameters() if isinstance(self.model, nn.Module) else self.model.items()
         known = {id(p): name for name, p in named}
         super().add_param_group(checked_group(param_group, known, self.defaults, self.LIMITS))
+        self.param_groups[-1][EXTRA] = ()  # flattened states come back with the keys that are here
         # empty, torch.distributed.checkpoint would call step()
         self.state.update({p: {} for p in self.param_groups[-1]["params"]})
         self._follow_groups()

@@ -1,8 +1,8 @@
 """An optimizer's state between runs: written so that it survives on its way, read only where it fits.
 
 `torch.distributed.checkpoint` keeps of an optimizer's state_dict `state` and `param_groups`, and loads only what a
-fresh optimizer's has too. A tuple it passes on as it is, whatever lies inside. So everything is also one tuple, under a
-key of the first group; `torch.save` writes the tensors that are in both places once.
+fresh optimizer's has too. So everything is also one tuple, under a key of the first group (`packed_state.py`), and
+`state` has tensors alone; `torch.save` writes those that are in both places once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from natgrad.optim.packed_state import pack_tree, unpack_tree
 from natgrad.pure import map_tensors
 from natgrad.state_files import FORMAT, check_format
 
@@ -78,9 +79,21 @@ def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, An
     state = {named[i][0]: numbers for i, numbers in plain["state"].items()}
     groups = list(plain["param_groups"])
     first = next((i for i, group in enumerate(groups) if group["params"]), 0)
-    whole = map_tensors({"extra": extra, "state": state}, lambda t: t)  # the same tensors in mappings of its own
-    groups[first] = {**groups[first], EXTRA: (whole,)}
-    return {**plain, "param_groups": groups, EXTRA: extra}
+    device = named[0][1].device if named else torch.device("cpu")
+    groups[first] = {**groups[first], EXTRA: pack_tree({"extra": extra, "state": state}, device)}
+    arrays = {i: keep_arrays(numbers) for i, numbers in plain["state"].items()}
+    return {**plain, "state": arrays, "param_groups": groups, EXTRA: extra}
+
+
+def keep_arrays(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that torch can add to a fresh optimizer's: tensors of one dimension or more, and mappings of them."""
+    kept: dict[str, Any] = {}
+    for key, value in numbers.items():
+        if isinstance(value, Mapping):
+            kept[key] = keep_arrays(value)
+        elif isinstance(value, Tensor) and value.dim():
+            kept[key] = value
+    return kept
 
 
 def read_checkpoint(
@@ -104,29 +117,43 @@ def read_checkpoint(
     if not isinstance(extra, Mapping) or form.needed.isdisjoint(extra):
         raise ValueError(f"state_dict has no {EXTRA!r} entry of its kind: it was not saved by {form.savers}")
     check_format(extra)
-    require("state_dict", state_dict, dict.fromkeys(ENTRIES))
+    trained = {name for name, p in named if p.requires_grad}
+    kept = {name: numbers for name, numbers in whole.get("state", {}).items() if name in trained}
+    arrays = {name: keep_arrays(numbers) for name, numbers in kept.items()}
+    require("state_dict", state_dict, dict.fromkeys(ENTRIES if any(arrays.values()) or not whole else ENTRIES[1:]))
     check_groups(state_dict["param_groups"], optimizer)
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    came = {name: state_dict["state"].get(i) for i, (name, _) in zip(ids, named, strict=True)}
-    trained = {name for name, p in named if p.requires_grad}
+    came = {name: state_dict.get("state", {}).get(i) for i, (name, _) in zip(ids, named, strict=True)}
     state, extra = fill({name: came[name] for name in trained}, extra, whole)
     require(f"state_dict[{EXTRA!r}]", extra, dict.fromkeys(form.needed) | whole.get("extra", {}))
     check_kind(extra, optimizer.structure)
     check_shapes(extra.get("shapes"), named)
-    require(
-        "state_dict['state']", state, {name: kept for name, kept in whole.get("state", {}).items() if name in trained}
-    )
+    require("state_dict['state']", state, arrays)
+    state = {name: replace_arrays(kept.get(name, {}), numbers) for name, numbers in state.items()} if whole else state
     found = {p: own_copy(state.get(name) or {}, p) for name, p in named}
     check_like(found, named, form.alike)
-    groups = [{key: value for key, value in group.items() if key != EXTRA} for group in state_dict["param_groups"]]
+    groups = [{**group, EXTRA: ()} for group in state_dict["param_groups"]]
     return Checkpoint(groups, found, dict(extra), check_generator(extra["generator"], generator, form.older))
 
 
 def find_whole(state_dict: Any) -> Mapping[str, Any]:
-    """The tuple's one entry, in whichever group it came; {} where there is none, as in older checkpoints."""
+    """The tuple's `extra` and `state`, in whichever group it came; {} where there is none, as in older checkpoints."""
     groups = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
-    found = [group[EXTRA][0] for group in groups if isinstance(group, Mapping) and EXTRA in group]
-    return found[0] if found else {}
+    found = [group[EXTRA] for group in groups if isinstance(group, Mapping) and group.get(EXTRA)]
+    if not found:
+        return {}
+    return found[0][0] if isinstance(found[0][0], Mapping) else unpack_tree(found[0])  # a mapping up to format 1
+
+
+def replace_arrays(kept: Mapping[str, Any], came: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What was kept, with the tensors of one dimension or more that came under the same keys."""
+    merged = dict(kept)
+    for key, value in (came or {}).items():
+        if isinstance(kept.get(key), Mapping):
+            merged[key] = replace_arrays(kept[key], value)
+        elif isinstance(kept.get(key), Tensor) and kept[key].dim():
+            merged[key] = value
+    return merged
 
 
 def fill(state: Mapping[str, Any], extra: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple[Any, Any]:

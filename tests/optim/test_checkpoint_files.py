@@ -105,8 +105,11 @@ def test_the_format_of_a_newer_version_is_refused_and_nothing_changes(build: str
     _, opt = trained(build)
     state = copy.deepcopy(opt.state_dict())
     assert state["natgrad"]["format"] == FORMAT
-    for extra in (state["natgrad"], state["param_groups"][0]["natgrad"][0]["extra"]):
-        extra["format"] = FORMAT + 1
+    text, *tensors = state["param_groups"][0]["natgrad"]
+    newer = text.replace(f'["format", {FORMAT}]', f'["format", {FORMAT + 1}]')
+    assert newer != text
+    state["param_groups"][0]["natgrad"] = (newer, *tensors)
+    state["natgrad"]["format"] = FORMAT + 1
     before = snapshot(opt)
     with pytest.raises(ValueError, match=f"format {FORMAT + 1}, this version"):
         opt.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
 from torch import distributed, nn
 
 import natgrad as ng
+from natgrad.optim.checkpoint import name_positions
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="torch was built without torch.distributed")
 if distributed.is_available():
@@ -106,15 +108,42 @@ def as_it_was_written_once(model: nn.Module, opt: Optimizer, twin: nn.Module, ot
 def older(opt: Optimizer) -> dict[str, Any]:
     """The state as it was saved before it survived `get_state_dict`."""
     state = copy.deepcopy(opt.state_dict())
-    extra = {key: value for key, value in state["natgrad"].items() if key not in ("shapes", "structure")}
+    extra = {key: value for key, value in state["natgrad"].items() if key not in ("shapes", "structure", "format")}
     groups = [{key: value for key, value in group.items() if key != "natgrad"} for group in state["param_groups"]]
-    kept = {i: numbers for i, numbers in state["state"].items() if numbers}
+    plain = copy.deepcopy(torch.optim.Optimizer.state_dict(opt)["state"])
+    kept = {i: numbers for i, numbers in plain.items() if numbers}
     return {"state": kept, "param_groups": groups, "natgrad": extra}
+
+
+def first_format(opt: Optimizer) -> dict[str, Any]:
+    """The state as format 1 had it: numbers and words by parameter, and one mapping in a tuple."""
+    state = older(opt)
+    names = [name for name, _ in name_positions(opt)]
+    state["natgrad"] = copy.deepcopy(opt.state_dict()["natgrad"]) | {"format": 1}
+    whole = {"extra": state["natgrad"], "state": {names[i]: numbers for i, numbers in state["state"].items()}}
+    state["param_groups"][0]["natgrad"] = (copy.deepcopy(whole),)
+    return state
+
+
+def in_a_state_of_format_1(model: nn.Module, opt: Optimizer, twin: nn.Module, other: Optimizer, folder: Path) -> None:
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(first_format(opt))
 
 
 CASES = [(build, way) for build in BUILDS for way in (in_a_folder, in_a_plain_folder)]
 CASES += [(build, way) for build in ("kfac", "momentum") for way in (in_memory, whole, in_a_file)]
 CASES += [(build, as_it_was_written_once) for build in ("two groups", "unitwise", "preconditioned", "sampled")]
+CASES += [(build, in_a_state_of_format_1) for build in ("two groups", "online_ng", "momentum")]
+OPTION = "flatten_optimizer_state_dict"
+OPTIONS = [dict(zip(("full_state_dict", "cpu_offload", OPTION), on, strict=True))
+           for on in itertools.product((False, True), repeat=3)]  # fmt: skip
+
+
+def hand_over(model: nn.Module, opts: Any, twin: nn.Module, others: Any, options: dict[str, bool]) -> None:
+    """Saves with these options and loads with them; torch loads what is flattened and full with the first alone."""
+    names, state = copy.deepcopy(get_state_dict(model, opts, options=StateDictOptions(**options)))
+    chosen = StateDictOptions(**(options | ({"full_state_dict": False} if options[OPTION] else {})))
+    set_state_dict(twin, others, model_state_dict=names, optim_state_dict=state, options=chosen)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -129,6 +158,55 @@ def test_a_fresh_optimizer_goes_on_bit_for_bit(build: str, way: Callable[..., No
     train(twin, other, range(5, 9))
     assert torch.equal(flat(model), flat(twin))
     assert same(opt.state_dict(), other.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_choice_of_options_goes_on_bit_for_bit(build: str):
+    model, opt = trained(build)
+    expected = copy.deepcopy(opt.state_dict())
+    pairs = [(trained if k % 2 else fresh)(build) for k in range(len(OPTIONS))]
+    for (twin, other), options in zip(pairs, OPTIONS, strict=True):
+        hand_over(model, opt, twin, other, options)
+        assert same(other.state_dict(), expected), options
+    train(model, opt, range(5, 7))
+    for twin, other in (pairs[0], pairs[-2], pairs[-1]):
+        train(twin, other, range(5, 7))
+        assert torch.equal(flat(model), flat(twin))
+        assert same(opt.state_dict(), other.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("build", ["kfac", "momentum"])
+def test_a_state_of_no_step_is_a_state(build: str, options: dict[str, bool]):
+    (model, opt), (twin, other) = fresh(build), trained(build)
+    hand_over(model, opt, twin, other, options)
+    assert same(other.state_dict(), opt.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_part_beside_another_optimizer_goes_on_bit_for_bit(options: dict[str, bool]):
+    runs = []
+    for _ in range(2):
+        model = net()
+        opts = (ng.kfac(model, CE, params=model[0].parameters()), torch.optim.Adam(model[2].parameters()))
+        runs.append((model, opts))
+    (model, opts), (twin, others) = runs
+
+    def train_both(model: nn.Module, opts: Any) -> None:
+        for _ in range(3):
+            model.zero_grad()
+            opts[0].loss(model(X), Y).backward()
+            for opt in opts:
+                opt.step()
+
+    train_both(model, opts)
+    hand_over(model, opts, twin, others, options)
+    train_both(model, opts)
+    train_both(twin, others)
+    assert torch.equal(flat(model), flat(twin))
 
 
 def paths(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -165,7 +243,7 @@ def test_a_state_that_lost_any_part_is_refused_and_nothing_changes(build: str):
         if path == ("natgrad",) or path[-1] == "natgrad" or not isinstance(kept, dict):
             continue  # there are two of these; and lists are not cut
         value = kept.pop(path[-1])
-        if value != {}:
+        if value != {} and not (path == ("state",) and not any(value.values())):
             refuses(other, state)
         kept[path[-1]] = value
         count += 1
