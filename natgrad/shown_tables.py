@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 
 def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -26,8 +29,21 @@ def write_choices(thing: Any, **choices: Any) -> str:
         thing: Whose class is named.
         **choices: What it was built with, or stands at.
     """
-    words = ", ".join(f"{name}={show_cell(value)}" for name, value in choices.items() if value is not None)
+    words = ", ".join(f"{name}={show_choice(value)}" for name, value in choices.items() if value is not None)
     return f"{type(thing).__name__}({words})"
+
+
+def show_choice(value: Any) -> str:
+    """A module by its class, a function by its name, a number in four digits.
+
+    Args:
+        value: Of a choice.
+    """
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, FunctionType):
+        return value.__name__
+    return show_cell(value)
 
 
 def show_cell(value: Any) -> str:

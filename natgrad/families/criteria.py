@@ -14,6 +14,7 @@ from natgrad.families.base import Likelihood, SeparableLikelihood
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.pure import leaves, map_tensors
+from natgrad.shown_tables import write_choices
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,9 @@ class Criterion:
     summed: bool = False
     entrywise: bool = False
     prepare: Callable[[Any, Any], Any] | None = None
+
+    def __repr__(self) -> str:
+        return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
         """The loss as the user wrote it, a scalar tensor.

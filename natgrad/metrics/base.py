@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from natgrad.pure import (
     mixes_examples,
     pure_model,
 )
+from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params, check_parameters
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -36,6 +37,10 @@ class Metric(ABC):
 
     needs_targets: bool = False
     """Whether inputs come as (inputs, targets)."""
+
+    def __repr__(self) -> str:
+        own = fields(self) if is_dataclass(self) else ()
+        return write_choices(self, **{one.name: getattr(self, one.name) for one in own})
 
     @abstractmethod
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
@@ -90,7 +95,7 @@ class Metric(ABC):
         return metric
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PullbackMetric(Metric):
     """A form on the model's outputs, pulled back: E_x[J^T M J]. Subclasses say which form.
 

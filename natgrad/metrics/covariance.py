@@ -45,7 +45,7 @@ def covariance(
     return Covariance(EmpiricalFisher(model, as_criterion(family), outputs=outputs), centred)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Covariance(Metric):
     """What `covariance` gives: U = E[g g^T], or C = U - gbar gbar^T.
 

@@ -64,7 +64,7 @@ def kl(model: Model, family: Likelihood) -> Divergence:
     return between
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DivergenceMetric(Metric):
     """What `divergence` gives: the second derivative of a divergence.
 

@@ -119,7 +119,7 @@ def empirical_fisher(
     return EmpiricalFisher(model, as_criterion(family), outputs=outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fisher(PullbackMetric):
     """What `fisher` gives: E_x[J^T M J], exact over labels."""
 
@@ -127,7 +127,7 @@ class Fisher(PullbackMetric):
         return self.criterion.family, weigh_rows(self.criterion, outputs, targets)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SampledFisher(PullbackMetric):
     """What `sampled_fisher` gives: the Fisher over sampled labels.
 
@@ -151,7 +151,7 @@ class SampledFisher(PullbackMetric):
         return scores, weigh_rows(self.criterion, outputs, targets)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EmpiricalFisher(PullbackMetric):
     """What `empirical_fisher` gives: U = E[g g^T] over the data's targets."""
 

@@ -60,7 +60,7 @@ def gauss_newton(
         return LossGaussNewton(model, Criterion(PlainOutputs(), cast("Callable[..., Any]", loss)), outputs=outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GaussNewton(PullbackMetric):
     """What `gauss_newton` gives for a loss that is a likelihood.
 
@@ -76,7 +76,7 @@ class GaussNewton(PullbackMetric):
         return self.criterion.family, self.criterion.weights(outputs, targets)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LossGaussNewton(PullbackMetric):
     """What `gauss_newton` gives for any twice differentiable loss(outputs, targets) -> scalar."""
 

@@ -51,7 +51,7 @@ def geometric_tensor(model: Model, *, centred: bool = True, outputs: Select | No
     return GeometricTensor(model, centred, outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GeometricTensor(Metric):
     """What `geometric_tensor` gives: S = Re Cov(O, O).
 

@@ -53,7 +53,7 @@ def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, ou
         return Hessian(model, Criterion(PlainOutputs(), loss), outputs=outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hessian(Metric):
     """What `hessian` gives: H = d^2 L / d theta^2 of the mean loss.
 

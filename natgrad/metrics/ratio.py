@@ -57,7 +57,7 @@ def ratio_metric(
     return RatioMetric(as_density(log_p), log_p, mask, weights, chunk_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RatioMetric(Metric):
     """What `ratio_metric` gives: G = 2 E_x sum_i [s_i (1 - s_i)]^2 grad r_i grad r_i^T.
 

@@ -67,7 +67,7 @@ def score_metric(
     return ScoreMetric(as_density(log_p), log_p, slices, langevin, mask, chunk_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScoreMetric(Metric):
     """What `score_metric` gives: G = sum_i E_x[grad d_i log p(x) grad d_i log p(x)^T].
 

@@ -129,7 +129,7 @@ class RBF:
         return (-(x - y).square().sum(-1) / (2 * self.bandwidth**2)).exp()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TransportMetric(Metric):
     """What `transport_metric` gives: the Wasserstein-2 metric of a model's samples.
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from natgrad.operators.facts import NAMES, Facts, combine_facts
+from natgrad.operators.packable import register_packable
 from natgrad.operators.sample_rows import SampleRows, ScaledRows, StackedColumns
+from natgrad.shown_tables import write_choices, write_table
 
 
 class Operator(ABC):
@@ -30,6 +32,8 @@ class Operator(ABC):
     facts: Facts = Facts()
     state: tuple[str, ...] | None = None
     """The constructor's arguments that are attributes too, which is all that `pack` keeps and `unpack` passes on."""
+    shown: tuple[str, ...] = ()
+    """Attributes that `repr` shows in the place of the size, for an operator that is made of others."""
     packed_as: str
     """The class's name in checkpoints: its own, unless `class G(Operator, packed_as="...")` says another."""
 
@@ -208,20 +212,15 @@ class Operator(ABC):
         return Shifted(self, damping)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(size={self.size}, dtype={self.dtype}, device={self.device})"
+        known = {"size": self.size, "dtype": self.dtype, "device": self.device}
+        return write_choices(self, **({name: getattr(self, name) for name in self.shown} or known))
 
-
-PACKABLE: dict[str, type[Operator]] = {}
-"""The operator classes that checkpoints may name."""
-
-
-def register_packable(kind: type[Operator]) -> None:
-    """Let checkpoints name an operator class. TypeError for a class of yours with the name of one of natgrad's."""
-    known = PACKABLE.get(kind.packed_as, kind)
-    foreign = (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__)
-    if foreign and known.__module__.startswith("natgrad."):
-        raise TypeError(f"{kind.packed_as!r} is an operator of natgrad's: choose another name, packed_as='...'")
-    PACKABLE[kind.packed_as] = kind
+    def _repr_html_(self) -> str:
+        known = {"operator": self, "size": f"{self.size:,}", "dtype": self.dtype, "device": self.device}
+        if self.sample_rank is not None:
+            known["rank of U, G = U U^T"] = f"{self.sample_rank:,}"
+        known |= {name: value for name, value in vars(self.facts).items() if value != getattr(Facts(), name)}
+        return write_table(("", type(self).__name__), [(name, str(value)) for name, value in known.items()])
 
 
 class Sum(Operator):
@@ -234,7 +233,7 @@ class Sum(Operator):
         ValueError: If they differ in one of these.
     """
 
-    state = ("terms",)
+    state = shown = ("terms",)
 
     def __init__(self, terms: tuple[Operator, ...]) -> None:
         sizes = {term.size for term in terms}
@@ -295,10 +294,7 @@ class Scaled(Operator):
         ValueError: For a negative factor: the result would not be positive semi-definite.
     """
 
-    state = (
-        "operator",
-        "factor",
-    )
+    state = shown = ("operator", "factor")
 
     def __init__(self, operator: Operator, factor: float) -> None:
         if not factor >= 0:
@@ -360,10 +356,7 @@ class Shifted(Operator):
         ValueError: For a negative damping.
     """
 
-    state = (
-        "operator",
-        "damping",
-    )
+    state = shown = ("operator", "damping")
 
     def __init__(self, operator: Operator, damping: float) -> None:
         if not damping >= 0:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from natgrad.linalg import all_finite, symmetrise
 from natgrad.operators import Operator
+from natgrad.shown_tables import write_choices
 from natgrad.typed_torch import measure_norm
 
 Product = Callable[[Tensor], Tensor]
@@ -111,6 +112,11 @@ class Solution:
     basis: Subspace | None = None
     iterates: tuple[Iterate, ...] = ()
     bend: Tensor | None = None
+
+    def __repr__(self) -> str:
+        shape = f"a tensor of shape {tuple(self.value.shape)}"
+        residual = float(self.residual.detach())
+        return write_choices(self, value=shape, residual=residual, steps=self.steps, status=self.status.value)
 
 
 class Solver(ABC):

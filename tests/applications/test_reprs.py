@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import natgrad as ng
@@ -38,3 +39,28 @@ def test_histories_are_tables():
     result = ng.minimize(lambda x: float((x * x).sum()), torch.ones(2), 0.5, maxfevals=60, seed=0)
     assert "<th>nfev</th>" in result.history._repr_html_()
     assert result.history._repr_html_().count("<tr>") == 1 + min(10, len(result.history))
+
+
+def test_machines_show_their_layers():
+    text = repr(ng.HelmholtzMachine([4, 3, 2], autoregressive=True))
+    assert "sizes=[4, 3, 2], units=(0, 1), autoregressive=True" in text
+    assert "Conditional(parents=3, size=4, autoregressive=True)" in text
+
+
+def test_policies_show_their_choices_and_how_far_they_are():
+    pytest.importorskip("gymnasium")
+    agent = ng.TRPO(None, "CartPole-v1", radius=0.02, batch=16)
+    agent.learn(32)
+    text = repr(agent)
+    assert text.startswith("TRPO(policy=Sequential, head=DiscreteHead(")
+    assert "radius=0.02, backtracks=10, environments=1, batch=16, solver=CG(" in text
+    assert text.endswith("steps=32, updates=2)")
+    assert "lr=0.5, environments=1" in repr(ng.NaturalPolicyGradient(None, "CartPole-v1", lr=0.5))
+
+
+def test_ground_states_show_their_parts():
+    h = ng.vmc.TransverseIsing(3)
+    sr = ng.stochastic_reconfiguration(ng.LogAmplitude(ng.vmc.RBM(3)), lr=0.1)
+    text = repr(ng.vmc.GroundState(h, ng.vmc.Metropolis(h.space, samples=20), sr))
+    assert text.startswith(f"GroundState(hamiltonian={h!r}, sampler=Metropolis(space={h.space!r}, samples=20, chains=")
+    assert "optimizer=StochasticReconfiguration(psi=RBM, lr=0.1, structure=Exact()" in text

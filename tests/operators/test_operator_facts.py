@@ -256,3 +256,28 @@ def test_a_trust_region_holds_for_newton_on_every_seed(solver):
         values, vectors = torch.linalg.eigh(H)
         assert float(0.5 * d @ (vectors * values.abs()) @ vectors.mT @ d) <= 1e-4 * (1 + 1e-6)
         assert opt.state_report().kl <= 1e-4 * (1 + 1e-6)
+
+
+def test_operators_show_what_they_are_made_of_and_what_is_known_of_them():
+    G = ng.operators.DenseOperator(torch.eye(2)).declare(nats=3.0)
+    assert repr(2.0 * G.shift(0.5)) == f"Scaled(operator=Shifted(operator={G!r}, damping=0.5), factor=2)"
+    shown = G.shift(0.5)._repr_html_()
+    for cell in ("<th>Shifted</th>", "<td>size</td><td>2</td>", "<td>nats</td><td>3.0</td>"):
+        assert cell in shown
+    assert "rank" not in shown
+    model = nn.Linear(2, 3)
+    G = ng.fisher(model, ng.Categorical()).at(ng.trainable(model), torch.randn(4, 2))
+    assert "<td>rank of U, G = U U^T</td><td>12</td>" in G._repr_html_()
+
+
+def test_metrics_name_their_model_and_their_likelihood():
+    model = nn.Sequential(nn.Linear(2, 3))
+    assert repr(ng.fisher(model, nn.CrossEntropyLoss(ignore_index=0))).startswith(
+        "Fisher(model=Sequential, criterion=Criterion(family="
+    )
+    covariance = repr(ng.covariance(model, ng.Categorical()))
+    assert covariance.startswith("Covariance(moment=EmpiricalFisher(model=Sequential, criterion=")
+    assert "0x" not in covariance
+    G = ng.operators.DenseOperator(torch.eye(2))
+    solution = ng.natural_gradient(G, torch.ones(2))
+    assert repr(solution).startswith("Solution(value=a tensor of shape (2,), residual=0")

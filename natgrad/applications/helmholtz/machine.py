@@ -56,6 +56,9 @@ class HelmholtzMachine(nn.Module):
                 top.weight.copy_(check_prior(prior, self.sizes[-1]).logit().unsqueeze(1))
             top.weight.requires_grad_(False)
 
+    def extra_repr(self) -> str:
+        return f"sizes={self.sizes}, units={self.units}, autoregressive={self.autoregressive}"
+
     # sampling
 
     @torch.no_grad()

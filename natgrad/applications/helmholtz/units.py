@@ -30,6 +30,10 @@ class Conditional(nn.Module):
                 self.weight.mul_(mask)
         self.register_buffer("mask", mask, persistent=False)
 
+    def extra_repr(self) -> str:
+        own = ", autoregressive=True" if self.autoregressive else ""
+        return f"parents={self.parents}, size={self.size}{own}"
+
     def inputs(self, parents: Tensor | None, own: Tensor) -> Tensor:
         """a of every row: parents (..., m), own (..., size) -> (..., columns)."""
         parts = [] if parents is None else [parents]

@@ -20,6 +20,7 @@ from natgrad.applications.policy.settings import (
 )
 from natgrad.checks import check_positive
 from natgrad.rules import MeasuredTrustRegion, NormalisedRate, Rate, Rule
+from natgrad.shown_tables import write_choices
 from natgrad.solvers import Direct
 from natgrad.structures import Kronecker
 
@@ -106,6 +107,9 @@ class TRPO(PolicyLearner):
         """The measured KL within the radius, by backtracking."""
         return MeasuredTrustRegion(self.radius, self.backtracks, self.backtrack)
 
+    def __repr__(self) -> str:
+        return write_learner(self, radius=self.radius, backtracks=self.backtracks)
+
 
 class NaturalPolicyGradient(PolicyLearner):
     """The natural policy gradient, Kakade 2001: theta + rate (F + damping I)^-1 g, without a line search.
@@ -152,6 +156,23 @@ class NaturalPolicyGradient(PolicyLearner):
     def rule(self) -> Rule:
         """The rate, or the length at which the damped form is the radius."""
         return NormalisedRate(self.radius) if self.lr is None else Rate()
+
+    def __repr__(self) -> str:
+        return write_learner(self, **({"radius": self.radius} if self.lr is None else {"lr": self.lr}))
+
+
+def write_learner(agent: PolicyLearner, **own: Any) -> str:
+    """The choices of an agent and how far it is, as its `repr`.
+
+    Args:
+        agent: The agent.
+        **own: Choices of its class alone.
+    """
+    step, worlds = agent.natural_step, agent.worlds
+    how = {"solver": step.solver, "structure": agent.structure, "damping": agent.damping}
+    sizes = {"environments": worlds.count, "batch": agent.batch}
+    done = {"steps": agent.steps, "updates": agent.updates}
+    return write_choices(agent, policy=agent.policy, head=agent.head, **own, **sizes, **how, **done)
 
 
 def acktr(

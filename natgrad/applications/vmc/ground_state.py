@@ -17,6 +17,7 @@ from natgrad.applications.vmc.samples import Sampler
 from natgrad.checks import check_integer
 from natgrad.lapack import eigh
 from natgrad.progress import Progress, check_callback
+from natgrad.shown_tables import write_choices
 
 
 class GroundState:
@@ -44,6 +45,9 @@ class GroundState:
         if not isinstance(sampler, Sampler):
             raise TypeError(f"sampler is {type(sampler).__name__}, expected one such as ng.vmc.Metropolis(space)")
         self.hamiltonian, self.sampler, self.optimizer = hamiltonian, sampler, optimizer
+
+    def __repr__(self) -> str:
+        return write_choices(self, hamiltonian=self.hamiltonian, sampler=self.sampler, optimizer=self.optimizer)
 
     @property
     def psi(self) -> LogAmplitude:

@@ -18,6 +18,7 @@ from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import NaturalGradient
 from natgrad.pure import Model, RandomState
 from natgrad.rules import Rule, TrustRegion
+from natgrad.shown_tables import write_choices
 from natgrad.solvers import Auto, Solver, Spring
 from natgrad.spaces import Params, trainable
 from natgrad.structures import Dense, Exact, Structure
@@ -134,6 +135,11 @@ class StochasticReconfiguration:
     def __init__(self, psi: LogAmplitude, optimizer: NaturalGradient, clip: float | None = None) -> None:
         self.psi, self.optimizer, self.clip = psi, optimizer, clip
         self.energies: list[EnergyEstimate] = []
+
+    def __repr__(self) -> str:
+        chosen = {name: getattr(self.optimizer, name) for name in ("structure", "solver", "damping", "rule")}
+        lr, steps = self.optimizer.param_groups[0]["lr"], len(self.energies)
+        return write_choices(self, psi=self.psi.net, lr=lr, **chosen, clip=self.clip, steps=steps)
 
     def step(
         self, states: Tensor, local_energies: Tensor, weights: Tensor | None = None, *, enumerated: bool = False

@@ -13,8 +13,10 @@ from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.configurations import Configurations
 from natgrad.applications.vmc.local_energies import evaluate
 from natgrad.checks import check_integer
+from natgrad.shown_tables import write_choices
 
 CHUNK = 2**16
+SHOWN = ("space", "samples", "chains", "sweep", "burn_in", "move", "width")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Sampler(ABC):
         Args:
             psi: The wave function.
         """
+
+    def __repr__(self) -> str:
+        own = vars(self)
+        return write_choices(self, **{name: own[name] for name in SHOWN if name in own})
 
     def state_dict(self) -> dict[str, Any]:
         """What the next draw depends on: plain values and tensors."""
