@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import assert_close, draw, seeded
 from optim_models import CE, flat, net
-from torch import Tensor, distributed, multiprocessing, nn
+from process_ranks import run_ranks
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
@@ -323,20 +322,9 @@ TOGETHER = ["kfac", "ekfac", "diagonal", "unitwise", "inner", "within", "given",
 APART = {"refused", "strangers", "unaveraged", "different"}  # no two processes train one model there
 
 
-def act(rank: int, folder: str) -> None:
-    """All scenes, in one of two processes."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", store, timedelta(seconds=120), world_size=2, rank=rank)
-    torch.save({name: scene() for name, scene in SCENES.items()}, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.start_processes(act, (str(folder),), nprocs=2, start_method="spawn")
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+    return run_ranks(__name__, 2, tmp_path_factory)
 
 
 @pytest.mark.parametrize("scene", [name for name in SCENES if name not in APART])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +92,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(SCENES, 4, Path(tmp_path_factory.mktemp("ranks")))
+    return run_ranks(__name__, 4, tmp_path_factory)
 
 
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")

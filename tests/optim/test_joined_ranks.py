@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import assert_close, draw, seeded
 from optim_models import CE, flat, net
-from torch import Tensor, distributed, multiprocessing, nn
+from process_ranks import run_ranks
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
 )
 
-WORLD = 4
 X = draw(24, 3)
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 1, 1, 2, 0, 0, 2] * 2)
 EVEN = [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
@@ -246,20 +244,9 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
 TOGETHER = [name for name in SCENES if name not in ("poisoned", "apart")]
 
 
-def act(rank: int, folder: str) -> None:
-    """All scenes, in one of four processes."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", store, timedelta(seconds=120), world_size=WORLD, rank=rank)
-    torch.save({name: scene() for name, scene in SCENES.items()}, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.start_processes(act, (str(folder),), nprocs=WORLD, start_method="spawn")
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]
+    return run_ranks(__name__, 4, tmp_path_factory)
 
 
 @pytest.mark.parametrize("scene", TOGETHER)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,7 +141,7 @@ SCENES = {name: scene for name, (scene, _) in WAYS.items()} | {"half precision":
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(SCENES, 4, Path(tmp_path_factory.mktemp("ranks")))
+    return run_ranks(__name__, 4, tmp_path_factory)
 
 
 @pytest.mark.parametrize("way", WAYS)

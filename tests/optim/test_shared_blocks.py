@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ def save(state: Any) -> Any:
     return file
 
 
-SCENES: dict[str, Callable[[], dict[str, Any]]] = {
+TRAINED: dict[str, Callable[[], dict[str, Any]]] = {
     f"{name}, {share}": partial(train, recipe, share=share, **options)
     for name, recipe, options in (
         ("kfac", ng.kfac, {"momentum": 0.0, "steps": 14}),
@@ -107,16 +106,17 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     for share in ("speed", "memory")
 }
 RESUMED = {f"resumed, {share}": partial(resume, share) for share in ("speed", "memory")}
+SCENES = TRAINED | RESUMED
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(SCENES | RESUMED, 4, Path(tmp_path_factory.mktemp("ranks")))
+    return run_ranks(__name__, 4, tmp_path_factory)
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", TRAINED)
 def test_the_steps_are_those_of_one_process(four: list[dict[str, Any]], scene: str):
-    alone = SCENES[scene]()
+    alone = TRAINED[scene]()
     for rank in four:
         assert torch.equal(rank[scene]["flat"], four[0][scene]["flat"])
         assert rank[scene]["structures"] == alone["structures"]
@@ -124,7 +124,7 @@ def test_the_steps_are_those_of_one_process(four: list[dict[str, Any]], scene: s
     assert four[0][scene]["kl"] == pytest.approx(alone["kl"], rel=1e-8, nan_ok=True)
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", TRAINED)
 def test_each_process_inverts_its_part_alone(four: list[dict[str, Any]], scene: str):
     reports = [rank[scene]["report"] for rank in four]
     whole = reports[0]["all_inversions"]
@@ -135,14 +135,14 @@ def test_each_process_inverts_its_part_alone(four: list[dict[str, Any]], scene: 
 
 
 def test_memory_leaves_each_process_its_part_of_the_state(four: list[dict[str, Any]]):
-    whole = SCENES["kfac, speed"]()["report"]["state_bytes"]
-    full = SCENES["kfac in full, memory"]()["report"]["state_bytes"]
+    whole = TRAINED["kfac, speed"]()["report"]["state_bytes"]
+    full = TRAINED["kfac in full, memory"]()["report"]["state_bytes"]
     for rank in four:
         assert rank["kfac, speed"]["report"]["state_bytes"] == whole
         assert rank["kfac in full, memory"]["report"]["state_bytes"] <= 0.3 * full
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", TRAINED)
 def test_what_is_sent_between_updates(four: list[dict[str, Any]], scene: str):
     for rank in four:
         told, gradients = rank[scene], 8 * len(four[0][scene]["flat"])

@@ -1,32 +1,140 @@
-"""Scenes played by several gloo processes on this machine: one start of the processes for all scenes of a module."""
+"""Scenes played by several gloo processes on this machine.
+
+Importing torch costs a process seconds, so one process imports what is needed, and forks for every call: itself it
+never computes anything, which makes that safe. Nothing of a call outlives it, and so no crash reaches the next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import atexit
+import fcntl
+import gc
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, multiprocessing
 
-Scenes = Mapping[str, Callable[[], Any]]
+PATIENCE = 240
+"""Seconds that a process waits for another."""
 
 
-def play(rank: int, size: int, folder: str, scenes: Scenes) -> None:
+def run_ranks(module: str, size: int, factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every process found: scene -> its result. A module is run once, whichever of pytest's processes ask for it.
+
+    Args:
+        module: Its name. In every process, all functions in its `SCENES` are called, in their order.
+        size: The processes.
+        factory: Of the folder that results are in.
+    """
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"{size} ranks of {module}"
+    folder.mkdir(exist_ok=True)
+    with lock_folder(folder):
+        files = [folder / f"{rank}.pt" for rank in range(size)]
+        if not all(file.exists() for file in files):
+            (folder / "store").unlink(missing_ok=True)  # of a run that failed
+            call_apart(__name__, "start_ranks", module, size, str(folder), needed=[module])
+        return [torch.load(file) for file in files]
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """One process at a time."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def start_ranks(module: str, size: int, folder: str) -> None:
+    """Play a module's scenes in processes, until all have ended or one failed."""
+    multiprocessing.start_processes(play, (module, size, folder), nprocs=size, start_method="fork")
+
+
+def play(rank: int, module: str, size: int, folder: str) -> None:
     """All scenes, in one of the processes."""
-    torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", store, timedelta(seconds=240), world_size=size, rank=rank)
-    torch.save({name: scene() for name, scene in scenes.items()}, f"{folder}/{rank}.pt")
+    distributed.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world_size=size, rank=rank)
+    found = {name: scene() for name, scene in import_module(module).SCENES.items()}
     distributed.barrier()
     distributed.destroy_process_group()
+    torch.save(found, f"{folder}/{rank}.part")
+    Path(f"{folder}/{rank}.part").rename(f"{folder}/{rank}.pt")
 
 
-def run_ranks(scenes: Scenes, size: int, folder: Path) -> list[dict[str, Any]]:
-    """What every process found: scene -> its result. The scenes are functions of a module, of no argument."""
-    multiprocessing.start_processes(play, (size, str(folder), dict(scenes)), nprocs=size, start_method="spawn")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+SERVERS: list[Connection] = []
+"""The connection to this process's server, once there is one."""
+
+
+def call_apart(module: str, function: str, *args: Any, needed: Sequence[str] = ()) -> Any:
+    """What a function of a module returns, called in a process of its own. RuntimeError with its traceback.
+
+    Args:
+        module: Its name.
+        function: Its name there.
+        *args: Of the function.
+        needed: Modules that are imported before the process is forked.
+    """
+    if not SERVERS:
+        context: Any = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        context.Process(target=serve, args=(there,)).start()
+        there.close()
+        SERVERS.append(here)
+        atexit.register(here.close)  # which ends the server
+    try:
+        SERVERS[0].send((module, function, args, needed))
+        trouble, found = SERVERS[0].recv()
+    except (EOFError, OSError) as error:
+        SERVERS.clear()  # the next call starts another
+        raise RuntimeError("the process that forks has ended") from error
+    if trouble:
+        raise RuntimeError(trouble)
+    return found
+
+
+def serve(calls: Connection) -> None:
+    """Fork for one call after another, until the other end of the connection is closed."""
+    torch.set_num_threads(1)
+    for late in ("torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+        import_module(late)
+    torch.compiler.reset()  # imports what `fully_shard` does at its first call
+    context: Any = multiprocessing.get_context("fork")
+    while True:
+        try:
+            module, function, args, needed = calls.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            for name in [module, *needed]:
+                import_module(name)
+        except Exception:  # noqa: BLE001 - told where the call was made
+            calls.send((traceback.format_exc(), None))
+            continue
+        gc.freeze()  # forks share what is there, rather than copy it at their first collection
+        child = context.Process(target=answer, args=(calls, module, function, args))
+        child.start()
+        child.join()
+        if child.exitcode:
+            calls.send((f"{module}.{function} ended with the exit code {child.exitcode}", None))
+
+
+def answer(calls: Connection, module: str, function: str, args: tuple[Any, ...]) -> None:
+    """One call, in a process of its own."""
+    trouble, found = "", None
+    try:
+        found = getattr(import_module(module), function)(*args)
+    except Exception:  # noqa: BLE001 - told where the call was made
+        trouble = traceback.format_exc()
+    calls.send((trouble, found))
 
 
 def count_ranks() -> int:
