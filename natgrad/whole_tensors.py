@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.lost_processes import naming_lost
+
 
 def is_split(tensor: Any) -> bool:
     """True for a `DTensor`. Nothing is imported for that: who has none never loaded the module.
@@ -26,7 +28,10 @@ def gather_whole(tensor: Tensor) -> Tensor:
     Args:
         tensor: Any.
     """
-    return tensor.full_tensor() if is_split(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_split(tensor):
+        return tensor
+    with naming_lost(tensor.device_mesh):  # type: ignore[attr-defined]
+        return tensor.full_tensor()  # type: ignore[attr-defined]
 
 
 def local_part(tensor: Tensor) -> Tensor:

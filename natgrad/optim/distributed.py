@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from natgrad.layers.graph_leaves import GraphLeaves
 from natgrad.layers.kinds import EmbeddingLayer, Layer
 from natgrad.layers.moments import Seen
+from natgrad.lost_processes import listen_for_questions, naming_lost
 from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
 from natgrad.optim.parallel_models import find_data_group, refuse_recut, refuse_sharded
@@ -76,15 +77,17 @@ class Ranks:
             return tensor
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._count(kind, found)
-        if owner is None:
-            distributed.all_reduce(found, group=self.group)
-        else:
-            distributed.reduce(found, group=self.group, group_dst=owner)
+        with naming_lost(self.group):
+            if owner is None:
+                distributed.all_reduce(found, group=self.group)
+            else:
+                distributed.reduce(found, group=self.group, group_dst=owner)
         return found
 
     def compare(self, named: Mapping[str, Tensor], settings: str = "") -> None:
         """ValueError on all processes unless they hold parameters of the same names and shapes, and start alike."""
         if self.size > 1 and named:
+            listen_for_questions()
             # a DistributedDataParallel has broadcast its values
             check_equal_models(named, self.group, values=not (self.wrappers or self.averaged), settings=settings)
 
@@ -92,7 +95,8 @@ class Ranks:
         """The source's tensor, written into this process's."""
         if tensor.numel():
             self._count(kind, tensor)
-            distributed.broadcast(tensor, group=self.group, group_src=source)
+            with naming_lost(self.group):
+                distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def _count(self, kind: str, tensor: Tensor) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from natgrad.lost_processes import naming_lost
+
 MODULUS = 2**61 - 1
 
 
@@ -31,7 +33,8 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
     numbers = [hash_names(named), hash_values(named) if values else 0, hash_text(settings)]
     own = torch.tensor(numbers, device=device)
     found = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(found, own, group=group)
+    with naming_lost(group):
+        distributed.all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()
     if any(names != numbers[0][0] for names, _, _ in numbers):
         tables: list[Any] = [None] * len(found)

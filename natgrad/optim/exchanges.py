@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from natgrad.lost_processes import naming_lost
 from natgrad.optim.distributed import Ranks
 
 SLAB = 2**22
@@ -55,14 +56,16 @@ class RankExchange:
     def share_objects(self, thing: Any) -> list[Any]:
         """Every process's object, in the order of their ranks. It is pickled: a few plain values."""
         found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, thing, group=self.ranks.group)
+        with naming_lost(self.ranks.group):
+            distributed.all_gather_object(found, thing, group=self.ranks.group)
         return found
 
     def receive_from(self, source: int, tensor: Tensor) -> Tensor:
         """The tensor of the process `source`; elsewhere `tensor` is of its shape, and is written over."""
         tensor = tensor.contiguous()
         group = self.ranks.group
-        distributed.broadcast(tensor, distributed.get_global_rank(group, source), group=group)
+        with naming_lost(group):
+            distributed.broadcast(tensor, group=group, group_src=source)
         return tensor
 
     def share_columns(self, matrix: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
@@ -88,5 +91,6 @@ class RankExchange:
             own = widths[self.rank]
             received = sent.new_empty(sum(counts) * own)
             sizes = [count * own for count in counts], [len(matrix) * w for w in widths]
-            distributed.all_to_all_single(received, sent, *sizes, group=self.ranks.group)
+            with naming_lost(self.ranks.group):
+                distributed.all_to_all_single(received, sent, *sizes, group=self.ranks.group)
             yield received.view(sum(counts), own)

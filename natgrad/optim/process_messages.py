@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from natgrad.lost_processes import naming_lost
 from natgrad.optim.distributed import Ranks
 from natgrad.pure import leaves, map_tensors
 
@@ -22,7 +23,8 @@ def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
     """
     device = ranks.device
     box = [map_tensors(tree, lambda t: t.to("meta")) if ranks.rank == source else None]
-    distributed.broadcast_object_list(box, group=ranks.group, group_src=source, device=device)
+    with naming_lost(ranks.group):
+        distributed.broadcast_object_list(box, group=ranks.group, group_src=source, device=device)
     shapes = box[0]
     wanted = list(leaves(shapes))
     own = list(leaves(tree)) if ranks.rank == source else []

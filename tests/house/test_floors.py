@@ -44,6 +44,7 @@ FLOORS: dict[str, int] = {
     "progress": 0,
     "typed_torch": 0,
     "scoped_values": 0,
+    "lost_processes": 0,
     "whole_tensors": 0,
     "state_files": 0,
     "returning_rows": 0,

@@ -27,6 +27,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
+from natgrad import lost_processes
 
 STEPS, EVERY, ROWS = 8, 3, 6
 PATIENCE = 60.0  # seconds that a process waits for another; after six times as many a run counts as hanging
@@ -115,6 +116,7 @@ def strike(accident: Accident) -> None:
 def work(rank: int, folder: str, launch: int, accident: Accident) -> None:
     """One process of a run: from the last checkpoint to the end."""
     torch.set_num_threads(1)
+    lost_processes.PAUSE, lost_processes.PATIENCE = 0.1, 2.0
     store = f"file://{folder}/store{launch}"
     distributed.init_process_group(
         "gloo", store, timedelta(seconds=accident.patience), world_size=accident.size, rank=rank

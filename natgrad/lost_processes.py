@@ -1,0 +1,124 @@
+"""An exchange between processes that failed: the error says which of them have ended."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import distributed
+
+PAUSE = 1.0
+"""Seconds between two looks for a question."""
+PATIENCE = 4.0
+"""Seconds that an answer may take."""
+
+LISTENERS: weakref.WeakKeyDictionary[Any, PresenceListener] = weakref.WeakKeyDictionary()
+"""By `torch.distributed.group.WORLD`, of which there is one at a time."""
+
+
+class ExchangeError(RuntimeError):
+    """An exchange between processes failed. The message names those that do not answer."""
+
+
+class PresenceListener:
+    """Answers when another process asks who is there, from a thread: while this one waits in an exchange, too.
+
+    Args:
+        world: All processes. Questions and answers are keys of its store, once something failed; before, each process
+            asks the store once in `PAUSE` whether there is a question.
+    """
+
+    def __init__(self, world: Any) -> None:
+        self.rank, size = distributed.get_rank(world), distributed.get_world_size(world)
+        self.store = world.get_group_store().clone()  # a connection of its own, which no waiting blocks
+        turn = (self.store.add("natgrad started", 1) - 1) // size  # a program may initialize its processes again
+        self.prefix = f"natgrad {turn} "
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._listen, args=(weakref.ref(world),), daemon=True)
+        self.thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread, which must not be within the store when the interpreter ends."""
+        self.done.set()
+        self.thread.join()
+
+    def _listen(self, world: weakref.ref[Any]) -> None:
+        try:
+            while world() is not None and not self.done.wait(PAUSE):
+                if self.store.check([f"{self.prefix}asked"]):
+                    self.store.set(f"{self.prefix}here {self.rank}", "")
+                    return
+        except RuntimeError:  # the store has ended with the process that held it
+            return
+
+    def find_lost(self, members: Sequence[int]) -> list[int]:
+        """The members that do not answer, this process's own number never among them.
+
+        Args:
+            members: Their numbers among all processes.
+        """
+        # what one of them found first holds for all, since those who have answered end soon
+        verdict = f"{self.prefix}lost of {min(members)} {max(members)} {len(members)}"
+        self.store.set(f"{self.prefix}here {self.rank}", "")
+        self.store.set(f"{self.prefix}asked", "")
+        waiting, end = set(members), time.monotonic() + PATIENCE
+        while waiting and time.monotonic() < end and not self.store.check([verdict]):
+            waiting -= {rank for rank in waiting if self.store.check([f"{self.prefix}here {rank}"])}
+            time.sleep(PAUSE / 20)
+        found = self.store.compare_set(verdict, "", " ".join(map(str, sorted(waiting))) or "nobody").decode()
+        return [int(rank) for rank in found.split() if rank != "nobody"]
+
+
+def listen_for_questions() -> None:
+    """Let this process answer when others ask who is there. All that train one model call it."""
+    world = distributed.group.WORLD
+    if world not in LISTENERS:
+        LISTENERS[world] = PresenceListener(world)
+
+
+@contextmanager
+def naming_lost(group: Any) -> Iterator[None]:
+    """What is exchanged within fails with an `ExchangeError` that names the processes that have ended.
+
+    Args:
+        group: The process group that exchanges, or the mesh.
+    """
+    try:
+        yield
+    except ExchangeError:
+        raise
+    except RuntimeError as error:
+        raise ExchangeError(describe_failure(group, error)) from error
+
+
+def describe_failure(group: Any, error: Exception) -> str:
+    """Why an exchange failed, and what to do.
+
+    Args:
+        group: The process group, or the mesh.
+        error: torch's.
+    """
+    mesh = getattr(group, "mesh", None)
+    members = distributed.get_process_group_ranks(group) if mesh is None else mesh.flatten().tolist()
+    what = f"an exchange between {len(members)} processes failed"
+    again = f"Launch all of them again from the last checkpoint. torch's own error: {error}"
+    listener = LISTENERS.get(distributed.group.WORLD)
+    if listener is None:
+        return f"{what}. {again}"
+    try:
+        lost = listener.find_lost(members)
+    except RuntimeError:
+        return f"{what}, and the store that they met at has ended with the process that held it, often rank 0. {again}"
+    if not lost:
+        return (
+            f"{what}, though all of them are there: let all call loss and step equally often, or give "
+            f"init_process_group a longer timeout. {again}"
+        )
+    names = ("rank " if len(lost) == 1 else "ranks ") + ", ".join(map(str, lost))
+    return f"{what}: {names} ended, or cannot answer. {again}"
