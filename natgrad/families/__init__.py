@@ -13,7 +13,6 @@ from natgrad.families.coordinates import (
     fisher_in,
 )
 from natgrad.families.criteria import Criterion, Entrywise
-from natgrad.families.criteria import pick_logits as pick_logits
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily

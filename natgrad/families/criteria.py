@@ -120,6 +120,14 @@ class Criterion:
     def __repr__(self) -> str:
         return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
 
+    def pick_logits(self, outputs: Any) -> Any:
+        """The logits of a record that a model returned, where the likelihood is of one tensor.
+
+        Args:
+            outputs: What the model returned.
+        """
+        return pick_logits(self.family, outputs)
+
     def value(self, outputs: Any, targets: Any) -> Tensor:
         """The loss as the user wrote it, a scalar tensor.
 

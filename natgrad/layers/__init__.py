@@ -1,5 +1,55 @@
 """How a layer is heard: its kind, its taps, its second moments."""
 
+from natgrad.layers.examples import (
+    Examples,
+    KnownPlaces,
+    example_squares,
+    find_examples,
+    has_no_place,
+    partitions,
+)
+from natgrad.layers.factors import factor_sizes, layer_factors, layer_spectrum
+from natgrad.layers.graph_leaves import GraphLeaves
+from natgrad.layers.hearing import Heard, Pass, hear, hear_rows, is_asking
+from natgrad.layers.kinds import Layer
+from natgrad.layers.layout import Layout
+from natgrad.layers.model_layers import ModelLayers
+from natgrad.layers.moments import Seen, layer_bias_rows, layer_squares, layer_units
+from natgrad.layers.pieces import Room
 from natgrad.layers.registry import register
+from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls
+from natgrad.layers.traced import Traced, find_products
 
-__all__ = ["register"]
+__all__ = [
+    "Examples",
+    "GraphLeaves",
+    "Heard",
+    "KnownPlaces",
+    "Layer",
+    "Layout",
+    "MatrixProduct",
+    "ModelLayers",
+    "Pass",
+    "Room",
+    "Seen",
+    "Tap",
+    "Taps",
+    "Traced",
+    "derivatives",
+    "example_squares",
+    "factor_sizes",
+    "find_examples",
+    "find_products",
+    "has_no_place",
+    "hear",
+    "hear_rows",
+    "is_asking",
+    "layer_bias_rows",
+    "layer_factors",
+    "layer_spectrum",
+    "layer_squares",
+    "layer_units",
+    "partitions",
+    "record_calls",
+    "register",
+]

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.layers.experts import ExpertProduct
-from natgrad.layers.taps import Place, Tap, derivatives
-from natgrad.layers.traced import TracedProduct
+from natgrad.layers.taps import MatrixProduct, Place, Tap, derivatives
 from natgrad.pure import leaves, map_tensors
 from natgrad.whole_tensors import gather_whole
 
@@ -197,14 +195,49 @@ def find_examples(
     return best[1:]
 
 
+class KnownPlaces:
+    """Where the examples run in passes of known shapes, so that it is not asked at every one."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, tuple[int, list[Place | None]]] = {}
+
+    def find(
+        self, outputs: Tensor, taps: Sequence[Tap], known: Sequence[Examples], strict: bool, afresh: bool
+    ) -> tuple[Examples, list[Tap]]:
+        """What `find_examples` gives, or gave for a pass of these shapes.
+
+        Args:
+            outputs: (R, m), with a graph.
+            taps: Calls of layers and products with matrices in it.
+            known: What may be examples, likeliest first.
+            strict: As `find_examples` has it; then it asks also where shapes leave no doubt.
+            afresh: True to ask again.
+        """
+        key = (tuple(outputs.shape), len(known), *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
+        if key in self.found and not afresh:
+            chosen, places = self.found[key]
+            kept = [replace(tap, place=place) for tap, place in zip(taps, places, strict=True)]
+            return known[chosen] if chosen < len(known) else together(outputs), kept
+        examples, placed = find_examples(outputs, taps, known, strict, ask=strict)
+        chosen = next((i for i, one in enumerate(known) if one is examples), len(known))
+        if not any(has_no_place(tap) and (strict or doubtful(tap, examples.count)) for tap in placed):
+            self.found = self.found if len(self.found) < SHAPES else {}
+            self.found[key] = chosen, [tap.place for tap in placed]
+        return examples, placed
+
+
 def lowest(taps: Iterable[Tap], dtype: torch.dtype) -> torch.dtype:
     """The coarsest dtype on the way."""
     return max([dtype, *(tap.dtype for tap in taps)], key=lambda kind: torch.finfo(kind).eps)
 
 
 def has_no_place(tap: Tap) -> bool:
-    """True if nothing that could tell arrived at a call yet: behind a head that starts at zero, for example."""
-    return tap.place is None and not (isinstance(tap, (TracedProduct, ExpertProduct)) and tap.loose)
+    """True if nothing that could tell arrived at a call yet: behind a head that starts at zero, for example.
+
+    Args:
+        tap: The call, as `find_examples` returned it.
+    """
+    return tap.place is None and not (isinstance(tap, MatrixProduct) and tap.loose)
 
 
 def doubtful(tap: Tap, count: int) -> bool:
@@ -214,7 +247,7 @@ def doubtful(tap: Tap, count: int) -> bool:
         tap: The call.
         count: The number of examples.
     """
-    if isinstance(tap, (TracedProduct, ExpertProduct)):
+    if isinstance(tap, MatrixProduct):
         return not tap.loose and len(tap.inputs) != count
     features = tap.layer.features(tap.inputs)
     if features is None:
@@ -227,14 +260,14 @@ def place_of(tap: Tap, plain: Tensor | None, scaled: Tensor | None, numbers: Ten
 
     With the relative error of the best answer; None and 0 where nothing arrived that could tell.
     """
-    if plain is None or scaled is None or (isinstance(tap, (TracedProduct, ExpertProduct)) and tap.loose):
+    if plain is None or scaled is None or (isinstance(tap, MatrixProduct) and tap.loose):
         return None, 0.0
-    if isinstance(tap, (TracedProduct, ExpertProduct)):
+    if isinstance(tap, MatrixProduct):
         plain, scaled = ((d.mT if tap.columns else d.flatten(0, -2)) for d in (plain, scaled))
     size = torch.linalg.vector_norm(plain)
     if not bool(size > 0):
         return None, 0.0
-    features = 1 if isinstance(tap, (TracedProduct, ExpertProduct)) else tap.layer.features(plain)
+    features = 1 if isinstance(tap, MatrixProduct) else tap.layer.features(plain)
     found = [
         (float(torch.linalg.vector_norm(scaled - place.spread(numbers.to(plain.dtype), plain) * plain) / size), place)
         for place in places(plain, 1 if features is None else plain.dim() - features, len(numbers))
@@ -255,6 +288,8 @@ def places(tensor: Tensor, positional: int, count: int) -> Iterator[Place]:
         yield Place(fast=True)
 
 
+SHAPES = 64
+"""Of passes for which the examples' places are kept."""
 GROUPS = 16
 """Backward passes per reading, at most, for parameters without a layer, unless labels are exact."""
 
@@ -264,8 +299,8 @@ def example_squares(
     params: Sequence[Tensor],
     cotangents: Sequence[Tensor],
     examples: Examples,
-    groups: int,
     generator: torch.Generator,
+    groups: int | None = None,
 ) -> list[Tensor | None]:
     """sum over cotangents and examples of the example's squared gradient, per parameter.
 
@@ -277,13 +312,14 @@ def example_squares(
         params: Leaves of it.
         cotangents: (R, m) each.
         examples: Which entries of them are whose.
-        groups: How many passes a cotangent may take.
         generator: Of the signs.
+        groups: How many passes a cotangent may take. Default: so many that all take `GROUPS`.
 
     Returns:
         Dense tensors, at least in float32; None for a parameter that the outputs do not depend on.
     """
     device = outputs.device
+    groups = GROUPS // max(1, len(cotangents)) if groups is None else groups
     count, many = examples.count, min(max(groups, 1), examples.count)
     signs = torch.ones(count, device=device)
     if many < count:

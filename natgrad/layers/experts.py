@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from natgrad.layers.kinds import Layer
 from natgrad.layers.moments import Seen
-from natgrad.layers.taps import Tap, version_of
+from natgrad.layers.taps import MatrixProduct, version_of
 
 EXPERTS, ROWS, COLUMNS, NEW = "e", "r", "c", "1"
 SAME = ("View", "UnsafeView", "ReshapeAlias", "Expand", "Clone", "ToCopy")
@@ -46,22 +46,18 @@ class ExpertSource:
 
 
 @dataclass(frozen=True)
-class ExpertProduct(Tap):
+class ExpertProduct(MatrixProduct):
     """y = W_e x for the rows x of every expert, (experts, n, d), or of one, (n, d).
 
-    Arguments that are not listed here are those of `Tap`.
+    Arguments that are not listed here are those of `MatrixProduct`.
 
     Args:
-        turned: True for y = x W_e.
-        columns: True if inputs and derivatives have their rows along the last dimension.
-        expert: The one; None for all.
         loose: True: which example a row comes from is not known.
+        expert: The one; None for all.
     """
 
-    turned: bool = False
-    columns: bool = False
-    expert: int | None = None
     loose: bool = True
+    expert: int | None = None
 
 
 def kind_of(node: Node) -> str:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.layers.examples import Examples, find_examples
-from natgrad.layers.kinds import Layer
+from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.moments import Seen
 from natgrad.layers.passes import collect_passes
-from natgrad.layers.taps import Tap, derivatives
-from natgrad.layers.traced import Traced, products
+from natgrad.layers.taps import Tap, derivatives, record_calls
+from natgrad.layers.traced import Traced, find_products
+from natgrad.spaces import Space
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Pass:
         """
         if not spare:
             return []
-        found = products(self.outputs, spare, self.params)
+        found = list[Tap](find_products(self.outputs, spare, self.params))
         found = find_examples(self.outputs, found, [self.examples], strict=False)[1]
         deltas = derivatives(self.outputs, found, self.cotangents)[0]
         return collect_passes(found, deltas, self.dtype, self.examples.count)
@@ -151,3 +152,45 @@ def explains(seen: Seen, gradients: Mapping[str, Tensor | None], eps: float = 0.
     if not (math.isfinite(size) and math.isfinite(gap)) or max(size, gap) == 0:
         return None
     return gap <= max(eps, torch.finfo(found.dtype).eps) ** 0.5 * size
+
+
+def is_asking(readings: int) -> bool:
+    """True if layers are judged afresh: at readings 0, 2, 4, 8, 16, and at every 32nd.
+
+    A second use of a weight may be hidden at first, by a gate or a head that starts at zero.
+
+    Args:
+        readings: The number of readings before this one.
+    """
+    return readings % 32 == 0 or (readings > 1 and readings & (readings - 1) == 0)
+
+
+def hear_rows(
+    model: nn.Module, space: Space, run: Callable[[], Tensor], cotangents: Sequence[Tensor], batch: int
+) -> list[Seen]:
+    """What a pass tells of the layers, one delta per cotangent.
+
+    Args:
+        model: The module.
+        space: Of the parameters.
+        run: A forward pass of the model, which gives the outputs with a graph.
+        cotangents: On the outputs, (R, m) each.
+        batch: The number of examples.
+
+    Returns:
+        The layers whose inputs and derivatives fit together; no embeddings, whose rows are better not written out.
+    """
+    with record_calls(known_layers(model, space)) as taps, torch.enable_grad():
+        outputs = run()
+    deltas = fill_zeros(derivatives(outputs, taps, cotangents)[0])
+    return [seen for seen in collect_passes(taps, deltas, space.dtype, batch) if not seen.by_token]
+
+
+def fill_zeros(deltas: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
+    """Zeros where a cotangent's derivative does not arrive at a tap that others' reach."""
+    like = [next((found for found in column if found is not None), None) for column in zip(*deltas, strict=True)]
+
+    def fill(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return torch.zeros_like(other) if one is None and other is not None else one
+
+    return [[fill(one, other) for one, other in zip(row, like, strict=True)] for row in deltas]

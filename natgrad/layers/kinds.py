@@ -63,6 +63,11 @@ class Layer(ABC):
         return self.layout.names
 
     @property
+    def by_token(self) -> bool:
+        """True if the layer looks rows up by token."""
+        return False
+
+    @property
     def is_routed(self) -> bool:
         """True if the groups are experts: each sees some of the positions, and another number of them in every pass."""
         return False
@@ -143,6 +148,10 @@ class NormLayer(Layer):
 
 class EmbeddingLayer(Layer):
     """Rows of a table by token: the input is a unit vector, so that its second moment is the tokens' frequencies."""
+
+    @property
+    def by_token(self) -> bool:
+        return True
 
     def has_examples(self, inputs: Tensor) -> bool:
         return inputs.dim() >= 1

@@ -44,6 +44,11 @@ class Layout:
         """(groups, outputs, columns)."""
         return self.groups, self.outputs, self.inputs + (self.bias is not None)
 
+    @property
+    def is_stored(self) -> bool:
+        """True if the weight is stored as the matrix itself: one group, (outputs, inputs)."""
+        return self.groups == 1 and not self.transposed and self.shape in ((), (self.outputs, self.inputs))
+
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The layer's matrix, shape (groups, outputs, columns).
 

@@ -89,6 +89,10 @@ class Seen:
         """The token that is never trained."""
         return getattr(self.layer.module, "padding_idx", self.skip)
 
+    def split_parts(self) -> list[Seen]:
+        """The parts of a pass, whose gradients add up example by example."""
+        return [self]
+
     def gradient(self) -> Tensor:
         """The layer's matrix in J^T c for the first cotangent c, (groups, outputs, columns)."""
         if not self.by_token:
@@ -135,13 +139,11 @@ class Mixed(Seen):
     def only(self, which: slice) -> Mixed:
         return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)
 
+    def split_parts(self) -> list[Seen]:
+        return self.parts
+
     def gradient(self) -> Tensor:
         return torch.stack([part.gradient() for part in self.parts]).sum(0)
-
-
-def separate(seen: Seen) -> list[Seen]:
-    """The parts of a pass, whose gradients add up example by example."""
-    return seen.parts if isinstance(seen, Mixed) else [seen]
 
 
 def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:
@@ -153,6 +155,41 @@ def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:
     if seen.padding is not None:
         unit[..., seen.padding] = 0
     return deltas.unsqueeze(2), unit.repeat(len(seen.deltas), 1, 1).unsqueeze(2)
+
+
+def layer_squares(seen: Seen) -> Tensor:
+    """The diagonal of a layer's metric, shape (groups, outputs, columns).
+
+    Args:
+        seen: What a pass told of the layer.
+    """
+    if seen.by_token:
+        size = seen.layer.layout.outputs
+        found = [token_squares(seen.activations, deltas, size, seen.padding).unsqueeze(0) for deltas in seen.deltas]
+    else:
+        found = [squares(seen.activations, deltas) for deltas in seen.deltas]
+    return total(found)
+
+
+def layer_units(seen: Seen) -> Tensor:
+    """The blocks of a layer's units, shape (groups * outputs, columns, columns).
+
+    Args:
+        seen: What a pass told of the layer.
+    """
+    if seen.by_token:
+        size = seen.layer.layout.outputs
+        return total([token_blocks(seen.activations, deltas, size, seen.padding) for deltas in seen.deltas])
+    return total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])
+
+
+def layer_bias_rows(seen: Seen) -> Tensor:
+    """The bias's row of every unit's block, shape (groups, outputs, columns).
+
+    Args:
+        seen: What a pass told of the layer.
+    """
+    return total([bias_rows(seen.activations, deltas) for deltas in seen.deltas])
 
 
 def total(parts: list[Tensor]) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +94,23 @@ class Tap:
         return version_of(self.inputs) == self.version
 
 
+@dataclass(frozen=True)
+class MatrixProduct(Tap):
+    """A product with a matrix, found in the graph of a pass.
+
+    Arguments that are not listed here are those of `Tap`.
+
+    Args:
+        turned: True for y = x W: the matrix's rows meet the inputs, as in a look-up.
+        columns: True if inputs and derivatives have their rows along the last dimension.
+        loose: True if it is not known which example a row comes from.
+    """
+
+    turned: bool = False
+    columns: bool = False
+    loose: bool = False
+
+
 class Taps:
     """The calls of known modules, while `armed`, in passes that build a graph and are the user's own.
 
@@ -137,6 +155,43 @@ class Taps:
         if self.paused:
             self.calls.clear()
         self.paused = False
+
+    def release_with(self, loss: Tensor) -> None:
+        """Free what the calls so far would hold when the backward pass of a loss begins.
+
+        Args:
+            loss: Of the pass.
+        """
+        loss.register_hook(Release(self))
+
+    def reach(
+        self, outputs: Tensor, calls: Sequence[Tap], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> tuple[list[Tap], list[list[Tensor | None]], list[list[Tensor | None]]]:
+        """`derivatives` at these calls and at those in compiled graphs.
+
+        Args:
+            outputs: (R, m), with a graph.
+            calls: Calls in it.
+            cotangents: (R, m) each.
+            leaves: Other tensors of the graph.
+
+        Returns:
+            All calls, and per cotangent what arrived at them and at the leaves.
+        """
+        everywhere, at_calls, at_leaves = list(calls), list[list[Tensor | None]](), list[list[Tensor | None]]()
+        for cotangent in cotangents:
+            with self.recorder.recording() as records:
+                found, slopes = derivatives(outputs, calls, [cotangent], [*leaves, self.recorder.dummy])
+            if not at_calls:
+                everywhere += [self._tap_record(record) for record in records]
+            at_calls.append([*found[0], *(delta for _, _, delta in records)])
+            at_leaves.append(slopes[0][:-1])
+        return everywhere, at_calls, at_leaves
+
+    def _tap_record(self, record: Record) -> Tap:
+        """The tap of a call in a compiled graph. Its input is a copy."""
+        place, inputs, delta = record
+        return Tap(self.places[place], inputs, None, delta.dtype, inputs._version)
 
 
 class Tapped:
@@ -189,6 +244,27 @@ def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
     return [m.register_forward_hook(hook, prepend=any_split(m.parameters(recurse=False))) for m, hook in pairs]
 
 
+@contextmanager
+def record_calls(layers: Mapping[nn.Module, Layer]) -> Generator[list[Tap]]:
+    """Inside, every call of these modules that has a graph is appended to the list that it gives.
+
+    Args:
+        layers: Each module's layer.
+    """
+    found = list[Tap]()
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            found.append(Tap.of(layers[module], args[0], output))
+
+    handles = [module.register_forward_hook(hook) for module in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class Resume:
     """Forward pre-hook of the model: a new pass begins. A copied or pickled model carries one that does nothing."""
 
@@ -229,27 +305,6 @@ class Release:
         taps = self.taps()
         if taps is not None and taps.paused:
             taps.calls.clear()
-
-
-def reach_calls(
-    outputs: Tensor, taps: Taps, calls: Sequence[Tap], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> tuple[list[Tap], list[list[Tensor | None]], list[list[Tensor | None]]]:
-    """`derivatives` at these calls and at those in compiled graphs: all calls, what arrived there and at the leaves."""
-    everywhere, at_calls, at_leaves = list(calls), [], []
-    for cotangent in cotangents:
-        with taps.recorder.recording() as records:
-            found, slopes = derivatives(outputs, calls, [cotangent], [*leaves, taps.recorder.dummy])
-        if not at_calls:
-            everywhere += [make_recorded_tap(taps, record) for record in records]
-        at_calls.append([*found[0], *(delta for _, _, delta in records)])
-        at_leaves.append(slopes[0][:-1])
-    return everywhere, at_calls, at_leaves
-
-
-def make_recorded_tap(taps: Taps, record: Record) -> Tap:
-    """The tap of a call in a compiled graph. Its input is a copy."""
-    place, inputs, delta = record
-    return Tap(taps.places[place], inputs, None, delta.dtype, inputs._version)
 
 
 def derivatives(

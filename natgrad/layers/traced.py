@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from natgrad.layers.experts import UNSIGNED, ExpertProduct, ExpertSource, expert_product, find_experts, kind_of
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
-from natgrad.layers.taps import Tap, version_of
+from natgrad.layers.taps import MatrixProduct, version_of
 from natgrad.spaces import Space
 
 SECOND = "products with "
@@ -44,6 +44,15 @@ class Traced(Layer):
     def claims(self) -> tuple[str, ...]:
         return tuple(f"{SECOND}{name}" if self.second else name for name in self.layout.names)
 
+    @staticmethod
+    def parameter_of(claim: str) -> str:
+        """The name of the parameter that a layer's claim is about.
+
+        Args:
+            claim: One of `claims`, of any layer.
+        """
+        return claim.removeprefix(SECOND)
+
     @property
     def key(self) -> str:
         return " ".join(self.claims)
@@ -60,27 +69,21 @@ class Traced(Layer):
 
 
 @dataclass(frozen=True)
-class TracedProduct(Tap):
+class TracedProduct(MatrixProduct):
     """One product with a traced matrix: y = W x for every row x (R, d) of the inputs, or a look-up of tokens.
 
-    Arguments that are not listed here are those of `Tap`.
+    With `columns`, y is laid out as (o, R). Rows are `loose` where the other factor is a parameter too (W + B A), or
+    sequences are packed. Arguments that are not listed here are those of `MatrixProduct`.
 
     Args:
-        turned: True for y = x W: the matrix's rows meet the inputs, as in a look-up.
-        columns: True if y is laid out as (o, R).
         piece: The rows of the matrix that take part, (start, stop).
         padding: The token that a look-up does not train.
         shape: Of the inputs before they were laid out as rows, where the graph tells; else ().
-        loose: True if rows cannot be told apart by examples: the other factor is a parameter too (W + B A), or
-            sequences are packed.
     """
 
-    turned: bool = False
-    columns: bool = False
     piece: tuple[int, int] = (0, 0)
     padding: int | None = None
     shape: tuple[int, ...] = ()
-    loose: bool = False
 
     def rows(self, delta: Tensor) -> int:
         """R, the number of rows.
@@ -140,18 +143,21 @@ def layout_of(module: nn.Module, key: str, p: Tensor, name: str, bias: str | Non
     return Layout(name, bias, groups, len(p) // groups, p.shape[1], tuple(p.shape))
 
 
-def products(
-    outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Tensor]
-) -> list[TracedProduct | ExpertProduct]:
+def find_products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str, Tensor]) -> list[MatrixProduct]:
     """The products with the layers' matrices in the graph that led to the outputs.
 
     A matrix that the graph uses in another way too is left out, and so is one whose factors were overwritten since.
+
+    Args:
+        outputs: (R, m), with a graph.
+        layers: The matrices.
+        params: The leaves of the graph, by name.
     """
     matrices = [(layer, params[layer.layout.names[0]]) for layer in layers]
     leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
     known = list(uses(outputs.grad_fn, leaves)) if leaves else []
     count = Counter(node for node, _, _ in known)
-    found: list[TracedProduct | ExpertProduct] = []
+    found: list[MatrixProduct] = []
     opaque: set[Traced] = set()
     for node, i, source in known:
         product = product_of(node, i, source)

@@ -1,6 +1,6 @@
 """The metric as something you multiply with."""
 
-from natgrad.layers.layout import Layout
+from natgrad.layers import Layout
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
 from natgrad.operators.block_diagonal import BlockOperator
 from natgrad.operators.centred import Centred

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.operators.base import Operator
-from natgrad.operators.kronecker import KroneckerOperator, diagonal_of, inverse_factor
+from natgrad.operators.kronecker import KroneckerOperator, Spectral, diagonal_of, inverse_factor
 
 
 class Tiled(Operator, packed_as="tiled"):
@@ -52,6 +52,26 @@ class Tiled(Operator, packed_as="tiled"):
         """
         tiles = KroneckerOperator(left, right, factored=factored)
         return Tiled(tiles, grid_of(tiles.matrix_shape), shape)
+
+    @staticmethod
+    def spectral(tiles: Spectral, shape: tuple[int, int]) -> Tiled:
+        """V diag(s) V^T on the tiles of a matrix (p, q), V the eigenvectors of factors of which at least one is cut.
+
+        Args:
+            tiles: The operator on the tiles.
+            shape: (p, q).
+        """
+        return Tiled(tiles, grid_of(tuple(tiles.spectrum.shape)), shape)
+
+    @staticmethod
+    def cut_matrix(matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A matrix in tiles, zeros where the pieces hold more.
+
+        Args:
+            matrix: Shape (p, q).
+            shape: (k, m, s, t).
+        """
+        return cut_tiles(matrix, grid_of(shape))
 
     def mv(self, vector: Tensor) -> Tensor:
         cut = cut_tiles(vector.reshape(self.matrix_shape), self.grid)

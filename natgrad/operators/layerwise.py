@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from natgrad.layers.layout import Layout
+from natgrad.layers import Layout
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import combine_facts
 from natgrad.spaces import Space

@@ -94,6 +94,21 @@ class Linearization:
         self._pulled: tuple[Tensor, dict[str, Tensor]] | None = None
         self._forward: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def origin(self) -> OutputMap | None:
+        """The output map that was linearised; None for any other function of the parameters."""
+        inner = self.function.map if isinstance(self.function, PlainKernels) else self.function
+        return inner if isinstance(inner, OutputMap) else None
+
+    @property
+    def examples(self) -> int:
+        """Number of examples behind the rows of the outputs: the inputs' leading size if it divides them, else 1."""
+        call = None if self.origin is None else self.origin.pure.call
+        if call is None or not any(t.dim() > 0 for t in call.tensors()):
+            return 1
+        batch = call.batch()
+        return batch if batch and len(self.outputs) % batch == 0 else 1
+
     def vjp(self, cotangent: Tensor) -> Tensor:
         """J^T w, shape (n,).
 
@@ -200,7 +215,7 @@ class Linearization:
                 warnings.simplefilter("ignore")
                 _, linear = torch.func.linearize(self.function, self._point())
 
-            origin = output_map(self.function)
+            origin = self.origin
 
             def product(vector: Tensor) -> Tensor:
                 # the linear form draws its dropout masks anew at every call: from the same state, then
@@ -228,12 +243,6 @@ class PlainKernels:
     def __call__(self, params: Params) -> Tensor:
         with exact_derivatives():
             return self.map(params)
-
-
-def output_map(function: object) -> OutputMap | None:
-    """The output map behind a linearised function, or None for any other function of the parameters."""
-    inner = function.map if isinstance(function, PlainKernels) else function
-    return inner if isinstance(inner, OutputMap) else None
 
 
 @lru_cache(maxsize=64)

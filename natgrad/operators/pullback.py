@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
 from natgrad.operators.linearization import Linearization
-from natgrad.operators.rows import Rows, batch_of
+from natgrad.operators.rows import Rows
 
 
 class Form(Protocol):
@@ -106,7 +106,7 @@ class Pullback(Operator):
         return super().diagonal() if self.rows is None else self.rows.squares()
 
     def mean_eigenvalue(self) -> Tensor:
-        batch = batch_of(self.linearization.function, len(self.outputs))
+        batch = self.linearization.examples
         if self.rank is not None and self.rank // batch <= self.EXACT_TRACE_COLUMNS:
             return self.trace() / self.size
         probes = random_signs(self.PROBES, self.size, self.dtype, self.device)

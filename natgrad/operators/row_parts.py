@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from natgrad.layers.kinds import LinearLayer, known_layers
-from natgrad.layers.moments import Seen
-from natgrad.layers.passes import collect_passes
-from natgrad.layers.taps import Tap, derivatives
-from natgrad.spaces import Params, Space
+from natgrad.layers import Seen
+from natgrad.spaces import Params
 from natgrad.typed_torch import split_tensor
 
 BLOCK = 256  # rows of a Gram matrix at a time
@@ -209,7 +206,7 @@ def part_of(seen: Seen) -> Part:
     """A layer's rows from its pass, whose deltas are one per cotangent of an example."""
     layout, a = seen.layer.layout, seen.activations
     deltas = torch.stack(seen.deltas, dim=1)  # (b, k, t, G, o)
-    if isinstance(seen.layer, LinearLayer) and a.shape[1] == 1:
+    if layout.is_stored and a.shape[1] == 1:
         return Outer(a[:, 0, 0, : layout.inputs], deltas[:, :, 0, 0], layout.weight, layout.bias)
     rows = torch.einsum("xktgo,xtgd->xkgod", deltas, a).flatten(0, 1)
     return Explicit.of({name: part.flatten(1) for name, part in torch.vmap(layout.split)(rows).items()})
@@ -218,48 +215,6 @@ def part_of(seen: Seen) -> Part:
 def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) over `count` rows; blocks of a symmetric product stay in the cache and skip its upper half."""
     return ((start, min(start + size, count)) for start in range(0, count, size))
-
-
-def hear_rows(
-    model: nn.Module, space: Space, run: Callable[[], Tensor], cotangents: Sequence[Tensor], batch: int
-) -> list[Seen]:
-    """What a pass tells of the layers, one delta per cotangent.
-
-    Args:
-        model: The module.
-        space: Of the parameters.
-        run: A forward pass of the model, which gives the outputs with a graph.
-        cotangents: On the outputs, (R, m) each.
-        batch: The number of examples.
-
-    Returns:
-        The layers whose inputs and derivatives fit together; no embeddings, whose rows are better not written out.
-    """
-    layers, taps = known_layers(model, space), list[Tap]()
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            taps.append(Tap.of(layers[module], args[0], output))
-
-    handles = [module.register_forward_hook(hook) for module in layers]
-    try:
-        with torch.enable_grad():
-            outputs = run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    deltas = fill_zeros(derivatives(outputs, taps, cotangents)[0])
-    return [seen for seen in collect_passes(taps, deltas, space.dtype, batch) if not seen.by_token]
-
-
-def fill_zeros(deltas: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
-    """Zeros where a cotangent's derivative does not arrive at a tap that others' reach."""
-    like = [next((found for found in column if found is not None), None) for column in zip(*deltas, strict=True)]
-
-    def fill(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-        return torch.zeros_like(other) if one is None and other is not None else one
-
-    return [[fill(one, other) for one, other in zip(row, like, strict=True)] for row in deltas]
 
 
 def fresh_point(leaves: Params) -> dict[str, Tensor]:

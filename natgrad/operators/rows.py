@@ -13,8 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, output_map, say_once
-from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, hear_rows, part_of
+from natgrad.layers import hear_rows
+from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
+from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
 from natgrad.pure import Call, PureModel, mixes_examples
 from natgrad.spaces import Space
 from natgrad.typed_torch import measure_norm
@@ -51,7 +52,7 @@ class Rows:
     def __init__(self, linearization: Linearization, factor: Tensor) -> None:
         self.linearization, self.factor = linearization, factor
         self.rank = factor.shape[0] * factor.shape[2]
-        self.batch = batch_of(linearization.function, len(factor))
+        self.batch = linearization.examples
         self.columns = self.rank // self.batch  # cotangents per example: backward passes of the layer-wise way
 
     @property
@@ -180,7 +181,8 @@ class Rows:
         )
 
     def _layerwise(self) -> list[Part] | None:
-        pure = pure_of(self.linearization.function)
+        origin = self.linearization.origin
+        pure = None if origin is None else origin.pure
         if pure is None or not isinstance(pure.model, nn.Module) or mixes_examples(pure.model):
             return None
         point = fresh_point(self.linearization.leaves)
@@ -198,7 +200,7 @@ class Rows:
 
     def _per_example(self, names: list[str] | None = None, axis: int = 0) -> list[Part] | None:
         """Row gradients of the named parameters (default: all), one functional backward pass per example and column."""
-        function = output_map(self.linearization.function)
+        function = self.linearization.origin
         if function is None or mixes_examples(function.pure.model):
             return None
         factor = factor_by_example(self.factor, function.pure.call, axis)
@@ -224,21 +226,6 @@ class Rows:
 def merge_dicts(dicts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """One dict of disjoint dicts."""
     return {name: tensor for found in dicts for name, tensor in found.items()}
-
-
-def pure_of(function: object) -> PureModel | None:
-    """The pure model behind an output map, or None for any other function of the parameters."""
-    found = output_map(function)
-    return None if found is None else found.pure
-
-
-def batch_of(function: object, rows: int) -> int:
-    """Number of examples behind `rows` rows of outputs: the inputs' leading size if it divides them, else 1."""
-    pure = pure_of(function)
-    if pure is None or not any(t.dim() > 0 for t in pure.call.tensors()):
-        return 1
-    batch = pure.call.batch()
-    return batch if batch and rows % batch == 0 else 1
 
 
 def factor_by_example(factor: Tensor, call: Call, axis: int) -> Tensor | None:

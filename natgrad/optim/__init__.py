@@ -1,12 +1,17 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
+from natgrad.optim.accidents import Accidents, OnTrouble
 from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
 from natgrad.optim.checks import NotFiniteError
-from natgrad.optim.flat_step import Point
+from natgrad.optim.flat_step import Point, shift_blocks
+from natgrad.optim.guarded_steps import guard_steps
+from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
+from natgrad.optim.parallel_models import refuse_processes
+from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
 from natgrad.optim.recipe_options import BlockOptions, FlatOptions
 from natgrad.optim.sharing_report import SharingReport, report_sharing
 from natgrad.optim.state_report import Report, Row, StateReport
@@ -14,11 +19,14 @@ from natgrad.optim.structured import StructuredNaturalGradient
 from natgrad.optim.structured_recipes import diagonal, ekfac, kfac, online_ng, tonga, unitwise
 
 __all__ = [
+    "Accidents",
+    "Attributes",
     "BlockOptions",
     "FlatOptions",
     "NaturalGradient",
     "NotFiniteError",
     "Objective",
+    "OnTrouble",
     "Point",
     "Report",
     "Row",
@@ -28,6 +36,7 @@ __all__ = [
     "ang",
     "diagonal",
     "ekfac",
+    "guard_steps",
     "hessian_free",
     "kfac",
     "krylov_subspace",
@@ -35,8 +44,13 @@ __all__ = [
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
+    "read_parts",
+    "refuse_processes",
     "report_sharing",
+    "robust_inverse",
     "save_checkpoint",
+    "shift_blocks",
     "tonga",
     "unitwise",
+    "write_parts",
 ]

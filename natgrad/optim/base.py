@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad.families import Criterion, pick_logits
+from natgrad.families import Criterion
 from natgrad.optim.accidents import OnTrouble
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
@@ -87,7 +87,7 @@ class ModelOptimizer(Optimizer):
         """
         self._follow_parameters()
         outputs, chosen = self._recall.choose(outputs)
-        outputs = pick_logits(self.criterion.family, outputs)
+        outputs = self.criterion.pick_logits(outputs)
         value = self.criterion.value(outputs, targets)
         if torch.is_grad_enabled() and value.requires_grad:
             if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:

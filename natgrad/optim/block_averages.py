@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.layers.kinds import Layer
-from natgrad.layers.moments import Seen
+from natgrad.layers import Layer, Seen
 from natgrad.operators import DiagonalOperator, Layout, Operator, unpack_operator
 from natgrad.optim.block_owners import Cost, Owners, cost_of
 from natgrad.optim.distributed import Ranks
@@ -21,9 +20,8 @@ from natgrad.optim.readings import Reading, agree_on_parts, sound
 from natgrad.optim.running_averages import change, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
-from natgrad.structures import Layerwise
+from natgrad.structures import Layerwise, exchanging
 from natgrad.structures.layerwise import Statistics, accumulate_statistics
-from natgrad.structures.process_sums import exchanging
 from natgrad.whole_tensors import zeros_whole
 
 ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.layers.graph_leaves import GraphLeaves
-from natgrad.layers.kinds import EmbeddingLayer, Layer
-from natgrad.layers.moments import Seen
+from natgrad.layers import GraphLeaves, Layer, Seen
 from natgrad.lost_processes import listen_for_questions, naming_lost
 from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
@@ -328,7 +326,7 @@ def call_roll(
 def unheard(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
     """A pass of a layer that this process did not use: it adds zeros to the others' sums, in the shapes of theirs."""
     groups, outputs, columns = layer.layout.matrix_shape
-    if by_token or isinstance(layer, EmbeddingLayer):
+    if by_token or layer.by_token:
         tokens = torch.zeros(1, 1, dtype=torch.long, device=like.device)
         return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0)
     deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.layers.examples import Examples
+from natgrad.layers import Examples
 from natgrad.optim.distributed import Ranks
 
 

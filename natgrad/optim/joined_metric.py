@@ -12,7 +12,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.metrics import Covariance, Metric, PullbackMetric
 from natgrad.operators import Centred, Facts, JoinedRows, Operator, Pullback, Rows
-from natgrad.operators.linearization import output_map
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.exchanges import RankExchange, share_numbers
 from natgrad.pure import Labelled, RandomState, as_call
@@ -216,7 +215,7 @@ def count_rows(metric: Metric, operator: Operator, inputs: Any) -> float:
     """What the mean of a metric runs over: rows of outputs, or the sum of their weights in the loss."""
     if not isinstance(operator, Pullback):
         return float(metric.count_examples(inputs))
-    known = output_map(operator.linearization.function)
+    known = operator.linearization.origin
     labelled = isinstance(metric, PullbackMetric) and (metric.needs_targets or isinstance(inputs, Labelled))
     if known is None or not labelled:
         return float(len(operator.outputs))

@@ -69,8 +69,7 @@ from natgrad.optim.state_report import StateReport
 from natgrad.optim.wild_batches import WildBatches
 from natgrad.rules import Memory, Rate, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
-from natgrad.structures import Exact, as_preconditioner
-from natgrad.structures.process_sums import exchanging
+from natgrad.structures import Exact, as_preconditioner, exchanging
 
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Criterion
+from natgrad.layers import is_asking
 from natgrad.optim.distributed import Ranks
 from natgrad.pure import leaves, map_tensors
-from natgrad.structures.layerwise import is_asking
 from natgrad.whole_tensors import gather_whole
 
 SHARE = 0.1  # of a block's gradient, that counts as a part: round-off in half precision stays below

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.layers.graph_leaves import GraphLeaves
+from natgrad.layers import GraphLeaves
 from natgrad.whole_tensors import any_split, is_split
 
 PARTS = {
@@ -110,7 +110,12 @@ def find_data_group(leaves: GraphLeaves) -> Any:
 
 
 def refuse_processes(model: Any, name: str = "model") -> None:
-    """TypeError for a model that several processes hold or train, where each would take a step of its own."""
+    """TypeError for a model that several processes hold or train, where each would take a step of its own.
+
+    Args:
+        model: Anything.
+        name: What the error calls it.
+    """
     refuse_sharded(model, name)
     parts = list(model.modules()) if isinstance(model, nn.Module) else []
     if any(isinstance(part, DataParallel) for part in parts):

@@ -28,7 +28,11 @@ class Attributes:
         return values[0] if len(values) == 1 else values
 
     def load_state_dict(self, state: Any) -> None:
-        """Give the owner these values."""
+        """Give the owner these values.
+
+        Args:
+            state: What `state_dict` gave.
+        """
         values = (state,) if len(self.names) == 1 else tuple(state)
         for name, value in zip(self.names, values, strict=True):
             setattr(self.owner, name, value)

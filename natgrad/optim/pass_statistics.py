@@ -10,43 +10,37 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
-from natgrad.layers.examples import (
-    GROUPS,
+from natgrad.layers import (
     Examples,
-    doubtful,
+    GraphLeaves,
+    Heard,
+    KnownPlaces,
+    Layer,
+    MatrixProduct,
+    ModelLayers,
+    Pass,
+    Tap,
+    Taps,
+    Traced,
     example_squares,
-    find_examples,
-    has_no_place,
+    find_products,
+    hear,
+    is_asking,
     partitions,
-    together,
 )
-from natgrad.layers.experts import ExpertProduct
-from natgrad.layers.graph_leaves import GraphLeaves
-from natgrad.layers.hearing import Heard, Pass, hear
-from natgrad.layers.kinds import Layer, known_layers
-from natgrad.layers.moments import separate
-from natgrad.layers.recurrent import unroll_recurrence
-from natgrad.layers.taps import Place, Tap, Taps, reach_calls, resume, tap
-from natgrad.layers.traced import Traced, TracedProduct, products, second_layers, traced_layers
 from natgrad.metrics import fisher
 from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.joined_batch import Span, line_up, sign_examples
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
-from natgrad.spaces import Space
-from natgrad.structures import Empirical, Estimate, ExactLabels, Sampled
-from natgrad.structures.estimates import Outputs
-from natgrad.structures.layerwise import is_asking
-from natgrad.structures.metric_pass import collect
+from natgrad.structures import Empirical, Estimate, ExactLabels, Outputs, Sampled, hear_metric
 from natgrad.whole_tensors import zeros_whole
 
 REENTRANT = (
     "the model checkpoints activations with use_reentrant=True, and the backward pass of the statistics, which leaves "
     ".grad alone, cannot go through that: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
-
-SHAPES = 64  # of passes for which the examples' places are kept
 
 
 class Reader:
@@ -55,14 +49,14 @@ class Reader:
     The gradient that a layer explains is compared with the plain one at the first reading that reaches it with a
     gradient that is not zero, and again from time to time (`is_asking`): a second use of its weight may be hidden at
     first. Parameters where they differ, and parameters without a layer, get squares: the diagonal over examples, by one
-    backward pass to them alone per example with `ExactLabels()`, else from at most `GROUPS` groups of examples.
+    backward pass to them alone per example with `ExactLabels()`, else from at most sixteen groups of examples.
 
     Attributes:
         trusted: Claims of the layers that explain their parameters.
         refused: Claims of those that do not.
         readings: Their number so far.
         unsure: True if a layer met a zero gradient, which explains anything.
-        placed: Where the examples run, by the shapes of a pass's calls.
+        places: Where the examples run, by the shapes of a pass's calls.
         span: Where this process's examples of the reading stand among all.
         counts: The rows of the reading, and what reduction='sum' multiplied the mean loss by.
     """
@@ -78,19 +72,15 @@ class Reader:
     def attach(self, named: Mapping[str, Tensor]) -> None:
         """Listen to the layers of these parameters."""
         self.named = dict(named)
-        self.layers: dict[nn.Module, Layer] = known_layers(self.model, Space(self.named))
-        self.matrices = traced_layers(self.model, Space(self.named), self.layers.values())
-        self.spare = second_layers(self.layers.values())
+        self.layers = ModelLayers.of(self.model, self.named)
         self.trusted: set[str] = set()
         self.refused: set[str] = set()
         self.readings, self.unsure = 0, False
-        self.placed: dict[Any, tuple[int, list[Place | None]]] = {}
+        self.places = KnownPlaces()
         self.span: Span | None = None
         self.counts = 0, 0.0
         self.leaves = GraphLeaves(self.named)
-        recurrent = {layer.module for layer in self.matrices if layer.module is not None}
-        self.handles = [*tap(self.taps, self.layers), resume(self.model, self.taps)]
-        self.handles += [*unroll_recurrence(recurrent, self.taps), *self.leaves.listen(self.model)]
+        self.handles = self.layers.hook(self.model, self.taps, self.leaves)
         self.arm(True)
 
     def arm(self, due: bool) -> None:
@@ -113,7 +103,7 @@ class Reader:
     def by_names(self, trusted: Set[str] | None = None) -> dict[tuple[str, ...], Layer]:
         """The trusted layers, by their parameters' names. trusted: others' claims than this reader's."""
         claims = self.trusted if trusted is None else trusted
-        return {layer.layout.names: layer for layer in self._all.values() if claims >= set(layer.claims)}
+        return {layer.layout.names: layer for layer in self.layers.by_key.values() if claims >= set(layer.claims)}
 
     def read(
         self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
@@ -137,7 +127,7 @@ class Reader:
         if self.ranks.size > 1:
             self.span = None
             self._line_up(0, 0)
-            call_roll(self.ranks, self._device, list(self._all), list(self.named), None)
+            call_roll(self.ranks, self._device, list(self.layers.by_key), list(self.named), None)
 
     def _own(
         self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
@@ -156,11 +146,11 @@ class Reader:
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ValueError(REENTRANT) from error
-            if "donated" not in str(error) or not self.layers:
+            if "donated" not in str(error) or not self.layers.known:
                 raise
             # a compiled backward that ran for the user first does not run twice
             return self._replay_pass(criterion, outputs, recall, len(rows))
-        if self.layers and not taken and all(isinstance(call, (TracedProduct, ExpertProduct)) for call in one.taps):
+        if self.layers.known and not taken and all(isinstance(call, MatrixProduct) for call in one.taps):
             return self._replay_pass(criterion, outputs, recall, len(rows))
         exact = isinstance(self.estimate, ExactLabels)
         found = hear(
@@ -168,8 +158,8 @@ class Reader:
             lambda layer: (asking or not self._trusts(layer)) and not self._refuses(layer),
             # examples that cannot be told apart give squares that are right on average over labels alone
             takes=lambda seen: not (self._refuses(seen.layer) or (exact and seen.pooled)),
-            silent=[layer for layer in [*self.layers.values(), *self.matrices] if not self._trusts(layer)],
-            spare=lambda answers: [layer for layer in self.spare if self._forsaken(layer, answers)],
+            silent=[layer for layer in self.layers.first if not self._trusts(layer)],
+            spare=lambda answers: [layer for layer in self.layers.spare if self._forsaken(layer, answers)],
         )
         self.unsure |= not found.sure
         names = self._without_layer(one.gradients, found)
@@ -207,7 +197,7 @@ class Reader:
         drawn[0] = self._share_signs(drawn[0], examples, span)
         drawn += [] if apart is None else [self._cotangents(apart, criterion, outputs, targets, examples)]
         cotangents = [c.to(rows.dtype) for part in drawn for c in part]
-        calls, deltas, slopes = reach_calls(rows, self.taps, calls, cotangents, list(watched.values()))
+        calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
         one = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps)
@@ -215,22 +205,23 @@ class Reader:
 
     def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
         """The watched parameters that get squares. A trusted layer that was not reached keeps what it has."""
-        kept = [x for x in self._all.values() if self._trusts(x) and found.answers.get(x.key, True)]
+        kept = [x for x in self.layers.by_key.values() if self._trusts(x) and found.answers.get(x.key, True)]
         held = found.held_names | {name for layer in kept for name in layer.layout.names}
         return [name for name in watched if name not in held]
 
     def _split_reading(self, found: Heard, one: Pass, own: int, slopes: list[list[Tensor | None]]) -> Reading:
         """The statistics' own cotangents, and those for measurements: the others, or all where there are no others."""
         measuring = slice(own if own < len(one.cotangents) else 0, None)
-        apart = [part.only(measuring) for whole in found.layers for part in separate(whole) if not part.pooled]
+        apart = [part.only(measuring) for whole in found.layers for part in whole.split_parts() if not part.pooled]
         scores = tuple(sum_scores(one.gradients, slope, found.squares) for slope in slopes[measuring])
         found = replace(found, layers=[seen.only(slice(own)) for seen in found.layers])
         return Reading(found, len(one.outputs), apart, scores)
 
     def _products(self, rows: Tensor) -> list[Tap]:
         """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
-        wanted: list[Traced] = [layer for layer in self.matrices if not self._refuses(layer)]
-        return [*products(rows, [*wanted, *(layer for layer in self.spare if self._trusts(layer))], self.leaves)]
+        wanted: list[Traced] = [layer for layer in self.layers.matrices if not self._refuses(layer)]
+        wanted += [layer for layer in self.layers.spare if self._trusts(layer)]
+        return [*find_products(rows, wanted, self.leaves)]
 
     def _asks(self) -> bool:
         """Whether this reading judges all layers, those that are trusted too."""
@@ -246,18 +237,8 @@ class Reader:
         count = max(len(next(leaves(outputs))), 1)
         inputs = [] if recall.last is None else recall.last.call.tensors()
         known = partitions(tree, rows.detach(), family.rows, family.mv, count if len(rows) % count == 0 else 1, inputs)
-        key = (tuple(rows.shape), len(known), *((call.layer.key, tuple(call.inputs.shape)) for call in calls))
-        if key in self.placed and self.readings % 16:
-            chosen, places = self.placed[key]
-            kept = [replace(call, place=place) for call, place in zip(calls, places, strict=True)]
-            return known[chosen] if chosen < len(known) else together(rows), kept
         strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
-        examples, placed = find_examples(rows, calls, known, strict, ask=strict)
-        chosen = next((i for i, one in enumerate(known) if one is examples), len(known))
-        if not any(has_no_place(call) and (strict or doubtful(call, examples.count)) for call in placed):
-            self.placed = self.placed if len(self.placed) < SHAPES else {}
-            self.placed[key] = chosen, [call.place for call in placed]
-        return examples, placed
+        return self.places.find(rows, calls, known, strict, afresh=self.readings % 16 == 0)
 
     def _squares(
         self, rows: Tensor, names: list[str], cotangents: list[Tensor], examples: Examples, exact: bool
@@ -271,18 +252,18 @@ class Reader:
             generator = torch.Generator().manual_seed(seed + self.ranks.rank)
         if not names:
             return {}
-        groups = examples.count if exact else max(1, GROUPS // max(1, len(cotangents)))
-        found = example_squares(rows, [self.leaves[n] for n in names], cotangents, examples, groups, generator)
+        groups = examples.count if exact else None
+        found = example_squares(rows, [self.leaves[n] for n in names], cotangents, examples, generator, groups)
         return {name: square for name, square in zip(names, found, strict=True) if square is not None}
 
     def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
         """Whether a layer was just found not to explain its matrix, which this one may."""
-        first = next(layer for layer in self.layers.values() if layer.layout.weight == spare.layout.weight)
+        first = next(layer for layer in self.layers.known.values() if layer.layout.weight == spare.layout.weight)
         return heard.get(first.key) is False and not self._refuses(first) and not self._refuses(spare)
 
     def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
-        layers, tokens = self._all, {one.key for one in own.layers if one.by_token}
+        layers, tokens = self.layers.by_key, {one.key for one in own.layers if one.by_token}
         span = self._line_up(own.rows, 1)
         roll = call_roll(
             self.ranks, self._device, list(layers), list(self.named), answers, list(own.squares), own.rows, tokens
@@ -306,11 +287,6 @@ class Reader:
         apart = [one for one in own.apart if one.key in kept]
         heard = replace(own.heard, layers=passed, squares=squares)
         return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, exchange, span)
-
-    @property
-    def _all(self) -> dict[str, Layer]:
-        """Every layer and matrix that may be read, by key."""
-        return {layer.key: layer for layer in [*self.layers.values(), *self.matrices, *self.spare]}
 
     @property
     def _device(self) -> torch.device:
@@ -361,7 +337,7 @@ class Reader:
 
     def _named_by_layers(self) -> bool:
         """Whether every parameter belongs to a layer, whose examples' scores are told apart."""
-        layers = [layer for layer in [*self.layers.values(), *self.matrices] if not self._refuses(layer)]
+        layers = [layer for layer in self.layers.first if not self._refuses(layer)]
         claimed = {name for layer in layers for name in layer.layout.names}
         return claimed.issuperset(self.named)
 
@@ -380,7 +356,7 @@ class Reader:
         with last.modes_of(self.model), torch.compiler.set_stance("force_eager"):
             told = recall.follow(outputs)
             data = told.data()
-            found = collect(
+            found = hear_metric(
                 fisher(self.model, criterion, outputs=told.settle(self.model, self.named, recall.outputs)),
                 self.named,
                 Labelled(data.inputs, data.targets),
@@ -389,7 +365,7 @@ class Reader:
                 random=last.random,
                 trusted=self.trusted or None,
             )
-        apart = [one for whole in found.layers for one in separate(whole)]
+        apart = [one for whole in found.layers for one in whole.split_parts()]
         return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
 
 

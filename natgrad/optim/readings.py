@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from natgrad.layers.hearing import Heard
-from natgrad.layers.moments import Seen
+from natgrad.layers import Heard, Seen
 from natgrad.optim.joined_batch import Span
 
 HEADROOM = 1e-6  # of the largest number: running averages add up

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.rules import inner_product
-from natgrad.structures.layerwise import Statistics
+from natgrad.structures import Statistics
 from natgrad.whole_tensors import gather_whole
 
 SHARED = frozenset({"totals", "inverse", "prepared"})

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian
-from natgrad.layers.hearing import Heard
-from natgrad.layers.moments import Seen
+from natgrad.layers import Heard, Seen
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.readings import Reading
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.layers.taps import Release
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import BlockAverages
@@ -250,7 +249,7 @@ class StructuredNaturalGradient(ModelOptimizer):
                     self._outside.listen(self.criterion, outputs, targets, value, self._reader.leaves)
         else:
             self._reader.skip(value)
-        value.register_hook(Release(self._reader.taps))
+        self._reader.taps.release_with(value)
         self._pending += taken
         self._count_bad_batch(not taken)
         if taken:

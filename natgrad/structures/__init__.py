@@ -4,11 +4,12 @@ from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, First
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.blocks import Blocks
 from natgrad.structures.diagonal import Diagonal, UnitWise
-from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Sampled
+from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Outputs, Sampled
 from natgrad.structures.exact import Dense, Exact
 from natgrad.structures.kronecker import EigenKronecker, Kronecker
-from natgrad.structures.layerwise import Layerwise, accumulate_statistics
+from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.low_rank_covariance import LowRankCovariance
+from natgrad.structures.metric_pass import hear_metric
 from natgrad.structures.online_low_rank import OnlineLowRank
 from natgrad.structures.preconditioners import (
     DiagonalPreconditioner,
@@ -17,6 +18,7 @@ from natgrad.structures.preconditioners import (
     StructurePreconditioner,
     as_preconditioner,
 )
+from natgrad.structures.process_sums import exchanging
 
 __all__ = [
     "AdaptiveInverse",
@@ -37,8 +39,10 @@ __all__ = [
     "LowRankCovariance",
     "Memory",
     "OnlineLowRank",
+    "Outputs",
     "Preconditioner",
     "Sampled",
+    "Statistics",
     "Structure",
     "StructurePreconditioner",
     "UnitWise",
@@ -46,4 +50,6 @@ __all__ = [
     "Woodbury",
     "accumulate_statistics",
     "as_preconditioner",
+    "exchanging",
+    "hear_metric",
 ]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from natgrad.layers.kinds import Layer
-from natgrad.layers.moments import Seen, bias_rows, squares, token_blocks, token_squares, total, unit_blocks
+from natgrad.layers import Layer, Seen, layer_bias_rows, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, QuasiDiagonal, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 
@@ -63,31 +60,9 @@ class UnitWise(Layerwise):
         return [(groups * outputs, columns)] if columns <= self.largest else []
 
     def _fresh(self, seen: Seen) -> Statistics:
-        _, outputs, columns = seen.layer.layout.matrix_shape
-        if columns <= self.largest:
-            return {"blocks": total(layer_blocks(seen, outputs))}
+        if seen.layer.layout.matrix_shape[2] <= self.largest:
+            return {"blocks": layer_units(seen)}
         fresh = {"squares": layer_squares(seen)}
         if seen.layer.layout.bias is None:
             return fresh
-        return fresh | {"rows": total([bias_rows(seen.activations, deltas) for deltas in seen.deltas])}
-
-
-def layer_squares(seen: Seen) -> torch.Tensor:
-    """The diagonal of a layer's metric, shape (groups, outputs, columns).
-
-    Args:
-        seen: What a pass told of the layer.
-    """
-    if seen.by_token:
-        size = seen.layer.layout.outputs
-        found = [token_squares(seen.activations, deltas, size, seen.padding).unsqueeze(0) for deltas in seen.deltas]
-    else:
-        found = [squares(seen.activations, deltas) for deltas in seen.deltas]
-    return total(found)
-
-
-def layer_blocks(seen: Seen, outputs: int) -> list[torch.Tensor]:
-    """Per cotangent, the blocks of a layer's units, (groups * outputs, columns, columns)."""
-    if seen.by_token:
-        return [token_blocks(seen.activations, deltas, outputs, seen.padding) for deltas in seen.deltas]
-    return [unit_blocks(seen.activations, deltas) for deltas in seen.deltas]
+        return fresh | {"rows": layer_bias_rows(seen)}

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from natgrad.checks import check_integer
 from natgrad.families import Likelihood
-from natgrad.layers.examples import Examples
+from natgrad.layers import Examples
 from natgrad.metrics import Diagonals
 from natgrad.operators import Form, Pullback
-from natgrad.operators.linearization import output_map
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Outputs:
             pullback: The metric at the point.
             examples: Which entries of the rows belong to which example.
         """
-        known = output_map(pullback.linearization.function)
+        known = pullback.linearization.origin
         tree = pullback.outputs if known is None else known.first
         return Outputs(tree, pullback.outputs, pullback.form, pullback.weights, examples)
 

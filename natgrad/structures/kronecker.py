@@ -7,25 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.layers.kinds import EmbeddingLayer, Layer
-from natgrad.layers.moments import (
-    Mixed,
-    Seen,
-    diagonal_moment,
-    input_moment,
-    output_moment,
-    reduce_positions,
-    rotated_squares,
-    token_moment,
-    token_squares,
-    total,
-    turn_into_basis,
-    unit_blocks,
-)
-from natgrad.layers.pieces import Room, cut, diagonal_like
+from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer_spectrum
 from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
-from natgrad.operators.kronecker_pieces import cut_tiles, grid_of
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchange_sums, solve_once
 
@@ -69,7 +53,7 @@ class Kronecker(Layerwise):
         Room(self.largest, self.budget)
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulate_statistics(before, factors(seen, self.reduce, Room(self.largest, self.budget)), decay)
+        return accumulate_statistics(before, layer_factors(seen, self.reduce, Room(self.largest, self.budget)), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -129,9 +113,9 @@ class EigenKronecker(Layerwise):
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         room = Room(self.largest, self.budget)
         if seen.single:
-            return accumulate_statistics(before, factors(seen, self.reduce, room), decay)
+            return accumulate_statistics(before, layer_factors(seen, self.reduce, room), decay)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
-        fresh = {side: moment for side, moment in factors(seen, self.reduce, room).items() if side in SIDES}
+        fresh = {side: moment for side, moment in layer_factors(seen, self.reduce, room).items() if side in SIDES}
         totals = accumulate_statistics(moments, fresh, decay)
         vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
         kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
@@ -161,25 +145,13 @@ class EigenKronecker(Layerwise):
         found = Spectral(basis_of(totals), totals["spectrum"] / weight)
         if not is_cut(totals):
             return found
-        return Tiled(found, grid_of(tuple(found.spectrum.shape)), layer.layout.matrix_shape[1:])
+        return Tiled.spectral(found, layer.layout.matrix_shape[1:])
 
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + blocks_of(totals)
 
     def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
         return factor_sizes(layer, Room(self.largest, self.budget))
-
-
-def factor_sizes(layer: Layer, room: Room) -> list[tuple[int, int]]:
-    """(count, n) of the (n, n) matrices that are inverted: factors, pieces of factors, or exact blocks."""
-    groups, outputs, columns = layer.layout.matrix_shape
-    if groups > 1 and outputs == 1:
-        return [(groups, columns)]
-    found = []
-    for size in (columns,) if isinstance(layer, EmbeddingLayer) else (outputs, columns):
-        pieces = room.pieces(size, 4) if groups == 1 else 1
-        found.append((groups * pieces, -(-size // pieces)))
-    return found
 
 
 def is_cut(totals: Statistics) -> bool:
@@ -210,86 +182,10 @@ def misfit(factor: Tensor, vectors: Tensor) -> Tensor:
     return (1 - torch.where(whole > 0, found / whole, 1)).clamp(min=0).sqrt().max()
 
 
-def factors(seen: Seen, reduce: bool, room: Room) -> Statistics:
-    """left S and right A of one pass, or exact blocks.
-
-    (G, n, n); for one group (n, n), its diagonal (n,), or its blocks: (k, 1, s, s) on the left, (1, m, t, t) on the
-    right.
-    """
-    if isinstance(seen, Mixed):
-        return mixed_factors([factors(part, reduce, room) for part in seen.parts], seen.share)
-    if seen.single:
-        return {"blocks": total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])}
-    if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
-        moment = total([factor(deltas.unsqueeze(2), room, 0) for deltas in seen.deltas])
-        counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
-        return {"left": seen.share * counts, "right": moment}
-    reduce = reduce and not seen.pooled
-    pairs = [reduce_positions(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
-    a = pairs[0][0]
-    if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size()) > 1:
-        right = factor(a, room, 0) * (seen.share / (a.shape[0] * a.shape[1]))
-    else:
-        right = input_moment(a, seen.share)
-    left = total([factor(deltas, room, 1) for _, deltas in pairs])
-    if seen.layer.is_routed and seen.counts is not None:  # experts: another share of positions in every pass
-        return {"left": left, "right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
-    if seen.counts is not None:
-        mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
-        right = right * (mean.square() if reduce else mean)
-    return {"left": left, "right": right}
-
-
-def mixed_factors(parts: list[Statistics], share: float) -> Statistics:
-    """One Kronecker product for a sum of several: the one with the same partial traces.
-
-    L = sum_p L_p tr R_p and R = sum_p R_p tr L_p, over the sum's trace: exact where all parts agree in one factor.
-    """
-    left, right = (
-        add_factors([part[side] * trace(part[other]) for part in parts])
-        for side, other in (("left", "right"), ("right", "left"))
-    )
-    whole = trace(left)
-    return {"left": left / share, "right": right * share / torch.where(whole > 0, whole, 1)}
-
-
-def add_factors(parts: list[Tensor]) -> Tensor:
-    """The sum of factors, some of which may be diagonals (n,)."""
-    whole = next((part for part in parts if part.dim() > 1), None)
-    if whole is None:
-        return total(parts)
-    return total([diagonal_like(part, whole) if part.dim() == 1 else part for part in parts])
-
-
-def trace(factor: Tensor) -> Tensor:
-    """tr of (n, n), of its blocks, or of the diagonal (n,)."""
-    return factor.sum() if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).sum()
-
-
-def factor(deltas: Tensor, room: Room, axis: int) -> Tensor:
-    """The deltas' second moment, or blocks of it or its diagonal where that is too large.
-
-    axis: 1 for left factors (k, 1, s, s), 0 for right ones (1, m, t, t).
-    """
-    size = deltas.shape[3]
-    pieces = room.pieces(size, deltas.element_size()) if deltas.shape[2] == 1 else 1
-    if pieces == 1:
-        return output_moment(deltas)
-    return diagonal_moment(deltas) if pieces == size else output_moment(cut(deltas, pieces)).unsqueeze(axis)
-
-
 def correct_eigenvalues(seen: Seen, eigen: KroneckerEigen) -> Tensor:
     """The pass's diagonal in a Kronecker eigenbasis, in the shape of the eigenvalues."""
-    shape = eigen.values().shape
-    if seen.by_token:
-        rows = seen.layer.layout.outputs
-        turns = [turn_into_basis(deltas.unsqueeze(2), eigen.right_vectors).squeeze(2) for deltas in seen.deltas]
-        found = [token_squares(seen.activations, deltas, rows, seen.padding) for deltas in turns]
-    else:
-        found = [rotated_squares(seen.activations, deltas, eigen) for deltas in seen.deltas]
-    if len(shape) < 4:
-        return total(found).reshape(shape)
-    return cut_tiles(total(found).flatten(0, -2), grid_of(tuple(shape)))
+    shape, found = tuple(eigen.values().shape), layer_spectrum(seen, eigen)
+    return found.reshape(shape) if len(shape) < 4 else Tiled.cut_matrix(found.flatten(0, -2), shape)
 
 
 def move_spectrum(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) -> Tensor:

@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from natgrad.layers.kinds import Layer
-from natgrad.layers.moments import Seen
-from natgrad.layers.traced import SECOND
+from natgrad.layers import Layer, Seen, Traced, is_asking
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, DiagonalOperator, Layout, Operator
@@ -20,7 +18,7 @@ from natgrad.pure import RandomState
 from natgrad.spaces import Params, Space
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.estimates import Estimate, Sampled
-from natgrad.structures.metric_pass import collect
+from natgrad.structures.metric_pass import hear_metric
 from natgrad.structures.process_sums import exchange_sums
 
 Statistics = dict[str, Tensor]
@@ -109,7 +107,7 @@ class Layerwise(Structure):
         asking = memory is None or is_asking(draws) or not memory.get("sure", True)
         trusted = None if memory is None or asking else set(memory["held"])
         ask = asking or (memory is not None and memory.get("meet", False))
-        found = collect(metric, params, inputs, self.estimate, generator, random=random, trusted=trusted, ask=ask)
+        found = hear_metric(metric, params, inputs, self.estimate, generator, random=random, trusted=trusted, ask=ask)
         held = [claim for one in found.layers for claim in one.layer.claims]
         if memory is not None and set(held) != set(memory["held"]):
             memory = None  # a layer turned out not to be all there is to its parameters
@@ -125,7 +123,7 @@ class Layerwise(Structure):
     def kind_of(self, name: str, memory: Memory | None) -> str:
         if memory is None or name not in memory["names"]:
             return "not read yet"
-        return type(self).__name__ if name in {claim.removeprefix(SECOND) for claim in memory["held"]} else "Diagonal"
+        return type(self).__name__ if name in {Traced.parameter_of(claim) for claim in memory["held"]} else "Diagonal"
 
     def average_statistics(
         self, layers: Iterable[Seen], squares: Mapping[str, Tensor], memory: Memory | None
@@ -150,17 +148,6 @@ class Layerwise(Structure):
         ):
             return before, memory["weight"]
         return totals, self.decay * memory["weight"] + 1.0
-
-
-def is_asking(readings: int) -> bool:
-    """True if layers are judged afresh: at readings 0, 2, 4, 8, 16, and at every 32nd.
-
-    A second use of a weight may be hidden at first, by a gate or a head that starts at zero.
-
-    Args:
-        readings: The number of readings before this one.
-    """
-    return readings % 32 == 0 or (readings > 1 and readings & (readings - 1) == 0)
 
 
 def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.checks import check_integer
-from natgrad.layers.kinds import Layer
-from natgrad.layers.moments import Seen
+from natgrad.layers import Layer, Seen
 from natgrad.linalg import eigh, safe_cutoff
 from natgrad.operators import DiagonalOperator, Operator, Spiked
 from natgrad.structures.diagonal import layer_squares

@@ -9,21 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.densities import Density, Energy
-from natgrad.layers.examples import Examples, find_examples, has_no_place, partitions
-from natgrad.layers.hearing import Heard, Pass, hear
-from natgrad.layers.kinds import known_layers
-from natgrad.layers.moments import Seen
-from natgrad.layers.recurrent import unroll_recurrence
-from natgrad.layers.taps import Tap, derivatives
-from natgrad.layers.traced import Traced, matrices_of, products, second_layers, traced_layers
+from natgrad.densities import Density
+from natgrad.layers import (
+    Examples,
+    Heard,
+    ModelLayers,
+    Pass,
+    Seen,
+    Tap,
+    Traced,
+    derivatives,
+    find_examples,
+    find_products,
+    has_no_place,
+    hear,
+    partitions,
+    record_calls,
+)
 from natgrad.metrics import Metric
 from natgrad.metrics.score import ScoreMetric
 from natgrad.operators import Linearization, Pullback, Rows
-from natgrad.operators.linearization import output_map
-from natgrad.operators.rows import batch_of
 from natgrad.pure import PureModel, RandomState, mixes_examples
-from natgrad.spaces import Params, Space
+from natgrad.spaces import Params
 from natgrad.structures.estimates import Estimate, Outputs, Sampled
 
 PROBES = 8
@@ -55,7 +62,7 @@ class Collected:
         return self.heard.squares
 
 
-def collect(
+def hear_metric(
     metric: Metric,
     params: Params,
     inputs: Any,
@@ -130,8 +137,7 @@ def model_of(metric: Metric) -> Any:
 
 def examples_of(pullback: Pullback) -> list[Examples]:
     """What the examples of a metric's pass may be, likeliest first."""
-    function, rows = pullback.linearization.function, pullback.outputs
-    known, batch = output_map(function), batch_of(function, len(rows))
+    known, rows, batch = pullback.linearization.origin, pullback.outputs, pullback.linearization.examples
     if known is None:
         return partitions(rows, rows, None, pullback.form.mv, batch)
     return partitions(known.first, rows, known.rows, pullback.form.mv, batch, known.pure.call.tensors())
@@ -152,27 +158,14 @@ def tap_metric(
 
     With `trusted`, those of trusted layers alone.
     """
-    model, density, taps = model_of(metric), getattr(metric, "density", None), list[Tap]()
-    known = known_layers(model, Space(params)) if isinstance(model, nn.Module) else {}
-    matrices = traced_layers(model, Space(params), known.values()) if isinstance(model, nn.Module) else []
-    if isinstance(density, Density):  # its layers' calls lie inside a derivative: their matrices are found in the graph
-        inside = isinstance(density, Energy)
-        matrices = traced_layers(density.module, Space(params), ()) if inside else matrices_of(params)
-    spare = second_layers(known.values())
-    if trusted is not None:
-        known = {module: layer for module, layer in known.items() if trusted.issuperset(layer.claims)}
-        matrices = [layer for layer in [*matrices, *spare] if trusted.issuperset(layer.claims)]
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if output.requires_grad:
-            taps.append(Tap.of(known[module], args[0], output))
-
-    listener = Always()
-    handles = [module.register_forward_hook(hook) for module in known]
-    handles += unroll_recurrence((layer.module for layer in matrices if layer.module is not None), listener)
+    density = getattr(metric, "density", None)
+    layers = ModelLayers.of(model_of(metric), params, density)
+    layers = layers if trusted is None else layers.restrict(trusted)
+    at, listener = metric.graph if isinstance(metric, ScoreMetric) else metric.at, Always()
+    handles = layers.unroll(listener)
     try:
-        at = metric.graph if isinstance(metric, ScoreMetric) else metric.at
-        pullback = at(params, inputs, random=random)
+        with record_calls(layers.known) as taps:
+            pullback = at(params, inputs, random=random)
     finally:
         for handle in handles:
             handle.remove()
@@ -182,10 +175,10 @@ def tap_metric(
             "ng.fisher(model, criterion) with chunk_size=None; or use the structure ng.Exact()"
         )
     line = pullback.linearization
-    found = products(line.graph, matrices, line.leaves)
+    found = list[Tap](find_products(line.graph, layers.matrices, line.leaves))
     if isinstance(density, Density):
-        found = by_example(found, batch_of(line.function, len(line.outputs)))
-    return pullback, [*taps, *found], spare
+        found = by_example(found, line.examples)
+    return pullback, [*taps, *found], layers.spare
 
 
 def by_example(found: Sequence[Tap], examples: int) -> list[Tap]:
@@ -223,7 +216,7 @@ def row_squares(pullback: Pullback, rest: Params, factor: Tensor) -> dict[str, T
 
 def alone(linearization: Linearization, rest: Params) -> Callable[[Params], Tensor]:
     """The outputs as a function of some parameters. A module fills in its own for the others, a function does not."""
-    known = output_map(linearization.function)
+    known = linearization.origin
     if known is None or isinstance(known.pure.model, nn.Module) or len(rest) == len(linearization.leaves):
         return linearization.function
     others = {name: leaf.detach() for name, leaf in linearization.leaves.items() if name not in rest}

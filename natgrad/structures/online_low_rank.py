@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from natgrad.checks import check_integer
-from natgrad.layers.kinds import Layer
-from natgrad.layers.moments import Seen, total, unit_blocks
+from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
-from natgrad.structures.diagonal import layer_squares
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.low_rank_tracking import Tracked, first, track_rows
 from natgrad.structures.process_sums import exchange_sums, exchanging
@@ -60,8 +58,7 @@ class OnlineLowRank(Layerwise):
         if seen.by_token:
             return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
         if seen.single:
-            blocks = total([unit_blocks(seen.activations, deltas) for deltas in seen.deltas])
-            return accumulate_statistics(before, {"blocks": blocks}, decay)
+            return accumulate_statistics(before, {"blocks": layer_units(seen)}, decay)
         if not self.gradient:
             return self._sides(*example_rows(seen), before, decay)
         left, right = gradient_rows(seen)

@@ -16,7 +16,12 @@ _SHARED: ScopedValue[Shared] = ScopedValue("natgrad_shared", (None, None))
 
 
 def exchanging(exchange: Exchange | None, solve: Solve | None = None) -> Holding[Shared]:
-    """Inside, `exchange_sums` and `solve_once` are these."""
+    """Inside, `exchange_sums` and `solve_once` are these.
+
+    Args:
+        exchange: This process's sums, by name -> those of all. None: there is one process.
+        solve: A function of totals and a tensor like its result -> the result, computed by one process for all.
+    """
     return _SHARED.holding((exchange, solve))
 
 

@@ -43,6 +43,7 @@ FLOORS: dict[str, int] = {
     "shown_tables": 0,
     "progress": 0,
     "typed_torch": 0,
+    "keyword_settings": 0,
     "scoped_values": 0,
     "lost_processes": 0,
     "whole_tensors": 0,

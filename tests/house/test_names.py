@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HIDDEN_IMPORTS = 75  # names that a folder takes from another one, which does not list them in its `__all__`
+HIDDEN_IMPORTS = 0  # names that a folder takes from another one, which does not list them in its `__all__`
 NAMESAKES = 0  # names of classes that are defined twice
 PARTICIPLES = 0  # functions named `merged`, `told`, ...: say what is merged into what, with a verb
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.operators import Arranged, Units
-from natgrad.structures.metric_pass import collect
+from natgrad.structures import hear_metric
 
 EXACT = ng.ExactLabels()
 E = 4
@@ -273,7 +273,7 @@ def parts_of(operator: ng.Operator) -> dict[str, Any]:
 def test_an_optimizer_reads_what_a_pass_of_its_own_would(name: str):
     model, params, case = make(name)
     metric = ng.fisher(model, case.family)
-    expected = collect(metric, params, INPUTS, EXACT, torch.Generator().manual_seed(0))
+    expected = hear_metric(metric, params, INPUTS, EXACT, torch.Generator().manual_seed(0))
     opt = ng.kfac(model, case.family, estimate=EXACT)
     opt._reader._named_by_layers = lambda: True  # no random signs on the examples, for parameters without a layer
     found = {seen.key: seen for seen in readings(opt, model, INPUTS, LABELS).layers}

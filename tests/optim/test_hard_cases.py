@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import natgrad as ng
-from natgrad.structures.estimates import Estimate, Outputs
+from natgrad.structures import Estimate, Outputs
 
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
 KINDS = {ng.kfac: "Kronecker", ng.ekfac: "EigenKronecker", ng.unitwise: "UnitWise", ng.diagonal: "Diagonal"}

@@ -12,10 +12,9 @@ from models import F64, assert_close, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.layers.kinds import Layer
-from natgrad.layers.moments import Seen
+from natgrad.layers import Layer, Seen
 from natgrad.operators import Operator, Scaled, pack_operator, unpack_operator
-from natgrad.structures.layerwise import Layerwise, Statistics
+from natgrad.structures import Layerwise, Statistics
 
 
 class OwnMatrix(Operator):

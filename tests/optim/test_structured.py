@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.rules.kl_bound import SLACK
-from natgrad.structures.metric_pass import collect
+from natgrad.structures import hear_metric
 
 WARM = ng.MeasuredLength().warm
 
@@ -128,7 +128,7 @@ def test_taps_read_what_a_pass_of_its_own_would(name: str):
     inputs = case.inputs.requires_grad_(False) if case.inputs.is_floating_point() else case.inputs
     criterion = ng.Categorical()
     metric = ng.fisher(model, criterion)
-    expected = collect(metric, params, inputs, EXACT, torch.Generator().manual_seed(0), random=None)
+    expected = hear_metric(metric, params, inputs, EXACT, torch.Generator().manual_seed(0), random=None)
     opt = ng.kfac(model, criterion, estimate=EXACT)
     reading = readings(opt, model, inputs, labels_for(model, case))
     found = {seen.key: seen for seen in reading.layers}

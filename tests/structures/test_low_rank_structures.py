@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers.moments import gradients
 from natgrad.operators import Arranged, KroneckerOperator, Spiked, SpikedKronecker, Spikes
+from natgrad.structures import hear_metric
 from natgrad.structures.low_rank_covariance import group_gradients, leading, spike_values
-from natgrad.structures.metric_pass import collect
 from natgrad.testing import check_operator, check_structure
 
 EXACT = ng.ExactLabels()
@@ -177,7 +177,7 @@ def test_the_trace_of_the_gradient_s_metric_is_its_square():
     model, params = CASES["mlp"].make()
     metric = ng.fisher(model, ng.Categorical())
     structure = ng.OnlineLowRank(gradient=True, rank_in=1, rank_out=1)
-    found = collect(metric, params, X3, ng.Sampled(), torch.Generator().manual_seed(0))
+    found = hear_metric(metric, params, X3, ng.Sampled(), torch.Generator().manual_seed(0))
     operator, _ = structure.update(None, metric, params, X3)
     for seen, (_, part) in zip(found.layers, operator.parts, strict=True):
         assert_close(part.trace(), seen.gradient().square().sum(), 1e-10)

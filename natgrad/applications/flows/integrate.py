@@ -12,8 +12,8 @@ from torch import Tensor
 
 from natgrad.applications.flows.coordinates import FlowCoordinates, natural_coordinates
 from natgrad.applications.flows.expectation import Function
-from natgrad.applications.keyword_settings import Group, read_groups
 from natgrad.families import ExponentialFamily
+from natgrad.keyword_settings import Group, read_groups
 from natgrad.lapack import solve_or_nan
 
 Field = Callable[[Tensor], Tensor]  # of points (..., n) -> (..., n)

@@ -14,10 +14,9 @@ from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRow
 from natgrad.applications.helmholtz.unit_blocks import RADIUS, count_refresh, shorten_directions
 from natgrad.applications.helmholtz.units import each_layer
 from natgrad.applications.helmholtz.wake_sleep import MakeOptimizer, WakeSleep
-from natgrad.applications.keyword_settings import Group, read_groups
 from natgrad.damping import Damping, as_damping
-from natgrad.optim.accidents import OnTrouble
-from natgrad.optim.parts_checkpoint import Attributes
+from natgrad.keyword_settings import Group, read_groups
+from natgrad.optim import Attributes, OnTrouble
 
 
 class NaturalWakeSleepSettings(TypedDict, total=False):

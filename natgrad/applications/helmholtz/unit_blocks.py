@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.applications.helmholtz.logistic_rows import LogisticRows, fisher_rows
 from natgrad.linalg import all_finite
 from natgrad.operators import Operator, Scaled, SharedRows, Units
-from natgrad.optim.inverses import robust_inverse
+from natgrad.optim import robust_inverse
 from natgrad.pure import map_tensors
 
 ROWS = 256

@@ -16,9 +16,7 @@ from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRow
 from natgrad.applications.helmholtz.units import Conditional
 from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
-from natgrad.optim.accidents import Accidents, OnTrouble
-from natgrad.optim.guarded_steps import guard_steps
-from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
+from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, read_parts, write_parts
 from natgrad.progress import Progress, check_callback
 from natgrad.shown_tables import write_choices
 

@@ -13,7 +13,7 @@ from natgrad.applications.policy.images import find_channel_order
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.applications.policy.settings import CriticTraining
 from natgrad.linalg import all_finite
-from natgrad.optim.guarded_steps import guard_steps
+from natgrad.optim import guard_steps
 from natgrad.pure import run_detached
 
 

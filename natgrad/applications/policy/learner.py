@@ -36,9 +36,7 @@ from natgrad.damping import as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
-from natgrad.optim.accidents import Accidents
-from natgrad.optim.flat_step import shift_blocks
-from natgrad.optim.parts_checkpoint import Attributes, read_parts, write_parts
+from natgrad.optim import Accidents, Attributes, read_parts, shift_blocks, write_parts
 from natgrad.progress import Progress, check_callback
 from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from natgrad.applications.policy.sb3_settings import Translation
-from natgrad.optim.parallel_models import refuse_processes
+from natgrad.optim import refuse_processes
 
 HIDDEN = ((64, 64), (64, 64))
 

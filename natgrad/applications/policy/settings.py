@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from natgrad.checks import check_integer, check_positive, is_real
 from natgrad.damping import Damping, LevenbergMarquardt, as_damping
-from natgrad.optim.accidents import Accidents, OnTrouble
+from natgrad.optim import Accidents, OnTrouble
 from natgrad.solvers import CG, Solver
 from natgrad.structures import Structure
 

@@ -6,7 +6,6 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from natgrad.applications.keyword_settings import Group, read_groups
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.learner import PolicyLearner
 from natgrad.applications.policy.sb3_settings import choose_radius, translate_choices
@@ -19,6 +18,7 @@ from natgrad.applications.policy.settings import (
     TRPOSettings,
 )
 from natgrad.checks import check_positive
+from natgrad.keyword_settings import Group, read_groups
 from natgrad.rules import MeasuredTrustRegion, NormalisedRate, Rate, Rule
 from natgrad.shown_tables import write_choices
 from natgrad.solvers import Direct

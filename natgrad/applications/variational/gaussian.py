@@ -11,7 +11,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.keyword_settings import Group, read_groups
 from natgrad.applications.variational.convergence import Bounds, has_ended, has_settled, squared_length
 from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
 from natgrad.applications.variational.quadrature import Points
@@ -19,9 +18,10 @@ from natgrad.applications.variational.start import as_mean, as_precision, read_d
 from natgrad.applications.variational.targets import LOG_2PI, LogJoint, Moments, Target, are_finite
 from natgrad.checks import check_integer
 from natgrad.families import MultivariateNormal
+from natgrad.keyword_settings import Group, read_groups
 from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
-from natgrad.optim.parallel_models import refuse_processes
+from natgrad.optim import refuse_processes
 from natgrad.progress import Progress, check_callback
 from natgrad.pure import run_detached
 from natgrad.shown_tables import write_choices

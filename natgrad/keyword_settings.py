@@ -31,7 +31,7 @@ class Group:
             TypeError: If something else came as the whole group.
         """
         given = choices.get(whole, self.default)
-        kind = type(self.default)
+        kind: type[Any] = type(self.default)
         if not isinstance(given, kind):
             hint = "; did you forget the parentheses?" if given is kind else ""
             raise TypeError(f"{whole} is {given!r}, expected {kind.__name__}(...){hint}")

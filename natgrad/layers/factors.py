@@ -1,0 +1,133 @@
+"""Kronecker factors of one pass of a layer: S of the derivatives on the left, A of the inputs on the right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.layers.kinds import Layer
+from natgrad.layers.moments import (
+    Mixed,
+    Seen,
+    diagonal_moment,
+    input_moment,
+    layer_units,
+    output_moment,
+    reduce_positions,
+    rotated_squares,
+    token_moment,
+    token_squares,
+    total,
+    turn_into_basis,
+)
+from natgrad.layers.pieces import Room, cut, diagonal_like
+from natgrad.linalg import KroneckerEigen
+
+
+def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
+    """K-FAC's factors of one pass, S = E[delta delta^T] on the left and A = E[a a^T] on the right; or exact blocks.
+
+    Args:
+        seen: What the pass told of the layer.
+        reduce: True to take positions together: means of inputs, sums of derivatives.
+        room: How large a factor may be; a larger one is cut into blocks.
+
+    Returns:
+        "left" and "right", shape (G, n, n); for one group (n, n), its diagonal (n,), or its blocks: (k, 1, s, s) on the
+        left, (1, m, t, t) on the right. "blocks", shape (G, d, d), of a layer with one output per group. "counts" too
+        where experts saw different shares of the positions.
+    """
+    if isinstance(seen, Mixed):
+        return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share)
+    if seen.single:
+        return {"blocks": layer_units(seen)}
+    if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
+        moment = total([factor(deltas.unsqueeze(2), room, 0) for deltas in seen.deltas])
+        counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
+        return {"left": seen.share * counts, "right": moment}
+    reduce = reduce and not seen.pooled
+    pairs = [reduce_positions(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
+    a = pairs[0][0]
+    if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size()) > 1:
+        right = factor(a, room, 0) * (seen.share / (a.shape[0] * a.shape[1]))
+    else:
+        right = input_moment(a, seen.share)
+    left = total([factor(deltas, room, 1) for _, deltas in pairs])
+    if seen.layer.is_routed and seen.counts is not None:  # experts: another share of positions in every pass
+        return {"left": left, "right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
+    if seen.counts is not None:
+        mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
+        right = right * (mean.square() if reduce else mean)
+    return {"left": left, "right": right}
+
+
+def mixed_factors(parts: list[dict[str, Tensor]], share: float) -> dict[str, Tensor]:
+    """One Kronecker product for a sum of several: the one with the same partial traces.
+
+    L = sum_p L_p tr R_p and R = sum_p R_p tr L_p, over the sum's trace: exact where all parts agree in one factor.
+    """
+    left, right = (
+        add_factors([part[side] * trace(part[other]) for part in parts])
+        for side, other in (("left", "right"), ("right", "left"))
+    )
+    whole = trace(left)
+    return {"left": left / share, "right": right * share / torch.where(whole > 0, whole, 1)}
+
+
+def add_factors(parts: list[Tensor]) -> Tensor:
+    """The sum of factors, some of which may be diagonals (n,)."""
+    whole = next((part for part in parts if part.dim() > 1), None)
+    if whole is None:
+        return total(parts)
+    return total([diagonal_like(part, whole) if part.dim() == 1 else part for part in parts])
+
+
+def trace(factor: Tensor) -> Tensor:
+    """tr of (n, n), of its blocks, or of the diagonal (n,)."""
+    return factor.sum() if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).sum()
+
+
+def factor(deltas: Tensor, room: Room, axis: int) -> Tensor:
+    """The deltas' second moment, or blocks of it or its diagonal where that is too large.
+
+    axis: 1 for left factors (k, 1, s, s), 0 for right ones (1, m, t, t).
+    """
+    size = deltas.shape[3]
+    pieces = room.pieces(size, deltas.element_size()) if deltas.shape[2] == 1 else 1
+    if pieces == 1:
+        return output_moment(deltas)
+    return diagonal_moment(deltas) if pieces == size else output_moment(cut(deltas, pieces)).unsqueeze(axis)
+
+
+def layer_spectrum(seen: Seen, eigen: KroneckerEigen) -> Tensor:
+    """The pass's diagonal in a Kronecker eigenbasis: EKFAC's corrected eigenvalues.
+
+    Args:
+        seen: What the pass told of the layer.
+        eigen: The basis.
+
+    Returns:
+        Shape (G, o, d), or (rows, e) for a table by token.
+    """
+    if seen.by_token:
+        rows = seen.layer.layout.outputs
+        turns = [turn_into_basis(deltas.unsqueeze(2), eigen.right_vectors).squeeze(2) for deltas in seen.deltas]
+        return total([token_squares(seen.activations, deltas, rows, seen.padding) for deltas in turns])
+    return total([rotated_squares(seen.activations, deltas, eigen) for deltas in seen.deltas])
+
+
+def factor_sizes(layer: Layer, room: Room) -> list[tuple[int, int]]:
+    """(count, n) of the (n, n) matrices that are inverted: factors, pieces of factors, or exact blocks.
+
+    Args:
+        layer: The layer.
+        room: How large a factor may be.
+    """
+    groups, outputs, columns = layer.layout.matrix_shape
+    if groups > 1 and outputs == 1:
+        return [(groups, columns)]
+    found = []
+    for size in (columns,) if layer.by_token else (outputs, columns):
+        pieces = room.pieces(size, 4) if groups == 1 else 1
+        found.append((groups * pieces, -(-size // pieces)))
+    return found

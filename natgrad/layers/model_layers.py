@@ -1,0 +1,96 @@
+"""What there is to listen to in a model: its layers, and the matrices that no layer's own call explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.densities import Density, Energy
+from natgrad.layers.graph_leaves import GraphLeaves
+from natgrad.layers.kinds import Layer, known_layers
+from natgrad.layers.recurrent import unroll_recurrence
+from natgrad.layers.taps import Taps, resume, tap
+from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
+from natgrad.spaces import Space
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """The layers of a model.
+
+    Args:
+        known: Modules of a known kind, each as a layer.
+        matrices: Those of other modules, found by their products in the graph of a pass.
+        spare: The known layers' own matrices, in case the model also uses them outside of their layer.
+    """
+
+    known: dict[nn.Module, Layer] = field(default_factory=dict)
+    matrices: list[Traced] = field(default_factory=list)
+    spare: list[Traced] = field(default_factory=list)
+
+    @staticmethod
+    def of(model: Any, params: Mapping[str, Tensor], density: Any = None) -> ModelLayers:
+        """The layers that hold some parameters.
+
+        Args:
+            model: A module; anything else has no layers.
+            params: Those that are trained, by name.
+            density: Whose scores the outputs are: its layers' calls lie inside a derivative, so that all its matrices
+                are looked for in the graph.
+        """
+        space, known = Space(params), dict[nn.Module, Layer]()
+        matrices = list[Traced]()
+        if isinstance(model, nn.Module):
+            known = known_layers(model, space)
+            matrices = traced_layers(model, space, known.values())
+        if isinstance(density, Density):
+            matrices = traced_layers(density.module, space, ()) if isinstance(density, Energy) else matrices_of(params)
+        return ModelLayers(known, matrices, second_layers(known.values()))
+
+    def restrict(self, claims: Set[str]) -> ModelLayers:
+        """Those of which all claims are among these, the spare ones as matrices like the others.
+
+        Args:
+            claims: As layers make them.
+        """
+        known = {module: layer for module, layer in self.known.items() if claims >= set(layer.claims)}
+        matrices = [layer for layer in [*self.matrices, *self.spare] if claims >= set(layer.claims)]
+        return ModelLayers(known, matrices, self.spare)
+
+    @property
+    def first(self) -> list[Layer]:
+        """All but the spare ones."""
+        return [*self.known.values(), *self.matrices]
+
+    @property
+    def by_key(self) -> dict[str, Layer]:
+        """Every layer and matrix, the spare ones too, by key."""
+        return {layer.key: layer for layer in [*self.first, *self.spare]}
+
+    def unroll(self, owner: Any) -> list[RemovableHandle]:
+        """Run recurrent modules in products that the graph shows.
+
+        Args:
+            owner: Its `listens()` says in which passes.
+
+        Returns:
+            Handles, whose `remove()` takes the hooks off.
+        """
+        return unroll_recurrence((layer.module for layer in self.matrices if layer.module is not None), owner)
+
+    def hook(self, model: nn.Module, taps: Taps, leaves: GraphLeaves) -> list[RemovableHandle]:
+        """Record the calls of the user's own passes.
+
+        Args:
+            model: The model.
+            taps: Where calls are recorded.
+            leaves: What the passes used for the parameters.
+
+        Returns:
+            Handles, whose `remove()` takes the hooks off.
+        """
+        return [*tap(taps, self.known), resume(model, taps), *self.unroll(taps), *leaves.listen(model)]
