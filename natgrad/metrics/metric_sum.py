@@ -59,7 +59,7 @@ def sum_metrics(metrics: Mapping[str, Metric], weights: Mapping[str, float] | No
     return MetricSum(share_generator(metrics), {name: float(weights.get(name, 1.0)) for name in metrics})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MetricSum(Metric):
     """What `sum_metrics` gives: G = sum_k w_k G_k.
 

@@ -67,6 +67,19 @@ def test_a_build_elsewhere_names_no_repository(build_hook, monkeypatch):
     assert found["readme"]["text"] == (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("folder", [".", "lab"])
+def test_a_source_archive_has_all_that_a_wheel_is_built_from(folder, build_hook, monkeypatch, tmp_path):
+    table = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))
+    included = table["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert all(one.startswith("/") and (ROOT / folder / one[1:]).exists() for one in included)
+    if folder == ".":
+        for one in included:
+            if (ROOT / one[1:]).is_file():
+                (tmp_path / one[1:]).write_bytes((ROOT / one[1:]).read_bytes())
+        monkeypatch.setitem(fill.__globals__, "ROOT", tmp_path)
+        assert "ng.kfac" in fill(build_hook)["readme"]["text"]
+
+
 def test_there_is_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))
