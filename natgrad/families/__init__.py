@@ -1,7 +1,9 @@
 """What a model's outputs mean, the losses that say so, and exponential families."""
 
 from natgrad.families.base import Likelihood
+from natgrad.families.changed_variables import InverseGamma, LogNormal, Rayleigh, Weibull
 from natgrad.families.class_logits import Multinomial
+from natgrad.families.complex_normal import ComplexNormal
 from natgrad.families.coordinates import (
     Coordinates,
     Expectation,
@@ -18,6 +20,7 @@ from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.gibbs import Gibbs
+from natgrad.families.inverse_gaussian import InverseGaussian
 from natgrad.families.ising import Ising
 from natgrad.families.known_losses import as_criterion
 from natgrad.families.markov_field import MarkovField, MomentEstimate
@@ -39,11 +42,14 @@ from natgrad.families.named_coordinates import (
 )
 from natgrad.families.normal import MultivariateNormal
 from natgrad.families.output_heads import Heads
-from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.positive_families import Beta, ChiSquare, Dirichlet, Exponential, Gamma
 from natgrad.families.posterior import GaussianPosterior
+from natgrad.families.power_series import Geometric, Logarithmic, NegativeBinomial
 from natgrad.families.product_families import Product, SubModel
 from natgrad.families.regression import Slope, natural_slope
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
+from natgrad.families.von_mises_fisher import VonMisesFisher
+from natgrad.families.wishart import Wishart
 from natgrad.families.wrapped_losses import likelihood
 
 Estimate, Rate = MomentEstimate, ExponentialRate  # their former names
@@ -52,6 +58,8 @@ __all__ = [
     "Bernoulli",
     "Beta",
     "Categorical",
+    "ChiSquare",
+    "ComplexNormal",
     "Concentration",
     "Coordinates",
     "Criterion",
@@ -68,11 +76,16 @@ __all__ = [
     "Gamma",
     "Gaussian",
     "GaussianPosterior",
+    "Geometric",
     "Gibbs",
     "Heads",
     "HeteroscedasticGaussian",
+    "InverseGamma",
+    "InverseGaussian",
     "Ising",
     "Likelihood",
+    "LogNormal",
+    "Logarithmic",
     "Mapped",
     "MarkovField",
     "MeanCholesky",
@@ -82,14 +95,19 @@ __all__ = [
     "Multinomial",
     "MultivariateNormal",
     "Natural",
+    "NegativeBinomial",
     "Normal",
     "Poisson",
     "Product",
+    "Rayleigh",
     "ShapeRate",
     "ShapeScale",
     "Slope",
     "SparseNormal",
     "SubModel",
+    "VonMisesFisher",
+    "Weibull",
+    "Wishart",
     "as_criterion",
     "convert",
     "convert_covector",

@@ -1,6 +1,8 @@
-"""Families over positive numbers and proportions: Exponential, Gamma, Beta, Dirichlet."""
+"""Families over positive numbers and proportions: Exponential, Gamma, ChiSquare, Beta, Dirichlet."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from natgrad.families.event_checks import check_above, check_support, check_widt
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import (
     HALF_LOG_2PI,
+    digamma,
     digamma_inverse,
     log_gamma,
     log_gamma_bregman,
@@ -20,6 +23,7 @@ from natgrad.families.log_gamma import (
 )
 
 GAMMA_STEPS = 8
+LOG_2 = math.log(2.0)
 
 
 class Exponential(ExponentialFamily):
@@ -142,6 +146,66 @@ class Gamma(ExponentialFamily):
 
     def __repr__(self) -> str:
         return "Gamma()"
+
+
+class ChiSquare(ExponentialFamily):
+    """The sum of k squares of standard normals, also for real k > 0: T = log x, theta = k / 2 - 1.
+
+    This is `Gamma` with the shape k / 2 and the known rate 1/2: h(x) = exp(-x / 2), eta = digamma(k / 2) + log 2.
+
+    Example:
+        >>> chi_square = ng.families.ChiSquare()
+        >>> chi_square.log_prob(torch.tensor([0.0]), torch.tensor([2.0]))  # two squares: 1/2 exp(-x / 2)
+        tensor(-1.6931)
+    """
+
+    size = 1
+    domain = "theta = degrees of freedom / 2 - 1 must be above -1"
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return check_support(check_width(x, 1), x > 0, "x > 0").log()
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -check_width(x, 1).squeeze(-1) / 2
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return -(self.check(theta)[..., 0] + 1)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        shape = self.check_shape(theta, "theta")[..., 0] + 1
+        return torch.where(self.inside(theta), log_gamma(shape) + shape * LOG_2, torch.inf)
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return ((theta > -1) & torch.isfinite(theta)).all(-1)
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        return GAMMA.log_prob(self._whole(theta), x)
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return GAMMA.entropy(self._whole(theta))
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return log_gamma_bregman(self.check(other) + 1, self.check(theta) + 1).squeeze(-1)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return digamma(self.check(theta) + 1) + LOG_2
+
+    def invert(self, eta: Tensor) -> Tensor:
+        return digamma_inverse(eta - LOG_2) - 1
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return trigamma(self.check(theta) + 1).unsqueeze(-1)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return GAMMA.draw(self._whole(theta), count, generator)
+
+    def _whole(self, theta: Tensor) -> Tensor:
+        """theta of `Gamma` (..., 2)."""
+        return torch.cat([self.check(theta), torch.full_like(theta, -0.5)], dim=-1)
+
+    def __repr__(self) -> str:
+        return "ChiSquare()"
 
 
 class Dirichlet(ExponentialFamily):
@@ -275,7 +339,7 @@ class Beta(ExponentialFamily):
         return "Beta()"
 
 
-PAIR = Dirichlet(2)
+GAMMA, PAIR = Gamma(), Dirichlet(2)
 
 
 def log_gamma_draws(shape: Tensor, generator: torch.Generator | None) -> Tensor:

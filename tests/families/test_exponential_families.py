@@ -18,6 +18,8 @@ from natgrad.families import (
     Bernoulli,
     Beta,
     Categorical,
+    ChiSquare,
+    ComplexNormal,
     DiagonalNormal,
     Dirichlet,
     Exponential,
@@ -25,14 +27,24 @@ from natgrad.families import (
     FixedCovarianceNormal,
     FixedMeanNormal,
     Gamma,
+    Geometric,
+    InverseGamma,
+    InverseGaussian,
     Ising,
+    Logarithmic,
+    LogNormal,
     Multinomial,
     MultivariateNormal,
+    NegativeBinomial,
     Normal,
     Poisson,
     Product,
+    Rayleigh,
     SparseNormal,
     SubModel,
+    VonMisesFisher,
+    Weibull,
+    Wishart,
 )
 from natgrad.operators import DenseOperator
 from natgrad.testing import check_operator
@@ -66,6 +78,19 @@ CENTRED_SPARSE = FixedMeanNormal(torch.zeros(3, dtype=F64), [(0, 2)])
 KNOWN = FixedCovarianceNormal(tensor([[2.0, 0.3], [0.3, 1.0]]))
 CHAIN = SubModel(NORMAL, [0, 1, 2, 3, 4, 5, 6, 8], base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
 PAIR = Product((Gamma(), 1), (Ising(2), 2))
+SCATTER, COMPLEX = Wishart(2), ComplexNormal(2)
+
+
+def scatter_theta(*shape: int) -> Tensor:
+    root = torch.eye(2, dtype=F64) + 0.3 * draw(*shape, 2, 2)
+    return SCATTER.from_degrees_scale(2.5 + draw(*shape, seed=1).exp(), root @ root.mT)
+
+
+def complex_theta(*shape: int) -> Tensor:
+    root = torch.eye(2, dtype=F64) + 0.3 * torch.complex(draw(*shape, 2, 2), draw(*shape, 2, 2, seed=1))
+    return COMPLEX.from_mean_covariance(torch.complex(draw(*shape, 2), draw(*shape, 2, seed=1)), root @ root.mH)
+
+
 # a family, theta (*shape, n), and torch's distribution of one theta or None
 CASES: dict[str, tuple[ExponentialFamily, Callable[..., Tensor], Callable[[Tensor], Any] | None]] = {
     "normal": (NORMAL, normal_theta, lambda t: distributions.MultivariateNormal(*NORMAL.mean_covariance(t))),
@@ -94,6 +119,23 @@ CASES: dict[str, tuple[ExponentialFamily, Callable[..., Tensor], Callable[[Tenso
     "centred": (CENTRED, lambda *s: tensor([-0.5, -0.7, 0.3]) + 0.05 * draw(*s, 3), normals(CENTRED)),
     "centred, sparse": (CENTRED_SPARSE, lambda *s: tensor([-0.5, -0.7, -0.4, 0.3]) + 0.05 * draw(*s, 4), None),
     "known covariance": (KNOWN, lambda *s: draw(*s, 2), normals(KNOWN)),
+    "log-normal": (
+        LogNormal(),
+        lambda *s: LogNormal().from_mean_std(draw(*s), draw(*s, seed=1).exp()),
+        lambda t: distributions.LogNormal(*LogNormal().mean_std(t)),
+    ),
+    "inverse gamma": (InverseGamma(), lambda *s: draw(*s, 2).exp() * tensor([1.0, -1.0]) + tensor([0.3, 0.0]), None),
+    "weibull": (Weibull(1.7), lambda *s: -draw(*s, 1).exp(), None),
+    "rayleigh": (Rayleigh(), lambda *s: -draw(*s, 1).exp(), None),
+    "chi-square": (ChiSquare(), lambda *s: draw(*s, 1).exp() - 0.8, None),
+    "inverse gaussian": (InverseGaussian(), lambda *s: -draw(*s, 2).exp(), None),
+    "negative binomial": (NegativeBinomial(2.5), lambda *s: -draw(*s, 1).exp(), None),
+    "geometric": (Geometric(), lambda *s: -draw(*s, 1).exp(), None),
+    "logarithmic": (Logarithmic(), lambda *s: -draw(*s, 1).exp(), None),
+    "circle": (VonMisesFisher(2), lambda *s: 2 * draw(*s, 2), None),
+    "sphere": (VonMisesFisher(4), lambda *s: draw(*s, 4), None),
+    "scatter": (SCATTER, scatter_theta, None),
+    "complex": (COMPLEX, complex_theta, None),
     "product": (PAIR, lambda *s: torch.cat([tensor([0.5, -1.0]).expand(*s, 2), 0.3 * draw(*s, 3)], -1), None),
 }
 every = pytest.mark.parametrize("name", CASES)

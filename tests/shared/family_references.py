@@ -14,6 +14,8 @@ from natgrad.families import (
     Bernoulli,
     Beta,
     Categorical,
+    ChiSquare,
+    ComplexNormal,
     DiagonalNormal,
     Dirichlet,
     Exponential,
@@ -21,13 +23,23 @@ from natgrad.families import (
     FixedCovarianceNormal,
     FixedMeanNormal,
     Gamma,
+    Geometric,
+    InverseGamma,
+    InverseGaussian,
+    Logarithmic,
+    LogNormal,
     Multinomial,
     MultivariateNormal,
+    NegativeBinomial,
     Normal,
     Poisson,
     Product,
+    Rayleigh,
     SparseNormal,
     SubModel,
+    VonMisesFisher,
+    Weibull,
+    Wishart,
 )
 
 mp.mp.dps = 50
@@ -50,6 +62,7 @@ class Case:
 
 
 def exact(values: Tensor) -> Numbers:
+    values = torch.view_as_real(values) if values.is_complex() else values
     return [mp.mpf(value) for value in values.double().reshape(-1).tolist()]
 
 
@@ -200,7 +213,237 @@ def shape_and_rate(spread: float, generator: torch.Generator) -> Tensor:
     return torch.tensor([10.0**first - 1, -(10.0**second)], dtype=torch.float64)
 
 
+# Functions of such variables.
+
+
+def changed_case(
+    family: Any, source: Case, back: Callable[[Any], Any], log_slope: Callable[[Any], Any], mean: Any
+) -> Case:
+    """y = g(x): `back` is g^-1, log_slope(x) is log |d x / d y|, mean(theta) its expectation."""
+    return Case(
+        family,
+        source.theta,
+        lambda t, y: source.log_prob(t, [back(y[0])]) + log_slope(back(y[0])),
+        lambda t: source.entropy(t) - mean(t),
+        source.kl,
+    )
+
+
+def exponential_case() -> Case:
+    return Case(
+        Exponential(),
+        lambda spread, g: -(10.0 ** (spread * normals(1, generator=g))),
+        lambda t, x: mp.log(-t[0]) + t[0] * x[0],
+        lambda t: 1 - mp.log(-t[0]),
+        lambda t, o: o[0] / t[0] - 1 - mp.log(o[0] / t[0]),
+    )
+
+
+def weibull_case(family: Weibull) -> Case:
+    k = mp.mpf(family.shape)
+    return changed_case(
+        family,
+        Case(family, lambda s, g: -(10.0 ** (normals(1, generator=g))), *definitions(exponential_case())),
+        lambda y: y**k,
+        lambda x: mp.log(k) + (k - 1) * mp.log(x) / k,
+        lambda t: mp.log(k) - (k - 1) / k * (mp.euler + mp.log(-t[0])),
+    )
+
+
+def definitions(case: Case) -> tuple[Any, Any, Any]:
+    return case.log_prob, case.entropy, case.kl
+
+
+def log_normal_case() -> Case:
+    source = normal_case(LogNormal(), diagonal_moments, lambda _, g: diagonal_theta(Normal())(0.5, g))
+    return changed_case(LogNormal(), source, mp.log, lambda x: -x, lambda t: t[0] / (2 * t[1]))
+
+
+def inverse_gamma_case() -> Case:
+    source = Case(InverseGamma(), shape_and_rate, gamma_log_prob, gamma_entropy, gamma_kl)
+    return changed_case(
+        InverseGamma(),
+        source,
+        lambda y: 1 / y,
+        lambda x: 2 * mp.log(x),
+        lambda t: 2 * (mp.digamma(t[0] + 1) - mp.log(-t[1])),
+    )
+
+
+def chi_square_case() -> Case:
+    half = -mp.mpf(1) / 2
+    return Case(
+        ChiSquare(),
+        concentrations(1),
+        lambda t, x: gamma_log_prob([t[0], half], x),
+        lambda t: gamma_entropy([t[0], half]),
+        lambda t, o: gamma_kl([t[0], half], [o[0], half]),
+    )
+
+
+def inverse_gaussian_case() -> Case:
+    def split(t: Numbers) -> tuple[Any, Any]:
+        return mp.sqrt(t[1] / t[0]), -2 * t[1]
+
+    def log_prob(t: Numbers, x: Numbers) -> Any:
+        mean, shape = split(t)
+        return mp.log(shape / (2 * mp.pi * x[0] ** 3)) / 2 - shape * (x[0] - mean) ** 2 / (2 * mean**2 * x[0])
+
+    def entropy(t: Numbers) -> Any:
+        mean, shape = split(t)
+        mean_log = mp.log(mean) - mp.exp(2 * shape / mean) * mp.e1(2 * shape / mean)
+        return (1 + mp.log(2 * mp.pi / shape)) / 2 + 3 * mean_log / 2
+
+    def kl(t: Numbers, o: Numbers) -> Any:
+        psi = [-2 * mp.sqrt(a * b) - mp.log(-2 * b) / 2 for a, b in (t, o)]
+        mean, shape = split(t)
+        return psi[1] - psi[0] - mean * (o[0] - t[0]) - (1 / mean + 1 / shape) * (o[1] - t[1])
+
+    def theta(spread: float, g: torch.Generator) -> Tensor:
+        return -(10.0 ** (spread * torch.rand(2, generator=g, dtype=torch.float64) - 1))
+
+    return Case(InverseGaussian(), theta, log_prob, entropy, kl)
+
+
+# Directions and matrices.
+
+
+def sphere_case(d: int) -> Case:
+    half = mp.mpf(d) / 2
+
+    def length(t: Numbers) -> Any:
+        return mp.sqrt(sum(value**2 for value in t))
+
+    def psi(t: Numbers) -> Any:
+        return half * mp.log(2 * mp.pi) + mp.log(mp.besseli(half - 1, length(t))) - (half - 1) * mp.log(length(t))
+
+    def ratio(t: Numbers) -> Any:  # A(kappa) / kappa
+        return mp.besseli(half, length(t)) / mp.besseli(half - 1, length(t)) / length(t)
+
+    def dot(a: Numbers, b: Numbers) -> Any:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    return Case(
+        VonMisesFisher(d),
+        lambda spread, g: normals(d, generator=g) * 10.0 ** (spread * torch.rand((), generator=g).item() - 1),
+        lambda t, x: dot(t, x) - psi(t),
+        lambda t: psi(t) - dot(t, t) * ratio(t),
+        lambda t, o: psi(o) - psi(t) - ratio(t) * (dot(t, o) - dot(t, t)),
+    )
+
+
+def wishart_case() -> Case:
+    family = Wishart(2)
+
+    def split(t: Numbers) -> tuple[Any, Any]:
+        return t[0] + mp.mpf(3) / 2, mp.matrix([[-t[1], -t[3]], [-t[3], -t[2]]])
+
+    def psi(t: Numbers) -> Any:
+        a, rate = split(t)
+        return mp.log(mp.pi) / 2 + mp.loggamma(a) + mp.loggamma(a - mp.mpf(1) / 2) - a * mp.log(mp.det(rate))
+
+    def moments(t: Numbers) -> Numbers:
+        a, rate = split(t)
+        mean = a * rate**-1
+        log_det = mp.digamma(a) + mp.digamma(a - mp.mpf(1) / 2) - mp.log(mp.det(rate))
+        return [log_det, mean[0, 0], mean[1, 1], 2 * mean[0, 1]]
+
+    def dot(a: Numbers, b: Numbers) -> Any:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    def log_prob(t: Numbers, x: Numbers) -> Any:
+        cross = (x[1] + x[2]) / 2
+        return dot(t, [mp.log(x[0] * x[3] - cross**2), x[0], x[3], 2 * cross]) - psi(t)
+
+    def theta(spread: float, g: torch.Generator) -> Tensor:
+        root = torch.eye(2, dtype=torch.float64) + 0.3 * normals(2, 2, generator=g)
+        edge = 10.0 ** (spread * torch.rand((), generator=g, dtype=torch.float64))  # less: W is nearly singular
+        return family.from_degrees_scale(1 + 2 * edge, root @ root.mT)
+
+    def kl(t: Numbers, o: Numbers) -> Any:
+        return psi(o) - psi(t) - dot(moments(t), [b - a for a, b in zip(t, o, strict=True)])
+
+    return Case(family, theta, log_prob, lambda t: psi(t) - dot(t, moments(t)), kl)
+
+
+def complex_case() -> Case:
+    family = ComplexNormal(2)
+
+    def split(t: Numbers) -> tuple[Any, Any]:
+        cross = mp.mpc(-t[6], -t[7])
+        precision = mp.matrix([[-t[4], cross], [mp.conj(cross), -t[5]]])
+        return mp.lu_solve(precision, mp.matrix([mp.mpc(t[0], t[2]) / 2, mp.mpc(t[1], t[3]) / 2])), precision
+
+    def log_det(matrix: Any) -> Any:
+        return mp.log(mp.re(mp.det(matrix)))
+
+    def log_prob(t: Numbers, x: Numbers) -> Any:
+        mean, precision = split(t)
+        away = mp.matrix([mp.mpc(x[0], x[1]), mp.mpc(x[2], x[3])]) - mean
+        return log_det(precision) - 2 * mp.log(mp.pi) - mp.re((away.H * precision * away)[0])
+
+    def kl(t: Numbers, o: Numbers) -> Any:
+        (mean, p), (goal, q) = split(t), split(o)
+        both, away = q * p**-1, goal - mean
+        return mp.re(both[0, 0] + both[1, 1]) - 2 - log_det(both) + mp.re((away.H * q * away)[0])
+
+    def theta(spread: float, g: torch.Generator) -> Tensor:
+        parts = normals(2, 2, 2, generator=g)
+        root = torch.eye(2, dtype=torch.float64) + 0.3 * torch.complex(parts[0], parts[1])
+        mean = torch.complex(far_mean(2, spread, g), far_mean(2, spread, g))
+        return family.from_mean_covariance(mean, root @ root.mH)
+
+    return Case(family, theta, log_prob, lambda t: 2 * (1 + mp.log(mp.pi)) - log_det(split(t)[1]), kl)
+
+
 # Classes, bits and counts.
+
+
+def moderate_log(_: float, g: torch.Generator) -> Tensor:
+    return -(10.0 ** (2 * torch.rand(1, generator=g, dtype=torch.float64) - 1.3))
+
+
+def sum_entropy(log_first: Any, ratio: Callable[[int], Any], start: int, mean: Any) -> Any:
+    """-sum p log p from p(start) and p(x + 1) / p(x)."""
+    log_p, x, found = log_first, start, mp.mpf(0)
+    while x < mean or log_p > -60:
+        found -= mp.exp(log_p) * log_p
+        log_p, x = log_p + mp.log(ratio(x)), x + 1
+    return found
+
+
+def negative_binomial_case(family: NegativeBinomial) -> Case:
+    r = mp.mpf(family.failures)
+
+    def psi(t: Numbers) -> Any:
+        return -r * mp.log(1 - mp.exp(t[0]))
+
+    def mean(t: Numbers) -> Any:
+        return r / (mp.exp(-t[0]) - 1)
+
+    return Case(
+        family,
+        moderate_log,
+        lambda t, x: mp.loggamma(x[0] + r) - mp.loggamma(x[0] + 1) - mp.loggamma(r) + t[0] * x[0] - psi(t),
+        lambda t: sum_entropy(-psi(t), lambda x: mp.exp(t[0]) * (x + r) / (x + 1), 0, mean(t)),
+        lambda t, o: psi(o) - psi(t) - mean(t) * (o[0] - t[0]),
+    )
+
+
+def logarithmic_case() -> Case:
+    def psi(t: Numbers) -> Any:
+        return mp.log(-mp.log(1 - mp.exp(t[0])))
+
+    def mean(t: Numbers) -> Any:
+        return 1 / (mp.exp(-t[0]) - 1) / -mp.log(1 - mp.exp(t[0]))
+
+    return Case(
+        Logarithmic(),
+        moderate_log,
+        lambda t, x: t[0] * x[0] - mp.log(x[0]) - psi(t),
+        lambda t: sum_entropy(t[0] - psi(t), lambda x: mp.exp(t[0]) * mp.mpf(x) / (x + 1), 1, mean(t)),
+        lambda t, o: psi(o) - psi(t) - mean(t) * (o[0] - t[0]),
+    )
 
 
 def shares(t: Numbers) -> Numbers:
@@ -303,13 +546,7 @@ CASES: dict[str, Case] = {
     "fixed covariance": normal_case(
         FixedCovarianceNormal(KNOWN_COVARIANCE), known_covariance_moments, lambda s, g: far_mean(2, s, g)
     ),
-    "exponential": Case(
-        Exponential(),
-        lambda spread, g: -(10.0 ** (spread * normals(1, generator=g))),
-        lambda t, x: mp.log(-t[0]) + t[0] * x[0],
-        lambda t: 1 - mp.log(-t[0]),
-        lambda t, o: o[0] / t[0] - 1 - mp.log(o[0] / t[0]),
-    ),
+    "exponential": exponential_case(),
     "gamma": Case(Gamma(), shape_and_rate, gamma_log_prob, gamma_entropy, gamma_kl),
     "beta": Case(Beta(), concentrations(2), beta_log_prob, dirichlet_entropy, dirichlet_kl),
     "dirichlet": Case(Dirichlet(3), concentrations(3), dirichlet_log_prob, dirichlet_entropy, dirichlet_kl),
@@ -329,5 +566,20 @@ CASES: dict[str, Case] = {
         poisson_entropy,
         poisson_kl,
     ),
+}
+CASES |= {
+    "log-normal": log_normal_case(),
+    "inverse gamma": inverse_gamma_case(),
+    "weibull": weibull_case(Weibull(0.7)),
+    "rayleigh": weibull_case(Rayleigh()),
+    "chi-square": chi_square_case(),
+    "inverse gaussian": inverse_gaussian_case(),
+    "circle": sphere_case(2),
+    "sphere": sphere_case(5),
+    "scatter": wishart_case(),
+    "complex": complex_case(),
+    "negative binomial": negative_binomial_case(NegativeBinomial(2.5)),
+    "geometric": negative_binomial_case(Geometric()),
+    "logarithmic": logarithmic_case(),
 }
 CASES["product"], CASES["sub-model"] = product_case(), sub_model_case()

@@ -10,7 +10,25 @@ from models import F64
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.families import Beta, Dirichlet, Exponential, Gamma, Product
+from natgrad.families import (
+    Beta,
+    ChiSquare,
+    ComplexNormal,
+    Dirichlet,
+    Exponential,
+    Gamma,
+    Geometric,
+    InverseGamma,
+    InverseGaussian,
+    Logarithmic,
+    LogNormal,
+    NegativeBinomial,
+    Product,
+    Rayleigh,
+    VonMisesFisher,
+    Weibull,
+    Wishart,
+)
 from natgrad.testing import check_exponential_family
 
 
@@ -30,6 +48,18 @@ HONEST: dict[str, tuple[Any, Tensor]] = {
     "gamma": (Gamma(), points([1.5, -2.0], [2.0, -1.0])),
     "beta": (Beta(), points([1.5, 0.5], [0.7, 2.0])),
     "dirichlet": (Dirichlet(3), points([0.5, 1.0, 2.0], [1.0, 0.3, 0.8])),
+    "log-normal": (LogNormal(), points([0.3, -0.7], [0.1, -0.5])),
+    "inverse gamma": (InverseGamma(), points([4.5, -2.0], [5.0, -1.0])),
+    "weibull": (Weibull(1.5), points([-1.5], [-0.7])),
+    "rayleigh": (Rayleigh(), points([-1.5], [-0.7])),
+    "chi-square": (ChiSquare(), points([1.5], [-0.3])),
+    "inverse gaussian": (InverseGaussian(), points([-0.5, -1.0], [-1.0, -0.6])),
+    "overdispersed counts": (NegativeBinomial(0.3), points([-0.5], [-1.0])),
+    "geometric": (Geometric(), points([-0.5], [-1.0])),
+    "logarithmic": (Logarithmic(), points([-0.5], [-1.0])),
+    "directions": (VonMisesFisher(3), points([-0.5, 0.4, 0.0], [-1.0, 2.0, 3.0])),
+    "scatter matrices": (Wishart(2), points([1.0, -0.5, -0.5, 0.0], [1.5, -0.6, -1.2, 0.2])),
+    "complex numbers": (ComplexNormal(1), points([0.3, -0.2, -0.6], [0.0, 0.1, -0.4])),
     "a product": (Product((Exponential(), 1), (ng.Bernoulli(1), 1)), points([-1.5, 0.3], [-0.7, -0.4])),
 }
 

@@ -1,0 +1,253 @@
+"""Families of y = g(x), where x has a family of its own: log-normal, Weibull, Rayleigh, inverse gamma."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from natgrad.checks import check_positive
+from natgrad.families.cancellation import in_double
+from natgrad.families.diagonal_normal import Normal
+from natgrad.families.event_checks import check_support, check_width
+from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.positive_families import Exponential, Gamma
+from natgrad.operators import Operator
+
+EULER = 0.5772156649015329
+"""-E[log x] of a waiting time x of rate one."""
+
+
+class ChangedVariable(ExponentialFamily):
+    """y = g(x) > 0 of one positive or real x: T(y) = T(g^-1(y)), and theta, psi, Fisher matrix and KL are those of x.
+
+    Only densities and entropies change, by h(y) = |d x / d y|. A subclass sets `base`, the family of x, and writes
+    `source`, `image`, `log_base` and `mean_log_base`.
+    """
+
+    base: ExponentialFamily
+    """The family of x."""
+
+    @abstractmethod
+    def source(self, y: Tensor) -> Tensor:
+        """x = g^-1(y).
+
+        Args:
+            y: Positive, shape (..., 1).
+
+        Returns:
+            Shape (..., 1).
+        """
+
+    @abstractmethod
+    def image(self, x: Tensor) -> Tensor:
+        """y = g(x).
+
+        Args:
+            x: Shape (..., 1).
+
+        Returns:
+            Shape (..., 1).
+        """
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return self.base.statistics(self.source(check_support(check_width(x, 1), x > 0, "x > 0")))
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return self.base.log_partition(self.check_shape(theta, "theta"))
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return self.base.inside(theta)
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        x = self.as_numbers(x, theta.dtype)
+        x = check_support(check_width(x, 1), x > 0, "x > 0")
+        return self.base.log_prob(self.check(theta), self.source(x)) + self.log_base(x)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return self.base.entropy(self.check(theta)) - self.mean_log_base(theta)
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return self.base.kl(self.check(theta), self.check(other))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.base.expectation(self.check(theta))
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return self.base.natural(self.check_finite(eta, "eta"))
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        return self.base.covariance(self.check(theta))
+
+    def fisher(self, theta: Tensor) -> Operator:
+        return self.base.fisher(self.single(theta, "theta"))
+
+    def fisher_expectation(self, eta: Tensor) -> Operator:
+        return self.base.fisher_expectation(self.single(eta, "eta"))
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        drawn = self.image(self.base.draw(theta, count, generator))
+        limits = torch.finfo(drawn.dtype)
+        return drawn.clamp(min=limits.tiny, max=limits.max)  # a density on x > 0, where log x is a number
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class LogNormal(ChangedVariable):
+    """log x is normal with mean mu and standard deviation s: T = (log x, log^2 x), theta = (mu / s^2, -1 / (2 s^2)).
+
+    Example:
+        >>> family = ng.families.LogNormal()
+        >>> theta = family.from_mean_std(torch.tensor(0.0), torch.tensor(1.0))
+        >>> family.log_prob(theta, torch.tensor([1.0]))
+        tensor(-0.9189)
+    """
+
+    size = 2
+    base: Normal = Normal()
+    domain = Normal.domain
+
+    def source(self, y: Tensor) -> Tensor:
+        return y.log()
+
+    def image(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -check_width(x, 1).log().squeeze(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return -self.expectation(theta)[..., 0]
+
+    def mle(self, x: Tensor) -> Tensor:
+        x = self.as_numbers(x, torch.get_default_dtype())
+        return self.base.mle(check_support(check_width(x, 1), x > 0, "x > 0").log())
+
+    def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
+        """theta of the mean and the standard deviation of log x.
+
+        Args:
+            mean: Shape (...).
+            std: Positive, shape (...).
+
+        Returns:
+            Shape (..., 2).
+        """
+        return self.base.from_mean_std(mean, std)
+
+    def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of log x, (...) each.
+
+        Args:
+            theta: Natural parameters, shape (..., 2).
+        """
+        return self.base.mean_std(self.check(theta))
+
+
+class InverseGamma(ChangedVariable):
+    """1 / x is a gamma variable of shape alpha and rate beta: T = (-log x, 1 / x), theta = (alpha - 1, -beta).
+
+    p(x) = beta^alpha / Gamma(alpha) x^(-alpha - 1) exp(-beta / x). theta and eta are those of `Gamma`, whose x is the
+    reciprocal; textbooks with h = 1 write (-alpha - 1, -beta) for T = (log x, 1 / x).
+
+    Example:
+        >>> ng.families.InverseGamma().expectation(torch.tensor([1.0, -4.0]))  # E[1 / x] = alpha / beta
+        tensor([-0.9635,  0.5000])
+    """
+
+    size = 2
+    base = Gamma()
+    domain = Gamma.domain
+
+    def source(self, y: Tensor) -> Tensor:
+        return 1 / y
+
+    def image(self, x: Tensor) -> Tensor:
+        return 1 / x
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -2 * check_width(x, 1).log().squeeze(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return 2 * self.expectation(theta)[..., 0]
+
+
+class Weibull(ChangedVariable):
+    """x^k is a waiting time, the shape k known: T = x^k, theta = -1 / scale^k < 0, eta = scale^k.
+
+    p(x) = k / scale (x / scale)^(k - 1) exp(-(x / scale)^k).
+
+    Args:
+        shape: k, positive.
+
+    Example:
+        >>> ng.families.Weibull(2.0).expectation(torch.tensor([-0.25]))  # scale 2
+        tensor([4.])
+    """
+
+    size = 1
+    base = Exponential()
+    domain = "theta = -1 / scale^shape must be negative"
+
+    def __init__(self, shape: float) -> None:
+        check_positive("shape", shape)
+        self.shape = float(shape)
+
+    def source(self, y: Tensor) -> Tensor:
+        return y.pow(self.shape)
+
+    def image(self, x: Tensor) -> Tensor:
+        return x.pow(1 / self.shape)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return math.log(self.shape) + (self.shape - 1) * check_width(x, 1).log().squeeze(-1)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        mean_log = -(EULER + (-self.check(theta)[..., 0]).log()) / self.shape
+        return math.log(self.shape) + (self.shape - 1) * mean_log
+
+    def from_scale(self, scale: Tensor) -> Tensor:
+        """theta of a scale.
+
+        Args:
+            scale: Positive, shape (..., 1).
+
+        Returns:
+            Shape (..., 1).
+        """
+        return self.check(-scale.pow(-self.shape))
+
+    def scale(self, theta: Tensor) -> Tensor:
+        """The scale of theta, shape (..., 1).
+
+        Args:
+            theta: Natural parameters, shape (..., 1).
+        """
+        return (-self.check(theta)).pow(-1 / self.shape)
+
+    def __repr__(self) -> str:
+        return f"Weibull({self.shape:g})"
+
+
+class Rayleigh(Weibull):
+    """The length of a normal vector in the plane with standard deviation s: T = x^2, theta = -1 / (2 s^2).
+
+    This is `Weibull(2)`, with the scale s sqrt(2).
+
+    Example:
+        >>> ng.families.Rayleigh().expectation(torch.tensor([-0.5]))  # s = 1
+        tensor([2.])
+    """
+
+    domain = "theta = -1 / (2 s^2) must be negative"
+
+    def __init__(self) -> None:
+        super().__init__(2.0)
+
+    def __repr__(self) -> str:
+        return "Rayleigh()"

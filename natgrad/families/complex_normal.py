@@ -1,0 +1,179 @@
+"""The circular complex normal: a real normal of twice as many variables, with fewer natural parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.families.closed_forms import Closed
+from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.normal import MultivariateNormal
+from natgrad.lapack import is_concrete
+from natgrad.operators import Operator
+
+
+class ComplexNormal(ExponentialFamily):
+    """CN(mu, Gamma): complex vectors z (d,) whose phase tells nothing, E[(z - mu)(z - mu)^T] = 0.
+
+    T = (Re z_i; Im z_i; |z_i|^2; 2 Re z_i z_j*; 2 Im z_i z_j* for i < j), theta = (2 Re b; 2 Im b; -P_ii; -Re P_ij; -Im
+    P_ij) with P = Gamma^-1 and b = P mu, all real: n = 2 d + d^2. Gamma = E[(z - mu)(z - mu)^H]. Conversions both ways
+    are closed. With `SubModel(ComplexNormal(d), range(2 * d, family.size), base)` the mean is zero.
+
+    Args:
+        d: Number of complex variables.
+
+    Example:
+        >>> family = ng.families.ComplexNormal(1)
+        >>> theta = family.from_mean_covariance(torch.tensor([1.0 + 1.0j]), torch.tensor([[2.0 + 0.0j]]))
+        >>> family.expectation(theta)
+        tensor([1., 1., 4.])
+    """
+
+    domain = "the precision must be Hermitian and positive definite: theta_ii and theta_ij are those of -P"
+
+    def __init__(self, d: int) -> None:
+        self.real = MultivariateNormal(2 * d)  # of (Re z, Im z)
+        self.d, self.size = d, 2 * d + d * d
+        self._pairs = MultivariateNormal(d).pairs
+        signs = torch.ones(d, d).triu(1)
+        self._signs = signs - signs.mT
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = self._check_complex(x)
+        outer = x.unsqueeze(-1) * x.conj().unsqueeze(-2)
+        return torch.cat([x.real, x.imag, self._pack(outer.real, outer.imag, 2.0)], dim=-1)
+
+    def as_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        return self.real.log_partition(self.embed(self.check_shape(theta, "theta")))
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return self.real.inside(self.embed(theta))
+
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        x = self._check_complex(x)
+        return self.real.log_prob(self.embed(self.check(theta)), torch.cat([x.real, x.imag], dim=-1))
+
+    def entropy(self, theta: Tensor) -> Tensor:
+        return self.real.entropy(self.embed(self.check(theta)))
+
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        return self.real.kl(self.embed(self.check(theta)), self.embed(self.check(other)))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        return self.pull(self.real.expectation(self.embed(self.check(theta))))
+
+    def natural(self, eta: Tensor) -> Tensor:
+        first, second, outer = self._split(self.check_finite(eta, "eta"), 2.0)
+        mean = torch.complex(first, second)
+        return self.from_mean_covariance(mean, torch.complex(*outer) - mean.unsqueeze(-1) * mean.conj().unsqueeze(-2))
+
+    def mle(self, x: Tensor) -> Tensor:
+        x = self._check_complex(x)
+        if len(x) == 0:
+            raise ValueError("x is empty, expected at least one example")
+        wide = x.to(torch.complex128) if x.device.type != "mps" else x
+        mean = wide.mean(0)
+        rows = (wide - mean).movedim(0, -2)
+        theta = self.from_mean_covariance(mean, rows.mT @ rows.conj() / len(x))
+        return theta.to(x.real.dtype)
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        map_ = self.embed(torch.eye(self.size, dtype=theta.dtype, device=theta.device))
+        return map_ @ self.real.covariance(self.embed(self.check(theta))) @ map_.mT
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        return self.pull(self.real.mv(self.embed(outputs), self.embed(tangents)))
+
+    def fisher(self, theta: Tensor) -> Operator:
+        """The Fisher matrix of theta (n,): products in O(d^3)."""
+        inner = self.real.fisher(self.embed(self.check(self.single(theta, "theta"))))
+        return Closed(
+            theta, lambda v: self.pull(inner.mm(self.embed(v).mT).mT if v.dim() > 1 else inner.mv(self.embed(v)))
+        )
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.complex(*self.real.draw(self.embed(theta), count, generator).split(self.d, dim=-1))
+
+    def embed(self, theta: Tensor) -> Tensor:
+        """The natural parameters of (Re z, Im z), a linear map: the precision there is 2 (Re P, -Im P; Im P, Re P).
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+
+        Returns:
+            Shape (..., 2 d + d (2 d + 1)).
+        """
+        first, second, (real, imag) = self._split(theta, 1.0)
+        half = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)  # minus half of the precision
+        return torch.cat([first, second, self.real.pack(half)], dim=-1)
+
+    def pull(self, covector: Tensor) -> Tensor:
+        """The transpose of `embed`: expectation parameters of (Re z, Im z) to those of z.
+
+        Args:
+            covector: Shape (..., 2 d + d (2 d + 1)).
+
+        Returns:
+            Shape (..., n).
+        """
+        d, second = self.d, self.real.unpack(covector[..., 2 * self.d :], 2.0)
+        real = second[..., :d, :d] + second[..., d:, d:]
+        imag = second[..., d:, :d] - second[..., :d, d:]
+        return torch.cat([covector[..., : 2 * d], self._pack(real, imag, 2.0)], dim=-1)
+
+    def from_mean_covariance(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """theta of a mean and a covariance.
+
+        Args:
+            mean: mu, complex, shape (..., d).
+            covariance: Gamma, Hermitian and positive definite, shape (..., d, d).
+
+        Returns:
+            Shape (..., n).
+        """
+        for each, what in ((mean, "mean"), (covariance, "covariance")):
+            if not isinstance(each, Tensor) or not each.is_complex():
+                came = each.dtype if isinstance(each, Tensor) else type(each).__name__
+                raise TypeError(f"{what} is {came}, expected a complex tensor; convert it with .to(torch.complex64)")
+        real, imag = covariance.real / 2, covariance.imag / 2
+        whole = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
+        theta = self.real.from_mean_covariance(torch.cat([mean.real, mean.imag], dim=-1), whole)
+        half, d = self.real.unpack(theta[..., 2 * self.d :]), self.d
+        return torch.cat([theta[..., : 2 * d], self._pack(half[..., :d, :d], half[..., d:, :d], 1.0)], dim=-1)
+
+    def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """mu (..., d) and Gamma (..., d, d), complex.
+
+        Args:
+            theta: Natural parameters, shape (..., n).
+        """
+        mean, whole = self.real.mean_covariance(self.embed(self.check(theta)))
+        d = self.d
+        return torch.complex(*mean.split(d, -1)), 2 * torch.complex(whole[..., :d, :d], whole[..., d:, :d])
+
+    def _split(self, value: Tensor, factor: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """The parts of a vector (..., n): two (..., d), real and imaginary part of a Hermitian matrix (..., d, d)."""
+        d, pairs = self.d, self._pairs.size - self.d
+        first, second, own, real, imag = value.split([d, d, d, pairs, pairs], dim=-1)
+        symmetric = self._pairs.unpack(torch.cat([own, real], dim=-1), factor)
+        skew = self._pairs.unpack(torch.cat([torch.zeros_like(own), imag], dim=-1), factor) * self._signs.to(value)
+        return first, second, (symmetric, skew)
+
+    def _pack(self, real: Tensor, imag: Tensor, factor: float) -> Tensor:
+        """(..., d^2) of a Hermitian matrix: diagonal, then `factor` times the real and the imaginary pairs."""
+        return torch.cat([self._pairs.pack(real, factor), self._pairs.pack(imag, factor)[..., self.d :]], dim=-1)
+
+    def _check_complex(self, x: Tensor) -> Tensor:
+        """x as it is. ValueError unless it is complex, of shape (..., d), and finite."""
+        if not isinstance(x, Tensor) or not x.is_complex() or x.shape[-1:] != (self.d,):
+            came = f"is {x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
+            raise ValueError(f"x {came}, expected a complex tensor (..., {self.d})")
+        if is_concrete(x.real) and not bool(torch.isfinite(x.detach()).all()):
+            raise ValueError("x has entries that are not finite")
+        return x
+
+    def __repr__(self) -> str:
+        return f"ComplexNormal({self.d})"

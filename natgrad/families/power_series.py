@@ -1,0 +1,294 @@
+"""Counts with p(x) = a_x p^x / f(p): negative binomial with a known number of failures, geometric, logarithmic.
+
+Means of log Gamma and of log x have no closed form. Malmsten's integral writes them as E[exp(-x t)], which is closed,
+integrated over t; in log t the trapezoid rule has all digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from natgrad.checks import check_positive
+from natgrad.families.cancellation import exp_gap, in_double, ratio_gap
+from natgrad.families.event_checks import check_above, check_support, check_width
+from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.log_gamma import HALF_LOG_2PI, stirling_rest
+from natgrad.families.positive_families import log_gamma_draws
+
+NODES = 480
+LOG_2 = math.log(2.0)
+DIGITS = 40.0
+"""The integrand is left out where it is below exp(-DIGITS)."""
+
+SMALLEST_RATIO = 1e-3
+"""p below which log(-log(1 - p) / p) is taken from its series."""
+
+
+class PowerSeries(ExponentialFamily):
+    """What the counts share: T = x, theta = log p < 0."""
+
+    size = 1
+    domain = "theta = log p, p a probability below one, must be negative"
+    least = 0
+    """The smallest count."""
+
+    def statistics(self, x: Tensor) -> Tensor:
+        x = check_width(x, 1)
+        return check_support(x, (x >= self.least) & (x == x.floor()), f"whole numbers >= {self.least}")
+
+    def inside(self, theta: Tensor) -> Tensor:
+        return ((theta < 0) & torch.isfinite(theta)).all(-1)
+
+    def split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """p and 1 - p, (...) each.
+
+        Args:
+            theta: Natural parameters, shape (..., 1).
+        """
+        log_p = self.check(theta)[..., 0]
+        return log_p.exp(), -torch.expm1(log_p)
+
+    def keep_inside(self, theta: Tensor) -> Tensor:
+        """theta where it is inside, -1 elsewhere.
+
+        Args:
+            theta: Natural parameters, shape (..., 1).
+
+        Returns:
+            Shape (...).
+        """
+        theta = self.check_shape(theta, "theta")
+        return torch.where(self.inside(theta), theta[..., 0], -1.0)
+
+
+class NegativeBinomial(PowerSeries):
+    """Successes of probability p before the r-th failure, r > 0 known: T = x, theta = log p, eta = r p / (1 - p).
+
+    Counts with a variance above their mean: eta + eta^2 / r.
+
+    Args:
+        failures: r, positive; it need not be whole.
+
+    Example:
+        >>> family = ng.families.NegativeBinomial(3)
+        >>> family.natural(torch.tensor([3.0])).exp()  # as many successes as failures
+        tensor([0.5000])
+    """
+
+    def __init__(self, failures: float) -> None:
+        check_positive("failures", failures)
+        self.failures = float(failures)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        x = check_width(x, 1).squeeze(-1)
+        return torch.lgamma(x + self.failures) - torch.lgamma(x + 1) - math.lgamma(self.failures)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        p, rest = self.split(theta)
+        return mean_log_coefficient(self.failures, p / rest) - math.lgamma(self.failures)
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        found = -self.failures * log_one_minus_exp(self.keep_inside(theta))
+        return torch.where(self.inside(theta), found, torch.inf)
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        """By Stirling's formula for the three log Gamma: what they have in common cancels by hand."""
+        x = self.statistics(self.as_numbers(x, theta.dtype)).squeeze(-1)
+        (p, rest), r = self.split(theta), torch.as_tensor(self.failures, dtype=theta.dtype, device=theta.device)
+        some, away = torch.where(x > 0, x, 1.0), x * rest - r * p
+        total = some + r
+        main = r * ratio_gap(total * rest, r, away) + some * ratio_gap(total * p, some, -away)
+        rests = [stirling_rest(each, torch.lgamma) for each in (total, r, some)]
+        found = 0.5 * (r.log() - total.log() - some.log()) - HALF_LOG_2PI + rests[0] - rests[1] - rests[2] - main
+        return torch.where(x > 0, found, r * log_one_minus_exp(theta[..., 0]))
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return super().entropy(theta)
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        """r [g(q' / q) + p / q g(p' / p)], g(y) = y - 1 - log y and q = 1 - p."""
+        (p, rest), (other_p, other_rest) = self.split(theta), self.split(other)
+        away = p * torch.expm1((other - theta)[..., 0])
+        return self.failures * (ratio_gap(other_rest, rest, -away) + p / rest * ratio_gap(other_p, p, away))
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        p, rest = self.split(theta)
+        return (self.failures * p / rest).unsqueeze(-1)
+
+    def natural(self, eta: Tensor) -> Tensor:
+        return -torch.log1p(self.failures / check_above(self.check_finite(eta, "eta"), 0.0, "eta, the mean of x,"))
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        p, rest = self.split(theta)
+        return (self.failures * p / rest.square())[..., None, None]
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Poisson counts whose rate is a gamma draw."""
+        p, rest = (part.unsqueeze(-1).expand(count, *theta.shape) for part in self.split(theta))
+        rate = log_gamma_draws(torch.full_like(p, self.failures), generator).exp() * p / rest
+        return torch.poisson(rate, generator=generator)
+
+    def __repr__(self) -> str:
+        return f"NegativeBinomial({self.failures:g})"
+
+
+class Geometric(NegativeBinomial):
+    """Successes of probability p before the first failure: x = 0, 1, ..., T = x, theta = log p, eta = p / (1 - p).
+
+    This is `NegativeBinomial(1)`. Where x counts the trials, failure included, it is one more.
+
+    Example:
+        >>> ng.families.Geometric().expectation(torch.tensor([0.5]).log())
+        tensor([1.0000])
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        return 0 * self.check(theta)[..., 0]  # h = 1
+
+    def __repr__(self) -> str:
+        return "Geometric()"
+
+
+class Logarithmic(PowerSeries):
+    """Fisher's counts x = 1, 2, ... with p(x) = p^x / (-x log(1 - p)): T = x, theta = log p; to theta by Newton.
+
+    Example:
+        >>> family = ng.families.Logarithmic()
+        >>> family.log_prob(torch.tensor([0.5]).log(), torch.tensor([1.0])).exp()  # 1 / (2 log 2)
+        tensor(0.7213)
+    """
+
+    least = 1
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -check_width(x, 1).squeeze(-1).log()
+
+    def mean_log_base(self, theta: Tensor) -> Tensor:
+        p, rest = self.split(theta)
+        return -mean_log_count(p, rest, log_one_minus_exp(theta[..., 0]))
+
+    def log_partition(self, theta: Tensor) -> Tensor:
+        """theta + log(-log(1 - p) / p): the ratio is one where p is lost."""
+        log_p = self.keep_inside(theta)
+        small = log_p.exp() < SMALLEST_RATIO
+        p = torch.where(small, log_p, -8.0).exp()
+        series = torch.log1p(p * (1 / 2 + p * (1 / 3 + p * (1 / 4 + p * (1 / 5 + p * (1 / 6 + p / 7))))))
+        far = torch.where(small, -1.0, log_p)
+        found = torch.where(small, log_p + series, (-log_one_minus_exp(far)).log())
+        return torch.where(self.inside(theta), found, torch.inf)
+
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        return super().log_prob(theta, x)
+
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return super().entropy(theta)
+
+    @in_double
+    def kl(self, theta: Tensor, other: Tensor) -> Tensor:
+        """[g(q' / q) + p / q (e^d - 1 - d)] / l - g(l' / l), g(y) = y - 1 - log y, q = 1 - p, l = -log q, d = step."""
+        (p, rest), (_, other_rest) = self.split(theta), self.split(other)
+        step = (other - theta)[..., 0]
+        start, away = -log_one_minus_exp(theta[..., 0]), p * torch.expm1(step)
+        gap = ratio_gap(other_rest, rest, -away)
+        both = gap + p / rest * exp_gap(step)
+        return both / start - ratio_gap(-log_one_minus_exp(other[..., 0]), start, gap + away / rest)
+
+    def expectation(self, theta: Tensor) -> Tensor:
+        p, rest = self.split(theta)
+        return (p / (-rest * log_one_minus_exp(theta[..., 0]))).unsqueeze(-1)
+
+    def guess(self, eta: Tensor) -> Tensor:
+        """eta = o / log(1 + o) of the odds o = p / (1 - p): about 2 (eta - 1), and eta log eta where they are large."""
+        odds = check_above(eta, 1.0, "eta, the mean of x,") - 1
+        odds = 2 * odds * (1 + 0.5 * torch.log1p(odds))
+        return -torch.log1p(1 / odds)
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """By a geometric count of a random probability (Kemp 1981)."""
+        _, rest = self.split(theta)
+        like = {"generator": generator, "dtype": theta.dtype, "device": theta.device}
+        shape = (count, *rest.shape)
+        log_p = (-torch.expm1(torch.rand(shape, **like) * rest.log())).log()
+        found = 1 + (torch.log1p(-torch.rand(shape, **like)) / log_p).floor()
+        return torch.where(log_p == 0, 1.0, found).clamp(1, torch.finfo(theta.dtype).max).unsqueeze(-1)
+
+    def __repr__(self) -> str:
+        return "Logarithmic()"
+
+
+def log_one_minus_exp(log_p: Tensor) -> Tensor:
+    """log(1 - p) of log p < 0, to all digits of a small p and of a small 1 - p."""
+    small = log_p < -LOG_2
+    near = (-torch.expm1(torch.where(small, -LOG_2, log_p))).log()
+    return torch.where(small, torch.log1p(-torch.where(small, log_p, -LOG_2).exp()), near)
+
+
+def mean_log_coefficient(failures: float, odds: Tensor) -> Tensor:
+    """E[log Gamma(x + r) - log Gamma(x + 1)] of negative binomial counts x.
+
+    The integral of e^-t [(r - 1) - (1 - e^(-(r - 1) t)) / (1 - e^-t) E[e^(-x t)]] / t over t > 0, with E[e^(-x t)] =
+    (1 + p / q (1 - e^-t))^-r.
+
+    Args:
+        failures: r.
+        odds: p / q = p / (1 - p), shape (...).
+
+    Returns:
+        Shape (...).
+    """
+    r, slow = failures, min(failures, 1.0)
+
+    def integrand(t: Tensor) -> Tensor:
+        part = -torch.expm1(-t)  # 1 - e^-t
+        spread = (-slow * t).exp() * -torch.expm1(-abs(r - 1) * t) / part * math.copysign(1.0, r - 1)
+        return (r - 1) * (-t).exp() - spread * (-r * torch.log1p(odds.unsqueeze(-1) * part)).exp()
+
+    return integrate_over_logs(integrand, 1 + failures * odds, 1 / slow)
+
+
+def mean_log_count(p: Tensor, rest: Tensor, log_rest: Tensor) -> Tensor:
+    """E[log x] of logarithmic counts: the integral of (e^-t - E[e^(-x t)]) / t over t > 0.
+
+    E[e^(-x t)] = log(1 - p e^-t) / log(1 - p).
+
+    Args:
+        p: Shape (...).
+        rest: 1 - p, shape (...).
+        log_rest: log(1 - p), shape (...).
+
+    Returns:
+        Shape (...).
+    """
+
+    def integrand(t: Tensor) -> Tensor:
+        shrunk = p.unsqueeze(-1) * (-t).exp()
+        return (-t).exp() - torch.log1p(-shrunk) / log_rest.unsqueeze(-1)
+
+    return integrate_over_logs(integrand, 1 / rest, 1.0)
+
+
+def integrate_over_logs(integrand: Callable[[Tensor], Tensor], slope: Tensor, decay: float) -> Tensor:
+    """The integral of f(t) / t over t > 0 by the trapezoid rule in log t.
+
+    Args:
+        integrand: f of t (..., nodes), about `slope` t near zero.
+        slope: Positive, shape (...).
+        decay: f falls as exp(-t / decay).
+    """
+    low = -DIGITS - slope.detach().log()
+    high = math.log(DIGITS * decay)
+    places = torch.linspace(0, 1, NODES, dtype=slope.dtype, device=slope.device)
+    width = (high - low).unsqueeze(-1)
+    return (integrand((low.unsqueeze(-1) + width * places).exp()) * width / (NODES - 1)).sum(-1)
