@@ -20,8 +20,7 @@ from natgrad.optim.readings import Reading, agree_on_parts, sound
 from natgrad.optim.running_averages import change, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
-from natgrad.structures import Layerwise, exchanging
-from natgrad.structures.layerwise import Statistics, accumulate_statistics
+from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
 from natgrad.whole_tensors import zeros_whole
 
 ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
@@ -157,7 +156,7 @@ class BlockAverages:
         if not all(bool(torch.isfinite(t.sum())) for t in totals.values()):
             return False
         numbers = self.of(self._find_block(key, block))
-        weight = decay * numbers["weight"] + rows if "totals" in numbers else rows
+        weight = accumulate_weight(numbers["weight"] if "totals" in numbers else None, decay, rows)
         if "totals" in numbers:
             self._changes.append(change(numbers["totals"], totals, numbers["weight"] / weight))
         numbers.update(totals=renew_entry(numbers, "totals", totals), weight=weight)

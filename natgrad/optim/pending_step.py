@@ -21,7 +21,7 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
-from natgrad.optim.running_averages import Penalised, add_penalty, running_mean, signal_sums
+from natgrad.optim.running_averages import Penalised, add_penalty, average_gradient, signal_sums
 from natgrad.optim.schedule import Clock, compare_kl, follow_signal
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
@@ -217,7 +217,7 @@ class Attempt:
     def _mean(self, name: str, gradient: Tensor) -> Tensor:
         p, group = self.named[name], self.groups[name]
         whole = add_penalty(gradient, self.values[name], group["l2"])
-        mean, self.means[name] = running_mean(self.state.get(p, {}), whole, group["momentum"])
+        mean, self.means[name] = average_gradient(self.state.get(p, {}), whole, group["momentum"])
         return mean
 
     def _add_penalty(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

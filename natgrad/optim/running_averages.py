@@ -46,7 +46,7 @@ class Penalised(Mapping[str, Tensor]):
         return len(self.gradients)
 
 
-def running_mean(state: Mapping[str, Any], gradient: Tensor, decay: float) -> tuple[Tensor, dict[str, Any]]:
+def average_gradient(state: Mapping[str, Any], gradient: Tensor, decay: float) -> tuple[Tensor, dict[str, Any]]:
     """The gradient's running mean, corrected for its start, and what to keep of it in the parameter's state."""
     if decay == 0:
         return gradient, {}
@@ -103,7 +103,7 @@ def signal_sums(
 
     Args:
         gradients: g by name.
-        kept: What `running_mean` keeps of m, by name.
+        kept: What `average_gradient` keeps of m, by name.
         decays: b by name.
     """
     rows = []

@@ -19,6 +19,7 @@ from natgrad.structures.preconditioners import (
     as_preconditioner,
 )
 from natgrad.structures.process_sums import exchanging
+from natgrad.structures.running_average import accumulate_total, accumulate_weight
 
 __all__ = [
     "AdaptiveInverse",
@@ -49,6 +50,8 @@ __all__ = [
     "Update",
     "Woodbury",
     "accumulate_statistics",
+    "accumulate_total",
+    "accumulate_weight",
     "as_preconditioner",
     "exchanging",
     "hear_metric",

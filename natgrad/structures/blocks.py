@@ -13,6 +13,7 @@ from natgrad.operators import Arranged, Layout, Operator, Units
 from natgrad.pure import RandomState
 from natgrad.spaces import ParameterBlock, Params, Space
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.running_average import accumulate_total, accumulate_weight
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Blocks(Structure):
         before = memory["totals"]
         if not all(bool(torch.isfinite(total).all()) for total in fresh.values()):
             return before, memory["weight"]
-        totals = {name: total.add_(before[name], alpha=self.decay) for name, total in fresh.items()}
-        return totals, self.decay * memory["weight"] + 1.0
+        totals = {name: accumulate_total(before[name], each, self.decay, reuse=True) for name, each in fresh.items()}
+        return totals, accumulate_weight(memory["weight"], self.decay)
 
     def _check(self, block: ParameterBlock) -> None:
         side = self._count(block)[1]

@@ -10,6 +10,7 @@ from natgrad.operators import DenseOperator, Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
+from natgrad.structures.running_average import average_tensor
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,8 @@ class Dense(Structure):
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
     ) -> tuple[Operator, Memory]:
         operator = metric.at(params, inputs, random=random)
-        total, weight, names = operator.dense(), 1.0, list(params)
-        if self.decay and memory and memory["names"] == names:  # else the first step, or parameters came or went
-            total = self.decay * memory["total"] + total
-            weight = self.decay * memory["weight"] + weight
-        average = DenseOperator(total / weight, indefinite=operator.indefinite).declare(nats=operator.nats)
-        return average, {"total": total, "weight": weight, "names": names} if self.decay else {}
+        average, kept = average_tensor(memory, operator.dense(), self.decay, list(params))
+        return DenseOperator(average, indefinite=operator.indefinite).declare(nats=operator.nats), kept
 
     def count_numbers(self, size: int, total: int) -> int:
         return size * total if self.decay else 0

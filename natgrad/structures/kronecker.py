@@ -12,6 +12,7 @@ from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.process_sums import exchange_sums, solve_once
+from natgrad.structures.running_average import accumulate_total
 
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
@@ -124,7 +125,7 @@ class EigenKronecker(Layerwise):
         if before is not None:
             same = all(before[key] is basis for key, basis in kept.items())
             past = before["spectrum"] if same else move_spectrum(before["spectrum"], basis_of(before), eigen)
-            spectrum = spectrum + decay * past
+            spectrum = accumulate_total(past, spectrum, decay)
         return totals | {"spectrum": spectrum} | kept
 
     def _vectors(self, side: str, totals: Statistics, before: Statistics | None) -> Tensor | None:

@@ -20,6 +20,7 @@ from natgrad.structures.base import Memory, Structure
 from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.metric_pass import hear_metric
 from natgrad.structures.process_sums import exchange_sums
+from natgrad.structures.running_average import accumulate_total, accumulate_weight
 
 Statistics = dict[str, Tensor]
 
@@ -147,7 +148,7 @@ class Layerwise(Structure):
             all_finite(t) for total in totals.values() for t in total.values()
         ):
             return before, memory["weight"]
-        return totals, self.decay * memory["weight"] + 1.0
+        return totals, accumulate_weight(memory["weight"], self.decay)
 
 
 def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:
@@ -161,7 +162,7 @@ def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: f
     fresh = exchange_sums(fresh)
     if before is None or before.keys() != fresh.keys():
         return fresh
-    return {key: value.add_(before[key], alpha=decay) for key, value in fresh.items()}
+    return {key: accumulate_total(before[key], value, decay, reuse=True) for key, value in fresh.items()}
 
 
 def diagonal_part(space: Space, name: str, squares: Tensor) -> tuple[Layout, Operator]:

@@ -19,6 +19,7 @@ from natgrad.spaces import Params
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.diagonal import Diagonal as DiagonalStructure
 from natgrad.structures.estimates import Sampled
+from natgrad.structures.running_average import average_tensor
 
 
 class Preconditioner(ABC):
@@ -102,7 +103,7 @@ class DiagonalPreconditioner(Preconditioner):
                 fresh = empirical(metric, params, inputs, None, random).diagonal()
             else:
                 fresh = operator.diagonal() if samples is None else probed_diagonal(operator, samples, draws)
-            diagonal, held = running_mean(memory, fresh, self.decay, list(params))
+            diagonal, held = average_tensor(memory, fresh, self.decay, list(params))
             held["draws"] = draws + 1
         return DiagonalOperator(safe_power(diagonal.clamp(min=0) + damping, -self.power)), held
 
@@ -253,16 +254,6 @@ def empirical(
         inputs = Call(inputs).sample(examples, seed=0).args
     metric = metric.carry(empirical_fisher(source.model, source.criterion, outputs=source.outputs))
     return metric.at(params, inputs, random=random)  # type: ignore[return-value]
-
-
-def running_mean(memory: Memory | None, fresh: Tensor, decay: float, names: list[str]) -> tuple[Tensor, Memory]:
-    """sum_s decay^(t - s) fresh_s / sum_s decay^(t - s), and the totals to go on from; anew for other parameters."""
-    if not decay:
-        return fresh, {}
-    total, weight = fresh, 1.0
-    if memory and memory["names"] == names:
-        total, weight = decay * memory["total"] + fresh, decay * memory["weight"] + 1.0
-    return total / weight, {"total": total, "weight": weight, "names": names}
 
 
 def probed_diagonal(operator: Operator, samples: int, seed: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ from natgrad.linalg import all_finite
 from natgrad.operators import Operator, Scaled, SharedRows, Units
 from natgrad.optim import robust_inverse
 from natgrad.pure import map_tensors
+from natgrad.structures import accumulate_total, accumulate_weight
 
 ROWS = 256
 """Rows that a refresh takes at most where the unit's inputs are fewer."""
@@ -117,15 +118,12 @@ class UnitBlocks:
         return max(1, min(room, round(1 / (1 - self.decay))))
 
     def _average_blocks(self, fresh: SharedRows) -> dict[str, Any]:
-        blocks, weight = fresh.blocks(), 1.0
         past = self.state
         if "rows" in past:
             held = SharedRows(past["rows"], past["weights"], self.mask)
             past = {"blocks": held.blocks(), "weight": sum(past["shares"])}
-        if past:
-            blocks = self.decay * past["blocks"] + blocks
-            weight = self.decay * past["weight"] + weight
-        return {"blocks": blocks, "weight": weight}
+        blocks = accumulate_total(past.get("blocks"), fresh.blocks(), self.decay)
+        return {"blocks": blocks, "weight": accumulate_weight(past.get("weight"), self.decay)}
 
     def _average_rows(self, fresh: SharedRows) -> dict[str, Any]:
         rows, weights = [fresh.rows], [fresh.weights]
