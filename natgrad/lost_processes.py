@@ -38,6 +38,7 @@ class PresenceListener:
         self.store = world.get_group_store().clone()  # a connection of its own, which no waiting blocks
         turn = (self.store.add("natgrad started", 1) - 1) // size  # a program may initialize its processes again
         self.prefix = f"natgrad {turn} "
+        self.met: dict[str, int] = {}
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._listen, args=(weakref.ref(world),), daemon=True)
         self.thread.start()
@@ -56,6 +57,27 @@ class PresenceListener:
                     return
         except RuntimeError:  # the store has ended with the process that held it
             return
+
+    def wait_for_all(self, what: str, members: Sequence[int], seconds: float) -> list[int]:
+        """The members that did not come within the time; nobody, as soon as all have.
+
+        Args:
+            what: They come to, once or more often.
+            members: Their numbers among all processes.
+            seconds: That they have for it.
+        """
+        place = f"{self.prefix}{what} {min(members)} {max(members)} {len(members)} "
+        self.met[place] = self.met.get(place, 0) + 1
+        place += f"{self.met[place]} "
+        self.store.set(f"{place}{self.rank}", "")
+        if self.store.add(f"{place}count", 1) == len(members):
+            self.store.set(f"{place}done", "")
+        end = time.monotonic() + seconds
+        while not self.store.check([f"{place}done"]):
+            if time.monotonic() > end:
+                return [rank for rank in members if not self.store.check([f"{place}{rank}"])]
+            time.sleep(PAUSE / 50)
+        return []
 
     def find_lost(self, members: Sequence[int]) -> list[int]:
         """The members that do not answer, this process's own number never among them.
@@ -80,6 +102,25 @@ def listen_for_questions() -> None:
     world = distributed.group.WORLD
     if world not in LISTENERS:
         LISTENERS[world] = PresenceListener(world)
+
+
+def wait_for_all(group: Any, what: str, why: str, seconds: float = 300.0) -> None:
+    """Wait until all processes of a group are here, before they exchange what nobody could tell apart from a step.
+
+    Args:
+        group: The process group. All of them have called `listen_for_questions`.
+        what: The call that they are in.
+        why: Why all of them must call it, for the error.
+        seconds: That they have for it.
+
+    Raises:
+        ExchangeError: If some do not come.
+    """
+    listener = LISTENERS.get(distributed.group.WORLD)
+    members = distributed.get_process_group_ranks(group)
+    missing = [] if listener is None else listener.wait_for_all(what, members, seconds)
+    if missing:
+        raise ExchangeError(f"{what} was called on {len(members) - len(missing)} of {len(members)} processes, {why}")
 
 
 @contextmanager

@@ -228,9 +228,18 @@ class ModelOptimizer(Optimizer):
 
         Plain values and tensors: `torch.load(weights_only=True)` and `get_state_dict` keep them. Saved, loaded in a new
         process and continued, training on the CPU is bit for bit as if it had never stopped.
+
+        With `share="memory"` all processes call it, and each gets the whole state; what others hold is on the CPU.
+
+        Raises:
+            ExchangeError: If some process does not call it then within five minutes.
         """
         extra = {"structure": type(self.structure).__name__, **self._write_extra()}
-        return write_checkpoint(super().state_dict(), name_positions(self), extra)
+        gathered, named, plain = self._gather_state(), name_positions(self), super().state_dict()
+        for i, (_, p) in enumerate(named):
+            if p in gathered:
+                plain["state"][i] = {**plain["state"].get(i, {}), **gathered[p]}
+        return write_checkpoint(plain, named, extra)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`.
@@ -314,6 +323,10 @@ class ModelOptimizer(Optimizer):
     @abstractmethod
     def _write_extra(self) -> dict[str, Any]:
         """What the next step depends on that is not kept by parameter: plain values and tensors."""
+
+    def _gather_state(self) -> dict[Tensor, dict[str, Any]]:
+        """What other processes alone remember, by parameter."""
+        return {}
 
     @abstractmethod
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:

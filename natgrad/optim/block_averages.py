@@ -24,6 +24,8 @@ from natgrad.structures import Layerwise, Statistics, accumulate_statistics, acc
 from natgrad.whole_tensors import zeros_whole
 
 ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
+OWNED = (*ENTRIES, "mean", "count")
+"""What a process remembers of its own blocks alone, where their numbers are their owners'."""
 MISFIT = "the statistics in state_dict do not fit the block of {}"
 
 
@@ -131,10 +133,16 @@ class BlockAverages:
     def _share_out(self, costs: Mapping[str, Cost]) -> None:
         """An owner for these blocks. What is another's now, is forgotten."""
         self.owners.assign(costs, max(next(iter(self.named.values())).element_size(), 4))
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        """Forget the numbers of blocks that other processes alone hold."""
         for key, block in self.all.items():
-            for name in () if self.owners.holds(key) else block.layout.names:
-                for entry in (*ENTRIES, "mean", "count"):
-                    self.state[self.named[name]].pop(entry, None)
+            if not self.owners.holds(key):
+                block.inverse = None
+                for name in block.layout.names:
+                    for entry in OWNED:
+                        self.state[self.named[name]].pop(entry, None)
 
     def _cost(self, layout: Layout, layer: Layer | None) -> Cost:
         return cost_of(layout, None if layer is None else self.structure.inverted_sizes(layer))
@@ -329,6 +337,7 @@ class BlockAverages:
                 raise ValueError(f"{MISFIT.format(names)}: {type(error).__name__}, {error}") from error
             if sizes != {math.prod(block.layout.matrix_shape)}:
                 raise ValueError(f"{MISFIT.format(names)}, of {math.prod(block.layout.matrix_shape)} entries: {sizes}")
+        self._forget_others()
 
     def _layout(self, names: Sequence[str], layer: Layer | None) -> Layout:
         return single(names[0], self.named[names[0]]) if layer is None else layer.layout

@@ -89,12 +89,8 @@ class Owners:
             self.share = "memory" if state > self.budget else "speed"
         self.of |= balance(fresh, self.costs, self.of, self.ranks.size, self.share == "memory")
 
-    def save(self) -> dict[str, Any]:
-        """For a checkpoint, of which every process saves its own with "memory"."""
-        return {"share": self.share, "size": self.ranks.size, "of": dict(self.of)} if self.apart else {}
-
     def load(self, saved: Mapping[str, Any] | None) -> Owners:
-        """The same with the owners of a checkpoint, if that is of as many processes."""
+        """The same with the owners of an older checkpoint of one process's part, if that is of as many processes."""
         fresh = replace(self, costs={}, of={})
         if saved and saved["size"] == self.ranks.size:
             fresh.share, fresh.of = saved["share"], dict(saved["of"])

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 PLAIN = (bool, int, float, str, type(None))
+WRITTEN = 2**16
+"""Most bytes of a tensor that is written into the text."""
 
 
 def pack_tree(tree: Any, device: torch.device) -> tuple[Any, ...]:
@@ -22,7 +24,7 @@ def pack_tree(tree: Any, device: torch.device) -> tuple[Any, ...]:
 
     Args:
         tree: Mappings, lists, tuples, plain values and tensors.
-        device: Where most of the tensors lie. The others are written into the text.
+        device: Where most of the tensors lie. Others are written into the text, if they are small.
 
     Returns:
         The tensors are those of the tree, not copies.
@@ -49,7 +51,7 @@ def describe_branch(branch: Any, others: list[Any]) -> Any:
 
 def describe_tensor(tensor: Tensor, others: list[Any]) -> dict[str, Any]:
     """Where a tensor lies in `others`, or its numbers."""
-    if tensor.device == others[0].device:
+    if tensor.device == others[0].device or tensor.nbytes > WRITTEN:
         others.append(tensor if tensor.dim() else tensor.reshape(1))
         return {"at": len(others) - 1, "shape": list(tensor.shape)}
     numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

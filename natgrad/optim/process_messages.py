@@ -13,7 +13,9 @@ from natgrad.pure import leaves, map_tensors
 
 
 def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
-    """The source's tree on every process, the source too: each tensor contiguous, in storage of its own.
+    """The source's tree on every process, the source too: each tensor lies as the source's, in storage of its own.
+
+    Products round by how a matrix lies in memory.
 
     Args:
         ranks: The processes.
@@ -37,6 +39,7 @@ def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
         else:
             flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         parts = ranks.broadcast(flat, source, kind).split(sizes)
-        made |= {i: part.clone().view(wanted[i].shape) for i, part in zip(places, parts, strict=True)}
+        for i, part in zip(places, parts, strict=True):
+            made[i] = torch.empty_like(wanted[i], device=device).copy_(part.view(wanted[i].shape))
     numbers = iter(range(len(wanted)))
     return map_tensors(shapes, lambda t: made[next(numbers)])

@@ -27,6 +27,7 @@ from natgrad.optim.checks import (
     settle_rule,
 )
 from natgrad.optim.distributed import meet
+from natgrad.optim.gathered_state import gather_numbers
 from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Called
 from natgrad.optim.outside_losses import Outside
@@ -196,17 +197,19 @@ class StructuredNaturalGradient(ModelOptimizer):
     # checkpoints: per parameter the gradient's mean, and under a block's first one its statistics and its inverse
 
     def _write_extra(self) -> dict[str, Any]:
-        ratio = self._stride.ratio
         return {
             "clock": dict(self._clock),
             "blocks": self._blocks.list_names(),
-            "owners": self._blocks.owners.save(),
             "trusted": sorted(self._reader.trusted),
             "refused": sorted(self._reader.refused),
             "generator": self._labels().get_state(),
-            "ratio": torch.zeros(()) if ratio is None else ratio,  # always a tensor, which a fresh one's can take
+            # always a tensor, which a fresh one's can take
+            "ratio": torch.zeros(()) if self._stride.ratio is None else self._stride.ratio,
             "wild": self._wild.save(),
         }
+
+    def _gather_state(self) -> dict[Tensor, dict[str, Any]]:
+        return gather_numbers(self._blocks)
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         owners = self._blocks.owners.load(saved.extra.get("owners"))

@@ -41,9 +41,27 @@ def run_ranks(module: str, size: int, factory: pytest.TempPathFactory) -> list[d
     with lock_folder(folder):
         files = [folder / f"{rank}.pt" for rank in range(size)]
         if not all(file.exists() for file in files):
-            (folder / "store").unlink(missing_ok=True)  # of a run that failed
-            call_apart(__name__, "start_ranks", module, size, str(folder), needed=[module])
+            call_apart(__name__, "start_ranks", size, str(folder), __name__, "play", (module,), needed=[module])
         return [torch.load(file) for file in files]
+
+
+def play(module: str) -> dict[str, Any]:
+    """All scenes of a module."""
+    return {name: scene() for name, scene in import_module(module).SCENES.items()}
+
+
+def call_ranks(module: str, function: str, size: int, folder: Path, *args: Any) -> list[Any]:
+    """What a function of a module returns in every process, called in all of them with the same arguments.
+
+    Args:
+        module: Its name.
+        function: Its name there.
+        size: The processes.
+        folder: For their files.
+        *args: Of the function.
+    """
+    call_apart(__name__, "start_ranks", size, str(folder), module, function, args, needed=[module])
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
 
 
 @contextmanager
@@ -54,16 +72,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def start_ranks(module: str, size: int, folder: str) -> None:
-    """Play a module's scenes in processes, until all have ended or one failed."""
-    multiprocessing.start_processes(play, (module, size, folder), nprocs=size, start_method="fork")
+def start_ranks(size: int, folder: str, *call: Any) -> None:
+    """Make a call in several processes, until all have ended or one failed."""
+    Path(folder, "store").unlink(missing_ok=True)  # of a run that failed
+    multiprocessing.start_processes(enter, (size, folder, *call), nprocs=size, start_method="fork")
 
 
-def play(rank: int, module: str, size: int, folder: str) -> None:
-    """All scenes, in one of the processes."""
+def enter(rank: int, size: int, folder: str, module: str, function: str, args: tuple[Any, ...]) -> None:
+    """The call, in one of the processes; what it returns goes to a file."""
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world_size=size, rank=rank)
-    found = {name: scene() for name, scene in import_module(module).SCENES.items()}
+    found = getattr(import_module(module), function)(*args)
     distributed.barrier()
     distributed.destroy_process_group()
     torch.save(found, f"{folder}/{rank}.part")
