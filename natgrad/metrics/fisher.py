@@ -121,7 +121,14 @@ def empirical_fisher(
 
 @dataclass(frozen=True, repr=False)
 class Fisher(PullbackMetric):
-    """What `fisher` gives: E_x[J^T M J], exact over labels."""
+    """What `fisher` gives: E_x[J^T M J], exact over labels.
+
+    Args:
+        model: A module, or a function f(params, x).
+        criterion: What the outputs mean.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        outputs: A function that picks what the criterion is of, where the model returns more than that.
+    """
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
         return self.criterion.family, weigh_rows(self.criterion, outputs, targets)
@@ -132,6 +139,10 @@ class SampledFisher(PullbackMetric):
     """What `sampled_fisher` gives: the Fisher over sampled labels.
 
     Args:
+        model: A module, or a function f(params, x).
+        criterion: What the outputs mean.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        outputs: A function that picks what the criterion is of, where the model returns more than that.
         samples: Draws per row.
         generator: Private source of the draws, default a new one, seeded 0.
     """
@@ -153,7 +164,14 @@ class SampledFisher(PullbackMetric):
 
 @dataclass(frozen=True, repr=False)
 class EmpiricalFisher(PullbackMetric):
-    """What `empirical_fisher` gives: U = E[g g^T] over the data's targets."""
+    """What `empirical_fisher` gives: U = E[g g^T] over the data's targets.
+
+    Args:
+        model: A module, or a function f(params, x).
+        criterion: What the outputs mean.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        outputs: A function that picks what the criterion is of, where the model returns more than that.
+    """
 
     needs_targets = True
 

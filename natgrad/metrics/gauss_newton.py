@@ -65,6 +65,12 @@ class GaussNewton(PullbackMetric):
     """What `gauss_newton` gives for a loss that is a likelihood.
 
     Targets may be None (unlabelled data): then all rows weigh the same.
+
+    Args:
+        model: A module, or a function f(params, x).
+        criterion: What the outputs mean.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        outputs: A function that picks what the criterion is of, where the model returns more than that.
     """
 
     needs_targets = True
@@ -78,7 +84,14 @@ class GaussNewton(PullbackMetric):
 
 @dataclass(frozen=True, repr=False)
 class LossGaussNewton(PullbackMetric):
-    """What `gauss_newton` gives for any twice differentiable loss(outputs, targets) -> scalar."""
+    """What `gauss_newton` gives for any twice differentiable loss(outputs, targets) -> scalar.
+
+    Args:
+        model: A module, or a function f(params, x).
+        criterion: What the outputs mean.
+        chunk_size: Examples per graph, to bound memory. None: all at once.
+        outputs: A function that picks what the criterion is of, where the model returns more than that.
+    """
 
     needs_targets = True
 

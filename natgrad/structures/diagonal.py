@@ -13,7 +13,15 @@ from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_stati
 class Diagonal(Layerwise):
     """The metric's diagonal: the second moments of the examples' gradients. Memory: one number per parameter.
 
-    Its arguments are those of `Layerwise`.
+    Args:
+        decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.
+        estimate: How the expectation over labels is taken. Default: one draw.
+        seed: Of the draws.
+
+    Example:
+        >>> opt = ng.StructuredNaturalGradient(nn.Linear(4, 3), nn.CrossEntropyLoss(), ng.Diagonal(0.95))
+        >>> opt.structure
+        Diagonal(decay=0.95, estimate=Sampled(samples=1), seed=0)
     """
 
     sums = True
@@ -31,14 +39,20 @@ class UnitWise(Layerwise):
 
     Memory per unit of d parameters: d^2 numbers, or 2 d. For an embedding a unit is a token.
 
-    Arguments that are not listed here are those of `Layerwise`.
-
     Args:
+        decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.
+        estimate: How the expectation over labels is taken. Default: one draw.
+        seed: Of the draws.
         largest: Units with at most this many parameters get their whole block. Larger ones get a quasi-diagonal block:
             the diagonal and the bias's row, at the cost of a diagonal. Without a bias that is the diagonal.
 
     Reference:
         Le Roux et al. 2008; Ollivier 2015.
+
+    Example:
+        >>> opt = ng.StructuredNaturalGradient(nn.Linear(4, 3), nn.CrossEntropyLoss(), ng.UnitWise(0.95, largest=32))
+        >>> opt.structure
+        UnitWise(decay=0.95, estimate=Sampled(samples=1), seed=0, largest=32)
     """
 
     sums = True

@@ -27,9 +27,10 @@ class Kronecker(Layerwise):
     frequencies. Norms and depthwise convolutions, with one output per group, get their exact blocks. Memory: the
     factors.
 
-    Arguments that are not listed here are those of `Layerwise`.
-
     Args:
+        decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.
+        estimate: How the expectation over labels is taken. Default: one draw.
+        seed: Of the draws.
         reduce: True to take the positions of a sequence or image together (means of inputs, sums of derivatives), for
             losses that see their mean, instead of one by one.
         factored: True for K-FAC's own damped inverse, with pi, instead of the exact one.
@@ -41,6 +42,14 @@ class Kronecker(Layerwise):
 
     Reference:
         Martens & Grosse 2015; convolutions: Grosse & Martens 2016; shared weights: Eschenhagen et al. 2023.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(20, 4), torch.randint(3, (20,))
+        >>> opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), ng.Kronecker(0.95, factored=True))
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.report()[0].parameter, opt.report()[0].structure
+        ('weight', 'Kronecker')
     """
 
     sums = True
@@ -82,9 +91,10 @@ class EigenKronecker(Layerwise):
     diagonals move to the new basis as the diagonal of what they were. Memory: the factors, their eigenvectors and one
     number per parameter.
 
-    Arguments that are not listed here are those of `Layerwise`.
-
     Args:
+        decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.
+        estimate: How the expectation over labels is taken. Default: one draw.
+        seed: Of the draws.
         reduce: As in `Kronecker`.
         largest: As in `Kronecker`.
         stale: A share in [0, 1). A factor's eigenvectors are kept from the last update while V^T M V is off its
@@ -97,6 +107,14 @@ class EigenKronecker(Layerwise):
 
     Reference:
         George et al. 2018.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(20, 4), torch.randint(3, (20,))
+        >>> opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), ng.EigenKronecker(0.95))
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.state_report().status
+        'stepped'
     """
 
     sums = True

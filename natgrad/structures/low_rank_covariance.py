@@ -27,9 +27,10 @@ class LowRankCovariance(Layerwise):
     its own: their second moment stays right on average, at the cost of one gradient.
     Embeddings get the diagonal. Memory: rank * n numbers for n parameters.
 
-    Arguments that are not listed here are those of `Layerwise`.
-
     Args:
+        decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.
+        estimate: How the expectation over labels is taken. Default: one draw.
+        seed: Of the draws.
         rank: The number of directions per layer.
 
     Raises:
@@ -37,6 +38,11 @@ class LowRankCovariance(Layerwise):
 
     Reference:
         Le Roux, Manzagol & Bengio 2008.
+
+    Example:
+        >>> opt = ng.StructuredNaturalGradient(nn.Linear(4, 3), nn.MSELoss(), ng.LowRankCovariance(0.95, rank=8))
+        >>> opt.structure
+        LowRankCovariance(decay=0.95, estimate=Sampled(samples=1), seed=0, rank=8)
     """
 
     rank: int = 16

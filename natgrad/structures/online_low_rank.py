@@ -24,9 +24,10 @@ class OnlineLowRank(Layerwise):
     upon three times; later ones once. Norms and depthwise convolutions get their exact blocks, embeddings the diagonal.
     Memory: rank * (size + 1) + 1 numbers per side. Neither factor is ever formed.
 
-    Arguments that are not listed here are those of `Layerwise`.
-
     Args:
+        decay: Weight of the past in the running averages, in [0, 1). The first batch counts as itself.
+        estimate: How the expectation over labels is taken. Default: one draw.
+        seed: Of the draws.
         rank_in: The rank of A at most; never above half its size, rounded up.
         rank_out: The rank of S at most, likewise.
         gradient: True to learn the factors from the rows and columns of the batch's gradient instead of from the
@@ -39,6 +40,14 @@ class OnlineLowRank(Layerwise):
 
     Reference:
         Povey et al. 2015.
+
+    Example:
+        >>> model, x, y = nn.Linear(40, 30), torch.randn(20, 40), torch.randn(20, 30)
+        >>> opt = ng.StructuredNaturalGradient(model, nn.MSELoss(), ng.OnlineLowRank(0.95, rank_in=5, rank_out=5))
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.state_report().status
+        'stepped'
     """
 
     sums = True

@@ -131,7 +131,11 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class DiscreteHead(Head):
-    """One of n actions, by logits (b, n)."""
+    """One of n actions, by logits (b, n).
+
+    Args:
+        space: Of one environment's actions; filled in by `on`.
+    """
 
     kind: ClassVar[str] = "Discrete"
 
@@ -155,7 +159,11 @@ class DiscreteHead(Head):
 
 @dataclass(frozen=True)
 class MultiDiscreteHead(Head):
-    """Several choices at once, independent given the state: their logits side by side, (b, sum of nvec)."""
+    """Several choices at once, independent given the state: their logits side by side, (b, sum of nvec).
+
+    Args:
+        space: Of one environment's actions; filled in by `on`.
+    """
 
     kind: ClassVar[str] = "MultiDiscrete"
 
@@ -191,7 +199,11 @@ class MultiDiscreteHead(Head):
 
 @dataclass(frozen=True)
 class MultiBinaryHead(Head):
-    """Bits, independent given the state: logits (b, n)."""
+    """Bits, independent given the state: logits (b, n).
+
+    Args:
+        space: Of one environment's actions; filled in by `on`.
+    """
 
     kind: ClassVar[str] = "MultiBinary"
 
@@ -283,6 +295,12 @@ class SquashedGaussianHead(GaussianHead):
 
     A bijection changes neither KL nor Fisher: both are those of the Gaussian below, as are entropy and log-probability
     (the Jacobian of tanh cancels in every ratio).
+
+    Args:
+        space: Of the actions; filled in by `on`.
+        log_std: As in `GaussianHead`.
+        scaled: Without effect here: tanh's range is stretched over the bounds.
+        share: Without effect here.
 
     Raises:
         ValueError: By `on`, for a space without finite bounds.
