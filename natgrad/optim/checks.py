@@ -165,12 +165,22 @@ def check_key(key: str, value: float, most: float) -> None:
 def check_blocks(model: Any, structure: Any, **intervals: int) -> None:
     """TypeError unless a module and a structure in blocks per layer, ValueError for an interval below one step."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module: its layers are the blocks")
+        came = f"model is {type(model).__name__}"
+        raise TypeError(f"{came}, expected a torch.nn.Module: its layers are the blocks{hint_at_engine(model)}")
     if not isinstance(structure, Layerwise):
         raise TypeError(f"structure is {structure!r}, expected one in blocks per layer such as ng.Kronecker(0.95)")
     for name, every in intervals.items():
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"{name} is {every}, expected an integer >= 1")
+
+
+def hint_at_engine(model: Any) -> str:
+    """What to do instead, where an engine of several processes gives something else than a module."""
+    if type(model).__name__ in ("PipelineStage", "ScheduleGPipe", "Schedule1F1B"):
+        return ". A stage of a pipeline has no outputs that labels could be drawn from: use fully_shard"
+    if isinstance(model, list) and model and isinstance(model[0], (Tensor, Mapping)):
+        return '. ZeroRedundancyOptimizer has parameters alone: share="memory" shares the state out without it'
+    return ""
 
 
 def given_parameters(params: Any, known: Mapping[str, Tensor]) -> list[Any]:
