@@ -25,6 +25,7 @@ from natgrad.families import (
 )
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.boundary_mesh import connect_far
+from natgrad.geometry.christoffel import contract_christoffel
 from natgrad.geometry.collocation import connect
 from natgrad.geometry.flat_manifold import Location, Scales
 from natgrad.geometry.half_plane import HalfPlane
@@ -34,7 +35,7 @@ from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
 from natgrad.geometry.product_manifold import ProductManifold
 from natgrad.geometry.shooting import Shooting
-from natgrad.lapack import invert_or_nan, require_inverse, require_solution, solve_or_nan
+from natgrad.lapack import invert_or_nan, require_inverse, require_solution
 from natgrad.linalg import symmetrise
 
 NEAR_TOLERANCE = 1e-12
@@ -152,7 +153,8 @@ class NaturalParameters(Shooting):
         def bend(at: Tensor, speed: Tensor) -> Tensor:
             inside = self.inside(at).unsqueeze(-1)
             flat = torch.where(inside, at, point.unsqueeze(1)).flatten(0, 1)
-            found = self._bend(flat, speed.flatten(0, 1), (speed.flatten(0, 1),))[0]
+            moving = speed.flatten(0, 1)
+            found = contract_christoffel(self.family, flat, moving, (moving,))[0]
             return torch.where(inside, found.view_as(at), torch.nan)
 
         return bend
@@ -177,7 +179,7 @@ class NaturalParameters(Shooting):
             inside = self.inside(at).unsqueeze(-1)
             safe = torch.where(inside, at, anchor)
             both = (speed, carried) if width else (speed,)
-            bends = self._bend(safe, speed, both)
+            bends = contract_christoffel(self.family, safe, speed, both)
             return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
 
         end = integrate(field, start.reshape(-1, start.shape[-1]), steps=steps).view(start.shape)
@@ -188,18 +190,6 @@ class NaturalParameters(Shooting):
         """Whether |theta'| is what it was: a step over the edge, where theta' is infinite, comes out anywhere."""
         before, after = (self._speed(*x.detach().split(self.size, -1)[:2]) for x in (start, end))
         return (after - before).abs() <= 1e-6 * before
-
-    def _bend(self, point: Tensor, speed: Tensor, vectors: tuple[Tensor, ...]) -> list[Tensor]:
-        """-1/2 I^-1 (D_speed I) v for every v: third derivatives of psi, as the gradient of its second ones."""
-        psi, jvp = self.family.log_partition, torch.func.jvp
-        metric = self.family.covariance(point)  # first: a family may build its tables now, not inside a derivative
-
-        def second(at: Tensor, v: Tensor) -> Tensor:
-            return jvp(lambda t: jvp(psi, (t,), (v,))[1], (at,), (speed,))[1].sum()
-
-        turned = torch.stack([torch.func.grad(second)(point, v) for v in vectors], dim=-1)
-        raised = solve_or_nan(metric, turned)  # NaN on the edge, where the metric is singular: as good as outside
-        return list((-raised / 2).unbind(-1))
 
     def __repr__(self) -> str:
         return f"NaturalParameters({self.family!r})"
@@ -226,7 +216,7 @@ class Geodesics:
         inside = self.space.inside(at).unsqueeze(-1)
         safe, n = torch.where(inside, at, self.anchors), at.shape[-1]
         flat = speed.reshape(-1, n)
-        found = self.space._bend(safe.reshape(-1, n), flat, (flat,))[0]
+        found = contract_christoffel(self.space.family, safe.reshape(-1, n), flat, (flat,))[0]
         return torch.where(inside, found.view(at.shape), torch.nan)
 
     def metric(self, at: Tensor) -> Tensor:
