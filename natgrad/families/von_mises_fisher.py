@@ -100,6 +100,30 @@ class VonMisesFisher(ExponentialFamily):
         gap = ratio_gap(value + first * moved, value, first * moved)
         return second * moved.square() / value - gap + slope / value * step.square().sum(-1)
 
+    def expectation(self, theta: Tensor) -> Tensor:
+        return 2 * self._bends(theta)[0].unsqueeze(-1) * theta
+
+    def covariance(self, theta: Tensor) -> Tensor:
+        """2 F' I + 4 F'' theta theta^T of psi = F(s), s = kappa^2."""
+        slope, bend = (part[..., None, None] for part in self._bends(theta))
+        unit = torch.eye(self.d, dtype=theta.dtype, device=theta.device)
+        return 2 * slope * unit + 4 * bend * theta.unsqueeze(-1) * theta.unsqueeze(-2)
+
+    def _bends(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """F'(s) = A / (2 kappa) and F''(s) = (A' - A / kappa) / (4 s), from the power series below s = 1."""
+        square = self.check(theta).square().sum(-1)
+        near = square < 1
+        s = torch.where(near, square, 0.0)
+        value, slope, _, half_bend = divide_power_sum(self.alpha, s, s)
+        kappa = torch.where(near, 1.0, square).sqrt()
+        _, share, short = weigh_cosines(self.alpha, kappa)
+        mean = (share * short).sum(-1)
+        spread = (share * (short - mean.unsqueeze(-1)).square()).sum(-1)
+        ratio = (1 - mean) / kappa
+        first = torch.where(near, slope / value, ratio / 2)
+        second = torch.where(near, 2 * half_bend / value - (slope / value).square(), (spread - ratio) / (4 * kappa**2))
+        return first, second
+
     def guess(self, eta: Tensor) -> Tensor:
         """theta = eta (d - |eta|^2) / (1 - |eta|^2) (Banerjee et al. 2005)."""
         square = eta.square().sum(-1, keepdim=True)

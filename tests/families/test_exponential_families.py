@@ -132,7 +132,6 @@ CASES: dict[str, tuple[ExponentialFamily, Callable[..., Tensor], Callable[[Tenso
     "negative binomial": (NegativeBinomial(2.5), lambda *s: -draw(*s, 1).exp(), None),
     "geometric": (Geometric(), lambda *s: -draw(*s, 1).exp(), None),
     "logarithmic": (Logarithmic(), lambda *s: -draw(*s, 1).exp(), None),
-    "circle": (VonMisesFisher(2), lambda *s: 2 * draw(*s, 2), None),
     "sphere": (VonMisesFisher(4), lambda *s: draw(*s, 4), None),
     "scatter": (SCATTER, scatter_theta, None),
     "complex": (COMPLEX, complex_theta, None),
