@@ -75,6 +75,7 @@ from natgrad.metrics import (
 from natgrad.metrics import divergence as divergence
 from natgrad.metrics import kl as kl
 from natgrad.operators import Operator as Operator
+from natgrad.optim import MirrorDescent as MirrorDescent
 from natgrad.optim import (
     NaturalGradient,
     ang,

@@ -11,25 +11,47 @@ from natgrad.geometry.momentum import Descent
 from natgrad.geometry.normal_manifold import Normals
 from natgrad.geometry.ode import integrate
 from natgrad.geometry.positive_definite import PositiveDefinite
+from natgrad.geometry.potentials import (
+    Ball,
+    Box,
+    LogPartition,
+    NegativeEntropy,
+    PNorm,
+    Potential,
+    ProbabilitySimplex,
+    Region,
+    SquaredNorm,
+    check_potential,
+)
 from natgrad.geometry.product_manifold import ProductManifold
 from natgrad.geometry.simplex import Simplex
 
 Together = ProductManifold  # its former name
 
 __all__ = [
+    "Ball",
     "Bits",
+    "Box",
     "Descent",
     "HalfPlane",
     "Location",
+    "LogPartition",
     "Manifold",
     "NaturalParameters",
+    "NegativeEntropy",
     "Normals",
+    "PNorm",
     "PositiveDefinite",
+    "Potential",
+    "ProbabilitySimplex",
     "ProductManifold",
     "Rates",
+    "Region",
     "Scales",
     "Simplex",
+    "SquaredNorm",
     "Wasserstein",
+    "check_potential",
     "e_geodesic",
     "e_projection",
     "fisher_rao",

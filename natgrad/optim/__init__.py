@@ -7,6 +7,7 @@ from natgrad.optim.flat_step import Point, shift_blocks
 from natgrad.optim.guarded_steps import guard_steps
 from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
+from natgrad.optim.mirror_descent import MirrorDescent
 from natgrad.optim.natural_gradient import natural_gradient
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
@@ -23,6 +24,7 @@ __all__ = [
     "Attributes",
     "BlockOptions",
     "FlatOptions",
+    "MirrorDescent",
     "NaturalGradient",
     "NotFiniteError",
     "Objective",
