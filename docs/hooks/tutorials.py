@@ -111,7 +111,7 @@ def write_card(name: str, title: str, summary: str, has_picture: bool) -> str:
     """
     image = f'<img src="{name}_1.png" alt="">' if has_picture else ""
     plain = html.escape(re.sub(r"[`*]|\[(.*?)\]\(.*?\)", r"\1", summary))
-    return f'<a class="card" href="{name}.html">{image}<b>{html.escape(title)}</b><span>{plain}</span></a>'
+    return f'<a class="card" href="{name}.html">{image}<b>{html.escape(title)}</b> <span>{plain}</span></a>'
 
 
 def run_or_recall(path: Path) -> list[Cell]:
