@@ -17,6 +17,7 @@ from natgrad.layers.kinds import Layer
 from natgrad.layers.pieces import cut
 from natgrad.linalg import KroneckerEigen, gram
 
+PRIME = 7919
 NUMBERS = 2**24
 """Entries of per-example gradients that are held at a time, 64 MiB in float32."""
 
@@ -59,6 +60,24 @@ class Seen:
     def key(self) -> str:
         """The layer's parameters, as one string."""
         return self.layer.key
+
+    def thin(self, rows: float) -> Seen:
+        """The same pass with some of its rows, evenly over examples and positions, which weigh as much as all.
+
+        Right for sums over rows alone: rows of an example are no longer together.
+
+        Args:
+            rows: About how many; passes with less than one and a half times as many stay as they are.
+        """
+        if self.by_token or self.single or self.counts is not None or self.cotangents > 1:
+            return self
+        count = self.activations.shape[0] * self.activations.shape[1]
+        if count < 1.5 * rows:
+            return self
+        kept = spread_rows(count, rows, self.activations.device)
+        factor = (count / len(kept)) ** 0.5
+        activations = pick_rows(self.activations, kept)
+        return replace(self, activations=activations, deltas=[factor * pick_rows(d, kept) for d in self.deltas])
 
     def only(self, which: slice) -> Seen:
         """The same pass with some of its cotangents.
@@ -136,6 +155,9 @@ class Mixed(Seen):
     def count_times(self, share: float, weight: float = 1.0) -> Mixed:
         return Mixed(self.layer, [part.count_times(share, weight) for part in self.parts], share * self.share)
 
+    def thin(self, rows: float) -> Mixed:
+        return self
+
     def only(self, which: slice) -> Mixed:
         return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)
 
@@ -144,6 +166,29 @@ class Mixed(Seen):
 
     def gradient(self) -> Tensor:
         return torch.stack([part.gradient() for part in self.parts]).sum(0)
+
+
+def spread_rows(count: int, some: float, device: torch.device) -> Tensor:
+    """About `some` of `count` rows, one from each stretch of equal length, at another place in every stretch.
+
+    No period in the order of rows (pairs, classes in turn, places in a sentence) is met at one phase alone.
+
+    Args:
+        count: How many there are.
+        some: How many are wanted.
+        device: Of the result.
+    """
+    stretch = max(1, round(count / some))
+    starts = torch.arange(count // stretch, device=device)
+    return starts * stretch + starts * PRIME % stretch
+
+
+def pick_rows(tensor: Tensor, kept: Tensor) -> Tensor:
+    """Rows of (b, t, ...) as examples of one position, (r, 1, ...), by their numbers (r,) in b t."""
+    t = tensor.shape[1]
+    if t == 1:
+        return tensor[kept]
+    return tensor[kept // t, kept % t].unsqueeze(1)
 
 
 def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:

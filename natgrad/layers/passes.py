@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from natgrad.layers.experts import ExpertProduct, collect_experts
-from natgrad.layers.kinds import Layer
-from natgrad.layers.moments import Mixed, Seen
+from natgrad.layers.kinds import ConvolutionLayer, Layer
+from natgrad.layers.moments import Mixed, Seen, spread_rows
 from natgrad.layers.taps import Place, Tap
 from natgrad.layers.traced import Traced, TracedProduct
 
 Calls = Sequence[tuple[Tap, list[Tensor]]]
 Products = Sequence[tuple[TracedProduct, list[Tensor]]]
+IMAGES = 32
+"""Examples that a convolution's patches are made of at the least: neighbouring patches tell much the same."""
 
 
 def collect_passes(
@@ -24,6 +27,7 @@ def collect_passes(
     deltas: Sequence[Sequence[Tensor | None]],
     dtype: torch.dtype | None = None,
     examples: int | None = None,
+    needs: Callable[[Layer], float] | None = None,
 ) -> list[Seen]:
     """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out.
 
@@ -32,14 +36,40 @@ def collect_passes(
         deltas: Per cotangent and tap, the derivative there; calls without one are left out.
         dtype: Of the result. Default: the widest of float32 and the deltas' own.
         examples: Of the outputs, if known: calls that have as many together are parts of a batch.
+        needs: Examples times positions of a layer that are enough; None: all. A convolution's patches are then made of
+            some examples alone.
     """
     calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
     for i, call in enumerate(taps):
         reached = [delta for found in deltas if (delta := found[i]) is not None]
         if reached:
             calls.setdefault(call.layer, []).append((call, reached))
-    found = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
+    found = []
+    for layer, of_layer in calls.items():
+        chosen, count = (of_layer, examples) if needs is None else cut_examples(of_layer, needs(layer), examples)
+        found.append(merge_calls(layer, chosen, dtype, count))
     return [seen for seen in found if seen is not None]
+
+
+def cut_examples(calls: Calls, needed: float, examples: int | None) -> tuple[Calls, int | None]:
+    """Some examples of a convolution's only call, weighing as much as all, and their number.
+
+    Args:
+        calls: Of one module, each with its deltas.
+        needed: Examples times positions that are enough.
+        examples: Their number, if known.
+    """
+    call, deltas = calls[0]
+    one = len(calls) == 1 and isinstance(call.layer, ConvolutionLayer) and call.intact
+    if not one or examples is None or {len(t) for t in (call.inputs, *deltas)} != {examples}:
+        return calls, examples
+    some = max(IMAGES, 2 * needed / math.prod(deltas[0].shape[2:]))
+    if examples < 1.5 * some:
+        return calls, examples
+    kept = spread_rows(examples, some, call.inputs.device)
+    inputs, factor = call.inputs[kept], (examples / len(kept)) ** 0.5
+    part = replace(call, inputs=inputs, version=inputs._version)
+    return [(part, [factor * delta[kept] for delta in deltas])], len(kept)
 
 
 def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:

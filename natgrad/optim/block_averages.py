@@ -112,7 +112,8 @@ class BlockAverages:
         self._assign(reading)
         self._taken = True
         while reading.layers:
-            seen = reading.layers.pop().count_times(share, weight)
+            seen = reading.layers.pop()
+            seen = seen.thin(self.structure.rows_needed(seen.layer)).count_times(share, weight)
             with exchanging(*self.owners.exchange(seen.key)):
                 taken &= self._take_layer(seen, decay, float(reading.weights.get(seen.key, share)))
         for name, squares in reading.squares.items():

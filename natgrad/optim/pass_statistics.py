@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+import math
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -32,9 +33,9 @@ from natgrad.metrics import fisher
 from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.joined_batch import Span, line_up, sign_examples
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.readings import Reading
+from natgrad.optim.readings import Reading, sum_scores
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
-from natgrad.structures import Empirical, Estimate, ExactLabels, Outputs, Sampled, hear_metric
+from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
 from natgrad.whole_tensors import zeros_whole
 
 REENTRANT = (
@@ -61,10 +62,9 @@ class Reader:
         counts: The rows of the reading, and what reduction='sum' multiplied the mean loss by.
     """
 
-    def __init__(
-        self, model: nn.Module, named: Mapping[str, Tensor], estimate: Estimate, seed: int, ranks: Ranks
-    ) -> None:
-        self.model, self.estimate, self.seed, self.ranks = model, estimate, seed, ranks
+    def __init__(self, model: nn.Module, named: Mapping[str, Tensor], structure: Layerwise, ranks: Ranks) -> None:
+        self.model, self.structure, self.ranks = model, structure, ranks
+        self.estimate, self.seed = structure.estimate, structure.seed
         self.taps = Taps()
         self.generator: torch.Generator | None = None
         self.attach(named)
@@ -200,8 +200,14 @@ class Reader:
         calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        one = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps)
+        # layers that are judged, or measured together, are heard whole
+        whole = asking or apart is not None or isinstance(self.estimate, ExactLabels)
+        needs = None if whole else self._rows_needed
+        one = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps, needs=needs)
         return one, len(drawn[0]) if apart is not None else len(cotangents), slopes
+
+    def _rows_needed(self, layer: Layer) -> float:
+        return self.structure.rows_needed(layer) if self._trusts(layer) else math.inf
 
     def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
         """The watched parameters that get squares. A trusted layer that was not reached keeps what it has."""
@@ -367,9 +373,3 @@ class Reader:
             )
         apart = [one for whole in found.layers for one in whole.split_parts()]
         return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
-
-
-def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
-    """The scores of one cotangent by name, dense, of the parameters without a layer."""
-    pairs = zip(watched, slopes, strict=True)
-    return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}

@@ -22,7 +22,7 @@ from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
 from natgrad.optim.running_averages import Penalised, add_penalty, average_gradient, signal_sums
-from natgrad.optim.schedule import Clock, compare_kl, follow_signal
+from natgrad.optim.schedule import Clock, compare_kl, follow_signal, keep_form, recent_form, trust_form
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
 from natgrad.whole_tensors import WholeTensors, write_whole
@@ -123,8 +123,9 @@ class Attempt:
         self.count_signal(gradients)
         vector = Parts(directions, {name: -self._lr(name) for name in directions})
         even = len({self._lr(name) for name in directions}) == 1
+        rated = dict[str, Tensor]()
         if self.shapes:
-            full, promise = None, Lazy(partial(self._promise, vector, levels))
+            full, promise = None, Lazy(partial(self._promise_lately, vector, levels))
             if self.sample is not None:
                 self._measure(vector.tensors(), self.blocks.forms(vector, levels))
         else:
@@ -138,7 +139,7 @@ class Attempt:
             gradient=Parts(self._add_penalty(gradients)),
             operator=None,
             damping=float(self.copies[0]["damping"]),
-            proposal=BlockStep(vector, true, promise, ratio, self._damping(levels)),
+            proposal=BlockStep(vector, true, promise, ratio, self._damping(levels), rated),
             nats=self.nats,
             loss=self.told.get("loss", math.nan),
             steps=self.clock["step"],
@@ -254,6 +255,14 @@ class Attempt:
         """d^T (G + damping I) d of the blocks."""
         return sum_scalars(self.blocks.forms(vector, levels))
 
+    def _promise_lately(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
+        """The same; now and then, where a direction's length does not depend on the gradient's: it changes slowly."""
+        rate = max(abs(vector.rate(name)) for name in vector)
+        if self.rule.steady and (known := recent_form(self.clock, rate)) is not None:
+            return torch.tensor(known, device=self._device)
+        keep_form(self.clock, float(found := self._promise(vector, levels)), rate)
+        return found
+
     def _step_along(self, levels: Mapping[str, float], vector: Vector) -> BlockStep:
         """The step with this vector: on the pass of a measurement what is measured, else in proportion to the last."""
         assert isinstance(vector, Parts)
@@ -313,8 +322,7 @@ class Attempt:
 
     def move(self, model: Quadratic, step: BlockStep) -> None:
         """New parameters."""
-        form, vector = step.known_form(), step.vector
-        proposal = model.proposal.vector
+        form, vector, proposal = step.known_form(), step.vector, model.proposal.vector
         assert isinstance(proposal, Parts)
         # parts that were only scaled are those of the proposal
         alike = vector.parts is proposal.parts
@@ -323,6 +331,8 @@ class Attempt:
         self.told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
             self.told["kl"] = 0.5 * self.nats * form
+            if self.shapes:
+                trust_form(self.clock, float(self.told["kl"]), float(self.rule.kl_bound(model)))
         self.parameters = {name: self._move_parameter(name, vector) for name in vector}
 
     def _move_parameter(self, name: str, vector: Parts) -> Tensor:

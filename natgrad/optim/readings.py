@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,3 +82,9 @@ def agree_on_parts(fine: bool, reading: Reading) -> bool:
 def norm(tensor: Tensor) -> Tensor:
     """Root of the sum of squares, a scalar tensor."""
     return torch.linalg.vector_norm(tensor)
+
+
+def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
+    """The scores of one cotangent by name, dense, of the parameters without a layer."""
+    pairs = zip(watched, slopes, strict=True)
+    return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}

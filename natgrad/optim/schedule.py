@@ -15,6 +15,9 @@ UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, befor
 MARGIN = 5.0  # of the largest factor by which it was too small lately
 FORGETS = 0.98  # of that factor, per comparison
 SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the next
+BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
+FORMED = 5  # steps for which the form of a step of fixed length is believed
+ROOM = 0.1  # share of its bound below which it is
 
 
 def start_clock() -> Clock:
@@ -35,6 +38,8 @@ def start_clock() -> Clock:
         - `signal`: what `follow_signal` knows.
         - `doubt`: how many times the estimate of a step's KL may be too small.
         - `compared`: the step at which a step's KL was measured on its own batch last, or would have been.
+        - `formed`: the step at which the blocks' form along a step of fixed length was last computed, -1 for never.
+        - `form`: that form at a learning rate of 1.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
     return {
@@ -50,6 +55,8 @@ def start_clock() -> Clock:
         "signal": [0.0, 0.0, 0.0],
         "doubt": UNKNOWN,
         "compared": 0,
+        "formed": -1,
+        "form": 0.0,
     }
 
 
@@ -59,6 +66,34 @@ def due(clock: Clock, event: str, every: int) -> bool:
     The interval is the drift's, and no shorter than one step in the first ten, and one more after each ten more.
     """
     return clock["step"] - clock[event] >= min(every, max(int(clock["interval"]), 1 + clock["step"] // RAMP))
+
+
+def due_to_measure(clock: Clock, every: int) -> bool:
+    """Whether a step's length is to be measured: at the first steps, then ever more seldom, at most `every` apart."""
+    return clock["step"] - clock["measured"] >= min(every, max(1, clock["step"] // BEFORE))
+
+
+def recent_form(clock: Clock, rate: float) -> float | None:
+    """The blocks' form along a step of fixed length at this learning rate, as it was lately; None: compute it.
+
+    Args:
+        clock: Knows when it was computed.
+        rate: The largest learning rate.
+    """
+    fresh = clock["formed"] >= 0 and clock["step"] - clock["formed"] < FORMED
+    return clock["form"] * rate**2 if fresh else None
+
+
+def keep_form(clock: Clock, form: float, rate: float) -> None:
+    """Remember a form that was computed at this rate."""
+    if rate > 0 and math.isfinite(form):
+        clock |= {"formed": clock["step"], "form": form / rate**2}
+
+
+def trust_form(clock: Clock, kl: float, bound: float) -> None:
+    """Forget a form that was computed now, unless the step is far below its bound."""
+    if clock["formed"] == clock["step"] and not kl < ROOM * bound:
+        clock["formed"] = -1
 
 
 def pace(clock: Clock, change: float | None, most: int) -> None:

@@ -37,7 +37,7 @@ from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
-from natgrad.optim.schedule import due, is_watched, pace, start_clock
+from natgrad.optim.schedule import due, due_to_measure, is_watched, pace, start_clock
 from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, UNUSABLE, watch
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sample_examples
@@ -118,7 +118,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
-        self._reader = Reader(self.model, self._named, structure.estimate, structure.seed, self._ranks)
+        self._reader = Reader(self.model, self._named, structure, self._ranks)
         self._blocks = BlockAverages(
             structure, self._named, self.state, Owners(self._ranks, *check_share(chosen.share))
         )
@@ -240,7 +240,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         if bool(torch.isfinite(own.value)) or (self._ranks.size > 1 and not own.rows):
             with full_precision(self._named):  # users call this under autocast, which would round second moments
                 # labels that a metric was estimated from measure it too short along the direction that it gives
-                measuring = self._measures() and self._due("measured", max(MEASURED, self.update_every))
+                measuring = self._measures() and due_to_measure(self._clock, max(MEASURED, self.update_every))
                 apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
                 reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
                 if reading is not None:

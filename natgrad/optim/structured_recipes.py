@@ -72,7 +72,9 @@ def kfac(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    return build(model, criterion, Kronecker(decay, estimate, factored=True), lr, heed_noise(options), damping=SAFE)
+    return build(
+        model, criterion, Kronecker(decay, estimate, factored=True, rows=2), lr, heed_noise(options), damping=SAFE
+    )
 
 
 @with_options(BlockOptions, BlockSettings, damping=SAFE)

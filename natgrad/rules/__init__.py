@@ -5,7 +5,8 @@ from natgrad.rules.bent_step import BentStep
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
-from natgrad.rules.quadratic import BlockStep, FlatStep, Lazy, Memory, Parts, Quadratic, Step, Vector, inner_product
+from natgrad.rules.parts import Memory, Parts, Vector, inner_product
+from natgrad.rules.quadratic import BlockStep, FlatStep, Lazy, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.step_rules import (
     LineSearch,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from natgrad.operators import Operator
 from natgrad.rules.block_point import BlockPoint
-from natgrad.rules.quadratic import Memory, Quadratic, Step, Vector
+from natgrad.rules.parts import Memory, Vector
+from natgrad.rules.quadratic import Quadratic, Step
 
 Objective = Callable[[Vector], float]
 
@@ -27,6 +28,8 @@ class Rule(ABC):
     """False if `shape` does without `block.inverse`: none is computed then."""
     needs_form: ClassVar[bool] = True
     """False if the rule never asks for `Quadratic.kl` or another form along a step: nothing is measured then."""
+    steady: ClassVar[bool] = False
+    """True if the length of what `shape` makes is not that of the gradient: its form is then asked now and then."""
     needs_counts: ClassVar[bool] = False
     """True if the rule uses `Quadratic.counts`, the examples of the step and those seen so far."""
     needs_solver: ClassVar[bool] = False

@@ -6,7 +6,8 @@ import math
 
 from torch import Tensor
 
-from natgrad.rules.quadratic import Parts, Quadratic, Step
+from natgrad.rules.parts import Parts
+from natgrad.rules.quadratic import Quadratic, Step
 
 SLACK = 0.02
 """A share of the bound that is left over: a measurement is a difference of outputs, and not quite straight."""

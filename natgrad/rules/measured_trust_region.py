@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from natgrad.rules.base import Objective, Rule, require_loss
-from natgrad.rules.quadratic import Memory, Quadratic, Step, Vector
+from natgrad.rules.parts import Memory, Vector
+from natgrad.rules.quadratic import Quadratic, Step
 from natgrad.rules.step_rules import check_backtracking
 
 SLACK = 1e-3

@@ -12,7 +12,8 @@ from torch import Tensor
 from natgrad.operators import Operator
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
-from natgrad.rules.quadratic import Memory, Parts, Quadratic, Step
+from natgrad.rules.parts import Memory, Parts
+from natgrad.rules.quadratic import BlockStep, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.step_rules import MeasuredLength
 from natgrad.typed_torch import measure_norm
@@ -59,6 +60,8 @@ class NoiseAware(Rule):
     noise: float = 0.26
     spectral: SpectralDescent = SpectralDescent()
 
+    steady = True
+
     def __post_init__(self) -> None:
         MeasuredLength(self.max_kl, self.kl_share, self.warm)
         if not self.move > 0:
@@ -81,7 +84,9 @@ class NoiseAware(Rule):
         return self.spectral.shape(block)
 
     def kl_bound(self, model: Quadratic) -> Tensor | float:
-        return self.max_kl if model.turned else MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
+        if model.turned:
+            return min(self.max_kl, float(self.spectral.kl_bound(model)))
+        return MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
@@ -110,9 +115,11 @@ def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
     if not bool((factors < 1).any()):
         return step
     shares = {name: factor for names, factor in zip(layers, factors, strict=True) for name in names}
-    parts = {name: part * shares[name].to(part) for name, part in vector.parts.items()}
-    limited = model.along(Parts(parts, vector.rates, vector.length))
-    limited.form()  # so that it is reported
+    limited = step.scale_layers(shares) if isinstance(step, BlockStep) else None
+    if limited is None:
+        parts = {name: part * shares[name].to(part) for name, part in vector.parts.items()}
+        limited = model.along(Parts(parts, vector.rates, vector.length))
+        limited.form()  # so that it is reported
     return limited
 
 

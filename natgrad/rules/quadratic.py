@@ -4,100 +4,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from natgrad.operators import Operator
+from natgrad.rules.parts import Parts, Vector
 from natgrad.solvers import Subspace
 from natgrad.typed_torch import measure_norm
-
-
-class Parts:
-    """A vector over parameters that lie apart: d_p = length * rate_p * part_p, by name. No flat copy is made.
-
-    It has what rules do with a flat vector (n,): `a * v`, `v + w`, `v @ w`, `-v`, `v.norm()`, `v.clone()`.
-
-    Args:
-        parts: Tensors by name.
-        rates: A factor by name; None: 1 for all.
-        length: A factor that all have in common: a number, or a scalar tensor.
-    """
-
-    def __init__(
-        self, parts: Mapping[str, Tensor], rates: Mapping[str, float] | None = None, length: Tensor | float = 1.0
-    ) -> None:
-        self.parts, self.rates, self.length = parts, rates, length
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
-
-    def __getitem__(self, name: str) -> Tensor:
-        part = self.rate(name) * self.parts[name]
-        return part * as_factor(self.length, part)
-
-    def rate(self, name: str) -> float:
-        """The factor of one parameter, without the common one.
-
-        Args:
-            name: The parameter's.
-        """
-        return 1.0 if self.rates is None else self.rates[name]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The entries by name."""
-        return {name: self[name] for name in self.parts}
-
-    def __mul__(self, factor: Tensor | float) -> Parts:
-        return Parts(self.parts, self.rates, self.length * factor)
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> Parts:
-        return -1.0 * self
-
-    def __add__(self, other: Parts) -> Parts:
-        found = other.tensors()
-        for name in self.parts:
-            found[name] = self[name] + found[name] if name in found else self[name]
-        return Parts(found)
-
-    def __sub__(self, other: Parts) -> Parts:
-        return self + -1.0 * other
-
-    def __matmul__(self, other: Parts) -> Tensor:
-        """The inner product, a scalar tensor; entries that only one of them has count as zero in the other."""
-        pairs = [
-            self.rate(name) * other.rate(name) * inner_product(part, other.parts[name])
-            for name, part in self.parts.items()
-            if name in other.parts
-        ]
-        whole = torch.stack(pairs).sum() if pairs else torch.zeros(())
-        return whole * as_factor(self.length, whole) * as_factor(other.length, whole)
-
-    def square(self, name: str) -> Tensor:
-        """|d_p|^2 of one parameter, a scalar tensor.
-
-        Args:
-            name: The parameter's.
-        """
-        part = self.parts[name]
-        square = inner_product(part, part) * self.rate(name) ** 2
-        return square * as_factor(self.length, square) ** 2
-
-    def norm(self) -> Tensor:
-        """|d|, a scalar tensor."""
-        return (self @ self).sqrt()
-
-    def clone(self) -> Parts:
-        """The same with memory of its own."""
-        return Parts(self.tensors())
-
-
-Vector = Tensor | Parts
-Memory = dict[str, Vector]
 
 
 class Step(ABC):
@@ -215,6 +131,11 @@ class Lazy:
             self.value = self.make()
         return self.value
 
+    @property
+    def is_known(self) -> bool:
+        """True if asking for it costs nothing."""
+        return self.value is not None
+
     def scale_by(self, factor: Tensor | float) -> Lazy:
         """factor times it.
 
@@ -234,6 +155,7 @@ class BlockStep(Step):
         promise: d^T (G~ + damping I) d of the blocks G~.
         ratio: true over promise, where it was measured.
         levels: Damping by name.
+        forms: The promise by names of parameters, where it is known in parts: disjoint names, and their share of it.
     """
 
     vector: Parts  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
@@ -241,11 +163,30 @@ class BlockStep(Step):
     promise: Lazy
     ratio: Tensor | None
     levels: Mapping[str, float]
+    forms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def scale_by(self, factor: Tensor | float) -> BlockStep:
         square = factor * factor
         true, promise = self.true.scale_by(square), self.promise.scale_by(square)
-        return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels)
+        forms = {name: square * form for name, form in self.forms.items()}
+        return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels, forms)
+
+    def scale_layers(self, factors: Mapping[str, Tensor]) -> BlockStep | None:
+        """The step with each layer's part times a factor of its own, without a product; None where that takes one.
+
+        d^T G d changes as much as what the blocks promise.
+
+        Args:
+            factors: By name, equal for the parameters of a block.
+        """
+        if not self.forms or not self.promise.is_known:
+            return None
+        parts = {name: part * factors[name].to(part) for name, part in self.vector.parts.items()}
+        forms = {name: form * factors[name].to(form) ** 2 for name, form in self.forms.items()}
+        whole = torch.stack([form.to(self.promise().device) for form in forms.values()]).sum()
+        true = Lazy(value=whole if self.ratio is None else self.ratio.to(whole) * whole)
+        vector = Parts(parts, self.vector.rates, self.vector.length)
+        return BlockStep(vector, true, Lazy(value=whole), self.ratio, self.levels, forms)
 
     def form(self) -> Tensor:
         return self.true()
@@ -378,18 +319,3 @@ class Quadratic:
     def nothing(self) -> Step:
         """The zero step."""
         return self.proposal.nothing()  # zeros, not 0 times a proposal that may be infinite
-
-
-def inner_product(first: Tensor, second: Tensor) -> Tensor:
-    """The inner product of two tensors of one shape, without a copy where they lie in one piece.
-
-    Args:
-        first: Any tensor.
-        second: One of the same shape, whose dtype the product has.
-    """
-    return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
-
-
-def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:
-    """A common factor in the dtype and on the device of what it multiplies."""
-    return length.to(like) if isinstance(length, Tensor) else length

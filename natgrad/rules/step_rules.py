@@ -10,7 +10,8 @@ from torch import Tensor
 
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.kl_bound import hold_kl, share_of_rate
-from natgrad.rules.quadratic import Memory, Quadratic, Step
+from natgrad.rules.parts import Memory
+from natgrad.rules.quadratic import Quadratic, Step
 
 
 @dataclass(frozen=True)

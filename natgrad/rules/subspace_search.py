@@ -10,7 +10,8 @@ from torch import Tensor
 
 from natgrad.linalg import eigh
 from natgrad.rules.base import Objective, Rule, require_loss
-from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step
+from natgrad.rules.parts import Memory
+from natgrad.rules.quadratic import FlatStep, Quadratic, Step
 from natgrad.solvers import Subspace
 from natgrad.typed_torch import measure_norm
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ from natgrad.structures.running_average import accumulate_total
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
 SIDES = ("left", "right")
+FEWEST = 512
+"""Rows of a pass that factors are taken from, if there are as many."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,11 @@ class Kronecker(Layerwise):
         factored: True for K-FAC's own damped inverse, with pi, instead of the exact one.
         largest: A factor with more rows keeps as few equal blocks of its diagonal as fit; 1 keeps the diagonal.
         budget: Likewise for a factor of more bytes.
+        rows: An optimiser takes the factors of a pass from so many rows (examples times positions) for each row of the
+            larger factor, and from 512 at the least, where the pass has half as many again. Default: from all.
 
     Raises:
-        ValueError: For a largest or a budget that no row fits.
+        ValueError: For a largest or a budget that no row fits, or rows that are not > 0.
 
     Reference:
         Martens & Grosse 2015; convolutions: Grosse & Martens 2016; shared weights: Eschenhagen et al. 2023.
@@ -57,10 +62,16 @@ class Kronecker(Layerwise):
     factored: bool = False
     largest: int = 8192
     budget: int = 2**28
+    rows: float = math.inf
 
     def __post_init__(self) -> None:
         super().__post_init__()
         Room(self.largest, self.budget)
+        if not self.rows > 0:
+            raise ValueError(f"rows is {self.rows}, expected a number > 0; math.inf for all rows of a pass")
+
+    def rows_needed(self, layer: Layer) -> float:
+        return math.inf if self.reduce else max(FEWEST, self.rows * max(layer.layout.matrix_shape[1:]))
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         return accumulate_statistics(before, layer_factors(seen, self.reduce, Room(self.largest, self.budget)), decay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,14 @@ class Layerwise(Structure):
         Returns:
             Tensors by name.
         """
+
+    def rows_needed(self, layer: Layer) -> float:
+        """Examples times positions of a pass that a layer's statistics need; math.inf, the default, for all there are.
+
+        Args:
+            layer: The layer.
+        """
+        return math.inf
 
     @abstractmethod
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:

@@ -37,6 +37,16 @@ def test_polar_factor_by_products_is_that_of_the_singular_vectors(shape: tuple[i
     assert not polar(torch.zeros(shape)).any()
 
 
+@pytest.mark.parametrize("shape", [(40, 50), (30, 90), (90, 30)])
+def test_five_iterations_leave_singular_values_near_one_in_single_precision_too(shape: tuple[int, int]) -> None:
+    left, values, right = torch.linalg.svd(draw(*shape), full_matrices=False)
+    matrix = (left * values.new_tensor(0.8).pow(torch.arange(len(values)))) @ right  # down to 1.5e-4 or 1e-3
+    found = torch.linalg.svdvals(polar(matrix.float(), 5))
+    large = int((0.8 ** torch.arange(len(values)) > 1.5e-3 * matrix.norm()).sum())
+    assert found.max() < 1.13
+    assert found[large - 1] > 0.87
+
+
 def test_whitened_second_moment_is_its_damped_share() -> None:
     rows = draw(40, 4) * torch.tensor([3.0, 1.0, 0.1, 0.0], dtype=F64)
     moment = rows.mT @ rows / 40
@@ -64,7 +74,7 @@ def test_a_spectral_step_is_the_written_out_one() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     x, y = draw(50, 4), draw(50, 3, seed=1)
-    rule = SpectralDescent(length=0.1, damping=0.2, ahead=0.25)
+    rule = SpectralDescent(length=0.1, damping=0.2, ahead=0.25, iterations=7)
     opt = ng.kfac(model, nn.MSELoss(), rule=rule, lr=0.5)
     before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
     train(model, opt, [(x, y)])
@@ -188,7 +198,9 @@ def test_settings_are_checked(settings: dict[str, float]) -> None:
         NoiseAware(**settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("settings", [{"length": 0.0}, {"damping": 0.0}, {"ahead": 1.5}, {"vectors": -1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"length": 0.0}, {"damping": 0.0}, {"ahead": 1.5}, {"vectors": -1.0}, {"iterations": 8}]
+)
 def test_settings_of_spectral_steps_are_checked(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         SpectralDescent(**settings)

@@ -1,0 +1,143 @@
+"""Factors from a part of a pass's rows, lengths that are measured now and then, forms that are believed for a while."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.layers.moments import Seen, spread_rows
+from natgrad.optim.block_averages import BlockAverages
+from natgrad.optim.schedule import FORMED, due_to_measure, keep_form, recent_form, start_clock, trust_form
+from natgrad.rules import BlockStep, Lazy, Parts, SpectralDescent
+
+CE = nn.CrossEntropyLoss()
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("count", "some"), [(1000, 100), (2048, 1026), (997, 512), (640, 64)])
+def test_rows_are_spread_over_the_pass_and_over_every_period_in_it(count: int, some: int) -> None:
+    kept = spread_rows(count, some, torch.device("cpu"))
+    assert 0.7 * some <= len(kept) <= 1.5 * some
+    assert len(kept.unique()) == len(kept)
+    assert int(kept.max()) < count
+    stretch = round(count / some)
+    phases = torch.bincount(kept % stretch, minlength=stretch)
+    assert int(phases.max() - phases.min()) <= 1
+
+
+def read_factors(rows: float, model: nn.Module, x: Tensor, y: Tensor, steps: int = 4) -> dict[str, dict[str, Tensor]]:
+    """The running averages' factors by layer, after some readings at one point."""
+    opt = ng.StructuredNaturalGradient(model, CE, ng.Kronecker(0.95, rows=rows), lr=0.0, measure=False)
+    for _ in range(steps):
+        opt.zero_grad()
+        opt.loss(model(x), y).backward()
+        opt.step()
+    found = {}
+    for key, block in opt._blocks.all.items():
+        numbers = opt._blocks.of(block)
+        found[key] = {side: t / numbers["weight"] for side, t in numbers["totals"].items()}
+    return found
+
+
+def sequence_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3), nn.Flatten(0, 1))
+
+
+def image_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(20, 3))
+
+
+@pytest.mark.parametrize("name", ["sequence", "image"])
+def test_factors_of_a_part_of_the_rows_are_those_of_all_up_to_chance(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "sequence":
+        model, x, y = sequence_model(), draw(30, 40, 6), torch.randint(3, (1200,))
+    else:
+        model, x, y = image_model(), draw(300, 2, 8, 8), torch.randint(3, (300,))
+    every, some = read_factors(math.inf, model, x, y), read_factors(2, model, x, y)
+    assert any(not torch.equal(every[key]["left"], some[key]["left"]) for key in every)
+    for key, factors in every.items():
+        for side, factor in factors.items():
+            assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (key, side)
+
+
+def test_passes_with_few_rows_are_taken_whole() -> None:
+    torch.manual_seed(0)
+    model, x, y = sequence_model(), draw(15, 40, 6), torch.randint(3, (600,))
+    every, some = read_factors(math.inf, model, x, y, 2), read_factors(2, model, x, y, 2)
+    for key, factors in every.items():
+        torch.testing.assert_close(some[key], factors, rtol=0, atol=0)
+
+
+def test_a_part_of_equal_rows_weighs_as_much_as_all() -> None:
+    a, delta = draw(1, 1, 1, 4).expand(100, 30, 1, 4), draw(1, 1, 1, 3).expand(100, 30, 1, 3)
+    layer: Any = type("Layer", (), {"layout": type("Layout", (), {"matrix_shape": (1, 3, 4)}), "is_routed": False})
+    thin = Seen(layer, a, [delta]).thin(600)
+    assert len(thin.activations) == 600
+    squares = thin.deltas[0].flatten(0, 2)
+    torch.testing.assert_close(squares.mT @ squares, delta.flatten(0, 2).mT @ delta.flatten(0, 2), rtol=1e-5, atol=0)
+
+
+def test_rows_are_checked() -> None:
+    with pytest.raises(ValueError, match="rows is 0"):
+        ng.Kronecker(rows=0)
+
+
+def test_layers_of_a_step_are_scaled_without_a_product() -> None:
+    forms = {"a": torch.tensor(2.0), "c": torch.tensor(5.0)}
+    vector = Parts({"a": draw(3), "b": draw(2), "c": draw(4)}, length=0.5)
+    whole = Lazy(value=torch.tensor(7.0))
+    step = BlockStep(vector, whole.scale_by(3.0), whole, torch.tensor(3.0), {}, forms).scale_by(0.1)
+    factors = {"a": torch.tensor(0.5), "b": torch.tensor(0.5), "c": torch.tensor(1.0)}
+    scaled = step.scale_layers(factors)
+    assert scaled is not None
+    assert float(scaled.promised_form(0.0)) == pytest.approx(0.01 * (2.0 / 4 + 5.0))
+    assert float(scaled.form()) == pytest.approx(0.03 * (2.0 / 4 + 5.0))
+    for name, factor in factors.items():
+        torch.testing.assert_close(scaled.vector[name], factor * 0.1 * vector[name])
+    assert BlockStep(vector, whole, whole, None, {}).scale_layers(factors) is None  # known as a whole alone
+
+
+def test_lengths_are_measured_ever_more_seldom() -> None:
+    clock, measured = start_clock(), []
+    for step in range(100):
+        clock["step"] = step
+        if due_to_measure(clock, 20):
+            clock["measured"] = step
+            measured.append(step)
+    assert measured[:5] == [0, 1, 2, 3, 5]
+    assert max(b - a for a, b in pairwise(measured)) == 20
+
+
+def test_a_form_is_believed_for_some_steps_where_it_is_far_below_the_bound() -> None:
+    clock = start_clock() | {"step": 7}
+    assert recent_form(clock, 0.5) is None
+    keep_form(clock, 3.0, 0.5)
+    trust_form(clock, 0.01, 1.0)
+    assert recent_form(clock | {"step": 6 + FORMED}, 0.25) == pytest.approx(3.0 / 4)
+    assert recent_form(clock | {"step": 7 + FORMED}, 0.25) is None
+    trust_form(clock, 0.5, 1.0)
+    assert recent_form(clock, 0.5) is None
+
+
+def test_spectral_steps_far_below_their_bound_ask_for_their_form_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, forms = [], BlockAverages.forms
+    monkeypatch.setattr(BlockAverages, "forms", lambda *args: counted.append(0) or forms(*args))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    opt = ng.kfac(model, CE, rule=SpectralDescent(length=0.003))
+    x, y = draw(64, 6), torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
+    for _ in range(30):
+        opt.zero_grad()
+        opt.loss(model(x), y).backward()
+        opt.step()
+    assert len(counted) < 20  # with those for measurements
