@@ -59,6 +59,7 @@ from natgrad.families import Multinomial as Multinomial
 from natgrad.families import Product as Product
 from natgrad.families import SubModel as SubModel
 from natgrad.families import exact_natural_gradient_of_mean as exact_natural_gradient_of_mean
+from natgrad.layers import recalibrate as recalibrate
 from natgrad.metrics import Langevin as Langevin
 from natgrad.metrics import Metric as Metric
 from natgrad.metrics import (

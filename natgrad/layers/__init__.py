@@ -16,6 +16,7 @@ from natgrad.layers.layout import Layout
 from natgrad.layers.model_layers import ModelLayers
 from natgrad.layers.moments import Seen, layer_bias_rows, layer_squares, layer_units
 from natgrad.layers.pieces import Room
+from natgrad.layers.recalibration import recalibrate
 from natgrad.layers.registry import register
 from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls
 from natgrad.layers.traced import Traced, find_products
@@ -50,6 +51,7 @@ __all__ = [
     "layer_squares",
     "layer_units",
     "partitions",
+    "recalibrate",
     "record_calls",
     "register",
 ]

@@ -1,0 +1,212 @@
+"""Running statistics of batch norm, estimated anew from the data: what evaluation needs after long steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.checks import check_integer
+from natgrad.pure import BATCH_NORMS, map_tensors, mark_evaluation
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def recalibrate(
+    model: Model,
+    loader: Iterable[Any],
+    *,
+    forward: Callable[[Model, Any], Any] | None = None,
+    batches: int | None = None,
+    passes: int = 1,
+) -> Model:
+    """Set the running means and variances of every batch norm to those of the data, under the weights of now.
+
+    Running averages remember some ten updates, and steps of the natural gradient are long: a network that is right on
+    its own batches can be far off in evaluation mode. Call this before an evaluation. Means and variances are those of
+    all examples together, whatever the sizes of batches, without dropout. Parameters, gradients, modes, other buffers
+    and torch's random state stay as they are; after an error or Ctrl-C the running statistics do too.
+
+    In the first pass every norm uses the statistics of its batch, as in training, and so do those behind it
+    ("precise batch norm", Wu & Johnson 2021). A further pass is in evaluation mode: after as many as there are norms
+    behind one another, each has exactly the mean and the variance of what it gets in evaluation.
+
+    Args:
+        model: A module with batch norms.
+        loader: Batches: tensors, (inputs, targets, ...), or dicts of keyword arguments. Only inputs are used, and moved
+            to the model's device. With `passes` above 1 it is run through again.
+        forward: Runs a batch of another kind through the model, as in `lambda model, batch: model(batch.images)`.
+        batches: Use this many batches of each pass at most.
+        passes: How often the data is run through.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If there is no batch norm with running statistics, or no data.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(1))
+        >>> x = torch.tensor([[1.0], [2.0], [6.0]])
+        >>> ng.recalibrate(net, [x[:2], x[2:]])[0].running_mean
+        tensor([3.])
+    """
+    check_integer("passes", passes)
+    if batches is not None:
+        check_integer("batches", batches)
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, BATCH_NORMS) and m.running_mean is not None}
+    if not norms:
+        raise ValueError("model has no batch norm with running statistics: there is nothing to recalibrate")
+    run = run_batch if forward is None else forward
+    devices = {buffer.device for buffer in model.buffers() if buffer.device.type == "cuda"}
+    random = torch.random.fork_rng(devices)
+    with keep_modes(model), keep_statistics(list(norms.values())) as commit, random, mark_evaluation():
+        model.eval()
+        for number in range(passes):
+            listeners = [NormListener(norm, by_batch=number == 0) for norm in norms.values()]
+            try:
+                count = run_batches(model, loader, run, batches)
+            finally:
+                for listener in listeners:
+                    listener.detach()
+            if not count:
+                again = ", as an iterator that is used up: give a DataLoader or a list" if number else ""
+                raise ValueError(f"loader has no batches in pass {number + 1}{again}")
+            for listener in listeners:
+                listener.write()
+        missing = [name for name, heard in zip(norms, listeners, strict=True) if heard.moments is None]
+        if len(missing) == len(norms):
+            raise ValueError("no batch norm was called; give the module itself and not a compiled or traced one")
+        commit()
+    if missing:
+        warnings.warn(f"batch norms {missing} were not called and keep their statistics", stacklevel=2)
+    return model
+
+
+def run_batches(model: Any, loader: Iterable[Any], run: Callable[[Any, Any], Any], batches: int | None) -> int:
+    """Runs batches through the model, without gradients; how many."""
+    count = 0
+    with torch.no_grad():
+        for batch in islice(loader, batches):
+            run(model, batch)
+            count += 1
+    return count
+
+
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch: a tensor, a dict of arguments, or the first of a tuple or list."""
+    device = next((p.device for p in model.parameters()), None) or next(b.device for b in model.buffers())
+    if isinstance(batch, dict):
+        return model(**map_tensors(batch, lambda t: t.to(device)))
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch
+    return model(map_tensors(inputs, lambda t: t.to(device)))
+
+
+@contextmanager
+def keep_modes(model: nn.Module) -> Iterator[None]:
+    """Gives every module's mode back at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def keep_statistics(norms: list[nn.Module]) -> Iterator[Callable[[], None]]:
+    """Gives the norms' buffers back at the end: the running ones not if the given function was called."""
+    named = [(name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    kept = [(name.startswith("running"), buffer, buffer.clone()) for name, buffer in named]
+    done = False
+
+    def commit() -> None:
+        nonlocal done
+        done = True
+
+    try:
+        yield commit
+    finally:
+        with torch.no_grad():
+            for running, buffer, old in kept:
+                if not (done and running):
+                    buffer.copy_(old)
+
+
+@dataclass(frozen=True)
+class ChannelMoments:
+    """How many values each channel had, their mean, and the sum of their squared deviations from it.
+
+    Args:
+        count: A number.
+        mean: Shape (channels,).
+        scatter: Shape (channels,).
+    """
+
+    count: int
+    mean: Tensor
+    scatter: Tensor
+
+    @classmethod
+    def read(cls, inputs: Tensor) -> ChannelMoments:
+        """Those of inputs (b, channels, ...), in float64 where there is one."""
+        wide = inputs.detach() if inputs.device.type == "mps" else inputs.detach().double()
+        rows = wide.movedim(1, -1).reshape(-1, inputs.shape[1])
+        mean = rows.mean(0)
+        return cls(len(rows), mean, (rows - mean).square().sum(0))
+
+    def add(self, other: ChannelMoments) -> ChannelMoments:
+        """Those of both together (Chan, Golub & LeVeque 1979)."""
+        count = self.count + other.count
+        away = other.mean - self.mean
+        scatter = self.scatter + other.scatter + away.square() * (self.count * other.count / count)
+        return ChannelMoments(count, self.mean + away * (other.count / count), scatter)
+
+    @property
+    def variance(self) -> Tensor:
+        """With the divisor n - 1, as torch's running variance."""
+        return self.scatter / max(1, self.count - 1)
+
+
+class NormListener:
+    """Reads what a batch norm gets.
+
+    Args:
+        norm: The module, which is heard until `detach`.
+        by_batch: Let it normalise by its batch, and not by its running statistics. A batch with one value per channel
+            has none, and is normalised by the data until then.
+    """
+
+    def __init__(self, norm: Any, *, by_batch: bool) -> None:
+        self.norm, self.by_batch = norm, by_batch
+        self.moments: ChannelMoments | None = None
+        self._handle = norm.register_forward_pre_hook(self._read)
+
+    def _read(self, norm: Any, args: tuple[Any, ...]) -> None:
+        found = ChannelMoments.read(args[0])
+        if found.count == 0:
+            norm.training = False
+            return
+        self.moments = found if self.moments is None else self.moments.add(found)
+        norm.training = self.by_batch and found.count > 1
+        if self.by_batch and found.count == 1 and self.moments.count > 1:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the running statistics, where anything was heard."""
+        if self.moments is None:
+            return
+        with torch.no_grad():
+            self.norm.running_mean.copy_(self.moments.mean)
+            self.norm.running_var.copy_(self.moments.variance)
+
+    def detach(self) -> None:
+        """No longer listens."""
+        self._handle.remove()
+        self.norm.training = False

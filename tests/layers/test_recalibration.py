@@ -1,0 +1,206 @@
+"""Running statistics of batch norm from the data: exact over the loader, and nothing else changes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import draw
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import natgrad as ng
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(3, 4, 2),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+        nn.BatchNorm1d(5),
+    ).double()
+    return model
+
+
+X = 1 + draw(23, 2, 5, 5)
+BATCHES = [X[:8], X[8:16], X[16:22], X[22:]]  # the last one has one row
+NORMS = (1, 5, 8)
+
+
+def heard_by(model: nn.Sequential, place: int, x: Tensor) -> Tensor:
+    """What a norm gets in evaluation mode, as rows of channels."""
+    model.eval()
+    with torch.no_grad():
+        return model[:place](x).movedim(1, -1).reshape(-1, model[place].num_features)
+
+
+def statistics(model: nn.Sequential) -> list[Tensor]:
+    return [t.clone() for k in NORMS for t in (model[k].running_mean, model[k].running_var)]  # type: ignore[misc]
+
+
+def everything_else(model: nn.Module) -> dict[str, Any]:
+    state = {name: value.clone() for name, value in model.state_dict().items() if "running" not in name}
+    modes = {name: module.training for name, module in model.named_modules()}
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    hooks = {name: len(module._forward_pre_hooks) for name, module in model.named_modules()}
+    return {"state": state, "modes": modes, "grads": grads, "hooks": hooks, "random": torch.get_rng_state()}
+
+
+def test_the_first_norm_has_the_moments_of_all_examples_together():
+    model = build()
+    assert ng.recalibrate(model, BATCHES) is model
+    rows = heard_by(model, 1, X)
+    assert_close(model[1].running_mean, rows.mean(0))
+    assert_close(model[1].running_var, rows.var(0))
+
+
+def test_a_norm_behind_another_one_has_those_of_normalised_batches_after_one_pass():
+    model = build()
+    ng.recalibrate(model, BATCHES[:2])
+    train = build().train()
+    train[3].eval()  # without dropout
+    with torch.no_grad():
+        rows = torch.cat([train[:5](x).movedim(1, -1).reshape(-1, 4) for x in BATCHES[:2]])
+    assert_close(model[5].running_mean, rows.mean(0))
+    assert_close(model[5].running_var, rows.var(0))
+
+
+def test_as_many_passes_as_norms_make_evaluation_exact():
+    model = build()
+    ng.recalibrate(model, BATCHES, passes=3)
+    for place in NORMS:
+        rows = heard_by(model, place, X)
+        assert_close(model[place].running_mean, rows.mean(0), rtol=1e-10, atol=1e-12)
+        assert_close(model[place].running_var, rows.var(0), rtol=1e-10, atol=1e-12)
+    before = statistics(model)
+    ng.recalibrate(model, [X[:3], X[3:]], passes=3)  # the sizes of batches do not count
+    for old, new in zip(before, statistics(model), strict=True):
+        assert_close(old, new, rtol=1e-9, atol=1e-11)
+
+
+def test_nothing_else_changes():
+    model = build()
+    model.train()
+    model[0].eval()
+    model(X).sum().backward()
+    before = everything_else(model)
+    ng.recalibrate(model, BATCHES, passes=2)
+    after = everything_else(model)
+    for part in ("modes", "hooks"):
+        assert before[part] == after[part]
+    for part in ("state", "grads"):
+        assert all(torch.equal(value, after[part][name]) for name, value in before[part].items())
+    assert torch.equal(before["random"], after["random"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_error_leaves_all_as_it_was(error, passes):
+    model, calls = build().train(), []
+    before, rest = statistics(model), everything_else(model)
+
+    def stop_in_the_last_batch(net: nn.Module, batch: Tensor) -> None:
+        calls.append(1)
+        net(batch)
+        if len(calls) == passes * len(BATCHES):
+            raise error("stop")
+
+    with pytest.raises(error):
+        ng.recalibrate(model, BATCHES, forward=stop_in_the_last_batch, passes=passes)
+    assert all(torch.equal(old, new) for old, new in zip(before, statistics(model), strict=True))
+    after = everything_else(model)
+    assert rest["modes"] == after["modes"]
+    assert rest["hooks"] == after["hooks"]
+    assert torch.equal(model[5].num_batches_tracked, rest["state"]["5.num_batches_tracked"])  # type: ignore[arg-type]
+
+
+def test_batches_of_any_kind():
+    expected = build()
+    ng.recalibrate(expected, BATCHES)
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build()
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.net(images)
+
+    pairs, lists, named, own, few = build(), build(), Named(), build(), build()
+    ng.recalibrate(pairs, ((x, torch.zeros(len(x))) for x in BATCHES))
+    ng.recalibrate(lists, [[x] for x in BATCHES])
+    ng.recalibrate(named, [{"images": x} for x in BATCHES])
+    ng.recalibrate(own, [x.flatten() for x in BATCHES], forward=lambda net, x: net(x.view(-1, 2, 5, 5)))
+    ng.recalibrate(few, [*BATCHES, 1e9 * X], batches=4)
+    for model in (pairs, lists, named.net, own, few):
+        for old, new in zip(statistics(expected), statistics(model), strict=True):
+            assert torch.equal(old, new)
+
+
+def test_float16_sums_do_not_overflow():
+    model = nn.Sequential(nn.BatchNorm1d(1)).half()
+    x = torch.full((5000, 1), 300.0).half()
+    x[::2] += 1
+    model[0].forward = lambda y: y  # type: ignore[method-assign]
+    ng.recalibrate(model, [x])
+    assert_close(model[0].running_mean, torch.tensor([300.5]).half())
+    assert_close(model[0].running_var, torch.tensor([0.25]).half(), rtol=1e-2, atol=0)
+
+
+def test_an_optimizer_does_not_hear_it():
+    """Training does not read running statistics, so steps are the same with and without."""
+    x, y, trained = draw(16, 4), torch.arange(16) % 2, []
+    for between in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+        opt = ng.kfac(model, nn.CrossEntropyLoss())
+        for _ in range(3):
+            opt.zero_grad()
+            opt.loss(model(x), y).backward()
+            if between:
+                ng.recalibrate(model, [1e3 * draw(8, 4, seed=1)])
+            opt.step()
+        trained.append(list(model.parameters()))
+    for p, q in zip(*trained, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_norms_that_are_not_called_are_named():
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    with pytest.warns(UserWarning, match=r"\['unused'\] were not called"):
+        ng.recalibrate(Half(), [torch.randn(4, 2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ng.recalibrate(nn.Sequential(nn.BatchNorm1d(2)), [torch.randn(4, 2)])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ng.recalibrate(nn.Linear(2, 2), [torch.ones(3, 2)]), "no batch norm"),
+        (lambda: ng.recalibrate(nn.BatchNorm1d(2, track_running_stats=False), [torch.ones(3, 2)]), "no batch norm"),
+        (lambda: ng.recalibrate(nn.BatchNorm1d(2), []), "no batches in pass 1"),
+        (lambda: ng.recalibrate(nn.BatchNorm1d(2), iter([torch.ones(3, 2)]), passes=2), "pass 2.*used up"),
+        (lambda: ng.recalibrate(nn.BatchNorm1d(2), [torch.ones(3, 2)], passes=0), "passes is 0"),
+        (lambda: ng.recalibrate(nn.BatchNorm1d(2), [torch.ones(3, 2)], batches=0), "batches is 0"),
+        (lambda: ng.recalibrate(nn.BatchNorm1d(2), [1], forward=lambda m, b: None), "no batch norm was called"),
+    ],
+)
+def test_errors_name_what_is_wrong(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
