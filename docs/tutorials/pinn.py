@@ -8,7 +8,7 @@
 # ## The equation
 #
 # We look for u with -(u_xx + u_yy) = 2 pi^2 sin(pi x) sin(pi y) in the unit square and u = 0 on its edges. The solution
-# is sin(pi x) sin(pi y), so we can look at the error. Install the library with `pip install natgrad`.
+# is sin(pi x) sin(pi y), so we can look at the error.
 
 # %%
 import math
