@@ -32,6 +32,41 @@ class SampleRows(Protocol):
         ...
 
 
+class WrittenColumns:
+    """U as a matrix.
+
+    Args:
+        matrix: Shape (n, r).
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix, self.rank = matrix, matrix.shape[1]
+
+    def mv(self, weights: Tensor) -> Tensor:
+        """U w, shape (n,).
+
+        Args:
+            weights: w, shape (r,).
+        """
+        return self.matrix @ weights
+
+    def rmv(self, vector: Tensor) -> Tensor:
+        """U^T v, shape (r,).
+
+        Args:
+            vector: v, shape (n,).
+        """
+        return self.matrix.mT @ vector
+
+    def lower_gram(self) -> Tensor:
+        """U^T U, shape (r, r)."""
+        return self.matrix.mT @ self.matrix
+
+    def dense(self) -> Tensor:
+        """U itself, shape (n, r)."""
+        return self.matrix
+
+
 class ScaledRows:
     """c U.
 

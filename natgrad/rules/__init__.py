@@ -3,6 +3,7 @@
 from natgrad.rules.base import Objective, Rule, refuse_measured_kl, require_loss
 from natgrad.rules.bent_step import BentStep
 from natgrad.rules.block_point import BlockPoint
+from natgrad.rules.grid_search import GridSearch
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.parts import Memory, Parts, Vector, inner_product
@@ -26,6 +27,7 @@ __all__ = [
     "BlockStep",
     "Differentiable",
     "FlatStep",
+    "GridSearch",
     "Lazy",
     "LineSearch",
     "MeasuredLength",

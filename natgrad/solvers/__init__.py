@@ -6,6 +6,9 @@ from natgrad.solvers.cg import CG
 from natgrad.solvers.direct import Direct
 from natgrad.solvers.least_squares import Factorised, LeastSquares
 from natgrad.solvers.minres_qlp import MinresQLP
+from natgrad.solvers.nystrom import Nystrom
+from natgrad.solvers.pseudo_inverse import PseudoInverse
+from natgrad.solvers.row_solver import FactorisedSystem, RowSolver
 from natgrad.solvers.sample_space import SampleSpace
 from natgrad.solvers.spring import Spring
 from natgrad.solvers.subspace import KrylovSubspace
@@ -15,10 +18,14 @@ __all__ = [
     "Auto",
     "Direct",
     "Factorised",
+    "FactorisedSystem",
     "Iterate",
     "KrylovSubspace",
     "LeastSquares",
     "MinresQLP",
+    "Nystrom",
+    "PseudoInverse",
+    "RowSolver",
     "SampleSpace",
     "Solution",
     "Solver",

@@ -11,11 +11,12 @@ from natgrad.linalg import Factor, cholesky, pseudo_solve
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, check_system, measure_solution
 from natgrad.solvers.direct import Direct
+from natgrad.solvers.row_solver import RowSolver, require_rows
 from natgrad.solvers.sample_space import SampleSpace
 
 
 @dataclass(frozen=True)
-class LeastSquares(Solver):
+class LeastSquares(RowSolver):
     """Cholesky of U U^T + l I (n, n) or of U^T U + l I (r, r), whichever is smaller, for G = U U^T with r columns.
 
     Where b = U w is known by its weights w, as in nonlinear least squares, `factorise` solves it as
@@ -38,18 +39,7 @@ class LeastSquares(Solver):
         return self._choose(operator).solve(operator, rhs, damping=damping, guess=guess)
 
     def factorise(self, operator: Operator, damping: float) -> Factorised:
-        """What solves (U U^T + damping I) x = U w for any w.
-
-        Args:
-            operator: G, with `sample_rows`.
-            damping: In the operator's units, >= 0.
-
-        Raises:
-            ValueError: For an operator without rows, or where both matrices are too large.
-        """
-        rows, direct = operator.sample_rows, isinstance(self._choose(operator), Direct)
-        if rows is None:
-            raise ValueError(f"operator {operator!r} has no rows; use solve(operator, b)")
+        rows, direct = require_rows(operator), isinstance(self._choose(operator), Direct)
         matrix = operator.dense() if direct else rows.lower_gram()
         matrix.diagonal().add_(damping)
         return Factorised(operator, matrix, cholesky(matrix), damping, direct)
@@ -60,7 +50,7 @@ class LeastSquares(Solver):
         if side > self.largest:
             raise ValueError(
                 f"operator has {operator.size} parameters and {rank} rows, and {self} factorises matrices up to "
-                f"{self.largest}: use fewer points, solver=ng.CG(), or raise largest"
+                f"{self.largest}: use fewer points, solver=ng.solvers.Nystrom(), or raise largest"
             )
         return SampleSpace() if rank is not None and rank < operator.size else Direct()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows
 from natgrad.operators import Operator
-from natgrad.solvers import Factorised, LeastSquares, Solution, Solver
+from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class DampedSystem:
     operator: Operator
     scale: Tensor | None
     level: float
-    factorised: Factorised | None
+    factorised: FactorisedSystem | None
 
     @staticmethod
     def of(solver: Solver, operator: Operator, units: Tensor | None, level: float) -> DampedSystem:
@@ -43,8 +43,9 @@ class DampedSystem:
         if units is not None and isinstance(rows, StackedRows):
             scale = units.rsqrt()
             operator = RowsOperator(rows.rescale(scale))
-        known = isinstance(solver, LeastSquares) and operator.sample_rows is not None
-        factorised = solver.factorise(operator, level) if known else None  # type: ignore[attr-defined]
+        factorised = None
+        if isinstance(solver, RowSolver) and operator.sample_rows is not None:
+            factorised = solver.factorise(operator, level)
         return DampedSystem(solver, operator, scale, level, factorised)
 
     def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:

@@ -1,0 +1,210 @@
+"""The solve in the space of very many rows: conjugate gradients behind a randomised Nystroem approximation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from natgrad.checks import check_integer, check_positive
+from natgrad.lapack import factor_or_nan, svd
+from natgrad.linalg import all_finite
+from natgrad.operators import Operator
+from natgrad.operators.sample_rows import SampleRows, WrittenColumns
+from natgrad.solvers.base import Solution, Status, check_system, measure_solution
+from natgrad.solvers.cg import CG
+from natgrad.solvers.row_solver import RowSolver, require_rows
+from natgrad.typed_torch import measure_norm
+
+
+@dataclass(frozen=True)
+class Nystrom(RowSolver):
+    """(K + l I) y = w for the kernel K = U^T U (r, r) of G = U U^T, without K: for points too many to factorise it.
+
+    K Omega for a drawn Omega (r, rank) gives K ~ V diag(s) V^T, whose damped inverse preconditions conjugate gradients.
+    With `max_steps=0` it is the solution itself. A step costs one product with U and one with U^T.
+
+    Args:
+        rank: Columns of Omega, at most r of them.
+        rtol: CG stops when |w - (K + l I) y| <= rtol |w|.
+        max_steps: Of CG, at most; 0 takes the approximation, as Guzman-Cordero et al. do.
+        seed: Of Omega, the same for every solve.
+
+    Reference:
+        Frangella, Tropp & Udell 2023 (the preconditioner); Guzman-Cordero et al. 2025 (in energy natural gradients).
+
+    Example:
+        >>> G = ng.operators.LowRankOperator(torch.eye(4, 3).double())
+        >>> found = ng.solvers.Nystrom(rank=2).solve(G + G, torch.ones(4).double(), damping=1.0)
+        >>> found.value  # 1 / (2 + 1), and 1 / 1 where G is zero
+        tensor([0.3333, 0.3333, 0.3333, 1.0000], dtype=torch.float64)
+    """
+
+    rank: int = 100
+    rtol: float = 1e-8
+    max_steps: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("rank", self.rank)
+        check_positive("rtol", self.rtol)
+        check_integer("max_steps", self.max_steps, 0)
+
+    def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
+        check_system(operator, rhs, damping, guess)
+        known = operator if operator.sample_rows is not None else WrittenRoot(operator)
+        system = self.factorise(known, damping)
+        y, steps, status = system.invert(system.rows.rmv(rhs))
+        if status is Status.NON_FINITE:
+            return Solution(torch.zeros_like(rhs), measure_norm(rhs), steps, status, torch.zeros_like(rhs))
+        found = measure_solution(operator.mv, rhs, damping, (rhs - system.rows.mv(y)) / damping, steps)
+        return replace(found, status=merge_status(status, found.status))
+
+    def factorise(self, operator: Operator, damping: float) -> NystromSystem:
+        if not damping > 0:
+            raise ValueError(f"damping is {damping}, expected a number > 0: {self} solves (K + damping I) y = w")
+        rows = require_rows(operator)
+        return NystromSystem(self, operator, rows, approximate_kernel(rows, operator, self.rank, self.seed), damping)
+
+
+class WrittenRoot(Operator):
+    """An operator with a root, seen by its columns.
+
+    Args:
+        operator: G.
+
+    Raises:
+        ValueError: If G has no root.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        root = operator.root()
+        if root is None:
+            raise ValueError(f"operator {operator!r} has no root U with G = U U^T; use ng.CG() or ng.Direct()")
+        self.columns, self.rank = root, root.shape[1]
+        self.size, self.dtype, self.device, self.facts = operator.size, operator.dtype, operator.device, operator.facts
+
+    @property
+    def sample_rows(self) -> SampleRows:
+        return WrittenColumns(self.columns)
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.columns @ (self.columns.mT @ vector)
+
+
+@dataclass(frozen=True, eq=False)
+class NystromSystem:
+    """(K + l I) y = w with an approximation of K at hand.
+
+    Args:
+        choices: The solver's settings.
+        operator: G = U U^T.
+        rows: U.
+        kernel: V (r, k) and s (k,), descending, with K ~ V diag(s) V^T.
+        damping: l.
+    """
+
+    choices: Nystrom
+    operator: Operator
+    rows: SampleRows
+    kernel: tuple[Tensor, Tensor]
+    damping: float
+
+    def solve(self, weights: Tensor) -> Solution:
+        """x of (U U^T + l I) x = U w.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        y, steps, status = self.invert(weights)
+        found = measure_solution(self.operator.mv, self.rows.mv(weights), self.damping, self.rows.mv(y), steps)
+        return replace(found, status=merge_status(status, found.status))
+
+    def invert(self, weights: Tensor) -> tuple[Tensor, int, Status]:
+        """y with (K + l I) y = w, the number of products with K, and why it stopped.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        vectors, sizes = self.kernel
+        if not (all_finite(weights) and all_finite(sizes)):
+            return torch.zeros_like(weights), 0, Status.NON_FINITE
+        if self.choices.max_steps == 0:
+            return SpectralInverse(vectors, sizes + self.damping, self.damping).mv(weights), 0, Status.MAX_STEPS
+        least = float(sizes[-1]) if len(sizes) < self.rows.rank else 0.0
+        guide = SpectralInverse(vectors, sizes + self.damping, least + self.damping)
+        solver = CG(rtol=self.choices.rtol, max_steps=self.choices.max_steps, progress=None, preconditioner=guide)
+        found = solver.solve(KernelOperator(self.rows, self.operator), weights, damping=self.damping)
+        return found.value, found.steps, found.status
+
+
+class KernelOperator(Operator):
+    """K = U^T U, by products with U.
+
+    Args:
+        rows: U.
+        like: G, for dtype and device.
+    """
+
+    def __init__(self, rows: SampleRows, like: Operator) -> None:
+        self.rows, self.size, self.dtype, self.device = rows, rows.rank, like.dtype, like.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        return self.rows.rmv(self.rows.mv(vector))
+
+
+class SpectralInverse(Operator):
+    """V diag(1 / s) V^T + (I - V V^T) / rest, with V^T V = I.
+
+    Args:
+        vectors: V, shape (r, k).
+        sizes: s > 0, shape (k,).
+        rest: A number > 0.
+    """
+
+    def __init__(self, vectors: Tensor, sizes: Tensor, rest: float) -> None:
+        self.vectors, self.sizes, self.rest = vectors, sizes, rest
+        self.size, self.dtype, self.device = len(vectors), vectors.dtype, vectors.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        inside = self.vectors.mT @ vector
+        return vector / self.rest + self.vectors @ (inside / self.sizes - inside / self.rest)
+
+
+def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """V (r, k) and s (k,) with K ~ V diag(s) V^T from K Omega: the stable way of Frangella et al., algorithm 2.1.
+
+    Args:
+        rows: U, K = U^T U.
+        operator: G, for dtype and device.
+        rank: k, at most r.
+        seed: Of Omega.
+    """
+    generator, shape = torch.Generator().manual_seed(seed), (rows.rank, min(rank, rows.rank))
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(
+        dtype=operator.dtype, device=operator.device
+    )
+    omega = svd(drawn)[0]
+    image = map_columns(lambda column: rows.rmv(rows.mv(column)), omega)
+    if not all_finite(image):
+        return omega, torch.full_like(omega[0], torch.nan)
+    shift = torch.finfo(image.dtype).eps * float(measure_norm(image))
+    image = image + shift * omega
+    inner = omega.mT @ image
+    factor = factor_or_nan((inner + inner.mT) / 2)
+    if not all_finite(factor):  # K = 0, or nearly so
+        return omega, torch.zeros_like(omega[0])
+    vectors, sizes, _ = svd(torch.linalg.solve_triangular(factor, image.mT, upper=False).mT)
+    return vectors, (sizes.square() - shift).clamp(min=0)
+
+
+def map_columns(product: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
+    """The product with every column, side by side."""
+    return torch.stack([product(column) for column in block.unbind(1)], dim=1)
+
+
+def merge_status(inner: Status, outer: Status) -> Status:
+    """The status of a solution: CG's where that is not its convergence, else what the whole residual says."""
+    return outer if inner is Status.CONVERGED or outer is Status.NON_FINITE else inner

@@ -1,0 +1,134 @@
+"""Solvers in the space of rows: the pseudo-inverse with a cut, and conjugate gradients behind a Nystroem sketch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import assert_close, draw, mlp
+
+import natgrad as ng
+from natgrad.solvers import Nystrom, PseudoInverse, RowSolver
+from natgrad.testing import check_solver
+
+WEIGHTS = draw(9, seed=3)
+
+
+def rows_operator(rows: int = 9) -> ng.Operator:
+    model = mlp(3, 5, 1)
+    return ng.fisher(model, ng.Gaussian()).at(ng.trainable(model), draw(rows, 3))
+
+
+def decaying(n: int, r: int, rate: float) -> ng.Operator:
+    """A metric whose kernel has eigenvalues that fall fast, as those of smooth functions do."""
+    left, right = torch.linalg.qr(draw(n, r))[0], torch.linalg.qr(draw(r, r, seed=1))[0]
+    root = left * rate ** torch.arange(r).double() @ right.mT
+    return ng.operators.LowRankOperator(root)
+
+
+def test_the_pseudo_inverse_keeps_its_promises():
+    check_solver(PseudoInverse(cut=0.0), rtol=1e-9, minimum_norm=True)
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.2])
+@pytest.mark.parametrize("damping", [0.0, 0.01])
+def test_it_is_the_inverse_on_the_singular_values_above_the_cut(cut: float, damping: float):
+    operator = rows_operator()
+    root = operator.root()
+    left, sizes, right = torch.linalg.svd(root, full_matrices=False)
+    kept = sizes > max(cut, 1e-13) * sizes[0]
+    assert bool(kept.all()) is (cut == 0)
+    shares = torch.where(kept, 1 / (sizes.square() + damping), 0)
+    found = PseudoInverse(cut).solve(operator, root @ WEIGHTS, damping=damping)
+    assert_close(found.value, left @ (shares * (left.mT @ (root @ WEIGHTS))), 1e-8)
+    factorised = PseudoInverse(cut).factorise(operator, damping).solve(WEIGHTS)
+    assert_close(factorised.value, left @ (shares * sizes * (right @ WEIGHTS)), 1e-8)
+    assert found.status is (ng.Status.CONVERGED if cut == 0 else ng.Status.LEAST_SQUARES)
+    if damping:
+        dense = PseudoInverse(cut).solve(ng.operators.DenseOperator(root @ root.mT), root @ WEIGHTS, damping=damping)
+        assert_close(dense.value, found.value, 1e-6)
+
+
+def test_nystroem_keeps_its_promises():
+    check_solver(Nystrom(rank=2, rtol=1e-12), rtol=1e-8)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 9, 100])
+def test_nystroem_solves_for_any_right_hand_side_and_for_weights(rank: int):
+    operator, solver = rows_operator(), Nystrom(rank, rtol=1e-13)
+    root, eye = operator.root(), torch.eye(operator.size).double()
+    for damping in (1e-4, 1.0):
+        matrix = root @ root.mT + damping * eye
+        rhs = draw(operator.size, seed=5)
+        assert_close(solver.solve(operator, rhs, damping=damping).value, torch.linalg.solve(matrix, rhs), 1e-7)
+        found = solver.factorise(operator, damping).solve(WEIGHTS)
+        assert_close(found.value, torch.linalg.solve(matrix, root @ WEIGHTS), 1e-7)
+        assert found.status is ng.Status.CONVERGED
+
+
+def test_the_sketch_saves_products_where_the_kernel_decays():
+    operator, weights = decaying(120, 80, 0.8), draw(80)
+    plain, sketched = (
+        Nystrom(rank, rtol=1e-10, max_steps=500).factorise(NamedRows(operator), 1e-8).solve(weights) for rank in (1, 60)
+    )
+    assert sketched.status is ng.Status.CONVERGED
+    assert sketched.steps < plain.steps / 4
+
+
+class NamedRows(ng.Operator):
+    """An operator of low rank with its root as rows."""
+
+    def __init__(self, operator: ng.Operator) -> None:
+        self.matrix = operator.root()
+        self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
+
+    @property
+    def sample_rows(self):
+        return ng.operators.sample_rows.WrittenColumns(self.matrix)
+
+    def mv(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.matrix @ (self.matrix.mT @ vector)
+
+
+def test_without_steps_it_is_the_approximation_which_is_exact_at_full_rank():
+    operator = rows_operator()
+    root = operator.root()
+    expected = torch.linalg.solve(root @ root.mT + 0.1 * torch.eye(operator.size).double(), root @ WEIGHTS)
+    whole = Nystrom(9, max_steps=0).factorise(operator, 0.1).solve(WEIGHTS)
+    assert_close(whole.value, expected, 1e-8)
+    part = Nystrom(3, max_steps=0).factorise(operator, 0.1).solve(WEIGHTS)
+    assert part.status is ng.Status.MAX_STEPS
+    assert float(part.residual) > 1e-6
+
+
+BAD = [
+    (lambda: PseudoInverse(-1.0), "cut is -1.0"),
+    (lambda: PseudoInverse(1.0), "nothing would be left"),
+    (lambda: Nystrom(0), "rank is 0"),
+    (lambda: Nystrom(rtol=0.0), "rtol is 0.0"),
+    (lambda: Nystrom(max_steps=-1), "max_steps is -1"),
+    (lambda: Nystrom().factorise(rows_operator(), 0.0), "damping is 0.0"),
+    (lambda: Nystrom().factorise(ng.operators.DenseOperator(torch.eye(2)), 1.0), "has no rows"),
+    (lambda: PseudoInverse().factorise(ng.operators.DenseOperator(torch.eye(2)), 1.0), "has no rows"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), BAD)
+def test_bad_choices_are_named(make, said: str):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.parametrize("solver", [ng.LeastSquares(), Nystrom(rank=20, rtol=1e-12), PseudoInverse(0.0)])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_residuals_take_the_same_steps_by_each(solver: RowSolver, momentum: float):
+    net, other = mlp(1, 4, 1), mlp(1, 4, 1)
+    terms = {"inside": lambda u, x: ng.laplacian(u, x) + 1, "ends": lambda u, x: u(x)}
+    points = {"inside": torch.rand(6, 1, generator=torch.Generator().manual_seed(0)).double(), "ends": draw(2, 1)}
+    opts = [
+        ng.residuals(n, terms, solver=s, damping=1e-3, momentum=momentum) for n, s in ((net, solver), (other, None))
+    ]
+    for _ in range(3):
+        for opt in opts:
+            opt.step(**points)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert_close(p.detach(), q.detach(), 1e-6)
