@@ -181,7 +181,7 @@ def wake_sleep_table(repeats: int) -> None:
 
 def residual_races(choices: Choices) -> None:
     seeds = choices.seeds or range(5)
-    rows = residuals.report(seeds, choices.workloads, choices.seconds)
+    rows = residuals.report(seeds, choices.workloads, choices.seconds, choices.methods)
     title = f"Relative error, {said(seeds)}: median (least to largest) at equal CPU seconds of one thread, float64"
     stream(title, rows, residuals.HEADS)
 
