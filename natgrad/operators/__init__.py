@@ -18,6 +18,7 @@ from natgrad.operators.low_rank_plus_identity import Spiked, SpikedKronecker, Sp
 from natgrad.operators.packing import pack_operator, unpack_operator
 from natgrad.operators.pullback import Chunked, Form, Pullback
 from natgrad.operators.rows import Rows
+from natgrad.operators.sample_rows import SampleRows, WrittenColumns
 from natgrad.operators.shared_basis import SharedBasis
 from natgrad.operators.shared_rows import SharedRows
 from natgrad.operators.unitwise import QuasiDiagonal, Units
@@ -45,6 +46,7 @@ __all__ = [
     "Pullback",
     "QuasiDiagonal",
     "Rows",
+    "SampleRows",
     "Scaled",
     "SharedBasis",
     "SharedRows",
@@ -56,6 +58,7 @@ __all__ = [
     "Sum",
     "Tiled",
     "Units",
+    "WrittenColumns",
     "combine_facts",
     "pack_operator",
     "unpack_operator",

@@ -11,8 +11,7 @@ from torch import Tensor
 from natgrad.checks import check_integer, check_positive
 from natgrad.lapack import factor_or_nan, svd
 from natgrad.linalg import all_finite
-from natgrad.operators import Operator
-from natgrad.operators.sample_rows import SampleRows, WrittenColumns
+from natgrad.operators import Operator, SampleRows, WrittenColumns
 from natgrad.solvers.base import Solution, Status, check_system, measure_solution
 from natgrad.solvers.cg import CG
 from natgrad.solvers.row_solver import RowSolver, require_rows

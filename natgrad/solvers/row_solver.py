@@ -7,8 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from natgrad.operators import Operator
-from natgrad.operators.sample_rows import SampleRows
+from natgrad.operators import Operator, SampleRows
 from natgrad.solvers.base import Solution, Solver
 
 

@@ -83,7 +83,7 @@ class NamedRows(ng.Operator):
 
     @property
     def sample_rows(self):
-        return ng.operators.sample_rows.WrittenColumns(self.matrix)
+        return ng.operators.WrittenColumns(self.matrix)
 
     def mv(self, vector: torch.Tensor) -> torch.Tensor:
         return self.matrix @ (self.matrix.mT @ vector)
