@@ -125,6 +125,31 @@ class Linearization:
             raise ValueError(UNREACHED)
         return self.space.flatten(dict(zip(self.leaves, gradients, strict=True)))
 
+    def vjp_batch(self, cotangents: Tensor) -> Tensor | None:
+        """J^T w for several w by one batched backward pass, shape (k, n); None where an operation does not allow that.
+
+        What an operation's rule for batches makes of it is to be checked against `vjp`: some are wrong.
+
+        Args:
+            cotangents: The w, shape (k, R, m).
+        """
+        leaves, given = list(self.leaves.values()), cotangents.to(self.graph.dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an operation without a rule is repeated, and says so
+                found = torch.autograd.grad(
+                    self.graph, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+        except Exception:  # noqa: BLE001 - batched transforms fail on models in many ways
+            return None
+        count, rows = len(given), dict[str, Tensor]()
+        for (name, leaf), part in zip(self.leaves.items(), found, strict=True):
+            whole = leaf.new_zeros(count, *leaf.shape) if part is None else part
+            if whole.shape != (count, *leaf.shape):  # nn.PReLU's gradient of one slope, for example
+                return None
+            rows[name] = whole.reshape(count, -1)
+        return torch.cat([rows[name] for name in self.space], dim=1).to(self.space.dtype)
+
     def jvp(self, vector: Tensor) -> Tensor:
         """J v, shape (R, m).
 

@@ -18,7 +18,7 @@ from natgrad.operators.linearization import Linearization, OutputMap, PlainKerne
 from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
 from natgrad.pure import Call, PureModel, mixes_examples
 from natgrad.spaces import Space
-from natgrad.typed_torch import measure_norm
+from natgrad.typed_torch import measure_norm, split_tensor
 
 ONE_BY_ONE = (
     "natgrad: the metric's root takes one backward pass per output, since the outputs of one example cannot be told "
@@ -46,6 +46,8 @@ class Rows:
 
     # one backward pass per column is said to be slow from this many columns
     MANY = 64
+    # columns of one batched backward pass: a quarter to three quarters of the time of as many passes
+    AT_ONCE = 32
     # numbers of U that are written out at a time
     CHUNK = 2**22
 
@@ -215,9 +217,21 @@ class Rows:
         return [Explicit(rows, {name: point[name].numel() for name in names})]
 
     def _by_column(self) -> Part:
+        """A backward pass per column: some columns at once where that proves right, else one after the other."""
         eye = torch.eye(self.rank, dtype=self.factor.dtype, device=self.factor.device)
-        rows = torch.stack([self.backward(unit) for unit in eye])
-        return Explicit(rows, {name: block.size for name, block in self.space.blocks.items()})
+        sizes = {name: block.size for name, block in self.space.blocks.items()}
+        found: list[Tensor] = []
+        for units in split_tensor(eye, self.AT_ONCE):
+            cotangents = torch.stack([self.combine(unit) for unit in units.unbind()])
+            rows = self.linearization.vjp_batch(cotangents)
+            if rows is None:
+                break
+            found.append(rows)
+        else:
+            part = Explicit(torch.cat(found), sizes)
+            if self._agrees([part]):
+                return part
+        return Explicit(torch.stack([self.backward(unit) for unit in eye]), sizes)
 
     def _shape_rows(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.view(self.space.blocks[name].shape) for name, tensor in flat.items()}

@@ -188,3 +188,48 @@ def test_the_same_residuals_as_a_sum_of_metrics_are_told_apart():
     with pytest.warns(UserWarning, match="one backward pass per output"):
         expected = fisher(residuals, Gaussian()).at(params, x).root()
     assert_close(together.dense(), expected @ expected.mT, 1e-11)
+
+
+class Asking(torch.autograd.Function):
+    """The sine, whose backward pass looks at a number, which batched transforms refuse."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        return slope * ctx.saved_tensors[0].cos() * (1.0 if float(slope.sum()) < torch.inf else 0.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sine", ["torch's", "refused in batches", "wrong in batches"])
+def test_rows_that_cannot_be_told_apart_come_some_at_a_time_where_that_is_right(sine, monkeypatch):
+    params = {"w": draw(2, 3).requires_grad_(), "v": draw(3, 1, seed=1).requires_grad_(), "unused": draw(2)}
+    params["unused"].requires_grad_()
+    x, passes, plain = draw(Rows.AT_ONCE + 9, 2), [0], torch.autograd.grad
+    sin, batch = Asking.apply if sine == "refused in batches" else torch.sin, linearization.Linearization.vjp_batch
+
+    def mixed(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        u = sin(x @ p["w"]) @ p["v"]
+        return u + u.mean() * torch.arange(len(u), dtype=F64).unsqueeze(1)
+
+    def counted(*args, **kwargs):
+        passes[0] += 1
+        return plain(*args, **kwargs)
+
+    def doubled(self, cotangents: Tensor) -> Tensor:
+        found = batch(self, cotangents)
+        assert found is not None
+        return 2 * found
+
+    rows = fisher(mixed, Gaussian()).at(params, x).rows
+    assert rows is not None
+    assert not rows.separable
+    if sine == "wrong in batches":
+        monkeypatch.setattr(linearization.Linearization, "vjp_batch", doubled)
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    found = rows.dense()
+    assert (passes[0] <= 4) == (sine == "torch's")  # two batches, and what checks them
+    assert_close(found, torch.stack([rows.backward(unit) for unit in torch.eye(len(x), dtype=F64)], dim=1), 1e-11)
