@@ -6,9 +6,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -44,7 +45,9 @@ def exact_derivatives() -> Generator[None]:
     if before is not None and before.on:
         yield
         return
-    with sdpa_kernel(SDPBackend.MATH), _WrittenOut() as mode:
+    _drop_dead_modes()
+    block = _Block()  # dies with this generator, however it ends
+    with sdpa_kernel(SDPBackend.MATH), _WrittenOut(block) as mode:
         try:
             _ACTIVE.set(mode)
             yield
@@ -52,15 +55,33 @@ def exact_derivatives() -> Generator[None]:
             _ACTIVE.set(before)
 
 
+class _Block:
+    """Lives as long as a `with` block is open."""
+
+
 class _WrittenOut(TorchFunctionMode):
     """Replaces the operations of `REPLACED` by functions of the same arguments.
 
+    Ctrl-C on the way in or out may leave the mode on torch's stack: that costs time, until the next block drops it, but
+    never gives wrong derivatives.
+
+    Args:
+        block: What the mode is on for.
+
     Attributes:
-        on: Whether the mode is in force. Ctrl-C in a cleanup may leave the mode on with this False, which costs time,
-            but never the other way round, which would give wrong derivatives.
+        on: Whether the mode is in force.
     """
 
     on = False
+
+    def __init__(self, block: _Block) -> None:
+        super().__init__()
+        self.block = ref(block)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the block has ended or never began."""
+        return not self.on or self.block() is None
 
     def __enter__(self) -> _WrittenOut:
         super().__enter__()
@@ -73,6 +94,13 @@ class _WrittenOut(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _drop_dead_modes() -> None:
+    """Take modes from torch's stack that an interrupt left on top of it."""
+    stack: Any = overrides  # what it says of modes, torch keeps to itself
+    while isinstance(top := stack._get_current_function_mode(), _WrittenOut) and top.is_dead:
+        stack._pop_mode()
 
 
 def normalise(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:

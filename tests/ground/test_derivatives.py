@@ -14,6 +14,7 @@ from optim_models import Interrupt
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
 from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
 
 import natgrad as ng
 
@@ -362,9 +363,11 @@ def test_ctrl_c_at_any_line_leaves_later_derivatives_exact():
             return "LayerNorm" not in type(functional.layer_norm(x, (3,)).grad_fn).__name__
 
     assert "LayerNorm" in type(functional.layer_norm(x, (3,)).grad_fn).__name__
+    before = len(_get_current_function_mode_stack())
     with Interrupt(0) as whole:
         assert is_written_out()
     for n in range(1, whole.seen + 1):
         with Interrupt(n):
             is_written_out()
         assert is_written_out(), f"line {n}"
+        assert len(_get_current_function_mode_stack()) == before, f"line {n}"
