@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Group:
             TypeError: If something else came as the whole group.
         """
         given = choices.get(whole, self.default)
-        kind: type[Any] = type(self.default)
+        kind = cast("type[Any]", type(self.default))
         if not isinstance(given, kind):
             hint = "; did you forget the parentheses?" if given is kind else ""
             raise TypeError(f"{whole} is {given!r}, expected {kind.__name__}(...){hint}")

@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,7 +124,7 @@ def wait_for_all(group: Any, what: str, why: str, seconds: float = 300.0) -> Non
 
 
 @contextmanager
-def naming_lost(group: Any) -> Iterator[None]:
+def naming_lost(group: Any) -> Generator[None]:
     """What is exchanged within fails with an `ExchangeError` that names the processes that have ended.
 
     Args:

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad.typed_torch import split_tensor
+
 
 class SampleRows(Protocol):
     """U (n, r) of G = U U^T by its products, for solving in the space of the examples."""
@@ -121,7 +123,7 @@ class StackedColumns:
         Args:
             weights: w, shape (r,).
         """
-        pieces = weights.split([part.rank for part in self.parts])
+        pieces = split_tensor(weights, [part.rank for part in self.parts])
         return torch.stack([part.mv(piece) for part, piece in zip(self.parts, pieces, strict=True)]).sum(0)
 
     def rmv(self, vector: Tensor) -> Tensor:
