@@ -138,6 +138,11 @@ def test_policies_and_their_critics_are_those_of_one_process():
             ng.TRPO(env="CartPole-v1", **given)
 
 
+def test_a_wave_function_is_that_of_one_process():
+    with pytest.raises(TypeError, match="net is a DistributedDataParallel, or has one in it"):
+        ng.LogAmplitude(nn.Sequential(nn.Flatten(), nn.parallel.DistributedDataParallel(nn.Linear(4, 1))))
+
+
 def test_a_copy_on_no_device_is_the_model_itself():
     alone, model = net(), net()
     outer = nn.DataParallel(model, device_ids=[])

@@ -106,7 +106,26 @@ TRAINED: dict[str, Callable[[], dict[str, Any]]] = {
     for share in ("speed", "memory")
 }
 RESUMED = {f"resumed, {share}": partial(resume, share) for share in ("speed", "memory")}
-SCENES = TRAINED | RESUMED
+WIDTHS = [12, 14, 14, 5]
+
+
+def count(share: str) -> dict[str, Any]:
+    """The messages of one step with an update, of linear layers alone."""
+    model = nn.Sequential(*[nn.Linear(i, o) for i, o in pairwise(WIDTHS)])
+    outer = DistributedDataParallel(model)
+    opt = ng.kfac(outer, CE, share=share, update_every=1, invert_every=1)
+    own, sent = slice(16 * own_rank(), 16 * own_rank() + 16), []
+    for _ in range(2):
+        opt.zero_grad()
+        opt.loss(outer(X[own].float()), Y[own]).backward()
+        opt.step()
+        sent.append(dict(ng.report_sharing(opt).sent_bytes))
+    grown = {kind: size - sent[0].get(kind, 0) for kind, size in sent[1].items()}
+    return {"report": vars(ng.report_sharing(opt)), "grown": grown}
+
+
+COUNTED = {f"counted, {share}": partial(count, share) for share in ("speed", "memory")}
+SCENES = TRAINED | RESUMED | COUNTED
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +177,28 @@ def test_what_is_sent_between_updates(four: list[dict[str, Any]], scene: str):
 def test_a_checkpoint_of_each_process_goes_on_bit_for_bit(four: list[dict[str, Any]], scene: str):
     for rank in four:
         assert torch.equal(rank[scene]["resumed"], rank[scene]["flat"])
+
+
+@pytest.mark.parametrize("share", ["speed", "memory"])
+def test_the_benchmark_predicts_work_state_and_messages(four: list[dict[str, Any]], share: str):
+    scaling = pytest.importorskip("benchmarks.scaling")
+    told = scaling.predict(scaling.perceptron(WIDTHS, 16), scaling.Machine(), 4, share, update_every=1, invert_every=1)
+    reports = [rank[f"counted, {share}"]["report"] for rank in four]
+    grown = four[0][f"counted, {share}"]["grown"]
+    found = [
+        max(report["inversions"] for report in reports) / reports[0]["all_inversions"],
+        max(report["state_bytes"] for report in reports),
+        grown["statistics"] + grown.get("inverses", 0),
+        grown.get("directions", 0),
+    ]
+    # a few scalars beside
+    assert [told.work, told.state, told.update_bytes, told.step_bytes] == pytest.approx(found, rel=5e-3)
+
+
+@pytest.mark.parametrize(("name", "share"), [("autoencoder", 0.27), ("transformer", 0.29)])
+def test_four_processes_invert_a_quarter_each(name: str, share: float):
+    scaling = pytest.importorskip("benchmarks.scaling")
+    assert 0.25 <= scaling.predict(scaling.WORKLOADS[name](), scaling.Machine(), 4, "speed").work <= share
 
 
 def test_the_dearest_block_goes_first_to_whoever_has_least():

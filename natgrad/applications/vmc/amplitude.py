@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
+from natgrad.optim import refuse_processes
+
 Head = Callable[[Any], Tensor]
 """What turns a network's outputs into log psi, shape (b,)."""
 
@@ -98,7 +100,7 @@ class LogAmplitude(nn.Module):
             `vmc.read_amplitude`, or a function of your own.
 
     Raises:
-        TypeError: If the network is no module or the head no function.
+        TypeError: If the network is no module or several processes train it, or the head is no function.
         ValueError: If one complex parameter is shared by several modules.
 
     Example:
@@ -112,6 +114,7 @@ class LogAmplitude(nn.Module):
         super().__init__()
         if not isinstance(net, nn.Module):
             raise TypeError(f"net is {type(net).__name__}, expected a torch.nn.Module from states (b, ...) to log psi")
+        refuse_processes(net, "net")
         if not callable(head):
             raise TypeError(f"head is {head!r}, expected a function of the network's outputs such as vmc.read_phase")
         self.net, self.head = net, head

@@ -1,0 +1,146 @@
+"""The predictions of `scaling.py` beside 1, 2 and 4 gloo processes on this machine.
+
+Processor seconds, not seconds: more processes than cores wait for one another, and nobody predicts that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad as ng
+from benchmarks.scaling import Machine, Workload, perceptron, predict
+from natgrad.lapack import invert_or_nan
+
+LOAD = perceptron([512] * 9, 64)
+STEPS, WARM = 8, 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one process."""
+
+    seconds: float
+    report: dict[str, Any]
+    grown: dict[str, int]
+    small: float
+    large: float
+
+
+def measure_inverse(n: int = 513, times: int = 10) -> float:
+    """Processor seconds of a damped inverse, for each of n^3."""
+    root = torch.randn(n, 2 * n)
+    matrix = root @ root.T / n + torch.eye(n)
+    start = 0.0
+    for k in range(times + 1):
+        start = time.process_time() if k == 1 else start
+        invert_or_nan(matrix)
+    return (time.process_time() - start) / times / n**3
+
+
+def measure_products(n: int = 512, times: int = 20) -> float:
+    """Operations in a processor second of matrix products."""
+    matrix = torch.randn(n, n)
+    for _ in range(2):
+        start = time.process_time()
+        for _ in range(times):
+            matrix @ matrix
+        seconds = time.process_time() - start
+    return 2 * times * n**3 / seconds
+
+
+def measure_sum(numbers: int, times: int) -> float:
+    """Processor seconds of one sum over all processes."""
+    tensor = torch.zeros(numbers)
+    distributed.barrier()
+    start = time.process_time()
+    for _ in range(times):
+        distributed.all_reduce(tensor)
+    return (time.process_time() - start) / times
+
+
+def build(load: Workload) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [part for m in load.layers for part in (nn.Linear(m.inputs, m.outputs), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def run(rank: int, ranks: int, share: str, folder: str) -> None:
+    """Steps of one process, each with an update and inversions."""
+    torch.set_num_threads(1)
+    small = large = 0.0
+    model: nn.Module = build(LOAD)
+    if ranks > 1:
+        store = f"file://{folder}/store"
+        distributed.init_process_group("gloo", store, timedelta(seconds=240), world_size=ranks, rank=rank)
+        small, large = measure_sum(10, 100), measure_sum(2**20, 10)
+        model = DistributedDataParallel(model)
+    opt = ng.kfac(model, nn.CrossEntropyLoss(), update_every=1, invert_every=1, measure=False, share=share)
+    x, y = torch.randn(LOAD.batch, 512), torch.randint(0, 512, (LOAD.batch,))
+    start, before = 0.0, dict[str, int]()
+    for step in range(WARM + STEPS):
+        if step == WARM:
+            start, before = time.process_time(), dict(ng.report_sharing(opt).sent_bytes)
+        opt.zero_grad()
+        opt.loss(model(x), y).backward()
+        opt.step()
+    seconds = (time.process_time() - start) / STEPS
+    report = ng.report_sharing(opt)
+    grown = {kind: (size - before.get(kind, 0)) // STEPS for kind, size in report.sent_bytes.items()}
+    torch.save(vars(Found(seconds, vars(report), grown, small, large)), f"{folder}/{rank}.pt")
+    if ranks > 1:
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
+def start(ranks: int, share: str) -> list[Found]:
+    """What every process found."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(run, (ranks, share, folder), nprocs=ranks, start_method="spawn")  # type: ignore[attr-defined]
+        return [Found(**torch.load(Path(folder) / f"{rank}.pt", weights_only=False)) for rank in range(ranks)]
+
+
+def compare() -> None:
+    """A row for each number of processes."""
+    torch.set_num_threads(1)
+    rate = measure_inverse()
+    alone = start(1, "speed")[0]
+    whole = alone.report["all_inversions"]
+    kernels = Machine(gemm=float("inf"), exact=measure_products(), inverse=1 / rate, weight=4)
+    rest = alone.seconds - predict(LOAD, kernels, 1, "speed", update_every=1, invert_every=1).seconds
+    print(f"{LOAD.size / 1e6:.1f} million parameters; {1e3 * alone.seconds:.0f} ms a step of one process,")
+    print(f"of which {1e3 * rate * whole:.0f} ms are inversions ({rate * 1e12:.0f} ps for each of n^3 in a kernel).")
+    print("| processes | share | processor ms, predicted | measured | inversions | state MB | update MB | step MB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for ranks, share in itertools.product((2, 4), ("speed", "memory")):
+        found = start(ranks, share)
+        small, large = (sum(getattr(one, kind) for one in found) / ranks for kind in ("small", "large"))
+        machine = replace(
+            kernels,
+            near=2 * 2**22 * (ranks - 1) / ranks / (large - small),
+            latency=small / (ranks - 1).bit_length(),
+            node=ranks,
+            fixed=rest,
+        )
+        told = predict(LOAD, machine, ranks, share, update_every=1, invert_every=1)
+        seconds = max(one.seconds for one in found)
+        reports = [one.report for one in found]
+        work = max(report["inversions"] for report in reports) / whole
+        state = max(report["state_bytes"] for report in reports)
+        update = found[0].grown.get("statistics", 0) + found[0].grown.get("inverses", 0)
+        step = found[0].grown.get("directions", 0)
+        pairs = [(told.work, work, 1.0), (told.state, state, 1e6), (told.update_bytes, update, 1e6)]
+        pairs.append((told.step_bytes, step, 1e6))
+        cells = [f"{a / unit:.4g} / {b / unit:.4g}" for a, b, unit in pairs]
+        print(
+            f"| {ranks} | {share} | {1e3 * told.seconds:.0f} | {1e3 * seconds:.0f} | {' | '.join(cells)} |", flush=True
+        )
