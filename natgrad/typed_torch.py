@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.utils.hooks import RemovableHandle
 
 torch_linalg: Any = torch.linalg
 """torch.linalg, of which torch declares no types."""
+torch_distributed: Any = distributed
+"""torch.distributed, of whose collectives torch declares no types."""
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """True for a mapping, whose keys are then taken for strings.
+
+    Args:
+        value: Anything.
+    """
+    return isinstance(value, Mapping)
+
+
+def list_numbers(x: Tensor) -> list[Any]:
+    """The entries as numbers, in lists as deep as the tensor.
+
+    Args:
+        x: Of one dimension or more.
+    """
+    numbers: list[Any] = getattr(x, "tolist")()  # noqa: B009
+    return numbers
+
+
+def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Call the hook with the tensor's gradient once it is there.
+
+    Args:
+        x: With a graph.
+        hook: What it returns takes the gradient's place, unless that is None.
+
+    Returns:
+        A handle, whose `remove()` takes the hook off.
+    """
+    register: Callable[..., RemovableHandle] = getattr(x, "register_hook")  # noqa: B009
+    return register(hook)
 
 
 def measure_norm(

@@ -14,6 +14,7 @@ from natgrad.metrics.base import Metric
 from natgrad.operators import Operator, Scaled, Sum
 from natgrad.pure import RandomState
 from natgrad.spaces import Params
+from natgrad.typed_torch import is_mapping
 
 
 def sum_metrics(metrics: Mapping[str, Metric], weights: Mapping[str, float] | None = None) -> MetricSum:
@@ -98,7 +99,7 @@ class MetricSum(Metric):
             ValueError: Unless it has data for every term, and for nothing else.
         """
         names = list(self.terms)
-        if not isinstance(inputs, Mapping):
+        if not is_mapping(inputs):
             raise TypeError(
                 f"inputs is {type(inputs).__name__}, expected a dict with the data of {names}: before each step call "
                 f"optimizer.observe({{{names[0]!r}: x, ...}})"

@@ -54,9 +54,10 @@ class ModelOptimizer(Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class that a tool derives to look like the optimizer that it holds passes the calls on to that one."""
         super().__init_subclass__(**kwargs)
-        holder = cls.__bases__[0]
+        holder: Any = cls.__bases__[0]
         if not issubclass(holder, Optimizer) and hasattr(holder, "optimizer"):  # as LightningOptimizer does
-            for name in {name for base in cls.__mro__ if issubclass(base, ModelOptimizer) for name in vars(base)}:
+            bases: list[type] = [base for base in cls.__mro__ if issubclass(base, ModelOptimizer)]
+            for name in {name for base in bases for name in vars(base)}:
                 if not name.startswith("_") and not hasattr(holder, name) and callable(getattr(cls, name)):
                     setattr(cls, name, pass_on(name))
 

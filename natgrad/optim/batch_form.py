@@ -17,6 +17,7 @@ from natgrad.optim.recorded_pass import Told
 from natgrad.optim.reduction_ratio import replaying
 from natgrad.pure import map_tensors, pure_model, run_detached
 from natgrad.rules import Parts
+from natgrad.typed_torch import list_numbers, measure_norm
 from natgrad.whole_tensors import any_split
 
 # in float64, and in less
@@ -80,7 +81,7 @@ class BatchForm:
             # written over since, no known function of the outputs, only one pass allowed: not known
             found, rows = math.nan, 1.0
         pair = torch.tensor([found * rows, rows], dtype=torch.float64, device=next(iter(self.named.values())).device)
-        total, weight = self.ranks.sum(pair).tolist()
+        total, weight = list_numbers(self.ranks.sum(pair))
         return total / weight if weight else math.nan
 
     def _share(self, vector: Parts, nats: float, least: float) -> float:
@@ -97,7 +98,7 @@ class BatchForm:
         if any(torch.finfo(self.named[name].dtype).bits < 32 for name in vector):
             return 1.0
         moved = float(vector.norm())
-        size = math.sqrt(sum(float(torch.linalg.vector_norm(self.named[name])) ** 2 for name in vector))
+        size = math.sqrt(sum(float(measure_norm(self.named[name])) ** 2 for name in vector))
         return min(1.0, LEAST[self._is_double(vector)] * size / moved) if moved > 0 else 1.0
 
     def _is_double(self, vector: Parts) -> bool:
@@ -105,7 +106,7 @@ class BatchForm:
 
     def _own(self, vector: Parts, share: float) -> tuple[float, float]:
         """The form on this process's rows, and their number."""
-        forms, weights = [], []
+        forms, weights = list[float](), list[float]()
         moved = {
             name: p.detach() + share * vector[name].to(p.dtype) if name in vector.parts else p.detach()
             for name, p in self.named.items()

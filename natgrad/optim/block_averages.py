@@ -21,6 +21,7 @@ from natgrad.optim.running_averages import change, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
+from natgrad.typed_torch import list_numbers
 from natgrad.whole_tensors import zeros_whole
 
 ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
@@ -151,7 +152,7 @@ class BlockAverages:
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         """Numbers of this process, added up over all."""
         ranks = self.owners.ranks
-        return ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=ranks.device)).tolist()
+        return list_numbers(ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=ranks.device)))
 
     def _take_layer(self, seen: Seen, decay: float, rows: float) -> bool:
         totals = self.structure.statistics(seen, self._totals(seen.key), decay)

@@ -14,6 +14,7 @@ from natgrad.operators import Layout, unpack_operator
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.process_messages import send_tree
+from natgrad.typed_torch import list_numbers, split_tensor
 
 Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
@@ -52,8 +53,8 @@ class Owners:
     ranks: Ranks
     share: str = "auto"
     budget: int = BUDGET
-    costs: dict[str, Cost] = field(default_factory=dict)
-    of: dict[str, int] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
+    of: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def is_shared(self) -> bool:
@@ -139,10 +140,12 @@ class Owners:
             if name in found:
                 table[0, i], table[1, i] = 1.0, torch.as_tensor(found[name]).double()
         there, values = self.ranks.sum(table, "scalars")
-        present = [name for name, flag in zip(known, there.tolist(), strict=True) if flag]
+        present = [name for name, flag in zip(known, list_numbers(there), strict=True) if flag]
         return {name: values[i].to(like.dtype) for i, name in enumerate(known) if name in set(present)}
 
-    def share_parts(self, found: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]) -> dict:
+    def share_parts(
+        self, found: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]
+    ) -> dict[str, Tensor]:
         """Directions, from the owners to all, in one message of each.
 
         Args:
@@ -160,7 +163,7 @@ class Owners:
                     flat = torch.cat([found[name].to(kind[0]).reshape(-1) for name in those])
                 else:
                     flat = torch.empty(sum(sizes), dtype=kind[0], device=kind[1])
-                parts = self.ranks.broadcast(flat, owner, "directions").split(sizes)
+                parts = split_tensor(self.ranks.broadcast(flat, owner, "directions"), sizes)
                 whole |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
         return {name: whole[name] for name in like}
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from natgrad.optim.packed_state import pack_tree, unpack_tree
 from natgrad.pure import map_tensors
 from natgrad.state_files import FORMAT, check_format
+from natgrad.typed_torch import is_mapping
 
 EXTRA = "natgrad"
 ENTRIES = ("state", "param_groups")
@@ -76,7 +77,7 @@ def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, An
         extra: What is not kept by parameter: plain values, tensors, and mappings and lists of them.
     """
     extra = {"format": FORMAT, **extra, "shapes": {name: list(p.shape) for name, p in named}}
-    state = {named[i][0]: numbers for i, numbers in plain["state"].items()}
+    state: dict[str, Any] = {named[i][0]: numbers for i, numbers in plain["state"].items()}
     groups = list(plain["param_groups"])
     first = next((i for i, group in enumerate(groups) if group["params"]), 0)
     device = named[0][1].device if named else torch.device("cpu")
@@ -89,7 +90,7 @@ def keep_arrays(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that torch can add to a fresh optimizer's: tensors of one dimension or more, and mappings of them."""
     kept: dict[str, Any] = {}
     for key, value in numbers.items():
-        if isinstance(value, Mapping):
+        if is_mapping(value):
             kept[key] = keep_arrays(value)
         elif isinstance(value, Tensor) and value.dim():
             kept[key] = value
@@ -113,17 +114,18 @@ def read_checkpoint(
             of it is missing.
     """
     whole = find_whole(state_dict)
-    extra = state_dict.get(EXTRA, whole.get("extra", {})) if isinstance(state_dict, Mapping) else {}
-    if not isinstance(extra, Mapping) or form.needed.isdisjoint(extra):
+    extra: Any = state_dict.get(EXTRA, whole.get("extra", {})) if is_mapping(state_dict) else {}
+    if not is_mapping(extra) or form.needed.isdisjoint(extra):
         raise ValueError(f"state_dict has no {EXTRA!r} entry of its kind: it was not saved by {form.savers}")
     check_format(extra)
     trained = {name for name, p in named if p.requires_grad}
     kept = {name: numbers for name, numbers in whole.get("state", {}).items() if name in trained}
     arrays = {name: keep_arrays(numbers) for name, numbers in kept.items()}
     require("state_dict", state_dict, dict.fromkeys(ENTRIES if any(arrays.values()) or not whole else ENTRIES[1:]))
-    check_groups(state_dict["param_groups"], optimizer)
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    came = {name: state_dict.get("state", {}).get(i) for i, (name, _) in zip(ids, named, strict=True)}
+    came_groups: list[dict[str, Any]] = state_dict["param_groups"]
+    check_groups(came_groups, optimizer)
+    ids: list[int] = [i for group in came_groups for i in group["params"]]
+    came: dict[str, Any] = {name: state_dict.get("state", {}).get(i) for i, (name, _) in zip(ids, named, strict=True)}
     state, extra = fill({name: came[name] for name in trained}, extra, whole)
     require(f"state_dict[{EXTRA!r}]", extra, dict.fromkeys(form.needed) | whole.get("extra", {}))
     check_kind(extra, optimizer.structure)
@@ -132,17 +134,17 @@ def read_checkpoint(
     state = {name: replace_arrays(kept.get(name, {}), numbers) for name, numbers in state.items()} if whole else state
     found = {p: own_copy(state.get(name) or {}, p) for name, p in named}
     check_like(found, named, form.alike)
-    groups = [{**group, EXTRA: ()} for group in state_dict["param_groups"]]
+    groups = [{**group, EXTRA: ()} for group in came_groups]
     return Checkpoint(groups, found, dict(extra), check_generator(extra["generator"], generator, form.older))
 
 
 def find_whole(state_dict: Any) -> Mapping[str, Any]:
     """The tuple's `extra` and `state`, in whichever group it came; {} where there is none, as in older checkpoints."""
-    groups = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
-    found = [group[EXTRA] for group in groups if isinstance(group, Mapping) and group.get(EXTRA)]
+    groups: Sequence[Any] = state_dict.get("param_groups", ()) if is_mapping(state_dict) else ()
+    found: list[Any] = [group[EXTRA] for group in groups if is_mapping(group) and group.get(EXTRA)]
     if not found:
         return {}
-    return found[0][0] if isinstance(found[0][0], Mapping) else unpack_tree(found[0])  # a mapping up to format 1
+    return found[0][0] if is_mapping(found[0][0]) else unpack_tree(found[0])  # a mapping up to format 1
 
 
 def replace_arrays(kept: Mapping[str, Any], came: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -166,18 +168,18 @@ def fill(state: Mapping[str, Any], extra: Mapping[str, Any], whole: Mapping[str,
 
 def came_empty(found: Any, kept: Any) -> bool:
     """Whether a mapping that was not empty is so now, or all in it."""
-    if not isinstance(found, Mapping) or not isinstance(kept, Mapping):
+    if not is_mapping(found) or not is_mapping(kept):
         return False
     return all(value == {} for value in found.values()) and any(value != {} for value in kept.values())
 
 
 def require(where: str, found: Any, kept: Mapping[str, Any]) -> None:
     """ValueError unless all entries that were kept are there, and all of theirs, and tensors have their shapes."""
-    missing = sorted(key for key in kept if not isinstance(found, Mapping) or key not in found)
+    missing = sorted(key for key in kept if not is_mapping(found) or key not in found)
     if missing:
         raise ValueError(f"{where} lacks {missing}: a part of the checkpoint was lost on its way. Nothing was changed")
     for key, part in kept.items():
-        if isinstance(part, Mapping):
+        if is_mapping(part):
             require(f"{where}[{key!r}]", found[key], part)
         if isinstance(part, Tensor) and getattr(found[key], "shape", None) != part.shape:
             raise ValueError(f"{where}[{key!r}] is no tensor of shape {tuple(part.shape)}. Nothing was changed")

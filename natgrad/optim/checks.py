@@ -20,9 +20,9 @@ from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
 from natgrad.spaces import check_parameters, trainable
 from natgrad.structures import Layerwise, Structure
+from natgrad.typed_torch import is_mapping
 
-LIMITS = {"lr": math.inf, "momentum": 1.0, "damping": math.inf, "max_kl": math.inf, "kl_share": math.inf}
-LIMITS |= {"weight_decay": math.inf, "l2": math.inf}
+LIMITS = {"momentum": 1.0} | dict.fromkeys(("lr", "damping", "max_kl", "kl_share", "weight_decay", "l2"), math.inf)
 WITHOUT_BASIS = (Auto, CG, Direct, MinresQLP, SampleSpace)
 """Solvers whose solution has no basis of the space that they searched."""
 
@@ -106,8 +106,9 @@ def inputs_of(metric: Metric, data: Data) -> Any:
 
 def inputs_of_terms(metric: MetricSum, data: Data) -> dict[str, Any]:
     """Data by term, each with its targets where they were observed beside it."""
-    given, targets = metric.check_data(data.inputs), {} if data.targets is None else data.targets
-    unknown = sorted(targets.keys() - given.keys()) if isinstance(targets, Mapping) else [type(targets).__name__]
+    given: Mapping[str, Any] = metric.check_data(data.inputs)
+    targets: Any = {} if data.targets is None else data.targets
+    unknown = sorted(targets.keys() - given.keys()) if is_mapping(targets) else [type(targets).__name__]
     if unknown:
         raise ValueError(f"targets has {unknown}, expected a dict by the metrics' names {list(given)}")
     return {
@@ -196,7 +197,7 @@ def given_parameters(params: Any, known: Mapping[str, Tensor]) -> list[Any]:
         return list(params.parameters())
     if isinstance(params, Tensor):
         return [params]
-    return list(params.items() if isinstance(params, Mapping) else params)
+    return list(params.items() if is_mapping(params) else params)
 
 
 def checked_group(
@@ -217,7 +218,7 @@ def checked_group(
         ValueError: For parameters that are not the model's, or a key outside of its range.
     """
     params = given_parameters(group["params"], {})
-    tensors = [one[1] if isinstance(one, tuple) else one for one in params]
+    tensors: list[Any] = [one[1] if isinstance(one, tuple) else one for one in params]
     strangers = [tuple(p.shape) for p in tensors if isinstance(p, Tensor) and id(p) not in known]
     if strangers:
         raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")

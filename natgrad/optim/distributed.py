@@ -21,6 +21,7 @@ from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
 from natgrad.optim.parallel_models import find_data_group, refuse_recut, refuse_sharded
 from natgrad.structures import Layerwise
+from natgrad.typed_torch import is_mapping, list_numbers, split_tensor, torch_distributed
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Ranks:
     settled: bool = False
     device: torch.device = torch.device("cpu")
     averaged: bool = False
-    sent: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict[str, int])
 
     def settle(self, model: nn.Module, structure: Layerwise, leaves: GraphLeaves) -> None:
         """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
@@ -77,7 +78,7 @@ class Ranks:
         self._count(kind, found)
         with naming_lost(self.group):
             if owner is None:
-                distributed.all_reduce(found, group=self.group)
+                torch_distributed.all_reduce(found, group=self.group)
             else:
                 distributed.reduce(found, group=self.group, group_dst=owner)
         return found
@@ -174,7 +175,7 @@ class Ranks:
         found = dict[str, Tensor]()
         for names in kinds.values():
             flat = self.sum(torch.cat([tensors[name].reshape(-1) for name in names]), kind, owner)
-            parts = flat.split([tensors[name].numel() for name in names])
+            parts = split_tensor(flat, [tensors[name].numel() for name in names])
             found |= {name: part.view_as(tensors[name]) for name, part in zip(names, parts, strict=True)}
         return {name: found[name] for name in tensors}
 
@@ -201,8 +202,10 @@ def meet(model: Any, group: Any, parts: bool = False) -> tuple[Any, Ranks]:
             takes the first backward that comes for the user's, and for a wrapper around some of the parameters only.
     """
     refuse_sharded(model, parts=parts)
-    wrappers = [model] if isinstance(model, DistributedDataParallel) else find_wrappers(name_parameters(model).values())
-    inner = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    given, wrappers = model, list[Any](find_wrappers(name_parameters(model).values()))
+    if isinstance(model, DistributedDataParallel):
+        wrappers = [given]
+    inner = given.module if isinstance(model, (DistributedDataParallel, DataParallel)) else given
     groups = [wrapper.process_group for wrapper in wrappers] + ([] if group is None else [check_group(group)])
     if any(other is not groups[0] for other in groups):
         raise ValueError(
@@ -220,7 +223,7 @@ def name_parameters(model: Any) -> dict[str, Tensor]:
     """The parameters of a module, or of a dict of tensors, by name."""
     if isinstance(model, nn.Module):
         return dict(model.named_parameters())
-    return dict(model) if isinstance(model, Mapping) else {}
+    return dict(model) if is_mapping(model) else {}
 
 
 def find_wrappers(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
@@ -304,14 +307,14 @@ def call_roll(
     tokens: Collection[str] = (),
 ) -> Roll:
     """Agree on one pass. heard: this process's layers, and whether they explained its gradients; None: it failed."""
-    known = {} if heard is None else heard
-    entries = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
+    known: Mapping[str, bool] = {} if heard is None else heard
+    entries: list[int] = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
     entries += [known.get(key) is False for key in layers]
     entries += [key in tokens for key in layers]
     entries += [rows if name in squares else 0 for name in names]
     failed, *found = entries
     if ranks.size > 1:
-        failed, *found = ranks.sum(torch.tensor([int(entry) for entry in entries], device=device)).tolist()
+        failed, *found = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=device)))
     size = len(layers)
     used, refused, looked = (found[i * size : (i + 1) * size] for i in range(3))
     return Roll(

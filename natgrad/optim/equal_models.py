@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from natgrad.lost_processes import naming_lost
+from natgrad.typed_torch import list_numbers, torch_distributed
 
 MODULUS = 2**61 - 1
 
@@ -34,11 +35,11 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
     own = torch.tensor(numbers, device=device)
     found = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
     with naming_lost(group):
-        distributed.all_gather(found, own, group=group)
-    numbers = torch.stack(found).tolist()
-    if any(names != numbers[0][0] for names, _, _ in numbers):
+        torch_distributed.all_gather(found, own, group=group)
+    hashes: list[list[int]] = list_numbers(torch.stack(found))
+    if any(names != hashes[0][0] for names, _, _ in hashes):
         tables: list[Any] = [None] * len(found)
-        distributed.all_gather_object(tables, describe_parameters(named), group=group)
+        torch_distributed.all_gather_object(tables, describe_parameters(named), group=group)
         rank = next(i for i, table in enumerate(tables) if table != tables[0])
         first = next(name for name in {**tables[0], **tables[rank]} if tables[0].get(name) != tables[rank].get(name))
         raise ValueError(
@@ -46,15 +47,15 @@ def check_equal_models(named: Mapping[str, Tensor], group: Any, *, values: bool 
             f"{tables[0].get(first, 'missing')} on rank 0 and {tables[rank].get(first, 'missing')} on rank {rank}. "
             "Build the same model on all of them, or give each model a group of its own processes"
         )
-    rank = next((i for i, one in enumerate(numbers) if one[2] != numbers[0][2]), None)
+    rank = next((i for i, one in enumerate(hashes) if one[2] != hashes[0][2]), None)
     if rank is not None:
         texts: list[Any] = [None] * len(found)
-        distributed.all_gather_object(texts, settings, group=group)
+        torch_distributed.all_gather_object(texts, settings, group=group)
         raise ValueError(
             f"the {len(found)} processes were given different settings, {texts[0]} on rank 0 and {texts[rank]} on rank "
             f"{rank}: build the optimizer alike on all of them"
         )
-    rank = next((i for i, one in enumerate(numbers) if one[1] != numbers[0][1]), None)
+    rank = next((i for i, one in enumerate(hashes) if one[1] != hashes[0][1]), None)
     if rank is not None:
         raise ValueError(
             f"the parameters have other values on rank {rank} than on rank 0, and would never meet: seed all processes "
@@ -86,7 +87,7 @@ def describe_settings(*settings: object) -> str:
 def hash_values(named: Mapping[str, Tensor]) -> int:
     """A number that differs where an entry does, but for rare chance."""
     device = next(iter(named.values())).device
-    sums = torch.stack([sum_bits(p.detach()).to(device) for p in named.values()]).tolist()
+    sums: list[int] = list_numbers(torch.stack([sum_bits(p.detach()).to(device) for p in named.values()]))
     found = 0
     for one in sums:
         found = (found * 1_000_003 + one) % MODULUS

@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 
 from natgrad.lost_processes import naming_lost
 from natgrad.optim.distributed import Ranks
+from natgrad.typed_torch import list_numbers, torch_distributed
 
 SLAB = 2**22
 """Numbers that a process receives of a matrix at a time."""
@@ -26,7 +27,7 @@ def share_numbers(ranks: Ranks, numbers: Sequence[float], device: torch.device) 
     """
     table = torch.zeros(ranks.size, len(numbers), dtype=torch.float64, device=device)
     table[ranks.rank] = torch.tensor(numbers, dtype=torch.float64, device=device)
-    return ranks.sum(table).tolist()  # adding zeros rounds nothing, and infinities stay in their own entries
+    return list_numbers(ranks.sum(table))  # adding zeros rounds nothing, and infinities stay in their own entries
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class RankExchange:
         """Every process's object, in the order of their ranks. It is pickled: a few plain values."""
         found: list[Any] = [None] * self.size
         with naming_lost(self.ranks.group):
-            distributed.all_gather_object(found, thing, group=self.ranks.group)
+            torch_distributed.all_gather_object(found, thing, group=self.ranks.group)
         return found
 
     def receive_from(self, source: int, tensor: Tensor) -> Tensor:
@@ -92,5 +93,5 @@ class RankExchange:
             received = sent.new_empty(sum(counts) * own)
             sizes = [count * own for count in counts], [len(matrix) * w for w in widths]
             with naming_lost(self.ranks.group):
-                distributed.all_to_all_single(received, sent, *sizes, group=self.ranks.group)
+                torch_distributed.all_to_all_single(received, sent, *sizes, group=self.ranks.group)
             yield received.view(sum(counts), own)

@@ -15,7 +15,7 @@ from natgrad.damping import Damping
 from natgrad.families import Criterion
 from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
-from natgrad.operators import Arranged, Operator
+from natgrad.operators import Arranged, Layout, Operator
 from natgrad.optim.checks import NotFiniteError, describe_trouble
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.objective import Objective
@@ -27,6 +27,7 @@ from natgrad.pure import as_call
 from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.spaces import Space
+from natgrad.typed_torch import measure_norm
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Circumstances:
     absolute: bool = False
     steps: int = 0
     bounded: bool = False
-    options: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def quadratic(
@@ -140,7 +141,7 @@ def shift_blocks(operator: Operator, amount: Callable[[Operator], float]) -> tup
     """
     if not isinstance(operator, Arranged):
         return operator, amount(operator)
-    parts, entries = [], dict[str, Tensor]()
+    parts, entries = list[tuple[Layout, Operator]](), dict[str, Tensor]()
     for layout, part in operator.parts:
         level = amount(part)
         parts.append((layout, part.shift(level)))
@@ -299,8 +300,8 @@ def report_step(
     refused: bool,
 ) -> StateReport:
     """The report of a step after `last`."""
-    size, proposed = float(step.vector.norm()), float(model.proposal.vector.norm())
-    norm, damping = float(model.gradient.norm()), model.damping
+    size, proposed = float(measure_norm(flat(step))), float(measure_norm(flat(model.proposal)))
+    norm, damping = float(measure_norm(gradient)), model.damping
     return StateReport(
         step=last.step + 1,
         loss=float(model.loss),
@@ -321,4 +322,4 @@ def report_step(
 
 def left_over(gradient: Tensor, solution: Solution, damping: float | Tensor) -> float:
     """|g - G x|: G x is the image less damping * x."""
-    return float((gradient - solution.image).add_(damping * solution.value).norm())
+    return float(measure_norm((gradient - solution.image).add_(damping * solution.value)))

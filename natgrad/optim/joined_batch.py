@@ -9,6 +9,7 @@ from torch import Tensor
 
 from natgrad.layers import Examples
 from natgrad.optim.distributed import Ranks
+from natgrad.typed_torch import list_numbers
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ def line_up(ranks: Ranks, device: torch.device, count: int, rows: int, scale: fl
         return Span(0, count, count, float(rows), rows, cotangents)
     table = torch.zeros(ranks.size, 4, dtype=torch.float64, device=device)
     table[ranks.rank] = torch.tensor([count, rows, scale, cotangents], dtype=torch.float64, device=device)
-    found = ranks.sum(table).tolist()
-    counts, all_rows, scales, widths = zip(*found, strict=True)
+    counts, all_rows, scales, widths = (list_numbers(column) for column in ranks.sum(table).T)
     total = sum(all_rows)
     share = total * scale / sum(scales) if scale and sum(scales) else float(rows)
     if share == round(share) or abs(share - rows) <= 1e-9 * total:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.exchanges import RankExchange, share_numbers
 from natgrad.pure import Labelled, RandomState, as_call
 from natgrad.spaces import Params, Space
+from natgrad.typed_torch import is_mapping
 
 
 class JoinedOperator(Operator):
@@ -194,9 +195,9 @@ class JoinedMetric(Metric):
     def _centre(self, params: Params, inputs: Any, random: RandomState | None) -> Operator:
         assert isinstance(self.metric, Covariance)
         moment = self._join(self.metric.moment, params, inputs, random)
-        counted = torch.zeros(0, dtype=moment.dtype, device=moment.device)
+        local, counted = cast("Any", moment.local), torch.zeros(0, dtype=moment.dtype, device=moment.device)
         if isinstance(moment.local, Pullback):
-            counted = moment.local.form.counted.to(moment.dtype)  # type: ignore[attr-defined]
+            counted = cast("Tensor", local.form.counted.to(moment.dtype))
         assert moment.columns is not None
         whole = gather_columns(self.ranks, counted.unsqueeze(0), moment.columns)[0]
         return Centred(moment, whole)  # type: ignore[arg-type]
@@ -236,9 +237,10 @@ def unwrap_models(metric: Any) -> Any:
     Args:
         metric: A metric, or a part of one.
     """
+    given: Any = metric
     if isinstance(metric, (DataParallel, DistributedDataParallel)):
-        return metric.module
-    if isinstance(metric, Mapping):
+        return given.module
+    if is_mapping(metric):
         found = {name: unwrap_models(value) for name, value in metric.items()}
         return found if any(found[name] is not value for name, value in metric.items()) else metric
     if not isinstance(metric, Metric) or not is_dataclass(metric):

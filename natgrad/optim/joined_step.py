@@ -24,6 +24,7 @@ from natgrad.optim.recorded_pass import Data, Told
 from natgrad.pure import as_call, map_tensors
 from natgrad.spaces import Space
 from natgrad.structures import Layerwise, StructurePreconditioner
+from natgrad.typed_torch import hook_gradient, measure_norm
 
 SumParts = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -45,7 +46,7 @@ def settle_ranks(optimizer: Any, *settings: object) -> None:
     ranks, structure = optimizer._ranks, optimizer.structure
     if not ranks.settled:
         if ranks.group is None:
-            vars(ranks).update(vars(meet(optimizer.model, None)[1]))
+            ranks.__dict__ |= vars(meet(optimizer.model, None)[1])
         if isinstance(structure, Layerwise):
             ranks.check(structure)
         ranks.compare(optimizer._named, describe_settings(structure, *settings))
@@ -88,7 +89,7 @@ def weigh_loss(ranks: Ranks, criterion: Criterion, outputs: Any, targets: Any, v
     assert recall.latest is not None
     recall.latest.count = criterion.count(map_tensors(outputs, torch.detach), targets)
     if not criterion.summed:
-        value.register_hook(RowWeight(ranks, recall.latest.count))
+        hook_gradient(value, RowWeight(ranks, recall.latest.count))
 
 
 def read_gradients(
@@ -141,7 +142,7 @@ def read_averaged(
         return None
     space = Space(params)
     vector = space.flatten({name: to_dense(p.grad) for name, p in params.items()})
-    told = share_numbers(ranks, [recall.scale, float(vector.double().norm())], space.device)
+    told = share_numbers(ranks, [recall.scale, float(measure_norm(vector.double()))], space.device)
     norms = [one[1] for one in told]
     if any(abs(norm - norms[0]) > DRIFTED * max(norms) for norm in norms):  # false where one is NaN
         raise ValueError(
@@ -344,7 +345,7 @@ def check_in_step(ranks: Ranks, vector: Tensor) -> None:
     if ranks.size == 1:
         return
     probe = torch.cos(torch.arange(len(vector), dtype=torch.float64, device=vector.device))
-    numbers = [float(vector.double() @ probe), float(vector.double().norm())]
+    numbers = [float(vector.double() @ probe), float(measure_norm(vector.double()))]
     told = share_numbers(ranks, [number if math.isfinite(number) else math.inf for number in numbers], vector.device)
     most = max(one[1] for one in told)
     if any(abs(a - b) > DRIFTED * most for one in told for a, b in zip(one, told[0], strict=True) if a != b):

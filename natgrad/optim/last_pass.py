@@ -19,6 +19,7 @@ from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
 from natgrad.optim.recorded_pass import Data, RecordedPass, Told, modes_of, part, versions_of
 from natgrad.pure import Call, RandomState, Select, is_evaluating, leaves, map_tensors
+from natgrad.typed_torch import hook_gradient
 from natgrad.whole_tensors import local_part
 
 KEYS = itertools.count()
@@ -30,7 +31,7 @@ class Loss(NamedTuple):
 
     value: Tensor
     rows: int
-    count: float
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride] (nobody counts the entries of one)
 
 
 class Recall:
@@ -241,7 +242,7 @@ class Recall:
         if self._were_cleared():
             self.forget_gradients()
         if value.requires_grad:
-            value.register_hook(Counter(self, loss, told))
+            hook_gradient(value, Counter(self, loss, told))
         return loss, scale
 
     def goes_backward(self, loss: Loss, told: Told | None, gradient: Tensor) -> None:
@@ -251,12 +252,18 @@ class Recall:
                 self.forget_gradients()
             self._going, me = True, weakref.ref(self)
             # as torch's own data parallelism hears that a backward pass is over; there is no public name for it
-            Variable._execution_engine.queue_callback(lambda: end_backward(me()))
+            engine: Any = getattr(Variable, "_execution_engine")  # noqa: B009
+            engine.queue_callback(lambda: end_backward(me()))
         self.losses = [*self.losses, loss]
         if told is not None:
             fresh = told not in self.gone
             told.weight = gradient.detach() if fresh or told.weight is None else told.weight + gradient.detach()
             self.gone = [*self.gone, told] if fresh else self.gone
+
+    def end_backward(self) -> None:
+        """A backward pass is over: remember what its gradients are."""
+        self._going = False
+        self._left = {mark_of(p.grad) for p in self.watched if p.grad is not None}
 
     def _were_cleared(self) -> bool:
         """Whether somebody else cleared the gradients (`model.zero_grad()`, p.grad = None) since losses went backward.
@@ -270,10 +277,9 @@ class Recall:
 
 
 def end_backward(recall: Recall | None) -> None:
-    """A backward pass is over: remember what its gradients are."""
+    """Tell what remembers a backward pass that it is over, if it is still there."""
     if recall is not None:
-        recall._going = False
-        recall._left = {mark_of(p.grad) for p in recall.watched if p.grad is not None}
+        recall.end_backward()
 
 
 def mark_of(gradient: Tensor) -> tuple[int, int]:

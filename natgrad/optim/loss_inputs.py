@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ class Linearised:
         if [t.shape for t in parts] != [t.shape for t in self.values]:
             raise ValueError(OTHER_BATCH)
         moved = [t - value.to(t.dtype) for t, value in zip(parts, self.values, strict=True)]
-        images = iter(Push.apply(self, *moved))
+        images = iter(push_through(self, moved))
         flags = iter(self.moving)
         return map_tensors(self.given, lambda t: t + next(images) if next(flags) else t)
 
@@ -141,6 +141,18 @@ class Linearised:
         return torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True)
 
 
+def push_through(route: Linearised, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """P v, differentiably."""
+    apply: Callable[..., tuple[Tensor, ...]] = getattr(Push, "apply")  # noqa: B009 (torch declares no types of it)
+    return apply(route, *tangents)
+
+
+def pull_through(route: Linearised, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """P^T w, differentiably."""
+    apply: Callable[..., tuple[Tensor, ...]] = getattr(Pull, "apply")  # noqa: B009
+    return apply(route, *cotangents)
+
+
 class Push(torch.autograd.Function):
     """P v as a function of v, with derivatives of any order."""
 
@@ -153,7 +165,7 @@ class Push(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """P^T w."""
-        return None, *Pull.apply(ctx.route, *cotangents)
+        return None, *pull_through(ctx.route, cotangents)
 
 
 class Pull(torch.autograd.Function):
@@ -168,7 +180,7 @@ class Pull(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         """P v."""
-        return None, *Push.apply(ctx.route, *tangents)
+        return None, *push_through(ctx.route, tangents)
 
 
 @dataclass(frozen=True)
@@ -274,7 +286,7 @@ class Graph:
 
 def walk(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
     """The graph above the marked outputs that the roots come from."""
-    queue, sources, order = list(roots), {}, dict[Node, None]()
+    queue, sources, order = list(roots), dict[tuple[Node, int], tuple[Made, int]](), dict[Node, None]()
     above, variables = dict[Node, set[Node]](), list[Tensor]()
     low = set[Node]()
     while queue:

@@ -277,7 +277,7 @@ def replay_losses(
     model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], space: Space, exact: bool = True
 ) -> Objective:
     """The step's losses as `opt.loss` saw them, evaluated again. exact: whether their values are those of a replay."""
-    used, parts = recall.used_losses(), []
+    used, parts = recall.used_losses(), list[Objective]()
     for told in used:
         before = float(told.value) if exact else None
         select = told.settle(model, params, recall.outputs)

@@ -142,7 +142,7 @@ class NaturalGradient(ModelOptimizer):
         self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
         self._judged, self._seen, self._wild = -1, 0, WildBatches()  # the damping's last look; examples
         self._recall = Recall(chosen_outputs(found), self._named.values())
-        self._finalizer: weakref.finalize | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         overhear(found, self._recall)
         if isinstance(self.model, nn.Module):
             self._finalizer = weakref.finalize(

@@ -14,6 +14,7 @@ from natgrad.families import Criterion
 from natgrad.layers import is_asking
 from natgrad.optim.distributed import Ranks
 from natgrad.pure import leaves, map_tensors
+from natgrad.typed_torch import hook_gradient, list_numbers
 from natgrad.whole_tensors import gather_whole
 
 SHARE = 0.1  # of a block's gradient, that counts as a part: round-off in half precision stays below
@@ -76,7 +77,7 @@ class Outside:
             if outside is not None:
                 outside.add(known, cotangent.detach())
 
-        value.register_hook(count)
+        hook_gradient(value, count)
 
     @torch.no_grad()
     def add(self, known: Mapping[str, Tensor], weight: Tensor) -> None:
@@ -109,7 +110,7 @@ class Outside:
         asked, own, self.updates = self._counted > 0 and known, self._own, self.updates + 1
         if ranks.size > 1 and (self.levels or is_asking(self.updates - 1)):  # as all of them listen or none
             flags = torch.tensor([float(asked), float(not known)], device=next(iter(gradients.values())).device)
-            some, unknown = ranks.sum(flags).tolist()
+            some, unknown = list_numbers(ranks.sum(flags))
             asked = some > 0 and not unknown
             own = (
                 ranks.average({n: own[n].to(g) if n in own else torch.zeros_like(g) for n, g in gradients.items()})
@@ -162,7 +163,7 @@ def find_parts(
     gradients: Mapping[str, Tensor], own: Mapping[str, Tensor], scale: float, blocks: Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The blocks of whose gradients a part is left when scale * own is taken away."""
-    found = []
+    found = list[list[str]]()
     for block in blocks:
         names = [name for name in block if name in gradients]
         rest = sum(float((gradients[n] - scale * own[n]).square().sum()) for n in names)

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from natgrad.typed_torch import is_mapping, list_numbers
+
 PLAIN = (bool, int, float, str, type(None))
 WRITTEN = 2**16
 """Most bytes of a tensor that is written into the text."""
@@ -55,7 +57,7 @@ def describe_tensor(tensor: Tensor, others: list[Any]) -> dict[str, Any]:
         others.append(tensor if tensor.dim() else tensor.reshape(1))
         return {"at": len(others) - 1, "shape": list(tensor.shape)}
     numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return {"hex": bytes(numbers.tolist()).hex(), "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape)}
+    return {"hex": bytes(list_numbers(numbers)).hex(), "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape)}
 
 
 def unpack_tree(packed: Sequence[Any]) -> Any:
@@ -79,7 +81,7 @@ def unpack_tree(packed: Sequence[Any]) -> Any:
 
 def build_branch(said: Any, packed: Sequence[Any]) -> Any:
     """The branch that the text says."""
-    if not isinstance(said, dict):
+    if not is_mapping(said):
         return said
     if "map" in said:
         return {build_branch(key, packed): build_branch(value, packed) for key, value in said["map"]}

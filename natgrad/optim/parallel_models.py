@@ -77,6 +77,11 @@ def refuse_trials(model: Any, asks: Any) -> None:
         )
 
 
+def mesh_of(tensor: Any) -> Any:
+    """The mesh over which a tensor lies in parts; None of a whole one."""
+    return tensor.device_mesh if is_split(tensor) else None
+
+
 def find_data_group(leaves: GraphLeaves) -> Any:
     """The processes that see other examples than this one, of a model in parts; None where all see the same.
 
@@ -92,8 +97,7 @@ def find_data_group(leaves: GraphLeaves) -> Any:
     for name, p in leaves.named.items():
         if not is_split(p):
             continue
-        mesh, leaf = p.device_mesh, leaves[name]  # type: ignore[attr-defined]
-        kept = leaf.device_mesh if is_split(leaf) else None  # type: ignore[attr-defined]
+        mesh, kept = mesh_of(p), mesh_of(leaves[name])
         names = list(mesh.mesh_dim_names or range(mesh.ndim))
         within = [] if kept is None else list(kept.mesh_dim_names or range(kept.ndim))
         data = [dim for dim, of in enumerate(names) if of not in within]
@@ -129,9 +133,10 @@ def refuse_processes(model: Any, name: str = "model") -> None:
 def refuse_nested(model: Any) -> None:
     """TypeError for a model with a wrapper of torch inside, whose forward is no function of parameters."""
     refuse_sharded(model)
-    for part in model.modules() if isinstance(model, nn.Module) else ():
+    parts = [(type(part).__name__, part) for part in model.modules()] if isinstance(model, nn.Module) else []
+    for kind, part in parts:
         if isinstance(part, (DataParallel, DistributedDataParallel)):
             raise TypeError(
-                f"model has a {type(part).__name__} in it, which is no function of parameters: wrap the whole model in "
+                f"model has a {kind} in it, which is no function of parameters: wrap the whole model in "
                 "one DistributedDataParallel, and give that"
             )

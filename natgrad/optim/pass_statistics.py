@@ -175,7 +175,7 @@ class Reader:
             draws += [(2, span.total)] * span.cotangents
         for high, count in draws + [seed] * ((apart is not None) + squares):
             torch.randint(high, (count,), generator=shared, device=shared.device)
-        return Reading(Heard([]), 0, scores=({},) * (span.cotangents if apart is None else 1))
+        return Reading(Heard([]), 0, scores=(dict[str, Tensor](),) * (span.cotangents if apart is None else 1))
 
     def _pass(
         self,
@@ -189,7 +189,7 @@ class Reader:
         asking: bool,
     ) -> tuple[Pass, int, list[list[Tensor | None]]]:
         """The pass with the derivatives at its taps, how many cotangents are the statistics', and all slopes."""
-        held = set() if asking else {name for names in self.by_names() for name in names}
+        held = set[str]() if asking else {name for names in self.by_names() for name in names}
         watched = {name: p for name, p in self.leaves.items() if name not in held and p.requires_grad}
         examples, calls = self._place_calls(criterion, outputs, rows, calls, recall)
         drawn = [self._cotangents(self.estimate, criterion, outputs, targets, examples)]

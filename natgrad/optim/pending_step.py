@@ -25,6 +25,7 @@ from natgrad.optim.running_averages import Penalised, add_penalty, average_gradi
 from natgrad.optim.schedule import Clock, compare_kl, follow_signal, keep_form, recent_form, trust_form
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
+from natgrad.typed_torch import list_numbers
 from natgrad.whole_tensors import WholeTensors, write_whole
 
 RULE = "rule"
@@ -63,11 +64,11 @@ class Attempt:
     outside: Outside
     rule: Rule
     batch: BatchForm
-    inverses: dict[str, Inverted] = field(default_factory=dict)
-    means: dict[str, dict[str, Any]] = field(default_factory=dict)
-    memories: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    inverses: dict[str, Inverted] = field(default_factory=dict[str, Inverted])
+    means: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    memories: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def __post_init__(self) -> None:
         self.clock, self.stride = dict(self.clock), copy(self.stride)
@@ -242,7 +243,7 @@ class Attempt:
             sums = self.ranks.sum(sums.double().to(self._device))
             if not bool(sums[1] > 0):
                 return
-        if follow_signal(self.clock, sums.tolist(), self.rule.turns_at):
+        if follow_signal(self.clock, list_numbers(sums), self.rule.turns_at):
             self.clock |= {"updated": -1, "inverted": -1, "measured": -1}
 
     # the metric along a step

@@ -10,6 +10,7 @@ from torch import Tensor, distributed
 from natgrad.lost_processes import naming_lost
 from natgrad.optim.distributed import Ranks
 from natgrad.pure import leaves, map_tensors
+from natgrad.typed_torch import split_tensor
 
 
 def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
@@ -38,7 +39,7 @@ def send_tree(ranks: Ranks, tree: Any, source: int, kind: str) -> Any:
             flat = torch.cat([own[i].reshape(-1) for i in places])
         else:
             flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        parts = ranks.broadcast(flat, source, kind).split(sizes)
+        parts = split_tensor(ranks.broadcast(flat, source, kind), sizes)
         for i, part in zip(places, parts, strict=True):
             made[i] = torch.empty_like(wanted[i], device=device).copy_(part.view(wanted[i].shape))
     numbers = iter(range(len(wanted)))

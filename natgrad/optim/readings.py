@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.layers import Heard, Seen
 from natgrad.optim.joined_batch import Span
+from natgrad.typed_torch import measure_norm
 
 HEADROOM = 1e-6  # of the largest number: running averages add up
 
@@ -30,9 +31,9 @@ class Reading:
 
     heard: Heard
     rows: int
-    apart: list[Seen] = field(default_factory=list)
+    apart: list[Seen] = field(default_factory=list[Seen])
     scores: tuple[dict[str, Tensor], ...] = ()
-    weights: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict[str, int])
     exchange: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     span: Span | None = None
 
@@ -59,9 +60,9 @@ def sound(reading: Reading) -> bool:
     """
     norms = [squares.sum().sqrt() for squares in reading.squares.values()]
     for seen in reading.layers:
-        for part in getattr(seen, "parts", (seen,)):
+        for part in seen.split_parts():
             sides = [norm(deltas) for deltas in part.deltas]
-            sides = [torch.stack(sides).norm()] + ([] if part.by_token else [norm(part.activations)])
+            sides = [measure_norm(torch.stack(sides))] + ([] if part.by_token else [norm(part.activations)])
             norms += [*sides, torch.stack(sides).prod()]
     if not norms:
         return True
@@ -81,7 +82,7 @@ def agree_on_parts(fine: bool, reading: Reading) -> bool:
 
 def norm(tensor: Tensor) -> Tensor:
     """Root of the sum of squares, a scalar tensor."""
-    return torch.linalg.vector_norm(tensor)
+    return measure_norm(tensor)
 
 
 def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:

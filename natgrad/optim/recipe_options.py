@@ -208,7 +208,7 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 def join_arguments(own: str, shared: str, names: Iterable[str]) -> str:
     """A docstring whose `Args` section also has the shared arguments."""
-    lines, found, wanted = inspect.cleandoc(shared).splitlines(), [], set(names)
+    lines, found, wanted = inspect.cleandoc(shared).splitlines(), list[str](), set(names)
     keep = False
     for line in lines[lines.index("Args:") + 1 :]:
         if line.startswith("    ") and not line.startswith("     "):

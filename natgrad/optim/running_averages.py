@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.rules import inner_product
 from natgrad.structures import Statistics
+from natgrad.typed_torch import measure_norm
 from natgrad.whole_tensors import gather_whole
 
 SHARED = frozenset({"totals", "inverse", "prepared"})
@@ -106,12 +107,12 @@ def signal_sums(
         kept: What `average_gradient` keeps of m, by name.
         decays: b by name.
     """
-    rows = []
+    rows = list[Tensor]()
     for name, gradient in gradients.items():
         decay, count = decays[name], kept[name]["count"]
         faded = decay**count
-        mean = torch.linalg.vector_norm(kept[name]["mean"]).double().square() / (1 - faded) ** 2
-        single = torch.linalg.vector_norm(gradient).double().square()
+        mean = measure_norm(kept[name]["mean"]).double().square() / (1 - faded) ** 2
+        single = measure_norm(gradient).double().square()
         noise = (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)
         rows.append(torch.stack([mean.to(single), single, noise * single]))
     return torch.stack([row.to(rows[0].device) for row in rows]).sum(0)

@@ -56,7 +56,7 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
     """
     if not isinstance(optimizer, StructuredNaturalGradient):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected ng.kfac or its like, which have blocks")
-    blocks = optimizer._blocks
+    blocks = optimizer._blocks  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
     owners = blocks.owners
     tensors = {t.data_ptr(): t for kept in optimizer.state.values() for t in leaves(kept)}
     return SharingReport(

@@ -80,13 +80,14 @@ class StateReport:
     gradient: float = math.nan
     failures: int = 0
     refused: int = 0
-    counts: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def list_known(self) -> dict[str, Any]:
         """What applies to this optimizer and was computed at this step, by name and in order."""
         solved = not math.isnan(self.residual) or self.solver_steps > 0
         judged = self.ratio is not None or self.refused > 0
-        left_out = {"counts"} | (set() if solved else {"solver_steps"}) | (set() if judged else {"refused"})
+        unknown = [("solver_steps", solved), ("refused", judged)]
+        left_out = {"counts"} | {name for name, known in unknown if not known}
         own = {name: value for name, value in vars(self).items() if name not in left_out}
         own |= self.counts
         return {n: v for n, v in own.items() if v is not None and not (isinstance(v, float) and math.isnan(v))}

@@ -12,6 +12,7 @@ from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian
 from natgrad.layers import Heard, Seen
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.readings import Reading
+from natgrad.typed_torch import list_numbers
 
 SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
 SLOWEST = 0.5  # that the ratio falls to, per measurement
@@ -114,7 +115,7 @@ def pool_form(
     sums = torch.stack([torch.as_tensor(one).to(like) for one in sums]) if sums else like.new_zeros(0)
     found = ranks.sum(torch.cat([share * torch.as_tensor(squares).to(like).reshape(1), share**0.5 * sums, covered]))
     form = found[0] + found[1 : 1 + len(sums)].square().sum()
-    parts = zip(promised.values(), found[1 + len(sums) :].tolist() if promised else [], strict=True)
+    parts = zip(promised.values(), list_numbers(found[1 + len(sums) :]) if promised else [], strict=True)
     whole = [value.to(form) for value, processes in parts if processes > 0]
     return form, sum_rows(sample) * (torch.stack(whole).sum() if whole else torch.zeros_like(form))
 
@@ -142,7 +143,7 @@ def sample_examples(reading: Reading) -> Reading:
         all_kept, total = kept, examples
     else:
         kept, all_kept, total = span.count_kept(examples // span.count, FEWEST, PART)
-    layers = []
+    layers = list[Seen]()
     for one in reading.apart:
         if len(one.activations) % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
             rows = len(one.activations) // examples * kept

@@ -45,6 +45,7 @@ from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import check_select, full_precision, leaves
 from natgrad.rules import BlockStep, Momentum, Quadratic, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
+from natgrad.typed_torch import measure_norm
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
@@ -119,9 +120,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
         self._reader = Reader(self.model, self._named, structure, self._ranks)
-        self._blocks = BlockAverages(
-            structure, self._named, self.state, Owners(self._ranks, *check_share(chosen.share))
-        )
+        owners = Owners(self._ranks, *check_share(chosen.share))
+        self._blocks = BlockAverages(structure, self._named, self.state, owners)
         self._told: dict[str, Any] = {}
         self._clock = start_clock()
         self._stride, self._outside = Stride(), Outside()
@@ -278,7 +278,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         )
         plain = isinstance(scale, float) and scale == 1
         gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active.items()}
-        norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
+        norm = torch.stack([measure_norm(g) for g in gradients.values()]).square().sum().sqrt()
         self._ranks.check_gradients(norm)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
@@ -315,7 +315,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         attempt.clock |= {"late": late, "skipped": 0 if finite else attempt.clock["skipped"] + 1}
         pace(attempt.clock, self._blocks.drift(), self.update_every)
         attempt.clock["step"] += 1
-        values = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
+        values: dict[str, Any] = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
         values["_wild"] = self._wild.after(loss, finite)
         attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0, "_bad": False}, self._forget_batch)
         watch(self._clock["skipped"], SKIPPED)
