@@ -15,7 +15,7 @@ from natgrad.operators import Operator, SampleRows, WrittenColumns
 from natgrad.solvers.base import Solution, Status, check_system, measure_solution
 from natgrad.solvers.cg import CG
 from natgrad.solvers.row_solver import RowSolver, require_rows
-from natgrad.typed_torch import measure_norm
+from natgrad.typed_torch import measure_norm, torch_linalg
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: in
     factor = factor_or_nan((inner + inner.mT) / 2)
     if not all_finite(factor):  # K = 0, or nearly so
         return omega, torch.zeros_like(omega[0])
-    vectors, sizes, _ = svd(torch.linalg.solve_triangular(factor, image.mT, upper=False).mT)
+    vectors, sizes, _ = svd(torch_linalg.solve_triangular(factor, image.mT, upper=False).mT)
     return vectors, (sizes.square() - shift).clamp(min=0)
 
 
