@@ -18,6 +18,7 @@ from natgrad.families.criteria import Criterion, Entrywise
 from natgrad.families.diagonal_normal import DiagonalNormal, FixedCovarianceNormal, Normal
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.field_fits import PseudoLikelihood, RatioMatching, StochasticLikelihood
 from natgrad.families.gaussian import DiagonalGaussian, Gaussian, HeteroscedasticGaussian
 from natgrad.families.gibbs import Gibbs
 from natgrad.families.inverse_gaussian import InverseGaussian
@@ -48,6 +49,7 @@ from natgrad.families.power_series import Geometric, Logarithmic, NegativeBinomi
 from natgrad.families.product_families import Product, SubModel
 from natgrad.families.regression import Slope, natural_slope
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
+from natgrad.families.tempering import LogPartitionEstimate, Tempering
 from natgrad.families.von_mises_fisher import VonMisesFisher
 from natgrad.families.wishart import Wishart
 from natgrad.families.wrapped_losses import likelihood
@@ -85,6 +87,7 @@ __all__ = [
     "Ising",
     "Likelihood",
     "LogNormal",
+    "LogPartitionEstimate",
     "Logarithmic",
     "Mapped",
     "MarkovField",
@@ -99,12 +102,16 @@ __all__ = [
     "Normal",
     "Poisson",
     "Product",
+    "PseudoLikelihood",
+    "RatioMatching",
     "Rayleigh",
     "ShapeRate",
     "ShapeScale",
     "Slope",
     "SparseNormal",
+    "StochasticLikelihood",
     "SubModel",
+    "Tempering",
     "VonMisesFisher",
     "Weibull",
     "Wishart",

@@ -45,9 +45,7 @@ class Gibbs:
         """
         flat = theta.reshape(-1, theta.shape[-1])
         chains = min(self.chains, count)
-        groups = colour_variables(len(tables.counts), tables.cliques)
-        kind = PairSweep if fits_pairs(tables) else Sweep
-        sweep = kind(tables, groups, flat, chains)
+        sweep = build_sweep(tables, flat, chains)
         sweep.start(generator)
         for _ in range(self.burn_in):
             sweep.run(generator)
@@ -58,6 +56,18 @@ class Gibbs:
             found.append(sweep.states())
         drawn = torch.stack(found).view(len(found) * chains, *theta.shape[:-1], -1)
         return drawn[:count]
+
+
+def build_sweep(tables: Tables, theta: Tensor, chains: int) -> PairSweep | Sweep:
+    """The quickest sweep for a field.
+
+    Args:
+        tables: The field's functions.
+        theta: Natural parameters, shape (B, m).
+        chains: Chains of each theta.
+    """
+    groups = colour_variables(len(tables.counts), tables.cliques)
+    return (PairSweep if fits_pairs(tables) else Sweep)(tables, groups, theta, chains)
 
 
 class Sweep:
@@ -72,7 +82,7 @@ class Sweep:
 
     def __init__(self, tables: Tables, groups: list[list[int]], theta: Tensor, chains: int) -> None:
         rows = theta.expand(chains, *theta.shape).reshape(-1, theta.shape[-1])
-        self.tables, self.rows, self.device = tables, len(rows), theta.device
+        self.tables, self.rows, self.device, self.chains = tables, len(rows), theta.device, chains
         self.colours = [Colour(tables, members, rows) for members in groups]
         self.state = torch.empty(0)
 
@@ -91,6 +101,16 @@ class Sweep:
         """The positions of the values, (chains * B, n)."""
         return self.state.clone()
 
+    def replace_states(self, places: Tensor) -> None:
+        """Goes on from positions of values (chains * B, n)."""
+        self.state = places.clone()
+
+    def replace_weights(self, theta: Tensor) -> None:
+        """Goes on with other natural parameters (B, m)."""
+        rows = theta.expand(self.chains, *theta.shape).reshape(-1, theta.shape[-1])
+        for colour in self.colours:
+            colour.weights = rows[:, colour.terms]
+
 
 class Colour:
     """Variables that share no clique: given the others they are independent."""
@@ -105,7 +125,7 @@ class Colour:
         steps = tables.steps.to(device)[terms]
         self.others, self.steps = tables.members.to(device)[terms], steps.masked_fill(itself, 0)
         self.own = (steps * itself).amax(1) if len(pairs) else self.owner
-        self.offset, self.weights = tables.offset.to(device)[terms], theta[:, terms]
+        self.terms, self.offset, self.weights = terms, tables.offset.to(device)[terms], theta[:, terms]
         self.flat = tables.flat.to(theta)
         counts = torch.tensor([tables.counts[i] for i in members], device=device)
         self.values = torch.arange(int(counts.max()), device=device)

@@ -29,6 +29,7 @@ class PairSweep:
     """
 
     def __init__(self, tables: Tables, groups: list[list[int]], theta: Tensor, chains: int) -> None:
+        self.tables = tables
         self.order = torch.tensor([i for group in groups for i in group], device=theta.device)
         self.width = max(tables.counts) - 1
         self.constant, self.matrix = pair_energies(tables, self.order, theta, self.width)
@@ -62,6 +63,17 @@ class PairSweep:
         found = torch.empty_like(places)
         found[:, self.order] = places
         return found.permute(2, 0, 1).reshape(-1, found.shape[1])
+
+    def replace_states(self, places: Tensor) -> None:
+        """Goes on from positions of values (chains * B, n)."""
+        by_theta = places.view(-1, len(self.state), places.shape[1]).permute(1, 2, 0)
+        self._write(by_theta[:, self.order], self.state)
+
+    def replace_weights(self, theta: Tensor) -> None:
+        """Goes on with other natural parameters (B, m)."""
+        constant, matrix = pair_energies(self.tables, self.order, theta, self.width)
+        self.constant.copy_(constant)
+        self.matrix.copy_(matrix)
 
     def _run_bits(self, generator: torch.Generator | None) -> None:
         """The second value where its energy passes the logit of a uniform number."""

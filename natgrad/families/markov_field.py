@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_integer
 from natgrad.families.class_logits import classes_kl
 from natgrad.families.closed_forms import Closed
 from natgrad.families.discrete_tables import LARGEST, Clique, Tables
 from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.field_fits import FieldFit, PseudoLikelihood
 from natgrad.families.gibbs import Gibbs
+from natgrad.families.tempering import LogPartitionEstimate, anneal
 from natgrad.linalg import symmetrise
 from natgrad.operators import DenseOperator, Operator
 
@@ -126,11 +129,83 @@ class MarkovField(ExponentialFamily):
         if not self.exact:
             raise ValueError(
                 f"mle of {self!r} takes sums with a table of at least {self.tables.largest} entries, more than "
-                f"{LARGEST}; fit it by ratio matching, which needs no sums: ng.ratio_matching_loss(log_p, params, x), "
-                "log_p = ng.Boltzmann(n) for all pairs of bits, and ng.ang or ng.NaturalGradient with ng.ratio_metric("
-                "log_p); or give fewer cliques: chains, trees and narrow grids are exact"
+                f"{LARGEST}; fit(x) takes none: the pseudo-likelihood, ng.families.RatioMatching() or "
+                "StochasticLikelihood(). ng.ratio_matching_loss with ng.ang or ng.ratio_metric trains other energies. "
+                "Or give fewer cliques: chains, trees and narrow grids are exact"
             )
         return super().mle(x)
+
+    def fit(
+        self,
+        x: Tensor,
+        method: FieldFit | None = None,
+        *,
+        start: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """theta from examples without a sum over states: for dense fields of any number of variables.
+
+        Args:
+            x: Examples, shape (b, n).
+            method: `PseudoLikelihood()`, the default, `RatioMatching()` or `StochasticLikelihood()`: maximum
+                likelihood, by chains. The first two take fields of singles and pairs.
+            start: Where it starts, shape (m,). None: zero.
+            generator: Source of the chains' draws. None: the global one.
+
+        Returns:
+            Shape (m,).
+
+        Raises:
+            ValueError: Where a variable takes one value in all examples and the method has no `ridge`: its theta is
+                infinite.
+
+        Example:
+            >>> field = ng.Ising(30)
+            >>> x = field.sample(torch.zeros(465), 500, generator=torch.Generator().manual_seed(0))
+            >>> field.fit(x).abs().mean() < 0.1
+            tensor(True)
+        """
+        method = PseudoLikelihood() if method is None else method
+        if not isinstance(method, FieldFit):
+            raise TypeError(f"method is {method!r}, expected one such as ng.families.PseudoLikelihood()")
+        places = self.tables.places(x).reshape(-1, self.n)
+        if len(places) == 0:
+            raise ValueError("x is empty, expected at least one example")
+        fixed = (places == places[0]).all(0).nonzero().flatten().tolist()
+        if fixed and not getattr(method, "ridge", 1.0):
+            raise ValueError(
+                f"x has one value of variable {fixed[0]} in all examples, whose theta would be infinite: give a ridge, "
+                f"as in {type(method).__name__}(ridge=0.01), or more examples"
+            )
+        zero = torch.zeros(self.size, dtype=torch.float64, device=x.device)
+        begin = zero if start is None else self.single(start, "start").to(zero)
+        found = method.find(self.tables, places, begin, generator)
+        return found.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
+
+    def estimate_log_partition(
+        self, theta: Tensor, *, steps: int = 500, chains: int = 500, generator: torch.Generator | None = None
+    ) -> LogPartitionEstimate:
+        """log Z by annealed importance sampling, with its standard error: for fields whose sums are too large.
+
+        Args:
+            theta: Natural parameters, shape (m,).
+            steps: Temperatures between the independent variables and the field, one Gibbs sweep each.
+            chains: Independent runs.
+            generator: Source of the draws. None: the global one.
+
+        Returns:
+            `value`, `error` and `effective`, how many equally weighted runs tell as much.
+
+        Example:
+            >>> field = ng.Ising(40)
+            >>> found = field.estimate_log_partition(torch.zeros(820), steps=2, chains=4)
+            >>> found.value  # 40 log 2
+            tensor(27.7259)
+        """
+        steps = check_integer("steps", steps)
+        chains = check_integer("chains", chains, 2)
+        with torch.no_grad():
+            return anneal(self.tables, self.check(self.single(theta, "theta")).detach(), steps, chains, generator)
 
     def probabilities(self, theta: Tensor) -> Tensor:
         """p of all states, in the order of `states`.
