@@ -51,7 +51,9 @@ class PresenceListener:
 
     def _listen(self, world: weakref.ref[Any]) -> None:
         try:
-            while world() is not None and not self.done.wait(PAUSE):
+            while not self.done.wait(PAUSE):
+                if world() is None or world() is not distributed.group.WORLD:
+                    return  # torch prints a page where a store is asked after its end
                 if self.store.check([f"{self.prefix}asked"]):
                     self.store.set(f"{self.prefix}here {self.rank}", "")
                     return
