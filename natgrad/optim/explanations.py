@@ -128,7 +128,9 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
         reason = f"a layer moves by at most {show(move)} of its size" if move < math.inf else "the rule found a length"
         yield f"{limited} of {count} steps were shortened to about {rate} of the proposal: {reason}."
         if move < math.inf:
-            yield f"Try: rule=natgrad.rules.NoiseAware(move={show(2 * move)}) if the loss falls steadily but slowly."
+            rest = ", noise=0" if getattr(steps.rule, "noise", 1.0) == 0 else ""
+            rule = f"natgrad.rules.NoiseAware(move={show(2 * move)}{rest})"
+            yield f"Try: rule={rule} if the loss falls steadily but slowly."
     if cut + measured + limited == 0 and steps.last.rate >= WHOLE and count >= FEW:
         yield "Steps were taken whole: lr and the damping set their length, no bound did."
     if 0 < steps.lr < 0.01 and any(b < math.inf for b in steps.bounds):

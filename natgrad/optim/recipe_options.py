@@ -25,7 +25,7 @@ class BlockOptions(TypedDict, total=False):
 
     Args:
         rule: How a direction becomes a step; default
-            `natgrad.rules.NoiseAware()` in `ng.kfac` and `ng.ekfac`, `ng.MeasuredLength()` elsewhere. Any rule but
+            `natgrad.rules.NoiseAware()` in `ng.kfac` and `ng.ekfac`, with noise=0 in the other recipes. Any rule but
             `ng.SubspaceSearch`.
         momentum: Decay of the gradient's running mean (bias-corrected), taken before the metric, so that the whole step
             is in today's metric; in [0, 1). Default 0.9, and 0 with `rule=ng.Momentum(...)`.
@@ -36,8 +36,8 @@ class BlockOptions(TypedDict, total=False):
         kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. As max_kl.
         weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
         l2: Of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient and in the metric.
-        update_every: Steps between updates of the statistics, at most: at first one, and one more after each ten steps;
-            more where an update changes the statistics little.
+        update_every: Steps between updates of the statistics, at most: at first one, and one more after each five
+            steps; more where an update changes the statistics little.
         invert_every: Steps between inversions, in the same way.
         measure: False trusts the blocks: the metric along a step is theirs.
         outputs: What the criterion is of, for a model that returns more: `outputs=lambda out: out.logits`.

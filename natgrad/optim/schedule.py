@@ -8,7 +8,7 @@ from typing import Any
 
 Clock = dict[str, Any]
 WATCHED = 20  # steps after one that was near its bound
-RAMP = 10  # steps after which the intervals between updates grow by one
+RAMP = 5  # steps after which the intervals between updates grow by one
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
 FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
 UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, before any was compared
@@ -63,7 +63,7 @@ def start_clock() -> Clock:
 def due(clock: Clock, event: str, every: int) -> bool:
     """Whether it is time: after the interval, at most `every` steps apart.
 
-    The interval is the drift's, and no shorter than one step in the first ten, and one more after each ten more.
+    The interval is the drift's, and no shorter than one step in the first five, and one more after each five more.
     """
     return clock["step"] - clock[event] >= min(every, max(int(clock["interval"]), 1 + clock["step"] // RAMP))
 

@@ -33,6 +33,10 @@ Criterion = nn.Module | Likelihood
 
 SAFE = Relative(0.03, per="block", whole=1.0)
 """Damping that does not vanish with a block that the loss hardly depends on."""
+NEAR, FAR = Relative(0.1, per="block", whole=0.1), Relative(0.3, per="block", whole=0.1)
+"""The same for structures without dense factors, and for few directions."""
+NATURAL = NoiseAware(noise=0.0)
+"""Natural steps within a share of each layer, all along."""
 
 
 @with_options(BlockOptions, BlockSettings, damping=SAFE)
@@ -115,7 +119,7 @@ def ekfac(
     return build(model, criterion, EigenKronecker(decay, estimate), lr, heed_noise(options), damping=SAFE)
 
 
-@with_options(BlockOptions, BlockSettings, damping=0.1)
+@with_options(BlockOptions, BlockSettings, damping=NEAR)
 def diagonal(
     model: nn.Module,
     criterion: Criterion,
@@ -138,10 +142,10 @@ def diagonal(
     Raises:
         TypeError: For a criterion that is not a likelihood.
     """
-    return build(model, criterion, Diagonal(decay, estimate), lr, options, damping=0.1)
+    return build(model, criterion, Diagonal(decay, estimate), lr, heed_noise(options, NATURAL), damping=NEAR)
 
 
-@with_options(BlockOptions, BlockSettings, damping=0.1)
+@with_options(BlockOptions, BlockSettings, damping=NEAR)
 def unitwise(
     model: nn.Module,
     criterion: Criterion,
@@ -167,10 +171,10 @@ def unitwise(
     Reference:
         Le Roux et al. 2008; Ollivier 2015.
     """
-    return build(model, criterion, UnitWise(decay, estimate), lr, options, damping=0.1)
+    return build(model, criterion, UnitWise(decay, estimate), lr, heed_noise(options, NATURAL), damping=NEAR)
 
 
-@with_options(BlockOptions, BlockSettings, damping=0.1)
+@with_options(BlockOptions, BlockSettings, damping=NEAR)
 def online_ng(
     model: nn.Module,
     criterion: Criterion,
@@ -200,12 +204,11 @@ def online_ng(
     Reference:
         Povey, Zhang & Khudanpur 2015.
     """
-    return build(
-        model, criterion, OnlineLowRank(decay, estimate, gradient=gradient, factored=True), lr, options, damping=0.1
-    )
+    structure = OnlineLowRank(decay, estimate, gradient=gradient, factored=True)
+    return build(model, criterion, structure, lr, heed_noise(options, NATURAL), damping=NEAR)
 
 
-@with_options(BlockOptions, BlockSettings, damping=0.3)
+@with_options(BlockOptions, BlockSettings, damping=FAR)
 def tonga(
     model: nn.Module,
     criterion: Criterion,
@@ -236,14 +239,16 @@ def tonga(
     Reference:
         Le Roux, Manzagol & Bengio 2008.
     """
-    return build(model, criterion, LowRankCovariance(decay, estimate, rank=rank), lr, options, damping=0.3)
+    return build(
+        model, criterion, LowRankCovariance(decay, estimate, rank=rank), lr, heed_noise(options, NATURAL), damping=FAR
+    )
 
 
-def heed_noise(options: BlockOptions) -> BlockOptions:
-    """The options with `NoiseAware` as the rule, where the user gave none; max_kl and kl_share are its own then."""
+def heed_noise(options: BlockOptions, usual: NoiseAware = NoiseAware()) -> BlockOptions:
+    """The options with this rule, where the user gave none; max_kl and kl_share are its own then."""
     if options.get("rule") is not None:
         return options
-    usual, rest = NoiseAware(), BlockOptions(**options)
+    rest = BlockOptions(**options)
     max_kl, kl_share = rest.pop("max_kl", None), rest.pop("kl_share", None)
     rule = replace(
         usual,

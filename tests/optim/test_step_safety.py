@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 # What does not hold yet: (optimizer, what happens to it).
 OPEN = {(name, event) for name in MATRIX_FREE for event in ("large row, values", "large targets")}
 OPEN |= {(name, event) for name in MATRIX_FREE for event in ("labels ignored",)}
-OPEN |= {("online_ng", "1e-20"), ("online_ng", "1e-10"), ("hessian_free", "1e+06"), ("natgrad_cg", "1e-06")}
+OPEN |= {("hessian_free", "1e+06"), ("natgrad_cg", "1e-06")}
 pytestmark = pytest.mark.filterwarnings("ignore:a large part of the gradient")
 
 
