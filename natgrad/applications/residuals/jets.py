@@ -162,13 +162,14 @@ class LayerChain:
 
     parts: tuple[AffineLayer | Elementwise, ...]
 
-    def run(self, state: Mapping[str, Tensor], inputs: Tensor, plan: Plan) -> JetPass:
+    def run(self, state: Mapping[str, Tensor], inputs: Tensor, plan: Plan, rows: bool = True) -> JetPass:
         """Values and derivatives.
 
         Args:
             state: The parameters by name.
             inputs: x, shape (b, d).
             plan: Which derivatives.
+            rows: Whether a pass back will follow, which takes one derivative more of the elementwise functions.
         """
         jets, records = start_jets(inputs, plan), list[tuple[AffineLayer, Tensor] | Bend]()
         for part in self.parts:
@@ -178,7 +179,7 @@ class LayerChain:
                 if part.bias is not None:
                     jets[0] += state[part.bias]
                 continue
-            jets, record = push_through(part, plan, jets)
+            jets, record = push_through(part, plan, jets, rows)
             records.append(record)
         return JetPass(jets, records, plan, state)
 
@@ -192,9 +193,9 @@ def start_jets(inputs: Tensor, plan: Plan) -> Tensor:
     return jets
 
 
-def push_through(part: Elementwise, plan: Plan, jets: Tensor) -> tuple[Tensor, Bend]:
+def push_through(part: Elementwise, plan: Plan, jets: Tensor, rows: bool) -> tuple[Tensor, Bend]:
     """f(z) with its derivatives, from z with its own, (T, b, h)."""
-    value, *slopes = differentiate_elementwise(part, jets[0], bool(plan.dims) + bool(plan.second) + 1)
+    value, *slopes = differentiate_elementwise(part, jets[0], bool(plan.dims) + bool(plan.second) + rows)
     out = torch.empty_like(jets)
     out[0] = value
     squares = []

@@ -26,26 +26,23 @@ NARROW = 8
 
 @dataclass(frozen=True, eq=False)
 class TermRows:
-    """A term's rows, times a factor for each.
+    """A term's rows.
 
     Args:
-        rows: As the term gave them.
-        factor: sqrt(2 w) for weights w of the squares, shape (m, b).
+        rows: As the term gave them, each times the root of twice its weight.
     """
 
     rows: TermJacobian
-    factor: Tensor
 
     @property
     def count(self) -> int:
         """Number of rows, m b."""
-        return self.factor.numel()
+        return self.rows.factor.numel()
 
-    @cached_property
+    @property
     def layers(self) -> list[LayerRows]:
-        """With the factor in the deltas."""
-        scaled = self.factor[:, None, :, None]
-        return [LayerRows(one.layer, one.inputs, one.deltas * scaled) for one in self.rows.layers]
+        """Those of affine layers."""
+        return self.rows.layers
 
     def write(self, space: Space, out: Tensor) -> None:
         """The rows as a matrix, added to `out` (m b, n).
@@ -63,7 +60,7 @@ class TermRows:
                 out[:, bias.start : bias.stop] += one.deltas[:, 0].reshape(k * b, o)
         for name, rows in self.rows.explicit.items():
             block = space.blocks[name]
-            out[:, block.start : block.stop] += (rows * self.factor.unsqueeze(2)).reshape(self.count, block.size)
+            out[:, block.start : block.stop] += rows.reshape(self.count, block.size)
 
     def add_squares(self, space: Space, total: Tensor) -> None:
         """The sums over the rows of the squares of their entries, added to `total` (n,).
@@ -80,7 +77,7 @@ class TermRows:
                 total[bias.start : bias.stop] += one.deltas[:, 0].square().sum((0, 1))
         for name, rows in self.rows.explicit.items():
             block = space.blocks[name]
-            total[block.start : block.stop] += (rows * self.factor.unsqueeze(2)).square().sum((0, 1))
+            total[block.start : block.stop] += rows.square().sum((0, 1))
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         """sum over rows of w times the row, by name.
@@ -93,14 +90,14 @@ class TermRows:
         def add(name: str, part: Tensor) -> None:
             found[name] = found[name] + part if name in found else part
 
-        each = weights.view(self.factor.shape)
+        each = weights.view(self.rows.factor.shape)
         for one in self.layers:
             weighted = (one.deltas * each[:, None, :, None]).sum(0)  # (T, b, o)
             add(one.layer.weight, weighted.flatten(0, 1).mT @ one.inputs.flatten(0, 1))
             if one.layer.bias is not None:
                 add(one.layer.bias, weighted[0].sum(0))
         for name, rows in self.rows.explicit.items():
-            add(name, torch.einsum("kb,kbn->n", each * self.factor, rows))
+            add(name, torch.einsum("kb,kbn->n", each, rows))
         return found
 
     def along(self, tangents: dict[str, Tensor]) -> Tensor:
@@ -109,7 +106,7 @@ class TermRows:
         Args:
             tangents: By name, in the parameters' shapes.
         """
-        total = torch.zeros_like(self.factor)
+        total = torch.zeros_like(self.rows.factor)
         for one in self.layers:
             if one.layer.weight in tangents:
                 image = one.inputs @ tangents[one.layer.weight].mT  # (T, b, o)
@@ -117,7 +114,7 @@ class TermRows:
             if one.layer.bias in tangents:
                 total += one.deltas[:, 0] @ tangents[one.layer.bias]
         for name, rows in self.rows.explicit.items():
-            total += self.factor * (rows @ tangents[name].reshape(-1))
+            total += rows @ tangents[name].reshape(-1)
         return total.reshape(-1)
 
 
@@ -168,7 +165,10 @@ class StackedRows:
     @cached_property
     def matrix(self) -> Tensor:
         """U^T written out, shape (r, n)."""
-        return torch.cat([self._write(term) for term in self.terms])
+        out = torch.zeros(self.rank, self.space.size, dtype=self.space.dtype, device=self.space.device)
+        for term, part in zip(self.terms, out.split([term.count for term in self.terms]), strict=True):
+            term.write(self.space, part)
+        return out if self.scale is None else out.mul_(self.scale)
 
     def mv(self, weights: Tensor) -> Tensor:
         """U w, shape (n,).
@@ -263,9 +263,7 @@ def add_products(left: TermRows, right: TermRows, squares: dict[str, float], tot
             add_layer_products(one, other, squares, total)
     for name, rows in left.rows.explicit.items():
         if name in right.rows.explicit:
-            first = (rows * left.factor.unsqueeze(2)).flatten(0, 1)
-            second = (right.rows.explicit[name] * right.factor.unsqueeze(2)).flatten(0, 1)
-            total.addmm_(first, second.mT, alpha=squares[name])
+            total.addmm_(rows.flatten(0, 1), right.rows.explicit[name].flatten(0, 1).mT, alpha=squares[name])
 
 
 def add_layer_products(one: LayerRows, other: LayerRows, squares: dict[str, float], total: Tensor) -> None:

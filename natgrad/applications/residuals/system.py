@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,14 +75,18 @@ class System:
         """
         parts, residuals, losses, factors = [], [], {}, {}
         for name, term in self.terms.items():
-            found = term.rows(params, points[name])
-            check_residuals(name, found.values, points[name])
-            factors[name] = self.factor(name, found.values, points[name][0])
-            parts.append(TermRows(found, factors[name]))
-            residuals.append((found.values.mT * factors[name]).reshape(-1))
+            found = term.rows(params, points[name], partial(self._weigh, name, points[name]))
+            factors[name] = found.factor
+            parts.append(TermRows(found))
+            residuals.append((found.values.mT * found.factor).reshape(-1))
             losses[name] = found.values.square().sum(1).mean()
         operator = RowsOperator(StackedRows(Space(params), parts))
         return LinearisedTerms(torch.cat(residuals).to(operator.dtype), operator, losses, factors)
+
+    def _weigh(self, name: str, points: tuple[Tensor, ...], values: Tensor) -> Tensor:
+        """The factors of a term's rows (m, b), once its residuals are known to be finite."""
+        check_residuals(name, values, points)
+        return self.factor(name, values, points[0])
 
     @torch.no_grad()
     def residuals(self, params: Params, points: Points, factors: Mapping[str, Tensor]) -> Tensor:

@@ -35,15 +35,17 @@ class Unplanned(Exception):
 
 @dataclass(frozen=True, eq=False)
 class TermJacobian:
-    """Residuals of a term with the rows of their Jacobian.
+    """Residuals of a term with the rows of their Jacobian, each times its factor.
 
     Args:
-        values: Shape (b, m).
-        layers: Of affine layers, unscaled: row (j, x), component first.
+        values: Shape (b, m), without the factors.
+        factor: Of each row, shape (m, b).
+        layers: Of affine layers: row (j, x), component first.
         explicit: Name -> rows (m, b, size) of other parameters.
     """
 
     values: Tensor
+    factor: Tensor
     layers: list[LayerRows] = field(default_factory=list)
     explicit: dict[str, Tensor] = field(default_factory=dict)
 
@@ -81,16 +83,17 @@ class Term:
         )
         return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
 
-    def rows(self, params: Params, points: tuple[Tensor, ...]) -> TermJacobian:
+    def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermJacobian:
         """The residuals with the rows of their Jacobian in the parameters.
 
         Args:
             params: All parameters that are trained, by name.
             points: Tensors (b, ...).
+            weigh: From the residuals (b, m) to the factors of the rows (m, b).
         """
         self.settle(params, points)
-        found = self._through_tables(lambda: self._layered_rows(params, points))
-        return self._functional_rows(params, points) if found is None else found
+        found = self._through_tables(lambda: self._layered_rows(params, points, weigh))
+        return self._functional_rows(params, points, weigh) if found is None else found
 
     def settle(self, params: Params, points: tuple[Tensor, ...]) -> None:
         """Look at the unknowns: what is asked of them, and whether they are layers. Once, and whenever they change.
@@ -162,14 +165,14 @@ class Term:
 
     # through tables of derivatives
 
-    def _tables(self, params: Params, points: tuple[Tensor, ...]) -> dict[tuple[str, int], JetPass]:
+    def _tables(self, params: Params, points: tuple[Tensor, ...], rows: bool = False) -> dict[tuple[str, int], JetPass]:
         networks = self.networks
         assert networks is not None
         assert self.notes is not None
         with torch.no_grad():
             state = self._state(params)
             return {
-                (name, place): networks[name].run(state, points[place], plan)
+                (name, place): networks[name].run(state, points[place], plan, rows)
                 for name, one in self.notes.items()
                 for place, plan in one.plans.items()
             }
@@ -224,24 +227,28 @@ class Term:
         dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
         return torch.func.vmap(one, in_dims=dims, randomness="different")(*given)
 
-    def _layered_rows(self, params: Params, points: tuple[Tensor, ...]) -> TermJacobian:
-        passes = self._tables(params, points)
+    def _layered_rows(
+        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
+    ) -> TermJacobian:
+        passes = self._tables(params, points, rows=True)
         with torch.enable_grad():
             jets = {key: one.outputs.detach().requires_grad_() for key, one in passes.items()}
             chosen = {name: c.clone().requires_grad_() for name, c in self._coefficients(params, points).items()}
             values = self._from_tables(points, passes, chosen, jets)
             found = differentiate_columns(values, [*jets.values(), *chosen.values()])
+        factor = weigh(values.detach())
+        # on the outputs it costs less than on the rows
         layers = [
             row
             for one, cotangents in zip(passes.values(), found, strict=False)
-            for row in one.pull_back(cotangents.contiguous())
+            for row in one.pull_back(cotangents * factor[:, None, :, None])
         ]
         explicit = {
-            name: cotangents.reshape(*cotangents.shape[:2], -1)
+            name: cotangents.reshape(*cotangents.shape[:2], -1) * factor.unsqueeze(2)
             for name, cotangents in zip(chosen, found[len(jets) :], strict=True)
             if name in params
         }
-        return TermJacobian(values.detach(), layers, explicit)
+        return TermJacobian(values.detach(), factor, layers, explicit)
 
     # as a function of the parameters
 
@@ -273,7 +280,15 @@ class Term:
                     warnings.warn(ONE_BY_ONE.format(name=self.name), stacklevel=2)
             return torch.stack([self._at(params, point) for point in zip(*points, strict=True)])
 
-    def _functional_rows(self, params: Params, points: tuple[Tensor, ...]) -> TermJacobian:
+    def _functional_rows(
+        self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]
+    ) -> TermJacobian:
+        values, explicit = self._explicit_rows(params, points)
+        factor = weigh(values)
+        return TermJacobian(values, factor, [], {name: one * factor.unsqueeze(2) for name, one in explicit.items()})
+
+    def _explicit_rows(self, params: Params, points: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The residuals (b, m), and the rows (m, b, size) by name."""
         leaves = {name: p.detach() for name, p in params.items()}
         if not self.by_rows:
             try:
@@ -290,9 +305,11 @@ class Term:
             ]
         b, m = values.shape
         stacked = [torch.stack([row[i].reshape(-1) for row in found]).view(m, b, -1) for i in range(len(leaves))]
-        return TermJacobian(values.detach(), [], dict(zip(leaves, stacked, strict=True)))
+        return values.detach(), dict(zip(leaves, stacked, strict=True))
 
-    def _rows_by_points(self, leaves: dict[str, Tensor], points: tuple[Tensor, ...]) -> TermJacobian:
+    def _rows_by_points(
+        self, leaves: dict[str, Tensor], points: tuple[Tensor, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         def both(point: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
             def twice(chosen: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
                 value = self._at(chosen, point)
@@ -303,8 +320,7 @@ class Term:
 
         with torch.enable_grad(), mark_evaluation(), exact_derivatives():
             values, jacobians = torch.func.vmap(both, randomness="different")(points)
-        explicit = {name: j.detach().transpose(0, 1).flatten(2) for name, j in jacobians.items()}
-        return TermJacobian(values.detach(), [], explicit)
+        return values.detach(), {name: j.detach().transpose(0, 1).flatten(2) for name, j in jacobians.items()}
 
 
 def refuse_evaluation(*args: Any) -> Tensor:
