@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -104,12 +104,11 @@ class MetricSum(Metric):
                 f"inputs is {type(inputs).__name__}, expected a dict with the data of {names}: before each step call "
                 f"optimizer.observe({{{names[0]!r}: x, ...}})"
             )
-        data = cast("Mapping[str, Any]", inputs)
-        missing, unknown = sorted(self.terms.keys() - data.keys()), sorted(data.keys() - self.terms.keys())
+        missing, unknown = sorted(self.terms.keys() - inputs.keys()), sorted(inputs.keys() - self.terms.keys())
         if missing or unknown:
             said = f"no data for {missing}" if missing else f"data for {unknown}, which is no term"
             raise ValueError(f"inputs has {said}: the metrics are of {names}, each on data of its own")
-        return data
+        return inputs
 
 
 def generator_of(metric: Metric) -> torch.Generator | None:
