@@ -159,7 +159,14 @@ def describe_minutes(minutes: float | None) -> str:
 
 
 def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None:
-    """Run an experiment into a folder, then report on it. seeds: None for the experiment's own number."""
+    """Run an experiment into a folder, then report on it.
+
+    Args:
+        name: Of the experiment.
+        seeds: How many; None for the experiment's own number.
+        assignments: Settings as `field=value`.
+        out: The folder.
+    """
     from rich.console import Console
 
     from natgrad_lab.experiments import LabError, execute, find, interruptible, override
@@ -176,7 +183,11 @@ def run(name: str, seeds: int | None, assignments: list[str], out: Path) -> None
 
 
 def report(folder: Path) -> None:
-    """Rebuild a folder's report and print its tables and verdicts."""
+    """Rebuild a folder's report and print its tables and verdicts.
+
+    Args:
+        folder: Of the records.
+    """
     from rich.console import Console
 
     from natgrad_lab.report import build, printed
@@ -189,7 +200,11 @@ def report(folder: Path) -> None:
 
 
 def guarded(work: "Callable[[], None]") -> None:
-    """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130."""
+    """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130.
+
+    Args:
+        work: Takes nothing.
+    """
     import typer
 
     from natgrad_lab.data import DataError

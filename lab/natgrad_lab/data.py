@@ -43,8 +43,16 @@ class DataError(RuntimeError):
 class Split:
     """A data set cut into a training and a test part.
 
-    train_x (n, ...), test_x: inputs, images in [0, 1]. train_y (n,), test_y: class numbers (int64), or values to
-    regress. valid_x, valid_y: a part its authors set aside, else None. unlabelled_x: further inputs, else None.
+    Args:
+        name: Of the set.
+        train_x: Inputs to train on, shape (n, ...); images in [0, 1].
+        train_y: Their class numbers (int64), or values to regress, shape (n,).
+        test_x: Inputs to test on.
+        test_y: Their classes or values.
+        valid_x: Inputs of a part that the set's authors put aside, else None.
+        valid_y: Its classes or values.
+        unlabelled_x: Further inputs, else None.
+        classes: Their names.
     """
 
     name: str
@@ -84,7 +92,15 @@ def curves(train: int = 20_000, test: int = 10_000, seed: int = 0) -> Split:
 
     Each is the parabola through three points, uniform in the middle of the image: six numbers tell all about it. The
     ink is 1 in the middle of the stroke and falls off as a Gaussian. There are no classes: labels are positions. The
-    same seed gives the same images. ValueError unless there is at least one image of each part.
+    same seed gives the same images.
+
+    Args:
+        train: Images to train on.
+        test: Images to test on.
+        seed: Of the points.
+
+    Raises:
+        ValueError: Unless there is at least one image of each part.
     """
     if train < 1 or test < 1:
         raise ValueError(f"train is {train} and test {test}, expected at least one image of each")
@@ -95,10 +111,19 @@ def curves(train: int = 20_000, test: int = 10_000, seed: int = 0) -> Split:
 
 
 def strokes(points: Tensor, size: int = 28, width: float = 0.9, samples: int = 50) -> Tensor:
-    """Images (b, size, size) in [0, 1] of the parabolas through three points each, (b, 3, 2), in pixels.
+    """Images of the parabolas through three points each.
 
-    width: standard deviation of the ink across the stroke, in pixels. A pixel's ink is the integral along the curve of
-    a Gaussian around that pixel, scaled to be 1 on a straight line, cut off at 1, and rounded to 256 levels.
+    A pixel's ink is the integral along the curve of a Gaussian around that pixel, scaled to be 1 on a straight line,
+    cut off at 1, and rounded to 256 levels.
+
+    Args:
+        points: Shape (b, 3, 2), in pixels.
+        size: Of an image.
+        width: Standard deviation of the ink across the stroke, in pixels.
+        samples: Points of a curve over which the integral is summed.
+
+    Returns:
+        Shape (b, size, size), in [0, 1].
     """
     t = (torch.arange(samples) + 0.5) / samples
     first, second, third = points.unbind(1)
@@ -203,7 +228,12 @@ def sample_photographs() -> tuple[Tensor, ...]:
 def uci(name: str, split: int = 0) -> Split:
     """A UCI regression table in one of its usual train/test splits, in float64 and as given (not standardised).
 
-    name: boston, concrete, energy, kin8nm, naval, power, protein, wine_red or yacht. split: 0 to 19 (protein: 0 to 4).
+    Args:
+        name: boston, concrete, energy, kin8nm, naval, power, protein, wine_red or yacht.
+        split: 0 to 19 (protein: 0 to 4).
+
+    Raises:
+        DataError: For another name or split.
     """
     with _archive("uci_regression.npz", "the UCI tables") as table:
         known = sorted(key.removesuffix("_x") for key in table.files if key.endswith("_x"))
@@ -231,7 +261,11 @@ SETS: dict[str, Callable[[], Split]] = {
 def read_idx(path: Path) -> np.ndarray:
     """An array of bytes from an idx file (.gz): two zero bytes, type 8, the number of axes, sizes, then the data.
 
-    DataError when the file is not gzip, is cut short, or does not hold what its header announces.
+    Args:
+        path: Of the file.
+
+    Raises:
+        DataError: When the file is not gzip, is cut short, or does not hold what its header announces.
     """
     try:
         raw = gzip.decompress(path.read_bytes())

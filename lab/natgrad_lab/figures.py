@@ -53,7 +53,12 @@ STYLE: dict[Any, Any] = {
 
 
 def draw(fill: Callable[[Figure], None], size: tuple[float, float]) -> Figure:
-    """A figure of that size in inches, filled by fill(figure) in our style."""
+    """A figure in the laboratory's style.
+
+    Args:
+        fill: Draws into it.
+        size: Width and height in inches.
+    """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -64,13 +69,25 @@ def draw(fill: Callable[[Figure], None], size: tuple[float, float]) -> Figure:
 
 
 def put_legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
-    """The legend of these axes below the figure, where it strikes nothing out."""
+    """The legend of these axes below the figure, where it strikes nothing out.
+
+    Args:
+        figure: What is drawn on.
+        axes: Whose lines are explained.
+        columns: Of the legend.
+    """
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.6)
 
 
 def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:
-    """Images side by side, each on its own grey scale around zero."""
+    """Images side by side, each on its own grey scale around zero.
+
+    Args:
+        axes: Where.
+        images: Shape (k, size, size).
+        columns: Images in a row.
+    """
     rows, size = -(-len(images) // columns), images.shape[1]
     page = np.full((rows * (size + 1), columns * (size + 1)), np.nan)
     for place, image in enumerate(images):
@@ -83,14 +100,25 @@ def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """stem.png and stem.svg."""
+    """Write stem.png and stem.svg.
+
+    Args:
+        figure: What `draw` gave.
+        stem: The path without its ending.
+    """
     with mpl.rc_context(STYLE):
         figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
     stem.with_suffix(".svg").write_text(_svg(figure, stem.name, transparent=False))
 
 
 def inline(figure: Figure, name: str, title: str) -> str:
-    """The figure as an <svg> element in the page's colours. name: unique in the page, it prefixes every id."""
+    """The figure as an <svg> element in the page's colours.
+
+    Args:
+        figure: What `draw` gave.
+        name: Unique in the page; it prefixes every id.
+        title: What a screen reader says of it.
+    """
     text = _svg(figure, name, transparent=True)
     text = text[text.index("<svg") :]
     for colour, variable in ((INK, "--ink"), (GRID, "--rule"), *((c, f"--c{i}") for i, c in enumerate(PALETTE))):

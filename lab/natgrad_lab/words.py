@@ -8,7 +8,11 @@ from typing import Any
 
 
 def unique(values: Any) -> tuple[Any, ...]:
-    """Different values in the order of their first appearance."""
+    """Different values in the order of their first appearance.
+
+    Args:
+        values: Any iterable.
+    """
     found: list[Any] = []
     for value in values:
         if value not in found:
@@ -17,27 +21,48 @@ def unique(values: Any) -> tuple[Any, ...]:
 
 
 def plural(number: int, word: str) -> str:
-    """1 seed, 3 seeds."""
+    """1 seed, 3 seeds.
+
+    Args:
+        number: How many.
+        word: The singular.
+    """
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def listed(words: Sequence[str]) -> str:
-    """a; a and b; a, b and c."""
+    """a; a and b; a, b and c.
+
+    Args:
+        words: In the order in which they are written.
+    """
     return " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
 
 
 def capital(text: str) -> str:
-    """With a capital first letter."""
+    """With a capital first letter.
+
+    Args:
+        text: Any.
+    """
     return text[:1].upper() + text[1:]
 
 
 def factor(times: float) -> str:
-    """1.32 -> "1.3 times", 1.004 -> "0.4 %": how much higher one loss is than another."""
+    """1.32 -> "1.3 times", 1.004 -> "0.4 %": how much higher one loss is than another.
+
+    Args:
+        times: Their ratio, at least 1.
+    """
     return f"{times:.2g} times" if times >= 1.5 else f"{(times - 1) * 100:.2g} %"
 
 
 def short(value: float | None) -> str:
-    """Three digits, as a person would write them; a dash for a missing value."""
+    """Three digits, as a person would write them; a dash for a missing value.
+
+    Args:
+        value: A number; None where it is missing.
+    """
     if value is None or not math.isfinite(value):
         return "-"
     if value != 0 and not 1e-3 <= abs(value) < 1e4:

@@ -25,12 +25,16 @@ class LabError(ValueError):
 class Contestant:
     """An optimiser with the grid over which it is tuned.
 
-    build(model, criterion, choice) returns a `torch.optim.Optimizer`. steps: the end of its runs, where they are longer
-    or shorter than the settings say. schedule(t): the factor on the learning rate in update t, counted from 1.
-    falls(share): a factor by the share of the budget that is spent, in steps or in seconds, which ends as the run does.
-    observes(examples, rows, seed, step): inputs on which natgrad takes the metric of a step, drawn from seed and step
-    alone (see `natgrad_lab.experiments.metric_data`); rows are the gradient's. None: the gradient's own batch.
-    needs: a package beyond those of the laboratory, by the name it is imported by.
+    Args:
+        name: As reports write it.
+        grid: The choices among which the tuning looks.
+        build: Model, criterion and choice -> a `torch.optim.Optimizer`.
+        steps: The end of its runs, where they are longer or shorter than the settings say.
+        schedule: The number of an update, counted from 1 -> the factor on the learning rate.
+        falls: The share of the budget that is spent, in steps or in seconds -> a factor that ends as the run does.
+        observes: Examples, the gradient's rows, seed and step -> inputs on which natgrad takes the metric of a step,
+            drawn from seed and step alone (see `natgrad_lab.experiments.metric_data`). None: the gradient's own batch.
+        needs: A package beyond those of the laboratory, by the name it is imported by.
     """
 
     name: str
@@ -57,14 +61,27 @@ class Contestant:
 class Task:
     """A model, data and a loss for the contestants to minimise.
 
-    model(): a fresh model, drawn from torch's global generator, which the frame seeds. data(): the examples.
-    draw(examples, seed): those of one seed, such as a labelled subset; None: all of them for every seed. The loss
-    reported is scale * criterion, in `unit`. divergence(outputs, outputs) is KL(before, after), a mean over examples in
-    nats. tuned_on: what the choice of a contestant is made by, lowest at the end: "train_loss", or "valid_loss",
-    "valid_error" where the examples have a validation part; then the report compares test errors, seed by seed.
-    heard(outputs): the part of the model's outputs that criterion, divergence and error are of; None: all. besides
-    (outputs): a part of the loss, in `unit`, that does not go through the criterion, so that no metric knows of it.
-    paper: contestant -> (training loss, test error as a share) as published, None where nothing was.
+    Args:
+        name: In file names.
+        title: As reports write it.
+        model: Gives a fresh model, drawn from torch's global generator, which the frame seeds.
+        data: Gives the examples.
+        criterion: The loss, as a module of torch's.
+        unit: Of the reported loss, which is scale * criterion.
+        divergence: Outputs before and after -> their KL, a mean over examples in nats.
+        contestants: Who races.
+        scale: On the criterion.
+        error: Outputs and targets -> the share of mistakes, where the task has a notion of one.
+        share: Of the settings' seconds.
+        draw: Examples and seed -> those of that seed, such as a labelled subset. None: all of them for every seed.
+        tuned_on: What the choice of a contestant is made by, lowest at the end: "train_loss", or "valid_loss",
+            "valid_error" where the examples have a validation part; then the report compares test errors, seed by seed.
+        paper: Contestant -> (training loss, test error as a share) as published, None where nothing was.
+        also: Name -> a function of outputs and targets, kept in the records with the losses.
+        note: For the report: where the task departs from the paper.
+        heard: The model's outputs -> the part that criterion, divergence and error are of. None: all.
+        besides: Outputs -> a part of the loss, in `unit`, that does not go through the criterion, so that no metric
+            knows of it.
     """
 
     name: str
@@ -76,13 +93,13 @@ class Task:
     divergence: Callable[[Tensor, Tensor], Tensor]
     contestants: tuple[Contestant, ...]
     scale: float = 1.0
-    error: Callable[[Tensor, Tensor], Tensor] | None = None  # share of mistakes, where the task has a notion of one
-    share: float = 1.0  # of the settings' seconds
+    error: Callable[[Tensor, Tensor], Tensor] | None = None
+    share: float = 1.0
     draw: Callable[[Examples, int], Examples] | None = None
     tuned_on: str = "train_loss"
     paper: Mapping[str, tuple[float | None, float | None]] | None = None
-    also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None  # by name: kept in the records with the losses
-    note: str = ""  # for the report: where the task departs from the paper
+    also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None
+    note: str = ""
     heard: Callable[[Tensor], Tensor] | None = None
     besides: Callable[[Tensor], Tensor] | None = None
 
@@ -91,17 +108,36 @@ class Task:
             raise LabError(f"tuned_on is {self.tuned_on!r}, expected train_loss, valid_loss or valid_error")
 
     def hear(self, outputs: Tensor) -> Tensor:
-        """The outputs that the criterion is of."""
+        """The outputs that the criterion is of.
+
+        Args:
+            outputs: The model's.
+        """
         return outputs if self.heard is None else self.heard(outputs)
 
     def examples(self, pool: Examples, seed: int) -> Examples:
-        """What a run from that seed trains on."""
+        """What a run trains on.
+
+        Args:
+            pool: All examples.
+            seed: Of the run.
+        """
         return pool if self.draw is None else self.draw(pool, seed)
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Inputs (n, ...) and targets (n, ...), for training, testing and validating; unlabelled_x: inputs alone."""
+    """Inputs (n, ...) and targets (n, ...), for training, testing and validating.
+
+    Args:
+        train_x: Inputs of the training part.
+        train_y: Targets of the training part.
+        test_x: Inputs of the test part.
+        test_y: Targets of the test part.
+        valid_x: Inputs of the validation part, if there is one.
+        valid_y: Targets of the validation part.
+        unlabelled_x: Inputs without targets.
+    """
 
     train_x: Tensor
     train_y: Tensor
@@ -112,7 +148,11 @@ class Examples:
     unlabelled_x: Tensor | None = None
 
     def to(self, device: str) -> Examples:
-        """The same examples on another device."""
+        """The same examples on another device.
+
+        Args:
+            device: Its name, such as "cuda".
+        """
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
     @property
@@ -122,12 +162,20 @@ class Examples:
 
 
 def labelled(split: Split) -> Examples:
-    """Targets are the labels."""
+    """Examples whose targets are the labels.
+
+    Args:
+        split: The data set.
+    """
     return Examples(split.train_x, split.train_y, split.test_x, split.test_y)
 
 
 def reconstructed(split: Split) -> Examples:
-    """Targets are the inputs themselves."""
+    """Examples whose targets are the inputs themselves.
+
+    Args:
+        split: The data set.
+    """
     return Examples(split.train_x, split.train_x, split.test_x, split.test_x)
 
 
@@ -135,10 +183,12 @@ def reconstructed(split: Split) -> Examples:
 class Budget:
     """When a run ends, and how often it is evaluated.
 
-    seconds: of training, evaluation and record keeping excluded; infinite where steps alone end a run. steps: an
-    earlier end, or None. evaluations: at equal distances of time; more come at steps 1, 2, 3, 4, 6, 9 ... so that
-    curves over steps have points too. Where no time ends the run: at equal distances of steps, and at 1, 2, 4, 8 ...
-    looked_at: how many examples of each part an evaluation uses at most.
+    Args:
+        seconds: Of training, evaluation and record keeping excluded; infinite where steps alone end a run.
+        steps: An earlier end, or None.
+        evaluations: Their number, at equal distances of time; more come at steps 1, 2, 3, 4, 6, 9 ... so that curves
+            over steps have points too. Where no time ends the run: at equal distances of steps, and at 1, 2, 4, 8 ...
+        looked_at: How many examples of each part an evaluation uses at most.
     """
 
     seconds: float = math.inf
@@ -167,11 +217,21 @@ class Budget:
         return 1.4 if self.timed else 2.0
 
     def spent(self, steps: int, seconds: float) -> float:
-        """The share of the run that is over, by what ends it first."""
+        """The share of the run that is over, by what ends it first.
+
+        Args:
+            steps: Taken so far.
+            seconds: Of training so far.
+        """
         return max(seconds / self.seconds, 0.0 if self.steps is None else steps / self.steps)
 
     def marks(self, steps: int, seconds: float) -> int:
-        """How many of the evenly spaced evaluations are due by then."""
+        """How many of the evenly spaced evaluations are due by then.
+
+        Args:
+            steps: Taken so far.
+            seconds: Of training so far.
+        """
         if self.timed:
             return int(seconds // (self.seconds / self.evaluations))
         assert self.steps is not None
@@ -180,13 +240,21 @@ class Budget:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: this contestant with this choice, on this task, from this seed."""
+    """One run of a contestant on a task.
+
+    Args:
+        task: The task.
+        contestant: The contestant.
+        index: Of the choice in the contestant's grid.
+        seed: Of the start and the order of the examples.
+        phase: "tune" or "race".
+    """
 
     task: Task
     contestant: Contestant
-    index: int  # of the choice in the contestant's grid
+    index: int
     seed: int
-    phase: str  # "tune" or "race"
+    phase: str
 
     @property
     def choice(self) -> Choice:
@@ -200,7 +268,11 @@ class Job:
         return f"{self.task.name}.{self.contestant.slug}.{part}"
 
     def within(self, budget: Budget) -> Budget:
-        """The task's budget with the contestant's own number of steps, if it has one."""
+        """The task's budget with the contestant's own number of steps, if it has one.
+
+        Args:
+            budget: The task's.
+        """
         return budget if self.contestant.steps is None else replace(budget, steps=self.contestant.steps)
 
 
@@ -208,9 +280,14 @@ class Job:
 class Race:
     """An experiment in which contestants minimise the same losses on equal seconds, or on a number of steps each.
 
-    settings: a frozen dataclass with the fields steps, evaluations, looked_at, tuning_seed, threads, device, and what
-    else tasks(settings) reads; seconds, unless steps alone end the runs. seeds: how many, where the user does not say.
-    title: of the report page; None lists the contestants.
+    Args:
+        name: As the command line takes it.
+        summary: One sentence for the list of experiments.
+        settings: A frozen dataclass with the fields steps, evaluations, looked_at, tuning_seed, threads, device, and
+            what else `tasks` reads; seconds, unless steps alone end the runs.
+        tasks: The settings -> what is raced on.
+        seeds: How many, where the user does not say.
+        title: Of the report page; None lists the contestants.
     """
 
     name: str
@@ -221,13 +298,24 @@ class Race:
     title: str | None = None
 
     def budget(self, settings: Any, task: Task) -> Budget:
-        """Of every run on that task, unless its contestant has a number of steps of its own."""
+        """The budget of every run on a task, unless its contestant has a number of steps of its own.
+
+        Args:
+            settings: Of the race.
+            task: The task.
+        """
         seconds = task.share * getattr(settings, "seconds", math.inf)
         return Budget(seconds, settings.steps, settings.evaluations, settings.looked_at)
 
 
 def plan(race: Race, tasks: tuple[Task, ...], settings: Any) -> dict[str, Any]:
-    """What is going to be compared, as plain values: kept beside the records and compared on resuming."""
+    """What is going to be compared, as plain values: kept beside the records and compared on resuming.
+
+    Args:
+        race: The experiment.
+        tasks: Its tasks.
+        settings: Its settings.
+    """
     made = {
         "experiment": race.name,
         "settings": dict(vars(settings)),
@@ -256,5 +344,9 @@ def _contestant_plan(contestant: Contestant) -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """A name fit for a file: lower case, words joined by hyphens."""
+    """A name fit for a file: lower case, words joined by hyphens.
+
+    Args:
+        name: Any text.
+    """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -17,9 +17,10 @@ from natgrad_lab.experiments.soap import SOAP
 def natural_gradient(grid: Iterable[Choice]) -> Contestant:
     """Truncated Newton on the exact Fisher: `ng.hessian_free`.
 
-    Choices: batch; metric, how many of the batch's examples the metric is taken on; damping, where Levenberg-Marquardt
-    starts (its floor is a thousandth of that: damping has the units of the loss); products with the metric per step,
-    at most.
+    Args:
+        grid: Of batch; metric, how many of the batch's examples the metric is taken on; damping, where
+            Levenberg-Marquardt starts (its floor is a thousandth of that: damping has the units of the loss); products
+            with the metric per step, at most.
     """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
@@ -33,8 +34,9 @@ def natural_gradient(grid: Iterable[Choice]) -> Contestant:
 def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
     """Krylov subspace descent: `ng.krylov_subspace`.
 
-    Choices: batch; metric, search: how many of the batch's examples the space is made from, and how many others it is
-    searched on; dimension of the space.
+    Args:
+        grid: Of batch; metric, search: how many of the batch's examples the space is made from, and how many others it
+            is searched on; dimension of the space.
     """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
@@ -52,7 +54,10 @@ def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
 def structured(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: Iterable[Choice]) -> Contestant:
     """A recipe with one block per layer: `ng.kfac` and its family.
 
-    Choices: batch; every other key is an argument of the recipe, so that batch alone means its defaults.
+    Args:
+        name: As reports write it.
+        recipe: Such as `ng.kfac`.
+        grid: Of batch; every other key is an argument of the recipe, so that batch alone means its defaults.
     """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
@@ -62,7 +67,11 @@ def structured(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: It
 
 
 def kfac(grid: Iterable[Choice]) -> Contestant:
-    """K-FAC as a drop-in: `ng.kfac`. Choices: batch, and arguments of the recipe."""
+    """K-FAC as a drop-in: `ng.kfac`.
+
+    Args:
+        grid: Of batch, and arguments of the recipe.
+    """
     return structured("K-FAC", ng.kfac, grid)
 
 
@@ -78,12 +87,21 @@ GROUPS = {"structures": (*FAMILY, "adam", "muon", "soap", "sgd")}
 
 
 def by_default(batch: int) -> dict[str, Contestant]:
-    """The recipes with one block per layer, as they come: nothing but the size of the batch is said."""
+    """The recipes with one block per layer, as they come.
+
+    Args:
+        batch: The number of examples per step, the only thing that is said.
+    """
     return {key: structured(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
 
 
 def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> Contestant:
-    """torch.optim.Adam. Choices: batch, lr."""
+    """torch.optim.Adam.
+
+    Args:
+        grid: Of batch, lr.
+        betas: As torch has them.
+    """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=choice["lr"], betas=betas)
@@ -92,7 +110,12 @@ def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> C
 
 
 def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
-    """torch.optim.SGD with heavy-ball momentum. Choices: batch, lr."""
+    """torch.optim.SGD with heavy-ball momentum.
+
+    Args:
+        grid: Of batch, lr.
+        momentum: As torch has it.
+    """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=choice["lr"], momentum=momentum)
@@ -103,7 +126,8 @@ def sgd(grid: Iterable[Choice], momentum: float = 0.9) -> Contestant:
 def soap(grid: Iterable[Choice]) -> Contestant:
     """SOAP, Adam in the eigenbasis of Shampoo's factors, with its authors' defaults but no weight decay.
 
-    Choices: batch, lr.
+    Args:
+        grid: Of batch, lr.
     """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
@@ -113,10 +137,14 @@ def soap(grid: Iterable[Choice]) -> Contestant:
 
 
 def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
-    """Muon on the weight matrices (float32), Adam on the rest. Choices: batch, lr, adam_lr.
+    """Muon on the weight matrices (float32), Adam on the rest.
 
-    Filters of convolutions count as matrices, a row per filter. but: names of matrices that Adam takes, too: those
-    who made Muon leave it embeddings and the layer of the logits.
+    Filters of convolutions count as matrices, a row per filter.
+
+    Args:
+        grid: Of batch, lr, adam_lr.
+        but: Names of matrices that Adam takes, too: those who made Muon leave it embeddings and the layer of the
+            logits.
     """
 
     def build(model: nn.Module, criterion: nn.Module, choice: Choice) -> torch.optim.Optimizer:
@@ -129,10 +157,18 @@ def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
 
 
 class Muon(torch.optim.Optimizer):
-    """W <- W - lr max(1, rows / columns)^1/2 O, O the polar factor of the momentum. K. Jordan et al. 2024.
+    """W <- W - lr max(1, rows / columns)^1/2 O, O the polar factor of the momentum.
 
     torch.optim.Muon without weight decay, in the dtype of W: its bfloat16 products took 3 s per step on a CPU for 2.8
     million weights, these .2 s.
+
+    Args:
+        params: Matrices, or tensors whose first dimension counts rows.
+        lr: Learning rate.
+        momentum: Of the gradient's running mean.
+
+    Reference:
+        K. Jordan et al. 2024.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
@@ -140,7 +176,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step with Nesterov's momentum."""
+        """One step with Nesterov's momentum.
+
+        Args:
+            closure: Of no use.
+        """
         for group in self.param_groups:
             for p in group["params"]:
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
@@ -151,7 +191,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Roughly U V^T of matrix = U S V^T: Newton-Schulz with Muon's quintic, singular values end in about .7 to 1.2."""
+    """Roughly U V^T of matrix = U S V^T: Newton-Schulz with Muon's quintic, singular values end in about .7 to 1.2.
+
+    Args:
+        matrix: Shape (rows, columns).
+        steps: Of the iteration.
+    """
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
@@ -161,7 +206,11 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimisers, each with parameters of its own, that step as one."""
+    """Several optimisers, each with parameters of its own, that step as one.
+
+    Args:
+        *parts: The optimisers.
+    """
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -169,7 +218,11 @@ class Together(torch.optim.Optimizer):
         self.param_groups = [group for part in parts for group in part.param_groups]  # theirs: schedules reach them
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """A step of each."""
+        """A step of each.
+
+        Args:
+            closure: Of no use.
+        """
         for part in self.parts:
             part.step()
 
@@ -178,13 +231,21 @@ class Together(torch.optim.Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Go on from `state_dict()`.
+
+        Args:
+            state_dict: What that gave.
+        """
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
 
 
 def grid(**axes: Iterable[float]) -> list[Choice]:
-    """All combinations: grid(batch=(64, 256), lr=(.1,)) -> [{batch: 64, lr: .1}, {batch: 256, lr: .1}]."""
+    """All combinations: grid(batch=(64, 256), lr=(.1,)) -> [{batch: 64, lr: .1}, {batch: 256, lr: .1}].
+
+    Args:
+        **axes: The values of each key.
+    """
     choices: list[dict[str, float]] = [{}]
     for name, values in axes.items():
         choices = [{**choice, name: value} for choice in choices for value in values]
@@ -192,10 +253,16 @@ def grid(**axes: Iterable[float]) -> list[Choice]:
 
 
 def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Sequence[str]]) -> tuple[Contestant, ...]:
-    """Contestants by words joined by commas: keys of `among`, or groups of such keys; each once, in the order of among.
+    """Contestants by words joined by commas, each once.
 
-    One that needs a package that is not installed is left out of a group; called by its own name, it is a LabError, and
-    so is an unknown word.
+    Args:
+        words: Keys of `among`, or of `groups`. A contestant that needs a package that is not installed is left out of a
+            group.
+        among: All contestants, in the order of the answer.
+        groups: Several keys under one word.
+
+    Raises:
+        LabError: For an unknown word, or a contestant called by its own name that needs a package.
     """
     wanted: set[str] = set()
     for word in words.split(","):
@@ -211,5 +278,9 @@ def select(words: str, among: Mapping[str, Contestant], groups: Mapping[str, Seq
 
 
 def missing(contestant: Contestant) -> str | None:
-    """The package that a contestant needs and that is not installed."""
+    """The package that a contestant needs and that is not installed; None if there is none.
+
+    Args:
+        contestant: The contestant.
+    """
     return contestant.needs if contestant.needs and find_spec(contestant.needs) is None else None
