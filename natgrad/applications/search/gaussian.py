@@ -13,7 +13,7 @@ from natgrad.applications.search.base import Best, Search, as_popsize, new_gener
 from natgrad.applications.search.convergence import ConvergenceMonitor, Tolerances
 from natgrad.applications.search.domain import Domain, as_bounds, as_integer_mask, as_point, as_scales, round_bounds
 from natgrad.applications.search.full_covariance import Full
-from natgrad.applications.search.integer_margin import keep_integer_margin
+from natgrad.applications.search.integer_margin import keep_integer_margin, move_repeats
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
 from natgrad.linalg import all_finite
@@ -120,6 +120,9 @@ class GaussianSearch(Search):
         steps = self.model.steps(self._state, normals)
         spread = steps * self._state["stretch"] if self.domain.mixed else steps
         points = self.domain.points(torch.add(mean, spread, alpha=self.sigma))
+        if self.domain.mixed:
+            domain = self.domain
+            points = move_repeats(points, self.mean, domain.integer, domain.lower, domain.upper, self._generator)
         self._asked = (points, normals, steps)
         return points.clone()
 

@@ -61,6 +61,40 @@ def keep_inner_margin(
     return torch.where(changed, low + left * wide, mean), torch.where(changed, wide, deviation)
 
 
+def move_repeats(
+    points: Tensor, centre: Tensor, integer: Tensor, lower: Tensor, upper: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    """Candidates of which every second one that repeats the centre has one integer variable moved.
+
+    By one step at a chance of 1/2, by two at 1/4, and so on: the margin reaches the next integer only, and a search
+    would end where a better one lies two steps away. Nothing repeats the centre where a variable is real.
+
+    Args:
+        points: Candidates, shape (p, d).
+        centre: The point at the distribution's centre, shape (d,).
+        integer: True for the variables that are rounded, shape (d,).
+        lower: Lower bounds, shape (d,).
+        upper: Upper bounds, shape (d,).
+        generator: Source of the draws; nothing is drawn where nothing is moved.
+
+    Returns:
+        Shape (p, d).
+    """
+    repeats = (points == centre).all(1)
+    moved = repeats & (repeats.cumsum(0) % 2 == 0)
+    if not bool(moved.any()):
+        return points
+    place, length, side = torch.rand(
+        3, len(points), generator=generator, dtype=points.dtype, device=points.device
+    ).unbind()
+    columns = integer.nonzero().squeeze(1)
+    column = columns[(place * len(columns)).long().clamp(max=len(columns) - 1)]
+    steps = 1 - length.clamp(min=2.0**-30).log2().ceil()
+    goal = centre[column] + torch.where(side < 0.5, -steps, steps)
+    goal = torch.maximum(torch.minimum(goal, upper[column]), lower[column]).unsqueeze(1)
+    return torch.where(moved.unsqueeze(1), points.scatter(1, column.unsqueeze(1), goal), points)
+
+
 def normal_quantile(chance: Tensor) -> Tensor:
     """Phi^-1, the quantiles of N(0, 1).
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import LowRank, Separable
-from natgrad.applications.search.integer_margin import keep_integer_margin
+from natgrad.applications.search.integer_margin import keep_integer_margin, move_repeats
 
 
 def phi(x: Tensor) -> Tensor:
@@ -123,3 +123,41 @@ def test_the_distribution_moves_by_the_integers_that_were_evaluated():
     assert_close(y[~moved], steps[~moved])
     assert_close(y[:, 1], steps[:, 1])
     assert_close(search.model.steps(search.state, z), y)
+
+
+def test_every_second_repeat_of_the_centre_is_moved_within_bounds():
+    centre, integer = torch.tensor([2.0, 0.0, -1.0]), torch.tensor([True, True, False])
+    lower, upper = torch.tensor([0.0, 0.0, -9.0]), torch.tensor([3.0, torch.inf, 9.0])
+    points = centre.repeat(4001, 1)
+    points[-1, 1] = 5.0  # no repeat
+    generator = torch.Generator().manual_seed(0)
+    found = move_repeats(points, centre, integer, lower, upper, generator)
+    assert torch.equal(found[::2], points[::2])
+    assert bool(((found >= lower) & (found <= upper)).all())
+    step = found[1::2] - centre
+    assert bool(((step != 0).sum(1) <= 1).all())
+    assert bool((step[:, 2] == 0).all())
+    up = step[:, 1][step[:, 1] > 0]
+    shares = torch.stack([(up == k).double().mean() for k in (1, 2, 3)])
+    assert_close(shares, torch.tensor([0.5, 0.25, 0.125], dtype=torch.float64), atol=0.08, rtol=0)
+
+
+def test_nothing_is_drawn_where_no_candidate_repeats_the_centre():
+    centre, generator = torch.zeros(2), torch.Generator().manual_seed(0)
+    points, before = torch.tensor([[0.0, 0.3], [0.0, 0.0], [1.0, 0.0]]), generator.get_state()
+    integer, bounds = torch.tensor([True, False]), torch.full((2,), torch.inf)
+    assert move_repeats(points, centre, integer, -bounds, bounds, generator) is points
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_most_runs_find_a_minimum_two_steps_away():
+    def far(X: Tensor) -> Tensor:
+        return torch.where(X % 2 == 0, X.abs(), 20.0).sum(1)
+
+    found = 0
+    for seed in range(4):
+        result = ng.minimize(
+            far, [4.0] * 3, 1.0, integers=range(3), bounds=(-10, 10), ftarget=0.5, seed=seed, maxfevals=1500
+        )
+        found += result.x.tolist() == [0.0] * 3
+    assert found >= 2
