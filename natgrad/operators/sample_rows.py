@@ -18,11 +18,19 @@ class SampleRows(Protocol):
     rank: int
 
     def mv(self, weights: Tensor) -> Tensor:
-        """U w: (r,) -> (n,)."""
+        """U w, shape (n,).
+
+        Args:
+            weights: w, shape (r,).
+        """
         ...
 
     def rmv(self, vector: Tensor) -> Tensor:
-        """U^T v: (n,) -> (r,)."""
+        """U^T v, shape (r,).
+
+        Args:
+            vector: v, shape (n,).
+        """
         ...
 
     def lower_gram(self) -> Tensor:

@@ -15,7 +15,11 @@ class FactorisedSystem(Protocol):
     """(U U^T + l I) x = U w, ready for several w."""
 
     def solve(self, weights: Tensor) -> Solution:
-        """The solution for b = U w, w of shape (r,)."""
+        """The solution for b = U w.
+
+        Args:
+            weights: w, shape (r,).
+        """
         ...
 
 
