@@ -148,7 +148,7 @@ class MarkovField(ExponentialFamily):
         Args:
             x: Examples, shape (b, n).
             method: `PseudoLikelihood()`, the default, `RatioMatching()` or `StochasticLikelihood()`: maximum
-                likelihood, by chains. The first two take fields of singles and pairs.
+                likelihood, by chains. All three take fields of singles and pairs.
             start: Where it starts, shape (m,). None: zero.
             generator: Source of the chains' draws. None: the global one.
 
