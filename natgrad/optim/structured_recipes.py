@@ -77,7 +77,7 @@ def kfac(
         >>> opt.step()
     """
     return build(
-        model, criterion, Kronecker(decay, estimate, factored=True, rows=2), lr, heed_noise(options), damping=SAFE
+        model, criterion, Kronecker(decay, estimate, factored=True, rows=4), lr, heed_noise(options), damping=SAFE
     )
 
 

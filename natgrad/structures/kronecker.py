@@ -18,7 +18,7 @@ from natgrad.structures.running_average import accumulate_total
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
 SIDES = ("left", "right")
-FEWEST = 512
+FEWEST = 1024
 """Rows of a pass that factors are taken from, if there are as many."""
 
 
@@ -40,7 +40,7 @@ class Kronecker(Layerwise):
         largest: A factor with more rows keeps as few equal blocks of its diagonal as fit; 1 keeps the diagonal.
         budget: Likewise for a factor of more bytes.
         rows: An optimiser takes the factors of a pass from so many rows (examples times positions) for each row of the
-            larger factor, and from 512 at the least, where the pass has half as many again. Default: from all.
+            larger factor, and from 1024 at the least, where the pass has half as many again. Default: from all.
 
     Raises:
         ValueError: For a largest or a budget that no row fits, or rows that are not > 0.

@@ -60,7 +60,7 @@ def image_model() -> nn.Module:
 def test_factors_of_a_part_of_the_rows_are_those_of_all_up_to_chance(name: str) -> None:
     torch.manual_seed(0)
     if name == "sequence":
-        model, x, y = sequence_model(), draw(30, 40, 6), torch.randint(3, (1200,))
+        model, x, y = sequence_model(), draw(60, 40, 6), torch.randint(3, (2400,))
     else:
         model, x, y = image_model(), draw(300, 2, 8, 8), torch.randint(3, (300,))
     every, some = read_factors(math.inf, model, x, y), read_factors(2, model, x, y)
