@@ -37,6 +37,7 @@ from natgrad.operators.unitwise import QuasiDiagonalInverse
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.joined_metric import JoinedOperator
 from natgrad.rules import FlatStep, Quadratic
+from natgrad.solvers.nystrom import KernelOperator, WrittenRoot
 from natgrad.spaces import Space, trainable
 
 SIZE = 6
@@ -63,6 +64,11 @@ def arranged(operator: Operator) -> Operator:
     return Arranged(Space({"a": torch.zeros(SIZE, dtype=F64)}), [(Layout("a", None, 1, 1, SIZE, (SIZE,)), operator)])
 
 
+def write_root(operator: Operator) -> Operator:
+    object.__setattr__(operator, "root", lambda: torch.eye(SIZE, dtype=F64))
+    return WrittenRoot(operator)
+
+
 WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     Sum: lambda operator: operator + operator,
     Scaled: lambda operator: 2.0 * operator,
@@ -74,8 +80,15 @@ WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     JoinedOperator: lambda operator: JoinedOperator(
         operator, Space({"a": torch.zeros(SIZE, dtype=F64)}), [1.0], None, operator.facts, Ranks()
     ),
+    WrittenRoot: write_root,
 }
-POSITIVE = {Centred, QuasiDiagonalInverse, SharedRowsInverse, Spectral}  # of operators that are none of these things
+POSITIVE = {
+    Centred,
+    KernelOperator,
+    QuasiDiagonalInverse,
+    SharedRowsInverse,
+    Spectral,
+}  # of operators that are none of these things
 
 
 def operators() -> set[type]:

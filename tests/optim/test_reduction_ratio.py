@@ -58,10 +58,12 @@ def linear() -> nn.Module:
     return seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
 
 
+@pytest.mark.parametrize("rule", [None, ng.MeasuredLength()])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[..., Any]):
+def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[..., Any], rule: Any):
+    """The form is that of the pass where the step has the measured direction, which no layer's bound has bent."""
     model = net()
-    opt = judged_next(recipe(model, CE, damping=LM(start=0.05), estimate=EXACT, momentum=0.5))
+    opt = judged_next(recipe(model, CE, damping=LM(start=0.05), estimate=EXACT, momentum=0.5, rule=rule))
     metric = ng.fisher(model, CE).at(ng.trainable(model), X)
     before, loss = flat(model), value(model)
     iterate(opt, model)
@@ -69,8 +71,10 @@ def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[...
     promised = float(step @ flat_gradient(model)) + report.kl + damped(opt, model, step)
     assert report.ratio == pytest.approx((value(model) - loss) / promised, rel=1e-9)
     assert opt.param_groups[0]["damping"] == LM().update(0.05, report.ratio)
-    if opt._stride.ratio > 1:
-        assert_close(torch.tensor(report.kl, dtype=F64), 0.5 * step @ metric.mv(step), 1e-8)
+    exact = 0.5 * step @ metric.mv(step)
+    assert 0.5 * exact < report.kl < 2 * exact or opt._stride.ratio <= 1
+    if rule is not None and opt._stride.ratio > 1:
+        assert_close(torch.tensor(report.kl, dtype=F64), exact, 1e-8)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

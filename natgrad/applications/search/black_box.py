@@ -158,6 +158,7 @@ class BlackBox:
 
     def close(self) -> None:
         """Release what was started to evaluate points."""
+        self.drop_started()
         if self.workers is not None:
             self.workers.close()
 
