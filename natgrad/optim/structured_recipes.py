@@ -5,6 +5,7 @@ Loop: `opt.zero_grad(); loss = opt.loss(model(x), y); loss.backward(); opt.step(
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Unpack
 
@@ -20,6 +21,7 @@ from natgrad.structures import (
     EigenKronecker,
     Empirical,
     Estimate,
+    ExactLabels,
     Kronecker,
     Layerwise,
     LowRankCovariance,
@@ -37,6 +39,8 @@ NEAR, FAR = Relative(0.1, per="block", whole=0.1), Relative(0.3, per="block", wh
 """The same for structures without dense factors, and for few directions."""
 NATURAL = NoiseAware(noise=0.0)
 """Natural steps within a share of each layer, all along."""
+ROWS = 4
+"""Rows of a pass that a factor is taken from, for each of its own."""
 
 
 @with_options(BlockOptions, BlockSettings, damping=SAFE)
@@ -60,7 +64,8 @@ def kfac(
         criterion: Its loss from `torch.nn`, or an `ng` likelihood.
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1).
-        estimate: How labels are drawn; `ng.Empirical()` takes the data's own.
+        estimate: How labels are drawn; `ng.Empirical()` takes the data's own. With `ng.ExactLabels()` the factors are
+            those of all rows of a pass, else of four for each row of the larger factor, from 1024 up.
         **options: What all recipes of this kind share: `natgrad.optim.BlockOptions`.
 
     Raises:
@@ -76,9 +81,9 @@ def kfac(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    return build(
-        model, criterion, Kronecker(decay, estimate, factored=True, rows=4), lr, heed_noise(options), damping=SAFE
-    )
+    rows = math.inf if isinstance(estimate, ExactLabels) else ROWS
+    structure = Kronecker(decay, estimate, factored=True, rows=rows)
+    return build(model, criterion, structure, lr, heed_noise(options), damping=SAFE)
 
 
 @with_options(BlockOptions, BlockSettings, damping=SAFE)

@@ -141,3 +141,9 @@ def test_spectral_steps_far_below_their_bound_ask_for_their_form_now_and_then(mo
         opt.loss(model(x), y).backward()
         opt.step()
     assert len(counted) < 20  # with those for measurements
+
+
+@pytest.mark.parametrize(("estimate", "some"), [(ng.Sampled(), True), (ng.ExactLabels(), False)])
+def test_kfac_takes_all_rows_where_labels_are_exact(estimate: Any, some: bool) -> None:
+    rows = ng.kfac(sequence_model(), CE, estimate=estimate).structure.rows
+    assert math.isfinite(rows) == some
