@@ -79,12 +79,13 @@ def test_passes_with_few_rows_are_taken_whole() -> None:
 
 
 def test_a_part_of_equal_rows_weighs_as_much_as_all() -> None:
-    a, delta = draw(1, 1, 1, 4).expand(100, 30, 1, 4), draw(1, 1, 1, 3).expand(100, 30, 1, 3)
+    a = draw(1, 1, 1, 4).double().expand(100, 30, 1, 4)
+    delta = draw(1, 1, 1, 3).double().expand(100, 30, 1, 3)
     layer: Any = type("Layer", (), {"layout": type("Layout", (), {"matrix_shape": (1, 3, 4)}), "is_routed": False})
     thin = Seen(layer, a, [delta]).thin(600)
     assert len(thin.activations) == 600
     squares = thin.deltas[0].flatten(0, 2)
-    torch.testing.assert_close(squares.mT @ squares, delta.flatten(0, 2).mT @ delta.flatten(0, 2), rtol=1e-5, atol=0)
+    torch.testing.assert_close(squares.mT @ squares, delta.flatten(0, 2).mT @ delta.flatten(0, 2), rtol=1e-10, atol=0)
 
 
 def test_rows_are_checked() -> None:
