@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -25,8 +27,11 @@ class WorkerTask:
 
 
 def choose_start() -> str:
-    """How a process starts: a fork, which has all that was imported, on Linux; a fresh interpreter elsewhere."""
-    return "fork" if sys.platform == "linux" else "spawn"
+    """How a process starts: from a server that has imported this package, on Linux; as a fresh interpreter elsewhere.
+
+    A fork of the running program would also copy its threads' locks and its devices, which no child can use.
+    """
+    return "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def beside(
@@ -42,9 +47,11 @@ def beside(
     start: a start method of multiprocessing; None for the platform's.
     """
     context = multiprocessing.get_context(start or choose_start())
+    context.set_forkserver_preload([__name__])
     fractions = context.Array("d", len(tasks))
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(processes, len(tasks)), context, begin_worker, (fractions,))
+    begin = (fractions, str(Path.cwd()), dict(os.environ))
+    pool = ProcessPoolExecutor(min(processes, len(tasks)), context, begin_worker, begin)
     finished = False
     try:
         # pieces are closures: cloudpickle sends them, pickle would not
@@ -67,10 +74,13 @@ def beside(
 PROGRESS: list[Any] = []  # in a worker: the fractions of all tasks
 
 
-def begin_worker(fractions: Any) -> None:
-    """What a process does first."""
+def begin_worker(fractions: Any, folder: str, environment: dict[str, str]) -> None:
+    """What a process does first. The server has the folder and the environment of the moment when it was started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
     PROGRESS[:] = [fractions]
 
 

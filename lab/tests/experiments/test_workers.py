@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -57,17 +60,22 @@ def test_the_numbers_do_not_depend_on_the_processes(tmp_path, processes):
     assert seen[-1].done == seen[-1].total == 9
 
 
-def test_a_fresh_interpreter_does_the_same(tmp_path):
-    """As where no process can be forked: the work is sent, closures and all."""
+def test_a_process_is_no_fork_of_this_one(tmp_path, monkeypatch):
+    """As on Windows: the work is sent, closures and all; the folder and the environment are those of today."""
     place, told = tmp_path / "found", []
     offset = 5
 
     def work(tell):
         tell(0.5)
-        place.write_text(str(2 + offset))
+        (tmp_path / "imported").write_text(str("test_workers_marker" in sys.modules))
+        Path("found").write_text(f"{2 + offset} {os.environ['NATGRAD_TOLD']}")
 
-    beside([WorkerTask("seven", work)], 2, lambda name, fraction: told.append(name), lambda: False, start="spawn")
-    assert place.read_text() == "7"
+    monkeypatch.setitem(sys.modules, "test_workers_marker", sys)
+    monkeypatch.setenv("NATGRAD_TOLD", "today")
+    monkeypatch.chdir(tmp_path)
+    beside([WorkerTask("seven", work)], 2, lambda name, fraction: told.append(name), lambda: False)
+    assert place.read_text() == "7 today"
+    assert (tmp_path / "imported").read_text() == "False"
 
 
 def test_a_stop_ends_a_process_that_is_at_work(tmp_path):
