@@ -9,11 +9,10 @@ from natgrad.layers.examples import (
     partitions,
 )
 from natgrad.layers.factors import factor_sizes, layer_factors, layer_spectrum
-from natgrad.layers.graph_leaves import GraphLeaves
 from natgrad.layers.hearing import Heard, Pass, hear, hear_rows, is_asking
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
-from natgrad.layers.model_layers import ModelLayers
+from natgrad.layers.model_layers import GraphLeaves, ModelLayers
 from natgrad.layers.moments import Seen, layer_bias_rows, layer_squares, layer_units
 from natgrad.layers.pieces import Room
 from natgrad.layers.recalibration import recalibrate

@@ -1,8 +1,9 @@
-"""What there is to listen to in a model: its layers, and the matrices that no layer's own call explains."""
+"""What there is to listen to in a model: layers, matrices that no layer's own call explains, and the graph's leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import weakref
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.densities import Density, Energy
-from natgrad.layers.graph_leaves import GraphLeaves
 from natgrad.layers.kinds import Layer, known_layers
 from natgrad.layers.recurrent import unroll_recurrence
 from natgrad.layers.taps import Taps, resume, tap
 from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
 from natgrad.spaces import Space
+from natgrad.whole_tensors import is_split
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,63 @@ class ModelLayers:
             Handles, whose `remove()` takes the hooks off.
         """
         return [*tap(taps, self.known), resume(model, taps), *self.unroll(taps), *leaves.listen(model)]
+
+
+class GraphLeaves(Mapping[str, Tensor]):
+    """Name -> the leaf of the graph of the last pass that stands for the parameter.
+
+    `fully_shard` puts whole tensors in the place of the parameters while a pass runs.
+
+    Args:
+        named: The parameters by name.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self.named = dict(named)
+        self.found: dict[str, Tensor] = {}
+
+    def listen(self, model: nn.Module) -> list[RemovableHandle]:
+        """Look at every module that holds a split parameter, just before it runs. The handles take the hooks off.
+
+        Args:
+            model: The model.
+        """
+        names = {id(p): name for name, p in self.named.items() if is_split(p)}
+        handles = []
+        for module in model.modules() if names else ():
+            own = {key: names[id(p)] for key, p in module.named_parameters(recurse=False) if id(p) in names}
+            if own:
+                handles.append(module.register_forward_pre_hook(LeafListener(self, own)))
+        return handles
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.found.get(name, self.named[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.named)
+
+    def __len__(self) -> int:
+        return len(self.named)
+
+
+class LeafListener:
+    """Forward pre-hook of one module. That of a copied or pickled model does nothing.
+
+    Args:
+        leaves: Told; not kept alive.
+        names: The parameters' names by the module's own.
+    """
+
+    def __init__(self, leaves: GraphLeaves | None = None, names: Mapping[str, str] | None = None) -> None:
+        self.leaves = None if leaves is None else weakref.ref(leaves)
+        self.names = dict(names or {})
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        leaves = None if self.leaves is None else self.leaves()
+        if leaves is not None:
+            leaves.found |= {
+                self.names[key]: p for key, p in module.named_parameters(recurse=False) if key in self.names
+            }
+
+    def __reduce__(self) -> tuple[type[LeafListener], tuple[()]]:
+        return LeafListener, ()

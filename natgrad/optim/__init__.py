@@ -1,10 +1,9 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
-from natgrad.optim.accidents import Accidents, OnTrouble
+from natgrad.optim.accidents import Accidents, OnTrouble, guard_steps
 from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
 from natgrad.optim.checks import NotFiniteError
 from natgrad.optim.flat_step import Point, shift_blocks
-from natgrad.optim.guarded_steps import guard_steps
 from natgrad.optim.inverses import robust_inverse
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.mirror_descent import MirrorDescent

@@ -1,13 +1,45 @@
-"""What happens where a step would not be finite: it is left out and counted, or an error."""
+"""Steps that are left out or taken back: numbers that are not finite, batches far off, runs that no longer learn."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-from natgrad.optim.stalled_runs import SKIPPED, watch
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from natgrad.linalg import all_finite, stays_finite
+from natgrad.pure import leaves, map_tensors
 
 OnTrouble = Literal["skip", "raise"]
+Result = TypeVar("Result")
+
+WARN, STOP = 5, 25  # steps in a row: of the warning, of the error
+
+OVERDUE = (
+    "the statistics of the last {count} steps were due and not read, so that these steps were taken with the metric of "
+    "earlier ones: no optimizer.loss(outputs, targets) was computed in training mode. Call model.train() after an "
+    "evaluation, and compute the loss with optimizer.loss on every step; to train in evaluation mode on purpose "
+    "(dropout off, batch norm frozen), build the optimizer with train_in_eval=True"
+)
+UNUSABLE = (
+    "the statistics of the last {count} steps were due and could not be used, so that these steps were taken with the "
+    "metric of earlier ones, if at all: second moments of inputs or of derivatives overflow, or are not finite. Scale "
+    "the inputs or the loss, or train in float64"
+)
+SKIPPED = (
+    "the last {count} steps were skipped, because the loss, its gradient or the step was not finite: nothing is "
+    "learnt. Look at the data and for an overflow in the model, or go back to a checkpoint; if the parameters "
+    "themselves are not finite, another optimizer or an assignment wrote that"
+)
+
+WILD = 10.0  # times the highest loss so far, the first ones included: no step of a sound run raises it so far at once
+PATIENCE = 3  # batches in a row that are left out; the next one counts, since the data must have changed
+EARLIEST = 10  # steps until such a loss is wild
+FIRST = 1e4  # times the highest loss before that: the first losses alone do not say much
 
 
 @dataclass
@@ -46,3 +78,91 @@ class Accidents:
             raise ValueError(f"{trouble}; nothing was changed")
         self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
         watch(self.in_a_row, SKIPPED)
+
+
+def watch(count: int, text: str) -> None:
+    """Warn at the fifth step in a row, raise from the 25th on.
+
+    Args:
+        count: Steps in a row so far, 0 where all is well.
+        text: What is wrong and what to do, with a place for the count.
+
+    Raises:
+        RuntimeError: If it has lasted for 25 steps.
+    """
+    if count >= STOP:
+        raise RuntimeError(text.format(count=count))
+    if count == WARN:
+        warnings.warn(f"{text.format(count=count)}; after {STOP} steps in a row this is an error", stacklevel=2)
+
+
+@dataclass(frozen=True)
+class WildBatches:
+    """What the losses of a run were like.
+
+    Attributes:
+        highest: The highest loss of a step that was taken, a scalar tensor; None before the first.
+        refused: Batches in a row, up to now, that were left out.
+    """
+
+    highest: Tensor | None = None
+    refused: int = 0
+
+    def is_wild(self, loss: Tensor, steps: int) -> Tensor:
+        """Whether a step with this loss is left out, a scalar tensor.
+
+        Args:
+            loss: Of the step, at least 0 by its criterion.
+            steps: Taken so far.
+        """
+        if self.highest is None or self.refused >= PATIENCE:
+            return torch.zeros_like(loss, dtype=torch.bool)
+        highest = self.highest.to(loss)
+        return (loss > (FIRST if steps < EARLIEST else WILD) * highest) & (highest > 0)
+
+    def after(self, loss: Tensor | None, taken: bool) -> WildBatches:
+        """The same after one more step."""
+        if loss is None or not taken:
+            return WildBatches(self.highest, self.refused + (not taken))
+        before = loss if self.highest is None else self.highest.to(loss)
+        return WildBatches(torch.fmax(before, loss).detach(), 0)
+
+    def save(self) -> dict[str, Tensor]:
+        """For a checkpoint: tensors of the same dtype and device, whatever happened so far."""
+        highest = torch.zeros(()) if self.highest is None else self.highest
+        return {"highest": highest.double().cpu(), "refused": torch.tensor(self.refused)}
+
+    @staticmethod
+    def load(saved: Mapping[str, Tensor] | None) -> WildBatches:
+        """From `save()`; None in older checkpoints."""
+        if saved is None or not bool(saved["highest"] > 0):
+            return WildBatches()
+        return WildBatches(saved["highest"], int(saved["refused"]))
+
+
+def guard_steps(optimizer: Optimizer, run: Callable[[], Result]) -> tuple[Result, bool]:
+    """Let an optimizer take steps, and take them back unless all is finite afterwards, or where they are interrupted.
+
+    Args:
+        optimizer: What takes them.
+        run: Calls its `step`, once or several times.
+
+    Returns:
+        What `run` returned, and whether the steps stand.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [p.detach().clone() for p in params]
+    state = {p: map_tensors(dict(numbers), torch.clone) for p, numbers in optimizer.state.items()}
+    stands = False
+    try:
+        result = run()
+        fine = all(stays_finite(old, p.detach()) for old, p in zip(kept, params, strict=True))
+        stands = fine and all(all_finite(t) for numbers in optimizer.state.values() for t in leaves(dict(numbers)))
+    finally:
+        if not stands:
+            with torch.no_grad():
+                for old, p in zip(kept, params, strict=True):
+                    p.copy_(old)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+    return result, stands

@@ -16,13 +16,13 @@ from natgrad.families import Criterion
 from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Layout, Operator
+from natgrad.optim.accidents import WildBatches
 from natgrad.optim.checks import NotFiniteError, describe_trouble
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.objective import Objective
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
 from natgrad.optim.step_length import bounded_below
-from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import as_call
 from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step
 from natgrad.solvers import Solution, Solver, Status

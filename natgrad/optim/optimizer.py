@@ -16,6 +16,7 @@ from natgrad.damping import as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
+from natgrad.optim.accidents import SKIPPED, WildBatches, watch
 from natgrad.optim.base import Called, ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
@@ -64,9 +65,7 @@ from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.parallel_models import refuse_nested
 from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
-from natgrad.optim.stalled_runs import SKIPPED, watch
 from natgrad.optim.state_report import StateReport
-from natgrad.optim.wild_batches import WildBatches
 from natgrad.rules import Memory, Rate, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.structures import Exact, as_preconditioner, exchanging

@@ -31,9 +31,8 @@ from natgrad.layers import (
 )
 from natgrad.metrics import fisher
 from natgrad.optim.distributed import Ranks, call_roll, unheard
-from natgrad.optim.joined_batch import Span, line_up, sign_examples
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.readings import Reading, sum_scores
+from natgrad.optim.readings import Reading, Span, line_up, sign_examples, sum_scores
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
 from natgrad.whole_tensors import zeros_whole

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.optim.accidents import OVERDUE, SKIPPED, UNUSABLE, WildBatches, watch
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import BlockAverages
@@ -38,10 +39,8 @@ from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_optio
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
 from natgrad.optim.schedule import due, due_to_measure, is_watched, pace, start_clock
-from natgrad.optim.stalled_runs import OVERDUE, SKIPPED, UNUSABLE, watch
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sample_examples
-from natgrad.optim.wild_batches import WildBatches
 from natgrad.pure import check_select, full_precision, leaves
 from natgrad.rules import BlockStep, Momentum, Quadratic, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled

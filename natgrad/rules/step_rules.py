@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from natgrad.rules.base import Objective, Rule, require_loss
-from natgrad.rules.kl_bound import hold_kl, share_of_rate
 from natgrad.rules.parts import Memory
-from natgrad.rules.quadratic import Quadratic, Step
+from natgrad.rules.quadratic import Quadratic, Step, hold_kl, share_of_rate
 
 
 @dataclass(frozen=True)

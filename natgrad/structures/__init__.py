@@ -18,8 +18,7 @@ from natgrad.structures.preconditioners import (
     StructurePreconditioner,
     as_preconditioner,
 )
-from natgrad.structures.process_sums import exchanging
-from natgrad.structures.running_average import accumulate_total, accumulate_weight
+from natgrad.structures.running_average import accumulate_total, accumulate_weight, exchanging
 
 __all__ = [
     "AdaptiveInverse",

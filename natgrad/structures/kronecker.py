@@ -12,8 +12,7 @@ from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer
 from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
-from natgrad.structures.process_sums import exchange_sums, solve_once
-from natgrad.structures.running_average import accumulate_total
+from natgrad.structures.running_average import accumulate_total, exchange_sums, solve_once
 
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""

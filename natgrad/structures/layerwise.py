@@ -20,8 +20,7 @@ from natgrad.spaces import Params, Space
 from natgrad.structures.base import Memory, Structure
 from natgrad.structures.estimates import Estimate, Sampled
 from natgrad.structures.metric_pass import hear_metric
-from natgrad.structures.process_sums import exchange_sums
-from natgrad.structures.running_average import accumulate_total, accumulate_weight
+from natgrad.structures.running_average import accumulate_total, accumulate_weight, exchange_sums
 
 Statistics = dict[str, Tensor]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from natgrad.linalg import all_finite, eigh
 from natgrad.operators.low_rank_plus_identity import Spikes
-from natgrad.structures.process_sums import exchange_sums
+from natgrad.structures.running_average import exchange_sums
 
 FLOOR = 5e-4
 """Of the largest eigenvalue: the least that a tracked direction has above the rest."""

@@ -12,7 +12,7 @@ from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.low_rank_tracking import Tracked, first, track_rows
-from natgrad.structures.process_sums import exchange_sums, exchanging
+from natgrad.structures.running_average import exchange_sums, exchanging
 
 
 @dataclass(frozen=True)

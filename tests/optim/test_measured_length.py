@@ -17,7 +17,7 @@ from natgrad.layers.hearing import Heard
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.pass_statistics import Reading
 from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sample_examples
-from natgrad.rules.kl_bound import SLACK
+from natgrad.rules.quadratic import SLACK
 
 WARM = ng.MeasuredLength().warm
 

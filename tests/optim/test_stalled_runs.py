@@ -13,8 +13,8 @@ from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
 import natgrad as ng
+from natgrad.optim.accidents import STOP, WARN
 from natgrad.optim.block_averages import BlockAverages
-from natgrad.optim.stalled_runs import STOP, WARN
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]

@@ -15,7 +15,7 @@ from pass_readings import iterate, readings
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.rules.kl_bound import SLACK
+from natgrad.rules.quadratic import SLACK
 from natgrad.structures import hear_metric
 
 WARM = ng.MeasuredLength().warm

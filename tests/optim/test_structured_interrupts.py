@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.pure import is_evaluating, mark_evaluation
 from natgrad.scoped_values import ScopedValue
-from natgrad.structures.process_sums import exchange_sums, exchanging
+from natgrad.structures.running_average import exchange_sums, exchanging
 
 RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
