@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 
 from torch import nn
@@ -52,6 +53,7 @@ class Workload:
     def size(self) -> int:
         return sum(layer.size for layer in self.layers)
 
+    @cached_property
     def costs(self) -> dict[str, Cost]:
         """What the library's owners count, by block."""
         model = nn.ModuleList(layer.module() for layer in self.layers)
@@ -199,7 +201,6 @@ def predict(
     tensor: int = 1,
     update_every: int = 20,
     invert_every: int = 20,
-    costs: dict[str, Cost] | None = None,
 ) -> Prediction:
     """One step.
 
@@ -212,9 +213,8 @@ def predict(
         tensor: Processes that share a layer's products (tensor parallelism); the data's are ranks / tensor.
         update_every: Steps between updates of the statistics.
         invert_every: Steps between inversions.
-        costs: Of the workload, where they are known.
     """
-    costs = load.costs() if costs is None else costs
+    costs = load.costs
     data, memory = max(1, ranks // tensor), share == "memory"
     owners = balance(costs, costs, {}, data, memory)
     heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]
@@ -263,10 +263,10 @@ def kept_numbers(layer: Matrix) -> float:
 
 def describe(load: Workload, machine: Machine, ranks: Iterable[int], **how: int) -> list[str]:
     """Rows of a table."""
-    costs, rows = load.costs(), []
+    rows = list[str]()
     for size in ranks:
         for share in ("speed", "memory"):
-            found = predict(load, machine, size, share, costs=costs, **how)
+            found = predict(load, machine, size, share, **how)
             cells = [load.name, size, share, f"{1e3 * found.base:.1f}", f"{1e3 * found.seconds:.1f}"]
             cells += [f"{found.seconds / found.base:.2f}", f"{100 * found.work:.1f} %", f"{found.state / 2**30:.2f}"]
             cells += [f"{found.update_bytes / 2**30:.2f}", f"{found.step_bytes / 2**30:.2f}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -289,21 +289,29 @@ def commit(
 
 
 def report_step(
-    last: StateReport,
+    counted: StateReport,
     operator: Operator,
     gradient: Tensor,
     model: Quadratic,
     step: Step,
     solution: Solution,
     ratio: float | None,
-    failed: bool,
-    refused: bool,
 ) -> StateReport:
-    """The report of a step after `last`."""
+    """The report of a step.
+
+    Args:
+        counted: Who has counted the step already.
+        operator: G.
+        gradient: g, shape (n,).
+        model: What the rule was given.
+        step: What it made of it.
+        solution: Of (G + damping I) x = g.
+        ratio: True over predicted decrease; None where it was not asked for.
+    """
     size, proposed = float(measure_norm(flat(step))), float(measure_norm(flat(model.proposal)))
     norm, damping = float(measure_norm(gradient)), model.damping
-    return StateReport(
-        step=last.step + 1,
+    return replace(
+        counted,
         loss=float(model.loss),
         kl=float(model.kl(step)),
         damping=float(damping.mean()) if isinstance(damping, Tensor) else damping,
@@ -314,8 +322,6 @@ def report_step(
         outside=left_over(gradient, solution, damping) / norm if norm else 0.0,
         rate=size / proposed if proposed else 0.0,
         gradient=norm,
-        failures=last.failures + failed,
-        refused=last.refused + refused,
         counts=dict(operator.counts),
     )
 

@@ -265,8 +265,7 @@ class NaturalGradient(ModelOptimizer):
         settle_ranks(self, self.solver, self.damping, self.rule, self.preconditioner, type(self.metric).__name__)
 
     def _skip(self, trouble: NotFiniteError) -> None:
-        last = self._last
-        self._last = StateReport(last.step + 1, status="skipped", failures=last.failures + 1, refused=last.refused)
+        self._last = replace(self._last.count_step(failed=True), status="skipped")
         self._wild, self._skipped = self._wild.after(None, taken=False), self._skipped + 1
         watch(self._skipped, SKIPPED)
 
@@ -307,7 +306,8 @@ class NaturalGradient(ModelOptimizer):
             step = model.nothing()
             kept = dict.fromkeys(kept, point.space.zeros())  # a fresh start
         failed = failed or solution.status is Status.NON_FINITE
-        report = report_step(self._last, operator, point.gradient, model, step, solution, ratio, failed, refused)
+        counted = self._last.count_step(failed, refused)
+        report = report_step(counted, operator, point.gradient, model, step, solution, ratio)
         check_in_step(self._ranks, flat(step))
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
         values = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}

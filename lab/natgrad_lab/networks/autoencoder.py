@@ -58,51 +58,62 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
 
 def of_mnist(settings: Settings) -> Task:
     """784-1000-500-250-30 and back."""
-    among = selected(settings, mnist_contestants())
-    return task("mnist", "MNIST", [784, 1000, 500, 250, 30], mnist, settings, among, mean_image=206, entropy=46)
+    images = Images("mnist", "MNIST", mnist, mean_image=206, entropy=46)
+    return task(images, [784, 1000, 500, 250, 30], settings, selected(settings, mnist_contestants()))
 
 
 def of_curves(settings: Settings) -> Task:
     """784-400-200-100-50-25-6 and back."""
-    among, encoder = selected(settings, curves_contestants()), [784, 400, 200, 100, 50, 25, 6]
-    return task("curves", "Curves", encoder, curves, settings, among, mean_image=125, entropy=40, share=1 / 3)
+    images = Images("curves", "Curves", curves, mean_image=125, entropy=40, share=1 / 3)
+    return task(images, [784, 400, 200, 100, 50, 25, 6], settings, selected(settings, curves_contestants()))
 
 
 def of_digits(settings: Settings) -> Task:
     """64-100-50-10 and back: for a quick look, without any file of data."""
-    among = selected(settings, digits_contestants())
-    return task("digits", "Digits", [64, 100, 50, 10], digits, settings, among, mean_image=27, entropy=14, share=1 / 30)
+    images = Images("digits", "Digits", digits, mean_image=27, entropy=14, share=1 / 30)
+    return task(images, [64, 100, 50, 10], settings, selected(settings, digits_contestants()))
 
 
 TASKS = {"mnist": of_mnist, "curves": of_curves, "digits": of_digits}
 
 
-def task(
-    name: str,
-    title: str,
-    encoder: Sequence[int],
-    data: Callable[[], Split],
-    settings: Settings,
-    among: tuple[Contestant, ...],
-    *,
-    mean_image: int,
-    entropy: int,
-    share: float = 1.0,
-) -> Task:
+@dataclass(frozen=True)
+class Images:
+    """What a network learns to compress.
+
+    Args:
+        name: Of the task.
+        title: Of its table.
+        data: Reads the images.
+        mean_image: Nats that the mean image scores.
+        entropy: Nats below which none can score.
+        share: Of the settings' seconds.
+    """
+
+    name: str
+    title: str
+    data: Callable[[], Split]
+    mean_image: int
+    entropy: int
+    share: float = 1.0
+
+
+def task(images: Images, encoder: Sequence[int], settings: Settings, among: tuple[Contestant, ...]) -> Task:
     """Cross-entropy of every pixel, summed over an image: the Fisher of Bernoulli variables."""
     return Task(
-        name=name,
-        title=f"{title}, autoencoder {'-'.join(map(str, encoder))}-..., {settings.activation}",
+        name=images.name,
+        title=f"{images.title}, autoencoder {'-'.join(map(str, encoder))}-..., {settings.activation}",
         model=lambda: network(encoder, ACTIVATIONS[settings.activation], settings.start),
-        data=lambda: reconstructed(data().flat()),
+        data=lambda: reconstructed(images.data().flat()),
         criterion=nn.BCEWithLogitsLoss(),
         scale=float(encoder[0]),  # from the mean over pixels to the cross-entropy of an image
         unit="nats per image",
         divergence=bernoulli_divergence,
         contestants=among,
-        share=share,
+        share=images.share,
         also={"squared_error": squared_error},  # Martens' measure
-        note=f"The mean image scores {mean_image} nats. The pixels are grey, so that none can be below {entropy}.",
+        note=f"The mean image scores {images.mean_image} nats. The pixels are grey, so that none can be below "
+        f"{images.entropy}.",
     )
 
 

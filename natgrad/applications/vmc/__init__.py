@@ -15,7 +15,7 @@ from natgrad.applications.vmc.hamiltonians import (
     square_edges,
 )
 from natgrad.applications.vmc.local_energies import local_energies
-from natgrad.applications.vmc.metropolis import Exchange, Flip, Hop, Metropolis, Shift
+from natgrad.applications.vmc.metropolis import Exchange, Flip, Hop, Metropolis, Shift, WidthTuning
 from natgrad.applications.vmc.networks import RBM, AutoregressiveNet
 from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration, stochastic_reconfiguration
 from natgrad.applications.vmc.samples import AncestralSampler, Enumerated, ExactSampler, Sampler, Samples
@@ -46,6 +46,7 @@ __all__ = [
     "Spins",
     "StochasticReconfiguration",
     "TransverseIsing",
+    "WidthTuning",
     "chain_edges",
     "estimate_energy",
     "extrapolate_variance",

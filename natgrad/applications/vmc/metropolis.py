@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from natgrad.applications.vmc.configurations import Configurations
 from natgrad.applications.vmc.local_energies import evaluate
 from natgrad.applications.vmc.samples import CHUNK, Sampler, Samples
 from natgrad.checks import check_integer, check_positive
+from natgrad.keyword_settings import Group, read_groups
 
 
 class WalkerSpace(Protocol):
@@ -150,6 +151,39 @@ class Shift:
         return states + steps.to(states.device)
 
 
+@dataclass(frozen=True)
+class WidthTuning:
+    """How wide shifts are.
+
+    Args:
+        width: At the start; it is tuned after every draw.
+        acceptance: What the width is tuned to, between 0 and 1.
+
+    Raises:
+        ValueError: For numbers out of range.
+    """
+
+    width: float = 0.3
+    acceptance: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_positive("width", self.width)
+        if not 0 < self.acceptance < 1:
+            raise ValueError(f"acceptance is {self.acceptance}, expected a number between 0 and 1")
+
+
+class WidthOptions(TypedDict, total=False):
+    """Keywords of `Metropolis` for the width of shifts."""
+
+    tuning: WidthTuning
+    width: float
+    acceptance: float
+
+
+OWN = ("space", "move", "samples", "chains", "sweep", "burn_in", "patience", "seed")
+GROUPS = {"tuning": Group(WidthTuning())}
+
+
 class Metropolis(Sampler):
     """Markov chains that are continued from draw to draw: `samples` states from `chains` chains, evaluated together.
 
@@ -163,12 +197,13 @@ class Metropolis(Sampler):
         chains: Their number. Default: one per sample, so that the samples of a draw are independent.
         sweep: Proposals between two samples of a chain. Default: the number of variables; 10 for shifts.
         burn_in: Sweeps before the first draw.
-        width: Of shifts at the start; it is tuned after every draw.
-        acceptance: What the width is tuned to.
         patience: Sweeps without a move after which a chain is stuck.
         seed: Of the draws.
+        **tuning: `width`, of shifts at the start, default .3, and `acceptance`, what it is tuned to after every draw,
+            default .5; or both as `tuning=WidthTuning(...)`.
 
     Raises:
+        TypeError: For a keyword that it does not know.
         ValueError: For numbers out of range.
 
     Example:
@@ -189,11 +224,11 @@ class Metropolis(Sampler):
         chains: int | None = None,
         sweep: int | None = None,
         burn_in: int = 20,
-        width: float = 0.3,
-        acceptance: float = 0.5,
         patience: int = 20,
         seed: int = 0,
+        **tuning: Unpack[WidthOptions],
     ) -> None:
+        told: WidthTuning = read_groups("Metropolis", GROUPS, tuning, OWN)["tuning"]
         self.space, self.move = space, choose_move(space) if move is None else move
         self.samples = check_integer("samples", samples)
         self.chains = self.samples if chains is None else check_integer("chains", chains)
@@ -202,10 +237,7 @@ class Metropolis(Sampler):
         usual = 10 if self.move.tuned else space.count
         self.sweep = usual if sweep is None else check_integer("sweep", sweep)
         self.burn_in, self.patience = check_integer("burn_in", burn_in, 0), check_integer("patience", patience)
-        check_positive("width", width)
-        if not 0 < acceptance < 1:
-            raise ValueError(f"acceptance is {acceptance}, expected a number between 0 and 1")
-        self.width, self.acceptance = float(width), acceptance
+        self.width, self.acceptance = float(told.width), told.acceptance
         self.generator = torch.Generator().manual_seed(seed)
         self.states: Tensor | None = None
         self.idle = torch.zeros(self.chains, dtype=torch.long)

@@ -162,6 +162,10 @@ def test_bad_input_is_named_at_the_door():
         vmc.Metropolis(vmc.Spins(3), samples=10, chains=3)
     with pytest.raises(ValueError, match="acceptance is 1"):
         vmc.Metropolis(vmc.Spins(3), acceptance=1)
+    with pytest.raises(TypeError, match="did you mean 'width'"):
+        vmc.Metropolis(vmc.Spins(3), widht=0.1)  # pyright: ignore[reportCallIssue]
+    tuned = vmc.Metropolis(vmc.Spins(3), tuning=vmc.WidthTuning(0.2, 0.4))
+    assert (tuned.width, tuned.acceptance) == (0.2, 0.4)
     one = vmc.Metropolis(vmc.Spins(3), samples=10)
     with pytest.raises(ValueError, match="state_dict has 4 chains, expected 10"):
         one.load_state_dict(one.state_dict() | {"states": torch.ones(4, 3)})
