@@ -130,6 +130,15 @@ def search_bits(choices: Choices) -> None:
     stream(f"Bits and categories, {said(choices.searched)}", search_bits.figures(choices.searched), search_bits.HEADS)
 
 
+def search_pbo(choices: Choices) -> None:
+    from benchmarks import search_pbo
+
+    title = (
+        f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations, {said(choices.searched)}; kept in {search_pbo.KNOWN}"
+    )
+    stream(title, search_pbo.figures(choices.searched), search_pbo.HEADS)
+
+
 def search_noise(choices: Choices) -> None:
     from benchmarks import search_noise
 
@@ -229,6 +238,7 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
     "search-functions": search_functions,
     "search-bbob": search_bbob,
     "search-bits": search_bits,
+    "search-pbo": search_pbo,
     "search-noise": search_noise,
     "search-cost": search_cost,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import natgrad as ng
 from benchmarks import energies
+from benchmarks.kept_results import keep_result
 
 STEPS, BATCH = 300, 50
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -70,13 +70,7 @@ def figures(steps: int = STEPS) -> Iterator[tuple[str, ...]]:
 
 def raced(name: str, which: int, method: str, build: Build, steps: int) -> list[float]:
     """`race`, or what it said in an earlier run."""
-    known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
-    key = f"{name} {which} {method} {steps}"
-    if key not in known:
-        known[key] = race(name, which, build, steps)
-        KNOWN.parent.mkdir(parents=True, exist_ok=True)
-        KNOWN.write_text(json.dumps(known))
-    return known[key]
+    return keep_result(KNOWN, f"{name} {which} {method} {steps}", lambda: race(name, which, build, steps))
 
 
 def last(losses: list[float]) -> float:

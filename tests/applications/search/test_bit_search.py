@@ -335,9 +335,42 @@ def test_a_coefficient_that_may_be_noise_hardly_moves():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_leading_ones_are_found(seed: int):
-    """Where a bit matters only once those before it are right, the regression is left for the ranks."""
-    result = ng.minimize(leading_ones, ng.BernoulliSearch(24, seed=seed), ftarget=-24, maxfevals=6000)
+    """Where a bit matters only once those before it are right, the regression is left for children of the best."""
+    result = ng.minimize(leading_ones, ng.BernoulliSearch(24, seed=seed), ftarget=-24, maxfevals=1500)
     assert result.success
+
+
+def run_past_the_regression(f, seed: int = 0) -> ng.BernoulliSearch:
+    """A search of 24 bits for 900 evaluations, of which the regression has the first 300 or so."""
+    return run(ng.BernoulliSearch(24, seed=seed), f, -math.inf, 900)
+
+
+def test_no_child_repeats_the_best_point():
+    """Which the means lie at, up to the margin."""
+    search = run_past_the_regression(lambda X: leading_ones(X).clamp(min=-12))
+    parent = search.probabilities.round()
+    assert_close((search.probabilities - parent).abs(), torch.full((24,), 1 / 24, dtype=torch.float64))
+    assert float(leading_ones(parent.unsqueeze(0))) <= -12
+    flips = torch.cat([(search.ask() - parent).abs().sum(1) for _ in range(20)])
+    assert float(flips.min()) == 1
+    assert float(flips.max()) > 6  # a long tail, since nothing better came for long
+
+
+def test_where_the_best_point_has_another_value_the_means_move_slowly():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(X: Tensor) -> Tensor:
+        return -X.sum(1) + 6 * torch.randn(len(X), generator=generator, dtype=torch.float64)
+
+    search = run_past_the_regression(noisy)
+    before = search.probabilities
+    X = search.ask()
+    search.tell(X, noisy(X))
+    kept = (
+        (search.probabilities >= 0.7 * before - 1e-9) & (1 - search.probabilities >= 0.7 * (1 - before) - 1e-9)
+    ).all()
+    assert bool(kept)  # a rate of .3
+    assert float(run(search, noisy, -math.inf, 2400).probabilities.sum()) > 20
 
 
 # Starting again.
