@@ -38,6 +38,9 @@ class Metric(ABC):
     needs_targets: bool = False
     """Whether inputs come as (inputs, targets)."""
 
+    is_joined: bool = False
+    """Whether its operators are over the examples of all processes already, of a model that several of them train."""
+
     def __repr__(self) -> str:
         own = fields(self) if is_dataclass(self) else ()
         return write_choices(self, **{one.name: getattr(self, one.name) for one in own})

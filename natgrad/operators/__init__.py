@@ -8,7 +8,7 @@ from natgrad.operators.cholesky import Factored, FactoredInverse, InvertedOperat
 from natgrad.operators.curvature import Curvature
 from natgrad.operators.dense import DenseOperator, DiagonalOperator
 from natgrad.operators.facts import Facts, combine_facts
-from natgrad.operators.joined_rows import JoinedRows
+from natgrad.operators.joined_rows import JoinedRows, computes_block
 from natgrad.operators.kronecker import KroneckerOperator, Spectral
 from natgrad.operators.kronecker_pieces import Tiled
 from natgrad.operators.layerwise import Arranged
@@ -60,6 +60,7 @@ __all__ = [
     "Units",
     "WrittenColumns",
     "combine_facts",
+    "computes_block",
     "pack_operator",
     "unpack_operator",
 ]

@@ -77,7 +77,7 @@ class Centred(Operator):
     def __init__(self, moment: Pullback, counted: Tensor) -> None:
         if moment.rows is None or moment.rows.rank != len(counted):
             raise ValueError(f"counted has {len(counted)} entries, expected one per column of the moment's root")
-        self.moment, self.rows = moment, CentredRows(moment.rows, counted)
+        self.moment, self.counted, self.rows = moment, counted, CentredRows(moment.rows, counted)
         self.size, self.dtype, self.device = moment.size, moment.dtype, moment.device
         self.facts = moment.facts
 

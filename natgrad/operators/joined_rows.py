@@ -174,6 +174,16 @@ def describe_part(part: Part) -> Any:
 
 
 def computes_block(rank: int, other: int, size: int) -> bool:
-    """Whether the block of the Gram matrix between two processes falls to `rank`: one of them computes it."""
+    """Whether the block of the Gram matrix between two processes falls to `rank`: one of them computes it.
+
+    Args:
+        rank: One of the two.
+        other: The other, or the same.
+        size: How many processes there are.
+
+    Example:
+        >>> ng.operators.computes_block(0, 1, 2), ng.operators.computes_block(1, 0, 2)
+        (True, False)
+    """
     ahead = (other - rank) % size
     return 2 * ahead < size or (2 * ahead == size and rank < other)

@@ -3,8 +3,10 @@
 from natgrad.optim.accidents import Accidents, OnTrouble, guard_steps
 from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
 from natgrad.optim.checks import NotFiniteError
+from natgrad.optim.exchanges import RankExchange
 from natgrad.optim.flat_step import Point, shift_blocks
 from natgrad.optim.inverses import robust_inverse
+from natgrad.optim.joined_metric import join_operator
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.mirror_descent import MirrorDescent
 from natgrad.optim.natural_gradient import natural_gradient
@@ -29,6 +31,7 @@ __all__ = [
     "Objective",
     "OnTrouble",
     "Point",
+    "RankExchange",
     "Report",
     "Row",
     "SharingReport",
@@ -39,6 +42,7 @@ __all__ = [
     "ekfac",
     "guard_steps",
     "hessian_free",
+    "join_operator",
     "kfac",
     "krylov_subspace",
     "load_checkpoint",

@@ -16,6 +16,8 @@ from natgrad.families import Criterion
 from natgrad.optim.accidents import OnTrouble
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
+from natgrad.optim.distributed import Ranks
+from natgrad.optim.exchanges import RankExchange
 from natgrad.optim.explanations import KEPT, Steps, explain_steps
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.objective import Called, Closure, call_closure
@@ -49,6 +51,7 @@ class ModelOptimizer(Optimizer):
     on_trouble: OnTrouble
     _named: dict[str, Tensor]
     _recall: Recall
+    _ranks: Ranks
     _idle: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -62,6 +65,12 @@ class ModelOptimizer(Optimizer):
                     setattr(cls, name, pass_on(name))
 
     # what the user calls around a step
+
+    @property
+    def processes(self) -> RankExchange:
+        """The processes that train the model together; one alone exchanges nothing."""
+        self._settle()
+        return RankExchange(self._ranks)
 
     @property
     @abstractmethod

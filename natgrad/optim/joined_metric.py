@@ -170,27 +170,7 @@ class JoinedMetric(Metric):
                 rows = count_rows(metric, local, inputs) if self.rows is None else self.rows
         except Exception as error:  # noqa: BLE001 - the others wait in a sum: they are told first
             trouble = error
-        told = share_numbers(self.ranks, describe_operator(local, rows, trouble), space.device)
-        if trouble is not None:
-            raise trouble
-        failed = [i for i, one in enumerate(told) if one[0]]
-        if failed:
-            raise ValueError(
-                f"the metric of process {failed[0]} of {self.ranks.size} could not be computed, as its own error says; "
-                "nothing was changed here"
-            )
-        total = sum(one[1] for one in told)
-        if not total > 0:
-            raise ValueError("inputs is an empty batch on every process; give at least one of them an example")
-        some = [one for one in told if one[1]]
-        facts = Facts(
-            nats=sum(one[1] * one[2] for one in some) / total,
-            indefinite=any(one[3] for one in some),
-            length_unit=some[0][4],
-        )
-        counts = [int(one[5]) for one in told]
-        shares = [one[1] / total for one in told]
-        return JoinedOperator(local, space, shares, None if min(counts) < 0 else counts, facts, self.ranks)
+        return join_operator(self.ranks, local, space, rows, trouble)
 
     def _centre(self, params: Params, inputs: Any, random: RandomState | None) -> Operator:
         assert isinstance(self.metric, Covariance)
@@ -201,6 +181,44 @@ class JoinedMetric(Metric):
         assert moment.columns is not None
         whole = gather_columns(self.ranks, counted.unsqueeze(0), moment.columns)[0]
         return Centred(moment, whole)  # type: ignore[arg-type]
+
+
+def join_operator(
+    ranks: Ranks, local: Operator | None, space: Space, rows: float, trouble: Exception | None = None
+) -> JoinedOperator:
+    """G over the examples of all processes, which all call this.
+
+    Args:
+        ranks: The processes.
+        local: G of this one's examples; None where it has none.
+        space: Of the parameters.
+        rows: What these weigh in the mean.
+        trouble: Why there is none, where something failed.
+
+    Raises:
+        ValueError: On all processes, where one failed, which raises its own error; where none has an example.
+    """
+    told = share_numbers(ranks, describe_operator(local, rows, trouble), space.device)
+    if trouble is not None:
+        raise trouble
+    failed = [i for i, one in enumerate(told) if one[0]]
+    if failed:
+        raise ValueError(
+            f"the metric of process {failed[0]} of {ranks.size} could not be computed, as its own error says; "
+            "nothing was changed here"
+        )
+    total = sum(one[1] for one in told)
+    if not total > 0:
+        raise ValueError("inputs is an empty batch on every process; give at least one of them an example")
+    some = [one for one in told if one[1]]
+    facts = Facts(
+        nats=sum(one[1] * one[2] for one in some) / total,
+        indefinite=any(one[3] for one in some),
+        length_unit=some[0][4],
+    )
+    counts = [int(one[5]) for one in told]
+    shares = [one[1] / total for one in told]
+    return JoinedOperator(local, space, shares, None if min(counts) < 0 else counts, facts, ranks)
 
 
 def describe_operator(local: Operator | None, rows: float, trouble: Exception | None) -> list[float]:

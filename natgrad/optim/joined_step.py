@@ -32,12 +32,11 @@ DRIFTED = 1e-6
 """Of the step's length: how far the steps of two processes may lie apart, for round-off on unlike processors."""
 
 
-def settle_ranks(optimizer: Any, *settings: object) -> None:
+def settle_ranks(optimizer: Any) -> None:
     """Look once more, before the first step: the model may have been wrapped since; then compare it with the others'.
 
     Args:
         optimizer: Of the flat flow.
-        settings: What must be alike, for the same sums to be made everywhere.
 
     Raises:
         ValueError: If another process holds another model, or was given other settings; within `join`.
@@ -49,7 +48,7 @@ def settle_ranks(optimizer: Any, *settings: object) -> None:
             ranks.__dict__ |= vars(meet(optimizer.model, None)[1])
         if isinstance(structure, Layerwise):
             ranks.check(structure)
-        ranks.compare(optimizer._named, describe_settings(structure, *settings))
+        ranks.compare(optimizer._named, describe_settings(structure, *optimizer._list_settings()))
         ranks.settled = True
     refuse_join(ranks.wrappers)
 
@@ -190,7 +189,7 @@ def join_metric(ranks: Ranks, metric: Metric, recall: Recall, drawn: bool, devic
         drawn: True if the metric is taken on some of the pass's examples.
         device: Of the parameters.
     """
-    if ranks.size == 1:
+    if ranks.size == 1 or metric.is_joined:
         return metric
     if isinstance(metric, Together):
         told = {id(data.targets): one for one in recall.used_losses() for data in [one.data()]}

@@ -32,7 +32,6 @@ from natgrad.optim.checks import (
 )
 from natgrad.optim.distributed import meet
 from natgrad.optim.flat_step import (
-    Circumstances,
     Point,
     check_loss,
     check_solution,
@@ -262,7 +261,11 @@ class NaturalGradient(ModelOptimizer):
     # one step
 
     def _settle(self) -> None:
-        settle_ranks(self, self.solver, self.damping, self.rule, self.preconditioner, type(self.metric).__name__)
+        settle_ranks(self)
+
+    def _list_settings(self) -> tuple[object, ...]:
+        """What must be alike on all processes, for the same sums to be made everywhere."""
+        return self.solver, self.damping, self.rule, self.preconditioner, type(self.metric).__name__
 
     def _skip(self, trouble: NotFiniteError) -> None:
         self._last = replace(self._last.count_step(failed=True), status="skipped")
@@ -295,7 +298,8 @@ class NaturalGradient(ModelOptimizer):
         solution, amount, prepared = self._solve(point, metric, operator)
         check_solution(solution)
         counts = count_examples(self.rule, operator, self._ranks, self._metric_data, self._seen)
-        model = quadratic(point, operator, solution, amount, self._circumstances(objective, counts))
+        known = (objective, self.solver, self.metric, self._last.step, self._options(), counts)
+        model = quadratic(point, operator, solution, amount, describe_circumstances(*known))
         remembered: Memory = {key: vector for key, vector in self._flat_state(point).items() if key != "solution"}
         step, told = self.rule.step(model, objective, remembered)
         kept: Memory = dict(told)
@@ -313,8 +317,8 @@ class NaturalGradient(ModelOptimizer):
         values = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
         values["_skipped"] = self._skipped + 1 if failed else 0
         judged = self._judged if ratio is None else self._last.step
-        wild, seen = self._wild.after(loss, not failed), int(counts.get("seen", self._seen))
-        values |= {"_judged": judged, "_seen": seen, "_wild": wild}
+        values |= {"_judged": judged, "_seen": int(counts.get("seen", self._seen))}
+        values["_wild"] = self._wild.after(loss, not failed)
         decays = {} if failed or refused else self._rates("weight_decay")
         changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
@@ -333,9 +337,6 @@ class NaturalGradient(ModelOptimizer):
             amount = rest = max(self.damping.amount(self._level, operator), floor)
         solver, prepared = self._solver(point, system, rest, metric)
         return solver.solve(system, point.gradient, damping=rest, guess=self._guess(point)), amount, prepared
-
-    def _circumstances(self, objective: Objective | None, counts: dict[str, float]) -> Circumstances:
-        return describe_circumstances(objective, self.solver, self.metric, self._last.step, self._options(), counts)
 
     @contextmanager
     def _replaying(self) -> Generator[None]:

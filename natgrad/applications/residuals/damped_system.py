@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows
+from natgrad.applications.residuals.stacked_rows import RowsOperator
 from natgrad.operators import Operator
 from natgrad.solvers import FactorisedSystem, RowSolver, Solution, Solver
 
@@ -39,10 +39,10 @@ class DampedSystem:
             units: D, shape (n,), or None for the identity.
             level: The damping.
         """
-        rows, scale = operator.sample_rows, None
-        if units is not None and isinstance(rows, StackedRows):
+        scale = None
+        if units is not None and isinstance(operator, RowsOperator):
             scale = units.rsqrt()
-            operator = RowsOperator(rows.rescale(scale))
+            operator = RowsOperator(operator.rows.rescale(scale))
         factorised = None
         if isinstance(solver, RowSolver) and operator.sample_rows is not None:
             factorised = solver.factorise(operator, level)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.residuals.damped_system import DampedSystem
-from natgrad.applications.residuals.stacked_rows import StackedRows
+from natgrad.applications.residuals.joined_terms import JoinedTerms
+from natgrad.applications.residuals.stacked_rows import RowsOperator
 from natgrad.applications.residuals.system import LinearisedTerms, Points, ResidualMetric, System, check_points
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
@@ -59,7 +60,7 @@ class ResidualOptimizer(NaturalGradient):
         self.system, self.acceleration, self.scaling = system, acceleration, scaling
         self.losses: dict[str, float] = {}
         self._measured: Tensor | None = None
-        self._points: Points | None = None
+        self._points: Any = None  # as they were given, until they are checked
         self._now: LinearisedTerms | None = None
 
     @torch.no_grad()
@@ -71,6 +72,8 @@ class ResidualOptimizer(NaturalGradient):
             **points: The points of each term by its name, a tensor (b, d), or a tuple of tensors (b, ...) for a term
                 that takes more than a point.
 
+        With several processes (`group=`) these are this process's points; a term may have none on some of them.
+
         Returns:
             The loss before the step, the sum of weight times mean square over the terms. NaN for a step that was left
             out because a number was not finite.
@@ -80,7 +83,8 @@ class ResidualOptimizer(NaturalGradient):
         """
         if closure is not None:
             raise TypeError("step takes points and no closure: step(inside=x, boundary=y)")
-        self._points = check_points(self.system, points, self._named)
+        alone = self.processes.size == 1  # otherwise the others would wait where an error came now
+        self._points = check_points(self.system, points, self._named) if alone else points
         try:
             super().step()
             found = self._now
@@ -109,16 +113,19 @@ class ResidualOptimizer(NaturalGradient):
 
     # one step
 
+    def _list_settings(self) -> tuple[object, ...]:
+        system = self.system
+        return (*super()._list_settings(), list(system.terms), system.weights, self.acceleration, self.scaling)
+
+    def _join_terms(self) -> System | JoinedTerms:
+        """The terms over the points of all processes."""
+        return self.system if self.processes.size == 1 else JoinedTerms(self.system, self.processes)
+
     def _step(self, called: Any) -> None:
         assert self._points is not None
-        if self._ranks.size > 1:
-            raise TypeError(
-                f"the model is trained by {self._ranks.size} processes, and ng.residuals takes the points of one: give "
-                "the module inside of the DistributedDataParallel, and no group"
-            )
         params = self._find_trained()
+        self._now = self._join_terms().linearise(params, self._points)
         self.observe(self._points)  # these are the step's data, and no pass of the model's
-        self._now = self.system.linearise(params, self._points)
         self.losses = {name: float(value) for name, value in self._now.losses.items()}
         space = self._now.operator.rows.space
         gradient = self._now.operator.rows.mv(self._now.residuals)
@@ -132,7 +139,7 @@ class ResidualOptimizer(NaturalGradient):
     def _objective(self, point: Point, called: Any) -> Objective | None:
         assert self._now is not None
         assert self._points is not None
-        return ResidualObjective(self.system, self._points, self._now, point.params, point.space)
+        return ResidualObjective(self._join_terms(), self._points, self._now, point.params, point.space)
 
     def _operator(self, point: Point, metric: Metric) -> tuple[Operator, dict[str, Any]]:
         assert self._now is not None
@@ -163,7 +170,7 @@ class ResidualOptimizer(NaturalGradient):
         assert self._now is not None
         assert self._points is not None
         moved = point.space.unflatten(point.space.flatten(point.params) - PROBE * found.value)
-        there = self.system.residuals(moved, self._points, self._now.factors)
+        there = self._join_terms().residuals(moved, self._points, self._now)
         slope = -self._now.operator.rows.rmv(found.value)
         bend = (2 / PROBE) * ((there - self._now.residuals) / PROBE - slope)
         return system.accelerate(found, bend, BEND) if bool(torch.isfinite(bend).all()) else found
@@ -200,7 +207,12 @@ class ResidualObjective(Objective):
     """
 
     def __init__(
-        self, system: System, points: Points, now: LinearisedTerms, params: dict[str, Tensor], space: Space
+        self,
+        system: System | JoinedTerms,
+        points: Points,
+        now: LinearisedTerms,
+        params: dict[str, Tensor],
+        space: Space,
     ) -> None:
         super().__init__(params, space, float(now.loss))
         self.system, self.points, self.now = system, points, now
@@ -209,7 +221,7 @@ class ResidualObjective(Objective):
         if not any(bool(part.any()) for part in step.values()):
             return self.before
         moved = {name: p.detach() + step[name] for name, p in self.params.items()}
-        return float(self.system.residuals(moved, self.points, self.now.factors).square().sum() / 2)
+        return float(self.system.residuals(moved, self.points, self.now).square().sum() / 2)
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         moved = {name: p.detach() + step[name] for name, p in self.params.items()}
@@ -220,8 +232,8 @@ class ResidualObjective(Objective):
 def measure_units(operator: Operator) -> Tensor:
     """The diagonal of G; of a G whose root is not written out, its mean over each parameter."""
     diagonal = operator.diagonal()
-    rows = operator.sample_rows
-    if not isinstance(rows, StackedRows) or rows.is_written:
+    if not isinstance(operator, RowsOperator) or operator.rows.is_written:
         return diagonal
-    means = {name: part.mean().expand(part.shape) for name, part in rows.space.unflatten(diagonal).items()}
-    return rows.space.flatten(means)
+    space = operator.rows.space
+    means = {name: part.mean().expand(part.shape) for name, part in space.unflatten(diagonal).items()}
+    return space.flatten(means)

@@ -35,6 +35,7 @@ def residuals(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     params: Iterable[Any] | None = None,
+    group: Any = None,
     on_trouble: Literal["skip", "raise"] = "raise",
 ) -> ResidualOptimizer:
     """Train a network so that residuals vanish: the loss sum_k w_k mean |r_k|^2 over named terms, each on its points.
@@ -66,6 +67,8 @@ def residuals(
             drawn anew.
         weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
         params: What is trained, default all that require a gradient: as in torch.optim.
+        group: The processes of `torch.distributed` that each have points of their own: loss, metric and step are those
+            of all points together; default those of a `DistributedDataParallel` around the network.
         on_trouble: What a step does for a number that is not finite: "raise" or "skip", as in `ng.NaturalGradient`.
 
     Returns:
@@ -104,6 +107,7 @@ def residuals(
         rule=LineSearch(backtracks=1, sufficient=0.0) if rule is None else rule,
         weight_decay=weight_decay,
         params=params,
+        group=group,
         on_trouble=on_trouble,
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from natgrad.applications.residuals.jets import LayerRows
 from natgrad.applications.residuals.terms import TermJacobian
 from natgrad.linalg import gram
-from natgrad.operators import Operator
+from natgrad.operators import Operator, SampleRows
 from natgrad.spaces import Space
 
 NARROW = 8
@@ -137,14 +138,26 @@ class StackedRows:
         terms: In order.
         scale: Factors of the parameters' entries, shape (n,), U becomes diag(scale) U; where U is not written out they
             are the same for all entries of a parameter. None: 1.
+        columns: Of the U that these columns are a part of; None: these are all.
     """
 
     # numbers of U up to which it is written out: then every product is one of matrices
-    WRITTEN = 2**22
+    WRITTEN: ClassVar[int] = 2**22
 
-    def __init__(self, space: Space, terms: Sequence[TermRows], scale: Tensor | None = None) -> None:
+    def __init__(
+        self, space: Space, terms: Sequence[TermRows], scale: Tensor | None = None, columns: int | None = None
+    ) -> None:
         self.space, self.terms, self.scale = space, list(terms), scale
         self.rank = sum(term.count for term in self.terms)
+        self.columns = self.rank if columns is None else columns
+
+    def settle(self, columns: int) -> StackedRows:
+        """The same rows, as a part of a larger U.
+
+        Args:
+            columns: Of that.
+        """
+        return StackedRows(self.space, self.terms, self.scale, columns)
 
     def rescale(self, scale: Tensor) -> StackedRows:
         """diag(scale) U.
@@ -152,7 +165,7 @@ class StackedRows:
         Args:
             scale: Shape (n,).
         """
-        found = StackedRows(self.space, self.terms, scale)
+        found = StackedRows(self.space, self.terms, scale, self.columns)
         if self.is_written:
             found.matrix = self.matrix * scale
         return found
@@ -160,7 +173,7 @@ class StackedRows:
     @property
     def is_written(self) -> bool:
         """Whether U is held as a matrix."""
-        return self.rank * self.space.size <= self.WRITTEN
+        return self.columns * self.space.size <= self.WRITTEN
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -223,15 +236,19 @@ class StackedRows:
         if self.is_written:
             return gram(self.matrix.mT)
         total = torch.zeros(self.rank, self.rank, dtype=self.space.dtype, device=self.space.device)
-        squares = dict.fromkeys(self.space, 1.0)
-        if self.scale is not None:
-            squares = {name: float(self.scale[block.start]) ** 2 for name, block in self.space.blocks.items()}
+        squares = self.find_squares()
         starts = list(accumulate((term.count for term in self.terms), initial=0))
         for i, term in enumerate(self.terms):
             for j, earlier in enumerate(self.terms[: i + 1]):
                 corner = total[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
                 add_products(term, earlier, squares, corner)
         return total
+
+    def find_squares(self) -> dict[str, float]:
+        """The squared factor of each parameter, where it is one for all of its entries."""
+        if self.scale is None:
+            return dict.fromkeys(self.space, 1.0)
+        return {name: float(self.scale[block.start]) ** 2 for name, block in self.space.blocks.items()}
 
     def _write(self, term: TermRows) -> Tensor:
         out = torch.zeros(term.count, self.space.size, dtype=self.space.dtype, device=self.space.device)
@@ -293,6 +310,33 @@ def add_tiled_product(total: Tensor, pairs: Tensor, like: Tensor) -> None:
             total[corner].addcmul_(pairs[corner], like)
 
 
+class ScalableRows(SampleRows, Protocol):
+    """U of named residuals, on one process or on several."""
+
+    space: Space
+
+    @property
+    def is_written(self) -> bool:
+        """Whether U is held as a matrix."""
+        ...
+
+    def rescale(self, scale: Tensor) -> ScalableRows:
+        """diag(scale) U.
+
+        Args:
+            scale: Shape (n,).
+        """
+        ...
+
+    def squares(self) -> Tensor:
+        """Diagonal of U U^T, shape (n,)."""
+        ...
+
+    def moment(self) -> Tensor:
+        """U U^T, shape (n, n)."""
+        ...
+
+
 class RowsOperator(Operator):
     """G = U U^T from rows that are known by their products.
 
@@ -300,12 +344,12 @@ class RowsOperator(Operator):
         rows: U.
     """
 
-    def __init__(self, rows: StackedRows) -> None:
+    def __init__(self, rows: ScalableRows) -> None:
         self.rows, space = rows, rows.space
         self.size, self.dtype, self.device = space.size, space.dtype, space.device
 
     @property
-    def sample_rows(self) -> StackedRows:
+    def sample_rows(self) -> ScalableRows:
         return self.rows
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.residuals.point_weights import PointWeights
 from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
-from natgrad.applications.residuals.terms import Term, describe
+from natgrad.applications.residuals.terms import Term, TermJacobian, describe
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
@@ -30,7 +30,7 @@ class LinearisedTerms:
     Args:
         residuals: Shape (r,): half the sum of their squares is the loss.
         operator: G = J^T J.
-        losses: The mean square of each term, by name.
+        losses: The mean square of each term, by name; of one process of several, its part of that.
         factors: What the residuals of each term were multiplied by, shape (m, b).
     """
 
@@ -63,57 +63,91 @@ class System:
         self.terms, self.weights, self.point_weights = dict(terms), dict(weights), dict(point_weights or {})
 
     @torch.no_grad()
-    def linearise(self, params: Params, points: Points) -> LinearisedTerms:
+    def linearise(
+        self,
+        params: Params,
+        points: Points,
+        counts: Mapping[str, int] | None = None,
+        weighed: Mapping[str, Tensor] | None = None,
+    ) -> LinearisedTerms:
         """The residuals with their Jacobian.
 
         Args:
             params: The parameters that are trained, by name.
             points: By term.
+            counts: How many points each term's mean runs over; None: these.
+            weighed: The weights of the points, of terms that have some; None: they follow the residuals here.
 
         Raises:
             NotFiniteError: For a residual that is NaN or infinite; it names the term and the point.
         """
         parts, residuals, losses, factors = [], [], {}, {}
         for name, term in self.terms.items():
-            found = term.rows(params, points[name], partial(self._weigh, name, points[name]))
+            own = points[name]
+            count = len(own[0]) if counts is None else counts[name]
+            weigh = partial(self._weigh, name, own, count, None if weighed is None else weighed.get(name))
+            found = term.rows(params, own, weigh) if len(own[0]) else lack_points(params)
             factors[name] = found.factor
             parts.append(TermRows(found))
             residuals.append((found.values.mT * found.factor).reshape(-1))
-            losses[name] = found.values.square().sum(1).mean()
+            losses[name] = found.values.square().sum() / count
         operator = RowsOperator(StackedRows(Space(params), parts))
         return LinearisedTerms(torch.cat(residuals).to(operator.dtype), operator, losses, factors)
 
-    def _weigh(self, name: str, points: tuple[Tensor, ...], values: Tensor) -> Tensor:
-        """The factors of a term's rows (m, b), once its residuals are known to be finite."""
+    def _weigh(
+        self, name: str, points: tuple[Tensor, ...], count: int, weights: Tensor | None, values: Tensor
+    ) -> Tensor:
+        """The factors of a term's rows (m, b), sqrt(2 w / count) times the root of the point's weight.
+
+        Its residuals (b, m) are known to be finite then.
+        """
         check_residuals(name, values, points)
-        return self.factor(name, values, points[0])
+        plain = torch.full_like(values.mT, (2 * self.weights[name] / count) ** 0.5)
+        if name not in self.point_weights:
+            return plain
+        if weights is None:
+            weights = self.point_weights[name].weigh(values.square().sum(1), points[0])
+        return plain * weights.sqrt()
 
     @torch.no_grad()
-    def residuals(self, params: Params, points: Points, factors: Mapping[str, Tensor]) -> Tensor:
+    def residuals(self, params: Params, points: Points, now: LinearisedTerms) -> Tensor:
         """The residuals elsewhere, times the same factors, (r,): NaN where they are not finite.
 
         Args:
             params: The parameters that are trained, by name.
             points: By term.
-            factors: Of a linearisation.
+            now: The linearisation whose factors these are.
         """
         found = [
-            (term.values(params, points[name]).mT * factors[name]).reshape(-1) for name, term in self.terms.items()
+            (term.values(params, points[name]).mT * now.factors[name]).reshape(-1)
+            for name, term in self.terms.items()
+            if len(points[name][0])
         ]
-        return torch.cat(found)
+        return torch.cat(found) if found else now.residuals[:0]
 
-    def factor(self, name: str, values: Tensor, points: Tensor) -> Tensor:
-        """sqrt(2 w / b) for every residual, times the root of its point's weight, shape (m, b).
+    @torch.no_grad()
+    def squares(self, name: str, params: Params, points: tuple[Tensor, ...]) -> Tensor:
+        """|r|^2 of a term at each of its points, shape (b,).
 
         Args:
             name: The term's.
-            values: Its residuals (b, m).
-            points: Its points (b, d).
+            params: The parameters that are trained, by name.
+            points: The term's.
+
+        Raises:
+            NotFiniteError: For a residual that is NaN or infinite.
         """
-        plain = torch.full_like(values.mT, (2 * self.weights[name] / len(values)) ** 0.5)
-        if name not in self.point_weights:
-            return plain
-        return plain * self.point_weights[name].weigh(values.square().sum(1), points).sqrt()
+        if not len(points[0]):
+            return next(iter(params.values())).new_zeros(0)
+        values = self.terms[name].values(params, points)
+        check_residuals(name, values, points)
+        return values.square().sum(1)
+
+
+def lack_points(params: Params) -> TermJacobian:
+    """The rows of a term that has no points here: none."""
+    none = next(iter(params.values())).detach().new_zeros(1, 0)
+    return TermJacobian(none.mT, none)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +164,24 @@ class ResidualMetric(Metric):
         return self.system.linearise(params, check_points(self.system, inputs, params)).operator
 
 
-def check_points(system: System, points: Mapping[str, Any], params: Params) -> Points:
-    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term."""
+def check_points(system: System, points: Mapping[str, Any], params: Params, *, may_lack: bool = False) -> Points:
+    """Points as tuples of tensors. TypeError or ValueError for anything but a batch of points for each term.
+
+    Args:
+        system: The terms.
+        points: As they were given, by term.
+        params: The parameters that are trained, by name.
+        may_lack: True where a term may have no points here, since other processes have some.
+    """
     unknown, missing = sorted(points.keys() - system.terms.keys()), sorted(system.terms.keys() - points.keys())
     if unknown or missing:
         said = f"no points for {missing}" if missing else f"points for {unknown}, which is no term"
         raise ValueError(f"step got {said}: the terms are {list(system.terms)}; call step(inside=x, boundary=y)")
     like = next(iter(params.values()))
-    return {name: check_batch_of_points(name, points[name], like) for name in system.terms}
+    return {name: check_batch_of_points(name, points[name], like, int(not may_lack)) for name in system.terms}
 
 
-def check_batch_of_points(name: str, given: Any, like: Tensor) -> tuple[Tensor, ...]:
+def check_batch_of_points(name: str, given: Any, like: Tensor, fewest: int) -> tuple[Tensor, ...]:
     """One term's points: tensors with one leading size, in the parameters' dtype and on their device."""
     tensors = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     for one in tensors:
@@ -156,7 +197,7 @@ def check_batch_of_points(name: str, given: Any, like: Tensor) -> tuple[Tensor, 
             raise ValueError(f"{name} is on {one.device}, the network on {like.device}; move one to the other")
         if not all_finite(one.detach()):
             raise ValueError(f"{name} holds a NaN or an infinity; look at how the points are drawn")
-    if len({len(one) for one in tensors}) != 1 or not len(tensors[0]):
+    if len({len(one) for one in tensors}) != 1 or len(tensors[0]) < fewest:
         raise ValueError(
             f"{name} has tensors of leading sizes {[len(one) for one in tensors]}, expected the same number of points, "
             "at least one"

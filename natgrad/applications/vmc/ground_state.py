@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
-from natgrad.applications.vmc.energy import EnergyEstimate, estimate_energy
+from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.hamiltonians import Hamiltonian
+from natgrad.applications.vmc.joined_walkers import check_draws, estimate_jointly
 from natgrad.applications.vmc.local_energies import local_energies
 from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration
 from natgrad.applications.vmc.samples import Sampler
 from natgrad.checks import check_integer
 from natgrad.lapack import eigh
+from natgrad.optim import RankExchange
 from natgrad.progress import Progress, check_callback
 from natgrad.shown_tables import write_choices
 
@@ -45,6 +47,7 @@ class GroundState:
         if not isinstance(sampler, Sampler):
             raise TypeError(f"sampler is {type(sampler).__name__}, expected one such as ng.vmc.Metropolis(space)")
         self.hamiltonian, self.sampler, self.optimizer = hamiltonian, sampler, optimizer
+        self._met = False
 
     def __repr__(self) -> str:
         return write_choices(self, hamiltonian=self.hamiltonian, sampler=self.sampler, optimizer=self.optimizer)
@@ -61,6 +64,7 @@ class GroundState:
 
     def step(self) -> EnergyEstimate:
         """One step: the energy before it, with its error."""
+        self._meet()
         drawn = self.sampler.draw(self.psi)
         local = local_energies(self.psi, self.hamiltonian, drawn.states)
         return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
@@ -86,7 +90,7 @@ class GroundState:
                 while len(found) < steps:
                     found.append(self.step())
                     shown.update(len(found), {"energy": found[-1]})
-                    if callback is not None and callback(self) is True:
+                    if callback is not None and self._ends(callback(self) is True):
                         break
             except KeyboardInterrupt:
                 pass  # a step is taken whole or not at all
@@ -98,14 +102,26 @@ class GroundState:
         Args:
             draws: How many times the sampler draws.
         """
-        found = []
+        found, processes = [], self._meet()
         for _ in range(check_integer("draws", draws)):
             drawn = self.sampler.draw(self.psi)
             local = local_energies(self.psi, self.hamiltonian, drawn.states)
             if drawn.weights is not None:
-                return estimate_energy(local, drawn.weights, enumerated=drawn.enumerated)
+                return estimate_jointly(processes, local, drawn.weights, enumerated=drawn.enumerated)
             found.append(local)
-        return estimate_energy(torch.cat(found, dim=1 if self.sampler.continues else 0))
+        return estimate_jointly(processes, torch.cat(found, dim=1 if self.sampler.continues else 0), None)
+
+    def _ends(self, asked: bool) -> bool:
+        """Whether the callback of some process asked to end."""
+        return any(one for (one,) in self.optimizer.processes.share_numbers([asked], self.psi.device))
+
+    def _meet(self) -> RankExchange:
+        """The processes that have walkers, each with draws of its own."""
+        processes = self.optimizer.processes
+        if not self._met:
+            check_draws(processes, self.sampler)
+            self._met = True
+        return processes
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, psi's parameters included: plain values and tensors."""

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
-from natgrad.applications.vmc.energy import EnergyEstimate, estimate_energy
+from natgrad.applications.vmc.energy import EnergyEstimate
+from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
 from natgrad.checks import check_number, check_positive
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import GeometricTensor, Metric, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
-from natgrad.optim import NaturalGradient
+from natgrad.optim import NaturalGradient, RankExchange
 from natgrad.pure import Model, RandomState
 from natgrad.rules import Rule, TrustRegion
 from natgrad.shown_tables import write_choices
@@ -34,6 +35,7 @@ def stochastic_reconfiguration(
     structure: Structure | None = None,
     solver: Solver | None = None,
     rule: Rule | None = None,
+    group: Any = None,
 ) -> StochasticReconfiguration:
     """theta <- theta - lr (S + damping I)^-1 F, with F = Re Cov(O, e) half the energy's gradient, S = Re Cov(O, O).
 
@@ -53,6 +55,8 @@ def stochastic_reconfiguration(
             Default `ng.Exact()`.
         solver: Default `ng.Auto()`, by shape.
         rule: Default `ng.TrustRegion(radius=0.1)`, which bounds a step in nats of |psi|^2; `ng.Rate()` does not.
+        group: The processes of `torch.distributed` that each have walkers of their own: F, S and the energy are those
+            of all walkers.
 
     Raises:
         TypeError: If psi is not an `ng.LogAmplitude`.
@@ -93,6 +97,7 @@ def stochastic_reconfiguration(
         damping=damping,
         rule=TrustRegion(radius=0.1) if rule is None else rule,
         warm_start=momentum,
+        group=group,
     )
     return StochasticReconfiguration(psi, optimizer, clip)
 
@@ -109,6 +114,11 @@ class Prepared(Metric):
     metric: GeometricTensor
     operator: Operator | None = None
     needs_targets = True
+
+    @property
+    def is_joined(self) -> bool:  # type: ignore[override]
+        """True while its operator is known, which the processes have joined."""
+        return self.operator is not None
 
     @property
     def model(self) -> Model:
@@ -152,6 +162,9 @@ class StochasticReconfiguration:
             weights: Of the samples, with sum one, same shape. None: equal ones.
             enumerated: True if the states are all there are, with their probabilities as weights.
 
+        With several processes (`group=`) these are this process's walkers, at least one, and weights count relative to
+        one another over all of them.
+
         Returns:
             The energy before the step, with its error. It joins `energies`.
 
@@ -159,11 +172,15 @@ class StochasticReconfiguration:
             ValueError: For shapes that do not fit, and for a local energy or log psi that is not finite: the sentence
                 names the sample. Nothing is changed then.
         """
-        states, flat = check_samples(states, local_energies)
-        energy = estimate_energy(local_energies, weights, enumerated=enumerated)
-        shares = None if weights is None else weights.detach().reshape(-1)
+        processes = self.processes
         prepared = self.optimizer.metric
         assert isinstance(prepared, Prepared)
+        with processes.failing_together(self.psi.device):
+            states, flat = check_samples(states, local_energies)
+            if weights is not None and processes.size > 1 and not prepared.metric.centred:
+                raise ValueError("weights is given, and a structure by layers on several processes takes equal ones")
+        energy = estimate_jointly(processes, local_energies, weights, enumerated=enumerated)
+        shares = None if weights is None else weights.detach().reshape(-1)
         try:
             prepared.operator = self._set_gradients(prepared.metric, states, flat, shares)
             self.optimizer.observe(states, shares)
@@ -172,6 +189,11 @@ class StochasticReconfiguration:
             prepared.operator = None
         self.energies.append(energy)
         return energy
+
+    @property
+    def processes(self) -> RankExchange:
+        """The processes that have walkers; one alone exchanges nothing."""
+        return self.optimizer.processes
 
     def state_report(self) -> Any:
         """How the last step went, as of `ng.NaturalGradient`: damping, solver, residual, KL in nats of |psi|^2."""
@@ -195,39 +217,62 @@ class StochasticReconfiguration:
         self, metric: GeometricTensor, states: Tensor, local_energies: Tensor, weights: Tensor | None
     ) -> Operator | None:
         """F into the parameters' `.grad`; S at the same point, if it comes from the same graph."""
-        params = trainable(self.psi)
-        operator = metric.at(params, (states, weights))
-        moment = operator.moment if isinstance(operator, Centred) else operator
-        assert isinstance(moment, Pullback)
-        check_amplitudes(moment.outputs, states)
-        cotangents = find_cotangents(local_energies, moment.outputs, weights, self.clip)
-        gradient = moment.linearization.space.unflatten(moment.linearization.vjp(cotangents))
+        processes, params = self.processes, trainable(self.psi)
+        share = float(len(states)) if weights is None or processes.size == 1 else float(weights.sum())
+        with processes.failing_together(self.psi.device):
+            own = weights if weights is None or processes.size == 1 else weights / share
+            operator = metric.at(params, (states, own))
+            moment = operator.moment if isinstance(operator, Centred) else operator
+            assert isinstance(moment, Pullback)
+            check_amplitudes(moment.outputs, states)
+        if processes.size > 1:
+            counted = operator.counted if isinstance(operator, Centred) else None
+            operator = join_moment(processes, moment, share, counted)
+        gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
+        place = sum(int(one) for (one,) in processes.share_numbers([len(states)], states.device)[: processes.rank])
+        cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
+        vector = processes.sum(moment.linearization.vjp(cotangents))
+        gradient = moment.linearization.space.unflatten(vector)
         for name, p in params.items():
             p.grad = gradient[name]
         return operator if metric.centred else None  # a structure by layers listens to a pass of its own
 
+    def _gather_energies(self, local_energies: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The local energies of all processes, with their weights."""
+        shares = None if weights is None else self.processes.gather_rows(weights)
+        return gather_numbers(self.processes, local_energies), shares
 
-def find_cotangents(local_energies: Tensor, rows: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:
-    """w (e - E e) on the rows of log psi, so that F = Re E[O* (e - E e)] is their pullback.
+
+def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:
+    """w (e - E e), so that F = Re E[O* (e - E e)] is the sum of their pullbacks on the rows of log psi.
 
     Args:
         local_energies: e, shape (b,), real or complex.
-        rows: log psi, shape (b, m).
         weights: Shape (b,), or None.
         clip: As in `stochastic_reconfiguration`.
 
     Returns:
-        Shape (b, m).
+        Shape (b, 1), or (b, 2) of complex energies.
     """
     values = lay_out_amplitudes(local_energies)
     if clip is not None:
         values = clip_outliers(values, clip)
-    shares = rows.new_full((len(rows),), 1 / len(rows)) if weights is None else weights.to(rows)
+    shares = torch.full_like(values[:, 0], 1 / len(values)) if weights is None else weights.to(values)
     shares = (shares / shares.sum()).unsqueeze(1)
-    gaps = (values - (shares.to(values) * values).sum(0)).to(rows)
+    return shares * (values - (shares * values).sum(0))
+
+
+def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:
+    """Gaps as cotangents of the rows of log psi: in their dtype, with as many columns.
+
+    Args:
+        gaps: Shape (b, 1) or (b, 2).
+        rows: log psi, shape (b, m).
+    """
+    gaps = gaps.to(rows)
     if gaps.shape[1] < rows.shape[1]:  # real energies of a complex psi
         gaps = torch.cat([gaps, torch.zeros_like(gaps)], dim=1)
-    return shares * gaps[:, : rows.shape[1]]
+    return gaps[:, : rows.shape[1]]
 
 
 def clip_outliers(values: Tensor, width: float) -> Tensor:

@@ -1,0 +1,208 @@
+"""Applications whose data lie on several processes: their steps are those of one process with all of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, draw, seeded
+from process_ranks import count_ranks, own_rank, run_ranks
+from torch import Tensor, distributed, nn
+
+import natgrad as ng
+from natgrad.applications.residuals import Causal, WhereLarge
+from natgrad.applications.residuals.stacked_rows import StackedRows
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+
+INSIDE, EDGE = draw(23, 2), draw(9, 2)
+SIZES = (2, 4)
+
+
+def everyone() -> Any:
+    return distributed.group.WORLD if distributed.is_initialized() else None
+
+
+def own(rows: Tensor) -> Tensor:
+    """This process's rows, unequal numbers of them: the last has none of a short batch; all where there is one."""
+    edges = {1: [0, len(rows)], 2: [0, 4, len(rows)], 4: [0, 4, 5, len(rows), len(rows)]}[count_ranks()]
+    return rows[edges[own_rank()] : edges[own_rank() + 1]]
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+# residuals
+
+
+class Scaled(nn.Module):
+    """A network that no chain of layers explains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(2, 5), nn.Linear(5, 1), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x) * self.scale).tanh() + self.first(x).sin())
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 1))
+
+
+DAMPING = ng.LevenbergMarquardt(1.0, raise_by=3.0, lower_by=1 / 3, per="loss")
+TERMS: dict[str, Callable[..., Tensor]] = {
+    "inside": lambda u, x: torch.stack([ng.laplacian(u, x).sum() + x[0].sin(), u(x).sum() - x[1]]),
+    "edge": lambda u, x: u(x) - x[0] * x[1],
+}
+
+
+def solve_residuals(make: Callable[[], nn.Module], written: int = 2**22, steps: int = 4, **options: Any) -> Any:
+    net, before = seeded(make), StackedRows.WRITTEN
+    StackedRows.WRITTEN = written
+    try:
+        opt = ng.residuals(net, TERMS, weights={"edge": 5.0}, damping=DAMPING, group=everyone(), **options)
+        losses = [float(opt.step(inside=own(INSIDE), edge=own(EDGE))) for _ in range(steps)]
+    finally:
+        StackedRows.WRITTEN = before
+    report = opt.state_report()
+    return {"flat": flat(net), "losses": losses, "terms": opt.losses, "damping": report.damping}
+
+
+WEIGHED: dict[str, Any] = {"point_weights": {"inside": Causal(0.3), "edge": WhereLarge()}, "momentum": 0.5}
+RESIDUALS: dict[str, Callable[[], Any]] = {
+    "residuals": lambda: solve_residuals(chain),
+    "residuals by layers": lambda: solve_residuals(chain, written=0),
+    "residuals of a net that is no chain": lambda: solve_residuals(Scaled),
+    "residuals with weighted points": lambda: solve_residuals(chain, **WEIGHED),
+    "residuals by products": lambda: solve_residuals(chain, solver=ng.CG(rtol=1e-13, max_steps=400)),
+}
+
+
+def one_bad_point() -> list[str]:
+    """A point where a term is not finite, on the last process alone."""
+    net = seeded(chain)
+    before = flat(net)
+    opt = ng.residuals(net, {"inside": lambda u, x: u(x) * x[0].sqrt()}, group=everyone())
+    bad = own_rank() == count_ranks() - 1
+    found = []
+    for points in (torch.full((2, 2), -1.0 if bad else 1.0).double(), "none" if bad else torch.ones(2, 2).double()):
+        try:
+            opt.step(inside=points)
+        except (ValueError, TypeError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    assert torch.equal(flat(net), before)
+    return found
+
+
+# wave functions
+
+CHAIN = ng.vmc.TransverseIsing(5)
+STATES = CHAIN.space.all_states(torch.float64, torch.device("cpu"))[torch.arange(24) * 7 % 32]
+WEIGHTS = draw(24, 1).square().reshape(-1)
+
+
+def amplitude(complex_valued: bool = False) -> ng.LogAmplitude:
+    if not complex_valued:
+        return ng.LogAmplitude(seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))))
+    net = seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
+    return ng.LogAmplitude(net, head=ng.vmc.read_phase)
+
+
+def reconfigure(complex_valued: bool = False, weighted: bool = False, **options: Any) -> dict[str, Any]:
+    psi = amplitude(complex_valued)
+    sr = ng.stochastic_reconfiguration(psi, lr=0.2, damping=1e-2, group=everyone(), **options)
+    states = walkers(STATES)
+    for _ in range(4):
+        shares = walkers(WEIGHTS) / (1.0 if distributed.is_initialized() else WEIGHTS.sum()) if weighted else None
+        sr.step(states, ng.vmc.local_energies(psi, CHAIN, states), shares)
+    return {"flat": flat(psi), "energies": [e.mean for e in sr.energies], "kl": sr.state_report().kl}
+
+
+def walkers(rows: Tensor) -> Tensor:
+    """This process's walkers, unequal numbers of them; all where there is one."""
+    edges = {1: [0, 24], 2: [0, 7, 24], 4: [0, 7, 12, 13, 24]}[count_ranks()]
+    return rows[edges[own_rank()] : edges[own_rank() + 1]]
+
+
+WAVES: dict[str, Callable[[], dict[str, Any]]] = {
+    "walkers": reconfigure,
+    "walkers in their own space": lambda: reconfigure(solver=ng.SampleSpace(), momentum=0.8, clip=1.0),
+    "walkers of a complex psi with weights": lambda: reconfigure(True, weighted=True),
+    "walkers and layers": lambda: reconfigure(structure=ng.Kronecker(estimate=ng.ExactLabels())),
+}
+
+
+def draw_walkers() -> dict[str, Any]:
+    """The whole job with draws of each process's own, and what comes of equal seeds."""
+    psi = amplitude()
+    sr = ng.stochastic_reconfiguration(psi, lr=0.1, group=everyone())
+    try:
+        ng.vmc.GroundState(CHAIN, ng.vmc.ExactSampler(CHAIN.space, 50), sr).run(1)
+        error = ""
+    except ValueError as same:
+        error = str(same)
+    sampler = ng.vmc.ExactSampler(CHAIN.space, 50 + own_rank(), seed=own_rank())
+    search = ng.vmc.GroundState(CHAIN, sampler, sr)
+    found = search.run(9, callback=lambda _: own_rank() == 1 and len(sr.energies) == 6)
+    return {"flat": flat(psi), "energies": [e.mean for e in found], "error": error, "samples": found[0].samples}
+
+
+SCENES: dict[str, Callable[[], Any]] = {
+    **RESIDUALS,
+    **WAVES,
+    "one bad point": one_bad_point,
+    "own draws": draw_walkers,
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(__name__, request.param, tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_residuals_over_points_on_processes_step_as_over_all_points(ranks: list[dict[str, Any]], name: str):
+    alone = RESIDUALS[name]()
+    for rank in ranks:
+        assert torch.equal(rank[name]["flat"], ranks[0][name]["flat"])
+        assert rank[name]["damping"] == ranks[0][name]["damping"]
+    found = ranks[0][name]
+    assert_close(found["flat"], alone["flat"], 1e-9)
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+    assert found["terms"] == pytest.approx(alone["terms"], rel=1e-9)
+    assert alone["losses"][-1] < alone["losses"][0]
+
+
+def test_a_residual_that_is_not_finite_on_one_process_is_an_error_on_all(ranks: list[dict[str, Any]]):
+    *others, last = [rank["one bad point"] for rank in ranks]
+    assert "term 'inside' is not finite" in last[0]
+    assert "TypeError: inside is str" in last[1]
+    for rank in others:
+        assert f"NotFiniteError: process {len(others)} of {len(ranks)} met an error" in rank[0]
+        assert f"RuntimeError: process {len(others)} of {len(ranks)} met an error" in rank[1]
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_walkers_on_processes_step_as_all_walkers(ranks: list[dict[str, Any]], name: str):
+    alone = WAVES[name]()
+    for rank in ranks:
+        assert torch.equal(rank[name]["flat"], ranks[0][name]["flat"])
+    found = ranks[0][name]
+    assert_close(found["flat"], alone["flat"], 1e-9)
+    assert found["energies"] == pytest.approx(alone["energies"], rel=1e-9)
+    assert found["kl"] == pytest.approx(alone["kl"], rel=1e-7)
+
+
+def test_processes_draw_walkers_of_their_own_and_end_together(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        found = rank["own draws"]
+        assert "would draw the same walkers" in found["error"]
+        assert torch.equal(found["flat"], ranks[0]["own draws"]["flat"])
+        assert found["samples"] == sum(50 + one for one in range(len(ranks)))
+        assert len(found["energies"]) == 6
