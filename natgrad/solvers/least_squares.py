@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from natgrad.linalg import Factor, cholesky, pseudo_solve
@@ -40,9 +41,7 @@ class LeastSquares(RowSolver):
 
     def factorise(self, operator: Operator, damping: float) -> Factorised:
         rows, direct = require_rows(operator), isinstance(self._choose(operator), Direct)
-        matrix = operator.dense() if direct else rows.lower_gram()
-        matrix.diagonal().add_(damping)
-        return Factorised(operator, matrix, cholesky(matrix), damping, direct)
+        return factorise_gram(operator, operator.dense() if direct else rows.lower_gram(), damping, direct)
 
     def _choose(self, operator: Operator) -> Solver:
         rank = operator.sample_rank
@@ -55,6 +54,13 @@ class LeastSquares(RowSolver):
         return SampleSpace() if rank is not None and rank < operator.size else Direct()
 
 
+def factorise_gram(operator: Operator, gram: Tensor, damping: float, direct: bool) -> Factorised:
+    """The factorised system from its Gram matrix, which is damped in place."""
+    plain = gram.diagonal().clone()
+    gram.diagonal().add_(damping)
+    return Factorised(operator, gram, plain, cholesky(gram), damping, direct)
+
+
 @dataclass(frozen=True, eq=False)
 class Factorised:
     """A factorised system (U U^T + l I) x = U w.
@@ -62,6 +68,7 @@ class Factorised:
     Args:
         operator: G = U U^T.
         matrix: What was factorised: U U^T + l I or U^T U + l I.
+        diagonal: The matrix's diagonal without l.
         factor: Its Cholesky factor.
         damping: l.
         direct: True if it was the former.
@@ -69,6 +76,7 @@ class Factorised:
 
     operator: Operator
     matrix: Tensor
+    diagonal: Tensor
     factor: Factor
     damping: float
     direct: bool
@@ -89,6 +97,26 @@ class Factorised:
             zero = rhs.new_zeros(rhs.shape)
             return Solution(zero, rhs.norm(), 0, Status.NON_FINITE, zero)
         return measure_solution(self.product, rhs, self.damping, self._invert(weights, rhs), 0)
+
+    def find_value(self, weights: Tensor) -> Tensor:
+        """The value alone; NaN where there is no factor.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        if self.factor.failed:
+            return weights.new_full((self.operator.size,), torch.nan)
+        return self._invert(weights, self.rows.mv(weights) if self.direct else weights)
+
+    def change_damping(self, damping: float) -> Factorised:
+        """The same Gram matrix with another l, factorised anew.
+
+        Args:
+            damping: l >= 0.
+        """
+        gram = self.matrix.clone()
+        gram.diagonal().copy_(self.diagonal)
+        return factorise_gram(self.operator, gram, damping, self.direct)
 
     def product(self, vector: Tensor) -> Tensor:
         """G v.

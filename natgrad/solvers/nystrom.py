@@ -121,6 +121,23 @@ class NystromSystem:
         found = measure_solution(self.operator.mv, self.rows.mv(weights), self.damping, self.rows.mv(y), steps)
         return replace(found, status=merge_status(status, found.status))
 
+    def find_value(self, weights: Tensor) -> Tensor:
+        """The value of that solution alone.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        y, _, status = self.invert(weights)
+        return self.rows.mv(y) if status is not Status.NON_FINITE else self.rows.mv(y) * torch.nan
+
+    def change_damping(self, damping: float) -> NystromSystem:
+        """The same approximation with another l.
+
+        Args:
+            damping: l > 0.
+        """
+        return replace(self, damping=damping)
+
     def invert(self, weights: Tensor) -> tuple[Tensor, int, Status]:
         """y with (K + l I) y = w, the number of products with K, and why it stopped.
 

@@ -84,11 +84,26 @@ class SingularValues:
         Args:
             weights: w, shape (r,).
         """
+        rhs = require_rows(self.operator).mv(weights)
+        return say_least_squares(measure_solution(self.operator.mv, rhs, self.damping, self.find_value(weights), 0))
+
+    def find_value(self, weights: Tensor) -> Tensor:
+        """The value of that solution alone.
+
+        Args:
+            weights: w, shape (r,).
+        """
         kept = keep_above(self.sizes, self.cut)
         shares = torch.where(kept, self.sizes / torch.where(kept, self.sizes.square() + self.damping, 1), 0)
-        value = self.left @ (shares * (self.right @ weights))
-        rhs = require_rows(self.operator).mv(weights)
-        return say_least_squares(measure_solution(self.operator.mv, rhs, self.damping, value, 0))
+        return self.left @ (shares * (self.right @ weights))
+
+    def change_damping(self, damping: float) -> SingularValues:
+        """The same singular values with another l.
+
+        Args:
+            damping: l >= 0.
+        """
+        return replace(self, damping=damping)
 
 
 def keep_above(sizes: Tensor, cut: float) -> Tensor:

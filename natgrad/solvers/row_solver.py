@@ -22,6 +22,22 @@ class FactorisedSystem(Protocol):
         """
         ...
 
+    def find_value(self, weights: Tensor) -> Tensor:
+        """The value of that solution alone, (n,), without the products that measure its residual.
+
+        Args:
+            weights: w, shape (r,).
+        """
+        ...
+
+    def change_damping(self, damping: float) -> FactorisedSystem:
+        """The same system with another l, for less than a new one where something can be kept.
+
+        Args:
+            damping: l >= 0.
+        """
+        ...
+
 
 class RowSolver(Solver):
     """A solver of (U U^T + l I) x = U w as well, for G = U U^T with r columns: U (U^T U + l I)^-1 w.

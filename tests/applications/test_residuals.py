@@ -255,6 +255,27 @@ def test_the_loss_never_rises_on_the_same_points_and_falls_far():
     assert opt.state_report().step == 60
 
 
+def test_a_step_that_would_raise_the_loss_is_solved_again_with_more_damping(monkeypatch: pytest.MonkeyPatch):
+    """One step, with one linear model: where a single solution is refused, more damping is tried at once."""
+
+    def first_step(attempts: int) -> tuple[Tensor, ng.optim.StateReport, int]:
+        monkeypatch.setattr("natgrad.applications.residuals.optimizer.ATTEMPTS", attempts)
+        net, models = perceptron(2, 1), []
+        opt = ng.residuals(net, {"inside": TERMS["Poisson"], "edge": lambda u, x: u(x)}, weights={"edge": 10.0})
+        linearise = opt.system.linearise
+        monkeypatch.setattr(opt.system, "linearise", lambda *a: models.append(1) or linearise(*a))
+        before = net[0].weight.detach().clone()
+        opt.step(inside=draw(60), edge=draw(20) * torch.tensor([1.0, 0.0]))
+        return net[0].weight.detach() - before, opt.state_report(), len(models)
+
+    once, _, _ = first_step(1)
+    again, report, models = first_step(5)
+    assert not once.any()  # the start's damping is too small for it
+    assert again.any()
+    assert (report.step, models) == (1, 1)
+    assert report.damping > 1e-3
+
+
 def test_a_run_goes_on_bit_for_bit():
     def train(opt, steps: range) -> None:
         for i in steps:

@@ -118,6 +118,16 @@ def test_bad_choices_are_named(make, said: str):
         make()
 
 
+@pytest.mark.parametrize("solver", [ng.LeastSquares(), Nystrom(rank=20, rtol=1e-12), PseudoInverse(1e-3)])
+@pytest.mark.parametrize("rows", [9, 60])
+def test_another_damping_is_another_system_with_the_same_rows(solver: RowSolver, rows: int):
+    operator, weights = rows_operator(rows), draw(rows, seed=4)
+    changed = solver.factorise(operator, 0.1).change_damping(2.0)
+    fresh = solver.factorise(operator, 2.0).solve(weights)
+    assert_close(changed.solve(weights).value, fresh.value)
+    assert_close(changed.find_value(weights), fresh.value)
+
+
 @pytest.mark.parametrize("solver", [ng.LeastSquares(), Nystrom(rank=20, rtol=1e-12), PseudoInverse(0.0)])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_residuals_take_the_same_steps_by_each(solver: RowSolver, momentum: float):

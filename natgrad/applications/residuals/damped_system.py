@@ -18,13 +18,15 @@ class DampedSystem:
     Args:
         solver: The solver.
         operator: S G S, S = D^(-1/2).
-        scale: The diagonal of S, shape (n,), or None for the identity.
+        units: The diagonal of D, shape (n,), or None for the identity.
+        scale: The diagonal of S.
         level: The damping.
         factorised: Where the solver keeps its factors for several right-hand sides.
     """
 
     solver: Solver
     operator: Operator
+    units: Tensor | None
     scale: Tensor | None
     level: float
     factorised: FactorisedSystem | None
@@ -46,7 +48,16 @@ class DampedSystem:
         factorised = None
         if isinstance(solver, RowSolver) and operator.sample_rows is not None:
             factorised = solver.factorise(operator, level)
-        return DampedSystem(solver, operator, scale, level, factorised)
+        return DampedSystem(solver, operator, units, scale, level, factorised)
+
+    def change_damping(self, level: float) -> DampedSystem:
+        """The same system at another level.
+
+        Args:
+            level: The damping.
+        """
+        factorised = None if self.factorised is None else self.factorised.change_damping(level)
+        return replace(self, level=level, factorised=factorised)
 
     def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:
         """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0.
@@ -75,12 +86,11 @@ class DampedSystem:
             bend: r'', the second derivative of the residuals along x, shape (r,).
             limit: A number.
         """
-        more = self._solve(bend)
+        more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
         length = found.value if self.scale is None else found.value / self.scale
-        if not bool(more.value.norm() <= limit * length.norm()):
+        if not bool(more.norm() <= limit * length.norm()):  # False for a NaN
             return found
-        half = more.value / 2 if self.scale is None else more.value * self.scale / 2
-        return replace(found, bend=half, steps=found.steps + more.steps)
+        return replace(found, bend=more / 2 if self.scale is None else more * self.scale / 2)
 
     def _solve(self, weights: Tensor) -> Solution:
         if self.factorised is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ PROBE = 0.1
 """The step of the finite difference along the direction, as a share of it (Transtrum & Sethna 2012, section 4)."""
 BEND = 0.375
 """The longest acceleration that is trusted, relative to the direction; the paper has 0.75 for twice that."""
+ATTEMPTS = 5
+"""How often the system of one step is solved, each time with more damping, until the rule takes its solution."""
 IDLE = 1e-6
 """The share of the mean unit that every entry has, so that one that does nothing yet is damped too."""
 
@@ -62,6 +65,8 @@ class ResidualOptimizer(NaturalGradient):
         self._measured: Tensor | None = None
         self._points: Any = None  # as they were given, until they are checked
         self._now: LinearisedTerms | None = None
+        self._system: DampedSystem | None = None
+        self._start: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None, **points: Any) -> Tensor:  # type: ignore[override]
@@ -92,7 +97,7 @@ class ResidualOptimizer(NaturalGradient):
                 return torch.full((), math.nan)
             return found.loss
         finally:
-            self._points = self._now = self._measured = None
+            self._points = self._now = self._measured = self._system = self._start = None
 
     def evaluate(self, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms, without a step.
@@ -130,7 +135,20 @@ class ResidualOptimizer(NaturalGradient):
         space = self._now.operator.rows.space
         gradient = self._now.operator.rows.mv(self._now.residuals)
         point = Point(params, space, gradient, self._rates("lr"))
-        self._move(point, self._objective(point, called), None)
+        self._start = self._guess(point)
+        self._attempt(point, self._objective(point, called))
+
+    def _attempt(self, point: Point, objective: Objective | None) -> None:
+        """Solve and move; where the rule took nothing and the damping rose, again: the linear model stays."""
+        step, judged = self._last.step, self._judged
+        for failures in range(ATTEMPTS):
+            for _ in range(failures):  # beside the one that the refusal brings: 2, 3, 4, 5 rises (Nielsen 1999)
+                self._level = self.damping.update(self._level, math.nan)
+            level = self._level
+            self._move(point, objective, None)
+            if self._last.rate or not self._level > level:
+                break
+            self._last, self._judged = replace(self._last, step=step), judged  # it counts steps, and not attempts
 
     def _skip(self, trouble: Any) -> None:
         self._now = None
@@ -150,12 +168,16 @@ class ResidualOptimizer(NaturalGradient):
     ) -> tuple[Solution, float | Tensor, dict[str, Any] | None]:
         """(G + level D) x = g + level D momentum x_before, and its acceleration."""
         assert self._now is not None
-        units = self._units(point, operator) if self.scaling else None
         level = self.damping.amount(self._level, operator)
-        system = DampedSystem.of(self.solver, operator, units, level)
-        found = system.solve(self._now.residuals, self._guess(point))
+        if self._system is None:
+            units = self._units(point, operator) if self.scaling else None
+            self._system = DampedSystem.of(self.solver, operator, units, level)
+        else:
+            self._system = self._system.change_damping(level)
+        found = self._system.solve(self._now.residuals, self._start)
         if self.acceleration:
-            found = self._accelerate(point, system, found)
+            found = self._accelerate(point, self._system, found)
+        units = self._system.units
         return found, level if units is None else level * units, None
 
     def _units(self, point: Point, operator: Operator) -> Tensor:

@@ -21,6 +21,8 @@ from natgrad.linalg import gram
 from natgrad.operators import Operator, SampleRows
 from natgrad.spaces import Space
 
+CACHED = 2**17
+"""Numbers that a processor's cache holds: a sum over more of them is taken in parts of this size."""
 NARROW = 8
 """Sides of a matrix below which many small products cost more than a few elementwise ones."""
 
@@ -215,7 +217,8 @@ class StackedRows:
     def squares(self) -> Tensor:
         """Diagonal of U U^T, shape (n,)."""
         if self.is_written:
-            return self.matrix.square().sum(0)
+            parts = self.matrix.split(max(1, CACHED // self.space.size))
+            return torch.stack([part.square().sum(0) for part in parts]).sum(0)
         total = self.space.zeros()
         for term in self.terms:
             term.add_squares(self.space, total)
