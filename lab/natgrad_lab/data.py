@@ -20,6 +20,7 @@ import gzip
 import os
 import struct
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -335,7 +336,8 @@ def _openml(name: str, local: str) -> tuple[np.ndarray, np.ndarray]:
         except ModuleNotFoundError as error:
             raise DataError(f"{name} needs scikit-learn: pip install scikit-learn, or set {VARIABLE}") from error
         try:
-            with tempfile.TemporaryDirectory() as folder:  # what is kept is one file, with its checksum
+            # what is kept is one file, with its checksum; a failure is told once, below
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
                 x, y = fetch_openml(
                     name, version=1, as_frame=False, parser="liac-arff", return_X_y=True, data_home=folder
                 )

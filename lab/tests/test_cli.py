@@ -84,6 +84,7 @@ def test_run_digits_ends_in_a_report(tmp_path):
         (("run", "digits", "--set", "device=abacus"), "abacus"),
         (("run", "digits", "--seeds", "0"), "seeds"),
         (("report", "nowhere"), "holds no experiment.json"),
+        (("report", __file__), "holds no experiment.json"),
         (("fly",), "fly"),
     ],
 )

@@ -11,7 +11,9 @@ import pytest
 if importlib.util.find_spec("mkdocs") is None:
     pytest.skip("the site's packages are the extra `docs`", allow_module_level=True)
 
+import docstrings
 import equations
+import griffe
 import name_links
 import names
 import self_contained
@@ -46,6 +48,20 @@ def test_no_formula_is_left_as_plain_text(page: Path):
         block for block in re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S) if "^T" in block or "<-" in block
     ]
     assert not plain, f"{page.name}: write this as $$ ... $$: {plain[0]}"
+
+
+@pytest.mark.parametrize("place", ["optimizer.NaturalGradient.__init__", "structured_recipes.kfac"])
+def test_keywords_stand_one_by_one_where_the_source_has_options(place: str):
+    module, name = place.split(".", 1)
+    tree = griffe.visit(module, ROOT / f"natgrad/optim/{module}.py", (ROOT / f"natgrad/optim/{module}.py").read_text())
+    tree.parent = griffe.Module("natgrad.optim")
+    docstrings.list_options(tree)
+    function = tree[name]
+    docstring = (function.parent if name.endswith("__init__") else function).docstring
+    assert {"rule", "damping"} < {p.name for p in function.parameters}
+    assert not any("Options" in str(p.annotation) for p in function.parameters)
+    assert "Options" not in docstring.value
+    assert function.parameters["train_in_eval"].default == "False"
 
 
 def test_a_line_is_that_of_the_definition():

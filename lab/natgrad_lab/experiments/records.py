@@ -51,7 +51,7 @@ class Folder:
         """The plan these records were made under. LabError when there is none or it cannot be read."""
         try:
             return json.loads(self.plan_path.read_text())
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise LabError(f"{self.path} holds no experiment.json: give the folder that `natgrad run` wrote") from error
         except json.JSONDecodeError as error:
             raise LabError(f"{self.plan_path} is damaged ({error}): run the experiment into another folder") from error
