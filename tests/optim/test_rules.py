@@ -52,6 +52,16 @@ def test_the_quadratic_model_is_what_it_says() -> None:
     assert not m.nothing().vector.any()
 
 
+def test_parts_have_the_inner_products_of_the_flat_vector() -> None:
+    matrix, other = draw(4, 3), draw(4, 2)
+    vector = rules.Parts({"weight": matrix[:, :2], "bias": matrix[:, 2]}, {"weight": 2.0, "bias": -3.0}, 0.5)
+    whole = torch.cat([matrix[:, :2].flatten(), -1.5 * matrix[:, 2]])
+    assert_close(vector @ vector, whole @ whole)
+    assert_close(vector.norm(), whole.norm())
+    assert_close(vector.square("weight"), matrix[:, :2].square().sum())
+    assert_close(vector @ rules.Parts({"weight": other}), (matrix[:, :2] * other).sum())
+
+
 def test_a_rate_takes_the_proposal() -> None:
     m = model(0.3)
     step, memory = ng.Rate().step(m, None, {})
