@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
 Clique = tuple[int, ...]
-ENUMERATED = 12  # bits of a component up to which its states are listed
+ENUMERATED = 16  # bits of a component up to which its states are listed
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,21 @@ class Monomials:
             found = found * padded[:, self.index[:, column]]
         return found
 
+    @cached_property
+    def small_components(self) -> tuple[Components, ...]:
+        """The components of at most `ENUMERATED` signs, those of one size together."""
+        by_size: dict[int, list[list[int]]] = {}
+        for group in self.components():
+            if len(group) <= ENUMERATED:
+                by_size.setdefault(len(group), []).append(group)
+        return tuple(Components.of(self, groups) for groups in by_size.values())
+
+    @cached_property
+    def gibbs_sites(self) -> tuple[Sites, ...]:
+        """The signs whose states are too many for a list, in groups that Gibbs sampling draws at once."""
+        rest = [i for group in self.components() if len(group) > ENUMERATED for i in group]
+        return tuple(Sites.of(self, group) for group in group_independent_sites(self, rest))
+
     def components(self) -> list[list[int]]:
         """Groups of signs that no set joins."""
         root = list(range(self.n))
@@ -102,52 +118,174 @@ def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, 
         generator: Of the draws.
     """
     signs = start.clone()
-    rest: list[int] = []
-    for group in monomials.components():
-        if len(group) <= ENUMERATED:
-            signs[:, group] = draw_from_list(monomials, theta, group, len(start), generator)
-        else:
-            rest += group
-    own = {i: (monomials.index == i).any(1).nonzero().squeeze(1) for i in rest}
-    others = {i: torch.where(monomials.index[k] == i, monomials.n, monomials.index[k]) for i, k in own.items()}
-    padded = torch.cat([signs, torch.ones_like(signs[:, :1])], 1)
-    for sweep in range(sweeps if rest else 0):
-        heat = min(1.0, (sweep + 1) / max(1, sweeps - 2))
-        for i in rest:
-            # P(s_i = 1) = sigmoid(2 h), h the sum of theta_k T_k / s_i over the sets with i
-            field = padded[:, others[i]].prod(2) @ theta[own[i]]
-            chance = torch.sigmoid(2 * heat * field)
-            padded[:, i] = 2.0 * (torch.rand(len(signs), generator=generator, dtype=signs.dtype) < chance) - 1
-    return padded[:, : monomials.n]
+    for components in monomials.small_components:
+        signs[:, components.sites.flatten()] = components.draw(theta, len(start), generator).to(signs.dtype)
+    return draw_by_gibbs(monomials, theta, signs, sweeps, generator) if monomials.gibbs_sites else signs
 
 
-def draw_from_list(
-    monomials: Monomials, theta: Tensor, group: list[int], count: int, generator: torch.Generator
+def draw_by_gibbs(
+    monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, generator: torch.Generator
 ) -> Tensor:
-    """Exact draws (count, len(group)) of one component, from the list of its states.
+    """Signs (N, n) after Gibbs sampling of `monomials.gibbs_sites`, while theta is brought up from zero.
+
+    Signs that share no set do not depend on one another given the rest: they are drawn at once.
 
     Args:
         monomials: T.
         theta: Shape (K,).
-        group: The numbers of its signs.
-        count: How many draws.
+        start: Shape (N, n).
+        sweeps: Rounds over all of them.
         generator: Of the draws.
     """
-    states = list_signs(len(group))
-    place = {i: k for k, i in enumerate(group)}
-    own = [k for k, s in enumerate(monomials.sets) if s[0] in place]
-    local = Monomials.of(len(group), [tuple(place[i] for i in monomials.sets[k]) for k in own])
-    weights = dict(zip((tuple(sorted(place[i] for i in monomials.sets[k])) for k in own), theta[own], strict=True))
-    coefficients = torch.stack([weights[tuple(sorted(s))] for s in local.sets])
-    probabilities = torch.softmax(local.values(states) @ coefficients, 0)
-    return states[torch.multinomial(probabilities, count, replacement=True, generator=generator)]
+    groups = monomials.gibbs_sites
+    sizes = [len(group.sites) for group in groups]
+    weights = [group.read_weights(theta) for group in groups]
+    padded = torch.cat([start, torch.ones_like(start[:, :1])], 1)
+    for sweep in range(sweeps):
+        heat = min(1.0, (sweep + 1) / max(1, sweeps - 2))
+        # P(s_i = 1) = sigmoid(2 h_i): s_i = 1 where h_i exceeds half the logit of a uniform draw
+        draws = torch.rand(len(start), sum(sizes), generator=generator, dtype=start.dtype)
+        levels = (draws.logit() / (2 * heat)).split(sizes, 1)
+        for group, weight, level in zip(groups, weights, levels, strict=True):
+            padded[:, group.sites] = (group.field(padded, weight) > level).to(start.dtype) * 2 - 1
+    return padded[:, : monomials.n]
 
 
-def list_signs(n: int) -> Tensor:
-    """The 2^n states as signs, shape (2^n, n).
+@dataclass(frozen=True)
+class Sites:
+    """Signs that share no set, and the fields h_i = sum of theta_k T_k / s_i over the sets with i that they feel.
+
+    Attributes:
+        sites: Their numbers, shape (c,).
+        own: The sets of each sign, shape (c, most), padded with the number of all sets.
+        others: The other signs of these sets, shape (c, most, order), padded with n.
+    """
+
+    sites: Tensor
+    own: Tensor
+    others: Tensor
+
+    @staticmethod
+    def of(monomials: Monomials, sites: list[int]) -> Sites:
+        """The sets of some signs.
+
+        Args:
+            monomials: T.
+            sites: Numbers of signs that share no set.
+        """
+        n, index = monomials.n, monomials.index
+        sets = [(index == i).any(1).nonzero().squeeze(1) for i in sites]
+        shape = (len(sites), max(len(k) for k in sets))
+        own = torch.full(shape, len(index))
+        others = torch.full((*shape, index.shape[1]), n)
+        for c, (i, k) in enumerate(zip(sites, sets, strict=True)):
+            own[c, : len(k)] = k
+            others[c, : len(k)] = torch.where(index[k] == i, n, index[k])
+        return Sites(torch.tensor(sites), own, others)
+
+    def read_weights(self, theta: Tensor) -> Tensor:
+        """theta of each sign's sets (c, most); where no set has more than two signs, J (n + 1, c) with h = s J.
+
+        Args:
+            theta: Shape (K,).
+        """
+        weights = torch.cat([theta, theta.new_zeros(1)])[self.own]
+        if self.others.shape[2] > 2:
+            return weights
+        matrix = theta.new_zeros(int(self.others.max()) + 1, len(self.sites))
+        columns = torch.arange(len(self.sites)).unsqueeze(1).expand_as(self.own)
+        return matrix.index_put_((self.others.amin(2), columns), weights, accumulate=True)
+
+    def field(self, padded: Tensor, weights: Tensor) -> Tensor:
+        """h, shape (N, c).
+
+        Args:
+            padded: Signs and a column of ones, shape (N, n + 1).
+            weights: From `read_weights`.
+        """
+        if self.others.shape[2] <= 2:
+            return padded @ weights
+        return (padded[:, self.others].prod(3) * weights).sum(2)
+
+
+def group_independent_sites(monomials: Monomials, sites: list[int]) -> list[list[int]]:
+    """Sites in groups of which no two share a set: a greedy colouring.
 
     Args:
-        n: Number of signs.
+        monomials: T.
+        sites: Numbers of signs.
     """
-    bits = (torch.arange(2**n).unsqueeze(1) >> torch.arange(n)) & 1
-    return 2.0 * bits.to(torch.float64) - 1
+    near: dict[int, set[int]] = {i: set() for i in range(monomials.n)}
+    for s in monomials.sets:
+        for i in s:
+            near[i].update(s)
+    groups: list[list[int]] = []
+    for i in sites:
+        free = next((group for group in groups if near[i].isdisjoint(group)), None)
+        if free is None:
+            groups.append([i])
+        else:
+            free.append(i)
+    return groups
+
+
+@dataclass(frozen=True)
+class Components:
+    """Components of m signs each, whose 2^m states can be listed.
+
+    Attributes:
+        sites: Numbers of their signs, shape (c, m).
+        own: The sets within them, shape (k,).
+        places: Of the sets among the 2^m products of each component, in one row for all of them, shape (k,).
+    """
+
+    sites: Tensor
+    own: Tensor
+    places: Tensor
+
+    @staticmethod
+    def of(monomials: Monomials, groups: list[list[int]]) -> Components:
+        """The sets of some components.
+
+        Args:
+            monomials: T.
+            groups: Numbers of the signs of each, all of one size.
+        """
+        size = 2 ** len(groups[0])
+        first = {i: c * size for c, group in enumerate(groups) for i in group}
+        bit = {i: 1 << k for group in groups for k, i in enumerate(group)}
+        own = [k for k, s in enumerate(monomials.sets) if s[0] in first]
+        places = [first[monomials.sets[k][0]] + sum(bit[i] for i in monomials.sets[k]) for k in own]
+        return Components(torch.tensor(groups), torch.tensor(own), torch.tensor(places))
+
+    def draw(self, theta: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Exact draws (count, c m) from p(s) ~ exp(theta T(s)).
+
+        Args:
+            theta: Shape (K,).
+            count: How many draws.
+            generator: Of the draws.
+        """
+        c, m = self.sites.shape
+        coefficients = theta.new_zeros(c * 2**m).index_add_(0, self.places, theta[self.own])
+        chances = torch.softmax(sum_products(coefficients.view(c, 2**m)), 1)
+        states = torch.multinomial(chances, count, replacement=True, generator=generator)  # (c, count)
+        bits = (states.mT.unsqueeze(2) >> torch.arange(m)) & 1
+        return (1 - 2 * bits).flatten(1)
+
+
+def sum_products(coefficients: Tensor) -> Tensor:
+    """sum_k c_k prod_{i in k} s_i for all 2^m states, where bit i of a state's number says s_i = -1.
+
+    The fast Walsh-Hadamard transform: m 2^m additions.
+
+    Args:
+        coefficients: c, the bits of k being the set, shape (c, 2^m).
+    """
+    rows, count = coefficients.shape
+    values, width = coefficients, 1
+    while width < count:
+        halves = values.reshape(rows, -1, 2, width)
+        values = torch.stack([halves[:, :, 0] + halves[:, :, 1], halves[:, :, 0] - halves[:, :, 1]], 2)
+        width *= 2
+    return values.reshape(rows, count)

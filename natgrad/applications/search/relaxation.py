@@ -149,7 +149,8 @@ class Relaxation(Search):
         if self.slope is not None:
             return True
         everything = 0.9 * math.exp(min(self.entropy, 700.0))
-        return len(torch.unique(self._points, dim=0)) >= min(MORE * count, everything)
+        needed = min(MORE * count, everything)
+        return len(self._points) >= needed and len(torch.unique(self._points, dim=0)) >= needed
 
     def _weights(self, statistics: Tensor) -> Tensor:
         log_ratio = statistics @ self.theta - self._log_q

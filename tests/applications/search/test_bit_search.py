@@ -1,4 +1,4 @@
-"""Search over bits: the regression form of the natural gradient, draws from random fields, and what they find."""
+"""Search over bits: what the independent model and random fields find."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.testing import assert_close
 import natgrad as ng
 from natgrad.applications.search import CGA, PBIL, BitSearch, CategoricalSearch, natural_slope
 from natgrad.applications.search.markov import find_correlated_pairs, join_pairs
-from natgrad.applications.search.monomials import Monomials, draw_signs, list_signs
-from natgrad.applications.search.regression import shrink_slope, weigh_past_draws
+from natgrad.applications.search.regression import shrink_slope
 
 BLOCKS = [range(5 * i, 5 * i + 5) for i in range(4)]
 
@@ -33,88 +32,6 @@ def run(search: BitSearch, f, target: float, budget: int) -> BitSearch:
         X = search.ask()
         search.tell(X, f(X))
     return search
-
-
-def field(n: int, seed: int = 0) -> tuple[Monomials, Tensor]:
-    monomials = Monomials.within(n, [(0, 1, 2), (2, 3)])
-    generator = torch.Generator().manual_seed(seed)
-    return monomials, 0.4 * torch.randn(len(monomials), generator=generator, dtype=torch.float64)
-
-
-# The natural gradient as a regression.
-
-
-def test_the_slope_is_the_fisher_matrix_s_solution():
-    """Over all states, weighted by p: Cov(T, T)^-1 Cov(T, f), the covariances being derivatives of psi and E_p[f]."""
-    monomials, theta = field(4)
-    states = list_signs(4)
-    T = monomials.values(states)
-    f = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    p = torch.softmax(T @ theta, 0)
-    fisher = torch.autograd.functional.hessian(lambda t: torch.logsumexp(T @ t, 0), theta)
-    gradient = torch.autograd.functional.jacobian(lambda t: torch.softmax(T @ t, 0) @ f, theta)
-    assert_close(natural_slope(T, f, p, ridges=(0.0,)).value, torch.linalg.solve(fisher, gradient))
-
-
-def test_the_slope_is_exact_in_the_span_whatever_the_draws():
-    monomials, theta = field(6)
-    signs = 2.0 * torch.randint(0, 2, (40, 6), generator=torch.Generator().manual_seed(0)).double() - 1
-    T = monomials.values(signs)
-    found = natural_slope(T, T @ theta + 3)
-    assert_close(found.value, theta, rtol=1e-5, atol=1e-5)
-    assert found.explained == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize("count", [12, 60])
-def test_explained_is_the_error_at_draws_left_out(count: int):
-    """Against regressions refitted without each draw, with fewer and with more draws than statistics."""
-    generator = torch.Generator().manual_seed(0)
-    T = torch.randn(count, 20, generator=generator, dtype=torch.float64)
-    f = T[:, 0] + torch.randn(count, generator=generator, dtype=torch.float64)
-    found = natural_slope(T, f)
-    scale = float((T - T.mean(0)).square().sum()) / count / 20 * found.ridge
-    errors = []
-    for i in range(count):
-        rest = torch.arange(count) != i
-        # the mean is the intercept, kept at the full sample's, as the closed form does for the ridge
-        A = torch.cat([T - T.mean(0), torch.ones(count, 1, dtype=torch.float64)], 1)[rest]
-        ridge = torch.diag(torch.tensor([scale * count] * 20 + [0.0], dtype=torch.float64))
-        solution = torch.linalg.solve(A.T @ A + ridge, A.T @ f[rest])
-        errors.append(float(f[i] - (T[i] - T.mean(0)) @ solution[:-1] - solution[-1]) ** 2)
-    assert 1 - sum(errors) / float((f - f.mean()).square().sum()) == pytest.approx(found.explained, rel=1e-5)
-
-
-def test_reused_draws_have_the_means_of_the_present_distribution():
-    monomials, theta = field(4)
-    states = list_signs(4)
-    T = monomials.values(states)
-    generator = torch.Generator().manual_seed(0)
-    start = torch.ones(40_000, 4, dtype=torch.float64)
-    old = draw_signs(monomials, 0.3 * theta, start, 5, generator)
-    older = draw_signs(monomials, -0.2 * theta, start, 5, generator)
-    weights = weigh_past_draws([monomials.values(old) @ (0.7 * theta), monomials.values(older) @ (1.2 * theta)])
-    expected = torch.softmax(T @ theta, 0) @ T
-    found = weights @ monomials.values(torch.cat([old, older]))
-    assert_close(found, expected, atol=5 / 40_000**0.5, rtol=0)  # five standard errors of one generation
-
-
-@pytest.mark.parametrize("listed", [12, 0])
-def test_draws_have_the_model_s_means(listed: int, monkeypatch: pytest.MonkeyPatch):
-    """By the list of states, and by Gibbs sampling."""
-    monkeypatch.setattr("natgrad.applications.search.monomials.ENUMERATED", listed)
-    monomials, theta = field(5)
-    T = monomials.values(list_signs(5))
-    start = torch.ones(20_000, 5, dtype=torch.float64)
-    signs = draw_signs(monomials, theta, start, 20, torch.Generator().manual_seed(0))
-    assert_close(monomials.values(signs).mean(0), torch.softmax(T @ theta, 0) @ T, atol=5 / 20_000**0.5, rtol=0)
-
-
-def test_monomials_within_cliques():
-    monomials = Monomials.within(4, [(2, 0, 1)])
-    assert monomials.sets == ((0,), (1,), (2,), (3,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
-    assert monomials.components() == [[0, 1, 2], [3]]
-    s = torch.tensor([[1.0, -1.0, -1.0, 1.0]])
-    assert monomials.values(s).tolist() == [[1, -1, -1, 1, -1, -1, 1, 1]]
 
 
 # What they find.
@@ -180,7 +97,7 @@ def test_a_cut_is_found_in_the_complete_pairwise_field():
     def cut(X: Tensor) -> Tensor:
         return -sum((X[:, i] - X[:, j]).abs() for i, j in edges)
 
-    best = float(cut((list_signs(10) + 1) / 2).min())
+    best = float(cut(((torch.arange(2**10).unsqueeze(1) >> torch.arange(10)) & 1).double()).min())
     assert run(ng.MarkovSearch(10, combinations(range(10), 2), seed=0), cut, best, 300).best.fun == best
 
 
