@@ -217,6 +217,7 @@ TYPED = (
     "trainable",
     "transport_metric",
     "variational",
+    "variational_mixture",
 )
 
 

@@ -1,6 +1,7 @@
-"""Natural-gradient variational inference: a Gaussian fitted to a log joint density or to a network's posterior."""
+"""Natural-gradient variational inference: Gaussians and mixtures of them, fitted to a posterior."""
 
 from natgrad.applications.variational.gaussian import Variational, variational
+from natgrad.applications.variational.mixture import VariationalMixture, variational_mixture
 from natgrad.applications.variational.network import NetworkData
 from natgrad.applications.variational.projected import Projected, inducing
 from natgrad.applications.variational.quadrature import Draws, GaussHermite, Points, Sobol
@@ -16,6 +17,8 @@ __all__ = [
     "Sobol",
     "Target",
     "Variational",
+    "VariationalMixture",
     "inducing",
     "variational",
+    "variational_mixture",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, Unpack
@@ -11,7 +11,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.variational.convergence import Bounds, has_ended, has_settled, squared_length
+from natgrad.applications.variational.convergence import squared_length
+from natgrad.applications.variational.fitting import Fitted
 from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import as_mean, as_precision, read_density
@@ -22,7 +23,6 @@ from natgrad.keyword_settings import Group, read_groups
 from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
 from natgrad.optim import refuse_processes
-from natgrad.progress import Progress, check_callback
 from natgrad.pure import run_detached
 from natgrad.shown_tables import write_choices
 
@@ -34,8 +34,6 @@ EDGE = 1e-9
 """Share of the precision from which on a step counts as leaving."""
 ENOUGH, HALVINGS = 0.4, 30
 """Share of the promised gain that a move of the mean must bring, and how often it is shortened for it."""
-SMALLEST = 2.0**-20
-"""Share of its rate at which `fit` ends."""
 
 
 def variational(
@@ -102,7 +100,7 @@ def variational(
     return Variational(density, mean, 1.0 if covariance is None else covariance, diagonal, lr)
 
 
-class Variational:
+class Variational(Fitted):
     """q = N(mean, covariance), and its steps; made by `variational`.
 
     Args:
@@ -143,69 +141,10 @@ class Variational:
         Raises:
             ValueError: If log p or its derivatives are not finite; q is then as it was.
         """
-        return self._advance(batch)[0]
+        return self.advance(batch)[0]
 
-    def fit(
-        self,
-        steps: int = 100,
-        *,
-        tolerance: float = 1e-6,
-        callback: Callable[[Variational], Any] | None = None,
-        progress: bool | None = None,
-    ) -> Bounds:
-        """At most `steps` steps, until the natural gradient is shorter than `tolerance` says.
-
-        Ctrl-C ends it with q after the last whole step.
-
-        Where expectations are the same at every step, the bound never falls: a step that lowers it is taken back and
-        the rate halved; two steps that do not double it again, up to `lr`.
-
-        Args:
-            steps: At most.
-            tolerance: In nats. `gap`, half of the natural gradient's squared length, is what a full step would gain.
-                With the same points at every step q has converged once it is below, or below .01 where ten steps gained
-                less than the tolerance each. With points drawn anew a step's bound is noise: q has converged once the
-                last ten steps gained less than this on average, with two standard errors added. 1e-6 is out of reach
-                then; take .1, or more points.
-            callback: Called with q after each step that is kept; fitting stops if it returns True.
-            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
-                a terminal.
-
-        Returns:
-            The bound before each step. The list's `converged` tells why it ended, its `gap` how far from the optimum q
-            was.
-        """
-        check_callback(callback, "q")
-        found, rate, past, risen = Bounds(), self.lr, self._snapshot(), 0
-        here = past
-        try:
-            with Progress("steps", steps, progress) as shown:
-                while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
-                    here = self._snapshot()
-                    bound, gap = self._advance(())
-                    if self._has_fallen(found, bound, tolerance):
-                        self._go_back(past)
-                        found.pop()  # the bound at `past`, which the next step measures again
-                        risen, steps = 0, steps - 1
-                        continue
-                    found.append(bound)
-                    found.gap, past, here, risen = gap, here, self._snapshot(), risen + 1
-                    found.converged = (has_ended if self.target.steady else has_settled)(found, tolerance)
-                    if risen % 2 == 0:
-                        self.lr = min(rate, 2 * self.lr)
-                    shown.update(len(found), {"bound": bound, "gap": gap})
-                    if callback is not None and callback(self) is True:
-                        break
-                if self.target.steady and self._has_fallen(found, self.elbo(), tolerance):
-                    self._go_back(past)
-        except KeyboardInterrupt:
-            self.mean, self.precision, self.steps = here
-        finally:
-            self.lr = rate
-        return found
-
-    def _advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
-        """A step: the bound before it, and half of the natural gradient's squared length there, both in nats."""
+    @torch.no_grad()
+    def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
         root = self.root()
         found = self.target.moments(self.mean, root, self.steps, batch)
         if not are_finite(found):
@@ -235,15 +174,15 @@ class Variational:
             rate *= min(max(best, 0.1), 0.5)
         return self.mean
 
-    def _snapshot(self) -> tuple[Tensor, Tensor, int]:
+    @property
+    def steady(self) -> bool:
+        return self.target.steady
+
+    def snapshot(self) -> tuple[Tensor, Tensor, int]:
         return self.mean, self.precision, self.steps
 
-    def _has_fallen(self, found: list[float], bound: float, tolerance: float) -> bool:
-        return bool(found) and self.target.steady and bound < found[-1] - tolerance
-
-    def _go_back(self, place: tuple[Tensor, Tensor, int]) -> None:
-        """To q as it was, with half of the rate."""
-        (self.mean, self.precision, self.steps), self.lr = place, self.lr / 2
+    def restore(self, place: tuple[Tensor, Tensor, int]) -> None:
+        self.mean, self.precision, self.steps = place
 
     @torch.no_grad()
     def elbo(self, *batch: Any) -> float:

@@ -140,13 +140,13 @@ def test_fit_takes_the_rate_back_up():
         lambda z: -(0.5 * z).cosh().log().sum(-1) * 4 - 0.05 * z.square().sum(-1), [30.0, -40.0], covariance=1e-3
     )
     rates = []
-    advance = q._advance
+    advance = q.advance
 
     def watched(batch: tuple[()]) -> tuple[float, float]:
         rates.append(q.lr)
         return advance(batch)
 
-    q._advance = watched  # type: ignore[method-assign]
+    q.advance = watched  # type: ignore[method-assign]
     assert q.fit(100).converged
     assert rates[-1] == q.lr == 1.0
 

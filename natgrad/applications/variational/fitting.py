@@ -1,0 +1,119 @@
+"""Steps until nothing is left to gain, for a q that knows how to take one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
+
+from natgrad.applications.variational.convergence import Bounds, has_ended, has_settled
+from natgrad.progress import Progress, check_callback
+
+SMALLEST = 2.0**-20
+"""Share of its rate at which `fit` ends."""
+
+
+class Fitted(ABC):
+    """A q that moves by natural gradient steps; its attribute `lr` is their rate."""
+
+    lr: float
+
+    @property
+    @abstractmethod
+    def steady(self) -> bool:
+        """True if expectations under the same q are the same at every step, so that two bounds can be compared."""
+
+    @abstractmethod
+    def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
+        """A step: the bound before it, and half of the natural gradient's squared length there, both in nats.
+
+        Args:
+            batch: Inputs and targets for a network, nothing otherwise.
+        """
+
+    @abstractmethod
+    def elbo(self, *batch: Any) -> float:
+        """The evidence lower bound in nats, with the points of the next step.
+
+        Args:
+            *batch: Inputs and targets for a network, nothing otherwise.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> Any:
+        """What q is now, for `restore`."""
+
+    @abstractmethod
+    def restore(self, place: Any) -> None:
+        """Make q what it was.
+
+        Args:
+            place: From `snapshot`.
+        """
+
+    def fit(
+        self,
+        steps: int = 100,
+        *,
+        tolerance: float = 1e-6,
+        callback: Callable[[Self], Any] | None = None,
+        progress: bool | None = None,
+    ) -> Bounds:
+        """At most `steps` steps, until the natural gradient is shorter than `tolerance` says.
+
+        Ctrl-C ends it with q after the last whole step.
+
+        Where expectations are the same at every step, the bound never falls: a step that lowers it is taken back and
+        the rate halved; two steps that do not double it again, up to `lr`.
+
+        Args:
+            steps: At most.
+            tolerance: In nats. `gap`, half of the natural gradient's squared length, is what a full step would gain.
+                With the same points at every step q has converged once it is below, or below .01 where ten steps gained
+                less than the tolerance each. With points drawn anew a step's bound is noise: q has converged once the
+                last ten steps gained less than this on average, with two standard errors added. 1e-6 is out of reach
+                then; take .1, or more points.
+            callback: Called with q after each step that is kept; fitting stops if it returns True.
+            progress: True for a line that tells how far it is, False for none; None for one where the standard error is
+                a terminal.
+
+        Returns:
+            The bound before each step. The list's `converged` tells why it ended, its `gap` how far from the optimum q
+            was.
+        """
+        check_callback(callback, "q")
+        found, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
+        here = past
+        try:
+            with Progress("steps", steps, progress) as shown:
+                while len(found) < steps and not found.converged and self.lr > rate * SMALLEST:
+                    here = self.snapshot()
+                    bound, gap = self.advance(())
+                    if self._has_fallen(found, bound, tolerance):
+                        self._go_back(past)
+                        found.pop()  # the bound at `past`, which the next step measures again
+                        risen, steps = 0, steps - 1
+                        continue
+                    found.append(bound)
+                    found.gap, past, here, risen = gap, here, self.snapshot(), risen + 1
+                    found.converged = (has_ended if self.steady else has_settled)(found, tolerance)
+                    if risen % 2 == 0:
+                        self.lr = min(rate, 2 * self.lr)
+                    shown.update(len(found), {"bound": bound, "gap": gap})
+                    if callback is not None and callback(self) is True:
+                        break
+                if self.steady and self._has_fallen(found, self.elbo(), tolerance):
+                    self._go_back(past)
+        except KeyboardInterrupt:
+            self.restore(here)
+        finally:
+            self.lr = rate
+        return found
+
+    def _has_fallen(self, found: list[float], bound: float, tolerance: float) -> bool:
+        return bool(found) and self.steady and bound < found[-1] - tolerance
+
+    def _go_back(self, place: Any) -> None:
+        """To q as it was, with half of the rate."""
+        self.restore(place)
+        self.lr /= 2
