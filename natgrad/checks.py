@@ -67,6 +67,21 @@ def check_number(name: str, value: Any, least: float = 0.0, most: float = math.i
         raise ValueError(f"{name} is {value!r}, expected {wanted}{hint}")
 
 
+def check_share(name: str, value: Any, *, hint: str = "") -> None:
+    """Check that a value is a number in [0, 1), such as the weight of the past.
+
+    Args:
+        name: The argument's name.
+        value: What came.
+        hint: How the error message ends.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if not is_real(value) or not 0 <= value < 1:
+        raise ValueError(f"{name} is {value!r}, expected a number in [0, 1){hint}")
+
+
 def check_choice(name: str, value: Any, choices: Collection[Any], *, hint: str = "") -> None:
     """Check that a value is one of a few.
 

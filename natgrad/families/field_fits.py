@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,8 +40,8 @@ class FieldFit(ABC):
 
 
 @dataclass(frozen=True)
-class PseudoLikelihood(FieldFit):
-    """Maximum of sum_i log p(x_i | the others): convex, right in the limit of many examples (Besag 1975).
+class PenalisedFit(FieldFit):
+    """The minimum of a mean loss per example, by L-BFGS.
 
     Args:
         ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
@@ -56,15 +57,31 @@ class PseudoLikelihood(FieldFit):
 
     def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
         conditionals = Conditionals(tables, places)
+        return minimise(partial(self.loss, conditionals), start, self.ridge, self.steps)
 
-        def loss(theta: Tensor) -> Tensor:
-            return -conditionals.logits(theta).log_softmax(-1).gather(-1, conditionals.chosen).sum((1, 2)).mean()
+    @abstractmethod
+    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+        """The mean over the examples, a scalar tensor.
 
-        return minimise(loss, start, self.ridge, self.steps)
+        Args:
+            conditionals: log p(x_i = v | the others) of the examples, up to constants.
+            theta: Shape (m,).
+        """
 
 
-@dataclass(frozen=True)
-class RatioMatching(FieldFit):
+class PseudoLikelihood(PenalisedFit):
+    """Maximum of sum_i log p(x_i | the others): convex, right in the limit of many examples (Besag 1975).
+
+    Args:
+        ridge: Adds ridge / 2 |theta|^2 to the mean loss per example, for few examples.
+        steps: Steps of L-BFGS, at most.
+    """
+
+    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+        return -conditionals.logits(theta).log_softmax(-1).gather(-1, conditionals.chosen).sum((1, 2)).mean()
+
+
+class RatioMatching(PenalisedFit):
     """Minimum of sum_i sum_v sigmoid(log p(x with x_i = v) / p(x))^2 over other values v (Hyvarinen 2007).
 
     Not convex; less led by examples that are rare under the field than the pseudo-likelihood.
@@ -74,23 +91,11 @@ class RatioMatching(FieldFit):
         steps: Steps of L-BFGS, at most.
     """
 
-    ridge: float = 0.0
-    steps: int = 300
-
-    def __post_init__(self) -> None:
-        check_number("ridge", self.ridge)
-        check_integer("steps", self.steps)
-
-    def find(self, tables: Tables, places: Tensor, start: Tensor, generator: torch.Generator | None) -> Tensor:
-        conditionals = Conditionals(tables, places)
-        others = torch.ones_like(conditionals.missing.expand(*places.shape, -1)).scatter(-1, conditionals.chosen, False)
-
-        def loss(theta: Tensor) -> Tensor:
-            logits = conditionals.logits(theta)
-            ratios = (logits - logits.gather(-1, conditionals.chosen)).sigmoid()
-            return torch.where(others, ratios, 0.0).square().sum((1, 2)).mean()
-
-        return minimise(loss, start, self.ridge, self.steps)
+    def loss(self, conditionals: Conditionals, theta: Tensor) -> Tensor:
+        logits = conditionals.logits(theta)
+        others = torch.ones_like(logits, dtype=torch.bool).scatter(-1, conditionals.chosen, False)
+        ratios = (logits - logits.gather(-1, conditionals.chosen)).sigmoid()
+        return torch.where(others, ratios, 0.0).square().sum((1, 2)).mean()
 
 
 @dataclass(frozen=True)

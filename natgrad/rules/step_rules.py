@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_share
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step, hold_kl, share_of_rate
@@ -121,8 +122,7 @@ class Momentum(Rule):
     radius: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+        check_share("decay", self.decay)
         if not self.radius > 0:
             raise ValueError(f"radius is {self.radius}, expected a positive number of nats per example, or math.inf")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_share
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Layout, Operator, Units
 from natgrad.pure import RandomState
@@ -41,8 +42,7 @@ class Blocks(Structure):
     largest: int = 4096
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+        check_share("decay", self.decay)
 
     def update(
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from natgrad.checks import check_share
 from natgrad.metrics import Metric
 from natgrad.operators import DenseOperator, Operator
 from natgrad.pure import RandomState
@@ -40,8 +41,7 @@ class Dense(Structure):
     decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+        check_share("decay", self.decay)
 
     def update(
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from natgrad.checks import check_share
 from natgrad.layers import Layer, Seen, Traced, is_asking
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
@@ -54,8 +55,7 @@ class Layerwise(Structure):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+        check_share("decay", self.decay)
         if not isinstance(self.estimate, Estimate):
             raise TypeError(f"estimate is {self.estimate!r}, expected an estimate such as ng.Sampled(1)")
 

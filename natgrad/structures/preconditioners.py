@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
+from natgrad.checks import check_integer, check_share
 from natgrad.linalg import cholesky
 from natgrad.metrics import Covariance, Hessian, Metric, PullbackMetric, empirical_fisher
 from natgrad.operators import DiagonalOperator, Operator, Pullback, Rows
@@ -79,8 +79,7 @@ class DiagonalPreconditioner(Preconditioner):
             raise ValueError(f"power is {self.power}, expected a number in (0, 1]")
         if self.samples is not None:
             check_integer("samples", self.samples, hint=", or None for the exact diagonal")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay is {self.decay}, expected a number in [0, 1)")
+        check_share("decay", self.decay)
 
     def update(
         self,

@@ -13,7 +13,7 @@ from natgrad.applications.helmholtz.logistic_rows import LogisticRows
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.unit_blocks import EXACT, UnitBlocks, fits_layer
 from natgrad.applications.helmholtz.units import Conditional
-from natgrad.checks import check_integer
+from natgrad.checks import check_integer, check_share
 from natgrad.damping import Constant, Damping, as_damping
 from natgrad.operators import BlockOperator
 
@@ -56,8 +56,7 @@ class UnitFisher:
         check_damping(self.damping)
         if self.refresh is not None:
             object.__setattr__(self, "refresh", check_integer("refresh", self.refresh, hint=", or None"))
-        if not isinstance(self.decay, Real) or not 0 <= self.decay < 1:
-            raise ValueError(f"decay is {self.decay!r}, expected a number in [0, 1)")
+        check_share("decay", self.decay)
         if self.radius is not None and not (isinstance(self.radius, Real) and self.radius > 0):
             raise ValueError(f"radius is {self.radius!r}, expected nats > 0, math.inf for no bound, or None")
         if self.exact is not None and not isinstance(self.exact, (bool, np.bool_)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRows, Reweighted
 from natgrad.applications.helmholtz.units import Conditional
-from natgrad.checks import check_integer
+from natgrad.checks import check_integer, check_positive, check_share
 from natgrad.linalg import all_finite
 from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, read_parts, write_parts
 from natgrad.progress import Progress, check_callback
@@ -70,10 +70,8 @@ class WakeSleep:
         if not isinstance(machine, HelmholtzMachine):
             raise TypeError(f"machine is {type(machine).__name__}, expected ng.HelmholtzMachine([784, 200, 10])")
         samples = check_integer("samples", samples)
-        if not isinstance(lr, Real) or not 0 < lr < math.inf:
-            raise ValueError(f"lr is {lr!r}, expected a number > 0")
-        if not isinstance(momentum, Real) or not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum!r}, expected a number in [0, 1)")
+        check_positive("lr", lr)
+        check_share("momentum", momentum)
         if optimizer is not None and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
             raise TypeError(
                 f"optimizer is {type(optimizer).__name__}, expected a function that makes one: lambda params: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from natgrad.shown_tables import show_cell, write_table
+from natgrad.shown_tables import Columns
 
 COLUMNS = (
     "update",
@@ -28,7 +28,7 @@ COLUMNS = (
 )
 
 
-class LearningHistory:
+class LearningHistory(Columns):
     """Lists of equal length, one entry per update: `history["return"]`, `history["kl"]`, ...
 
     The columns:
@@ -52,25 +52,7 @@ class LearningHistory:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-
-    def __getitem__(self, name: str) -> list[Any]:
-        return self._columns[name]
-
-    def __len__(self) -> int:
-        return len(self._columns["update"])
-
-    def __repr__(self) -> str:
-        return f"History of {len(self)} updates: {', '.join(self._columns)}"
-
-    def _repr_html_(self) -> str:
-        last = range(max(0, len(self) - 10), len(self))
-        return write_table(self.names, ([show_cell(self[name][i]) for name in self.names] for i in last))
-
-    @property
-    def names(self) -> list[str]:
-        """The columns."""
-        return list(self._columns)
+        super().__init__(COLUMNS, "updates")
 
     def add(self, row: dict[str, Any]) -> None:
         """Add one update.
@@ -110,15 +92,3 @@ class LearningHistory:
         for axes in panels[1]:
             axes.set_xlabel("steps")
         return figure
-
-    def state_dict(self) -> dict[str, list[Any]]:
-        """The columns, for a checkpoint."""
-        return {name: list(column) for name, column in self._columns.items()}
-
-    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: What `state_dict` returned.
-        """
-        self._columns = {name: list(state[name]) for name in COLUMNS}

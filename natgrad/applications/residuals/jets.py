@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from natgrad.layered_energies import ACTIVATIONS, flatten_parts, has_hooks, passes_through
+from natgrad.layered_energies import ACTIVATIONS, Affine, flatten_parts, has_hooks, passes_through
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -72,19 +72,6 @@ class Plan:
         return 1 + len(self.dims) + self.second.index(group)
 
 
-@dataclass(frozen=True)
-class AffineLayer:
-    """z = W a + b, by the parameters' names.
-
-    Args:
-        weight: The name of W.
-        bias: The name of b, or None.
-    """
-
-    weight: str
-    bias: str | None
-
-
 @dataclass(frozen=True, eq=False)
 class LayerRows:
     """What one pass back tells of an affine layer: row (j, x) of W is sum_t delta_jtx a_tx^T, of b delta_j0x.
@@ -95,7 +82,7 @@ class LayerRows:
         deltas: Shape (k, T, b, o).
     """
 
-    layer: AffineLayer
+    layer: Affine
     inputs: Tensor
     deltas: Tensor
 
@@ -127,7 +114,7 @@ class JetPass:
     """
 
     outputs: Tensor
-    records: list[tuple[AffineLayer, Tensor] | Bend]
+    records: list[tuple[Affine, Tensor] | Bend]
     plan: Plan
     state: Mapping[str, Tensor]
 
@@ -154,13 +141,13 @@ class JetPass:
 
 @dataclass(frozen=True, eq=False)
 class LayerChain:
-    """AffineLayer maps and elementwise functions, one after the other: (b, d) -> (b, m).
+    """Affine maps and elementwise functions, one after the other: (b, d) -> (b, m).
 
     Args:
         parts: In order.
     """
 
-    parts: tuple[AffineLayer | Elementwise, ...]
+    parts: tuple[Affine | Elementwise, ...]
 
     def run(self, state: Mapping[str, Tensor], inputs: Tensor, plan: Plan, rows: bool = True) -> JetPass:
         """Values and derivatives.
@@ -171,9 +158,9 @@ class LayerChain:
             plan: Which derivatives.
             rows: Whether a pass back will follow, which takes one derivative more of the elementwise functions.
         """
-        jets, records = start_jets(inputs, plan), list[tuple[AffineLayer, Tensor] | Bend]()
+        jets, records = start_jets(inputs, plan), list[tuple[Affine, Tensor] | Bend]()
         for part in self.parts:
-            if isinstance(part, AffineLayer):
+            if isinstance(part, Affine):
                 records.append((part, jets))
                 jets = jets @ state[part.weight].mT
                 if part.bias is not None:
@@ -263,20 +250,20 @@ def network_of(module: nn.Module, prefix: str) -> LayerChain | None:
         module: The module.
         prefix: What its parameters' names start with.
     """
-    parts = list[AffineLayer | Elementwise]()
+    parts = list[Affine | Elementwise]()
     for path, part in flatten_parts(module, prefix):
         if type(part) is nn.Linear and not has_hooks(part):
             if any(type(p) is not nn.Parameter for p in part.parameters(recurse=False)) or "weight" not in dict(
                 part.named_parameters(recurse=False)
             ):
                 return None
-            parts.append(AffineLayer(f"{path}weight", None if part.bias is None else f"{path}bias"))
+            parts.append(Affine(f"{path}weight", None if part.bias is None else f"{path}bias"))
         elif acts_elementwise(part):
             parts.append(part)
         elif not passes_through(part):
             return None
     uses = Counter(id(p) for p in (q for _, q in module.named_parameters(remove_duplicate=False)))
-    linear = any(isinstance(part, AffineLayer) for part in parts)
+    linear = any(isinstance(part, Affine) for part in parts)
     return LayerChain(tuple(parts)) if linear and not any(count > 1 for count in uses.values()) else None
 
 

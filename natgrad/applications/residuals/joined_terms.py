@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from natgrad.applications.residuals.jets import AffineLayer, LayerRows
+from natgrad.applications.residuals.jets import LayerRows
 from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
 from natgrad.applications.residuals.system import LinearisedTerms, Points, System, check_points
 from natgrad.applications.residuals.terms import TermJacobian
+from natgrad.layered_energies import Affine
 from natgrad.linalg import gram
 from natgrad.operators import JoinedRows, computes_block
 from natgrad.optim import RankExchange
@@ -236,7 +237,7 @@ def read_pieces(tree: list[dict[str, Any]]) -> list[TermRows]:
     """Rows from what `write_pieces` gave. Their products need no residuals."""
     found: list[TermRows] = []
     for one in tree:
-        layers = [LayerRows(AffineLayer(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
+        layers = [LayerRows(Affine(weight, bias), a, d) for weight, bias, a, d in one["layers"]]
         factor = torch.empty(tuple(one["shape"]))
         found.append(TermRows(TermJacobian(factor.mT, factor, layers, one["explicit"])))
     return found

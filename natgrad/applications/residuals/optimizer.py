@@ -13,6 +13,7 @@ from natgrad.applications.residuals.damped_system import DampedSystem
 from natgrad.applications.residuals.joined_terms import JoinedTerms
 from natgrad.applications.residuals.stacked_rows import RowsOperator
 from natgrad.applications.residuals.system import LinearisedTerms, Points, ResidualMetric, System, check_points
+from natgrad.checks import check_share
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim import NaturalGradient, Objective, Point
@@ -56,8 +57,7 @@ class ResidualOptimizer(NaturalGradient):
         momentum: float,
         **options: Any,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}, expected a number in [0, 1)")
+        check_share("momentum", momentum)
         super().__init__(model, ResidualMetric(system), lr, warm_start=momentum, **options)
         self.detach()  # it reads no pass of the user's
         self.system, self.acceleration, self.scaling = system, acceleration, scaling

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from natgrad.shown_tables import show_cell, write_table
+from natgrad.shown_tables import Columns
 
 
-class SearchHistory:
+class SearchHistory(Columns):
     """Lists of equal length with one entry per generation.
 
     `history["nfev"]` are evaluations, `["best"]` the best value so far, `["median"]` that of the generation, `["run"]`
@@ -17,25 +17,7 @@ class SearchHistory:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[Any]] = {"nfev": [], "best": [], "median": [], "run": []}
-
-    def __getitem__(self, name: str) -> list[Any]:
-        return self._columns[name]
-
-    def __len__(self) -> int:
-        return len(self._columns["nfev"])
-
-    def __repr__(self) -> str:
-        return f"History of {len(self)} generations: {', '.join(self._columns)}"
-
-    def _repr_html_(self) -> str:
-        last = range(max(0, len(self) - 10), len(self))
-        return write_table(self.names, ([show_cell(self[name][i]) for name in self.names] for i in last))
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the lists."""
-        return list(self._columns)
+        super().__init__(("nfev", "best", "median", "run"), "generations")
 
     def add(self, **measures: Any) -> None:
         """Append one generation.
@@ -83,18 +65,6 @@ class SearchHistory:
         """Evaluations at which a new run began."""
         runs = self["run"]
         return [self["nfev"][k - 1] for k in range(1, len(runs)) if runs[k] != runs[k - 1]]
-
-    def state_dict(self) -> dict[str, list[Any]]:
-        """The lists, for a checkpoint."""
-        return {name: list(column) for name, column in self._columns.items()}
-
-    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
-        """Continue from there.
-
-        Args:
-            state: From `state_dict`.
-        """
-        self._columns = {name: list(column) for name, column in state.items()}
 
 
 def hide_infinite(value: float) -> float | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
-from natgrad.checks import check_number, check_positive
+from natgrad.checks import check_number, check_positive, check_share
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import GeometricTensor, Metric, geometric_tensor, lay_out_amplitudes
@@ -75,9 +75,7 @@ def stochastic_reconfiguration(
     """
     if not isinstance(psi, LogAmplitude):
         raise TypeError(f"psi is {type(psi).__name__}, expected ng.LogAmplitude(net)")
-    check_number("momentum", momentum)
-    if momentum >= 1:
-        raise ValueError(f"momentum is {momentum}, expected a number in [0, 1)")
+    check_share("momentum", momentum)
     if clip is not None:
         check_positive("clip", clip, hint=", or None for local energies as they are")
     if not isinstance(damping, Damping):
