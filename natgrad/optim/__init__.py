@@ -3,10 +3,11 @@
 from natgrad.optim.accidents import Accidents, OnTrouble, guard_steps
 from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
 from natgrad.optim.checks import NotFiniteError
-from natgrad.optim.exchanges import RankExchange
+from natgrad.optim.exchanges import RankExchange, meet_processes
 from natgrad.optim.flat_step import Point, shift_blocks
 from natgrad.optim.inverses import robust_inverse
-from natgrad.optim.joined_metric import join_operator
+from natgrad.optim.joined_metric import JoinedMetric, join_operator
+from natgrad.optim.joined_step import update_jointly
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg
 from natgrad.optim.mirror_descent import MirrorDescent
 from natgrad.optim.natural_gradient import natural_gradient
@@ -25,6 +26,7 @@ __all__ = [
     "Attributes",
     "BlockOptions",
     "FlatOptions",
+    "JoinedMetric",
     "MirrorDescent",
     "NaturalGradient",
     "NotFiniteError",
@@ -46,6 +48,7 @@ __all__ = [
     "kfac",
     "krylov_subspace",
     "load_checkpoint",
+    "meet_processes",
     "natgrad_cg",
     "natural_gradient",
     "online_ng",
@@ -57,5 +60,6 @@ __all__ = [
     "shift_blocks",
     "tonga",
     "unitwise",
+    "update_jointly",
     "write_parts",
 ]

@@ -150,8 +150,8 @@ class BlockAverages:
         return cost_of(layout, None if layer is None else self.structure.inverted_sizes(layer))
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
-        """Numbers of this process, added up over all."""
-        ranks = self.owners.ranks
+        """Numbers of this process, added up over those that blocks are shared out over."""
+        ranks = self.owners.near
         return list_numbers(ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=ranks.device)))
 
     def _take_layer(self, seen: Seen, decay: float, rows: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor, distributed
 
 from natgrad.lost_processes import naming_lost
 from natgrad.optim.checks import NotFiniteError
-from natgrad.optim.distributed import Ranks
+from natgrad.optim.distributed import Ranks, meet
+from natgrad.optim.equal_models import describe_settings
 from natgrad.optim.process_messages import send_tree
 from natgrad.typed_torch import list_numbers, torch_distributed
 
@@ -182,6 +183,26 @@ class RankExchange:
             with naming_lost(self.ranks.group):
                 torch_distributed.all_to_all_single(received, sent, *sizes, group=self.ranks.group)
             yield received.view(sum(counts), own)
+
+
+def meet_processes(named: Mapping[str, Tensor], group: Any, *settings: object) -> RankExchange:
+    """The processes of a group, after they compared what they train; one alone for no group.
+
+    Args:
+        named: What is trained, by name.
+        group: Of `torch.distributed`, or None.
+        *settings: What must be alike on all of them.
+
+    Raises:
+        TypeError: For a group that is none.
+        ValueError: For a group that this process is not in; if the processes start from other values.
+    """
+    if group is None:
+        return RankExchange(Ranks())
+    ranks = meet(named, group)[1]
+    ranks.device = next(iter(named.values())).device
+    ranks.compare(named, describe_settings(*settings))
+    return RankExchange(ranks)
 
 
 def count_trouble(trouble: Exception | None) -> float:

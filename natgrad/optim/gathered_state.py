@@ -30,11 +30,11 @@ def gather_numbers(blocks: BlockAverages) -> dict[Tensor, dict[str, Any]]:
     if not owners.apart:
         return found
     wait_for_all(owners.ranks.group, "state_dict()", ALL_CALL)
-    for owner in range(owners.ranks.size):
+    for owner in range(owners.near.size):
         names = [name for key, block in blocks.all.items() if owners.of[key] == owner for name in block.layout.names]
-        own = {name: blocks.state.get(blocks.named[name], {}) for name in names if owner == owners.ranks.rank}
+        own = {name: blocks.state.get(blocks.named[name], {}) for name in names if owner == owners.near.rank}
         tree = {name: {key: numbers[key] for key in OWNED if key in numbers} for name, numbers in own.items()}
-        tree = send_tree(owners.ranks, tree, owner, "checkpoints")
-        if owner != owners.ranks.rank:
+        tree = send_tree(owners.near, tree, owner, "checkpoints")
+        if owner != owners.near.rank:
             found |= {blocks.named[name]: map_tensors(part, lambda t: t.cpu()) for name, part in tree.items()}
     return found

@@ -12,18 +12,19 @@ from torch import Tensor
 
 from natgrad.families import Criterion
 from natgrad.metrics import Metric, MetricSum
+from natgrad.operators import Operator
 from natgrad.optim.checks import NotFiniteError, dense_gradient
 from natgrad.optim.distributed import Ranks, meet, refuse_join
 from natgrad.optim.equal_models import describe_settings
-from natgrad.optim.exchanges import share_numbers
+from natgrad.optim.exchanges import RankExchange, share_numbers
 from natgrad.optim.joined_metric import JoinedMetric
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.loss_metrics import Together
 from natgrad.optim.objective import Objective, Reclose, Total
 from natgrad.optim.recorded_pass import Data, Told
 from natgrad.pure import as_call, map_tensors
-from natgrad.spaces import Space
-from natgrad.structures import Layerwise, StructurePreconditioner
+from natgrad.spaces import Params, Space
+from natgrad.structures import Layerwise, Structure, StructurePreconditioner, exchanging
 from natgrad.typed_torch import hook_gradient, measure_norm
 
 SumParts = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -254,6 +255,29 @@ def join_choice(ranks: Ranks, metric: Metric, choice: Any, data: Data) -> tuple[
         return {key: ranks.sum(share * tensor) for key, tensor in fresh.items()}
 
     return metric.inner, replace(choice, structure=apart) if structure is not choice else apart, exchange
+
+
+def update_jointly(
+    processes: RankExchange, structure: Structure, memory: Any, metric: Metric, params: Params, inputs: Any
+) -> tuple[Operator, Any]:
+    """`structure.update` on the examples of all processes, for what makes its own gradients.
+
+    Args:
+        processes: What exchanges.
+        structure: How the metric is stored.
+        memory: What the last call returned, None at first.
+        metric: Which G.
+        params: The parameters by name.
+        inputs: This process's examples.
+    """
+    if processes.size == 1:
+        return structure.update(memory, metric, params, inputs)
+    joined = JoinedMetric(metric, processes.ranks)
+    if isinstance(structure, Layerwise):
+        processes.ranks.check(structure)
+    own, apart, exchange = join_choice(processes.ranks, joined, structure, Data(inputs, None, None))
+    with exchanging(exchange):
+        return apart.update(memory, own, params, inputs)
 
 
 def join_mean_loss(ranks: Ranks, recall: Recall, device: torch.device) -> Tensor | None:

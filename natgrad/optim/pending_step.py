@@ -240,7 +240,7 @@ class Attempt:
         penalised = self._add_penalty(gradients)
         sums = signal_sums({name: penalised[name] for name in kept}, kept, decays) if kept else torch.zeros(3)
         if self.blocks.owners.apart:
-            sums = self.ranks.sum(sums.double().to(self._device))
+            sums = self.blocks.owners.near.sum(sums.double().to(self._device))
             if not bool(sums[1] > 0):
                 return
         if follow_signal(self.clock, list_numbers(sums), self.rule.turns_at):

@@ -17,13 +17,14 @@ class SharingReport:
         share: "alone", "speed" or "memory"; "auto" before the first statistics.
         ranks: The processes.
         rank: This one's number.
-        owners: By block, the number of the process that inverts it.
+        owners: By block, the number of the process that inverts it, counted within a node with `node_size=`.
         inversions: Sum of n^3 over the matrices of this process's blocks.
         all_inversions: The same over all blocks.
         done: Sum of n^3 over all inversions that this process made so far.
         state_bytes: Of the tensors that this process remembers between steps.
         sent_bytes: Of messages so far, by what they are: "statistics" and "inverses" at updates; "directions" at every
             step with "memory"; "scalars" are counts and sums.
+        far_bytes: Of these, what goes between nodes, with `node_size=`.
     """
 
     share: str
@@ -35,6 +36,7 @@ class SharingReport:
     done: float
     state_bytes: int
     sent_bytes: Mapping[str, int]
+    far_bytes: Mapping[str, int]
 
 
 def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
@@ -68,5 +70,6 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
         all_inversions=sum(cost.work for cost in owners.costs.values()),
         done=blocks.work,
         state_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
-        sent_bytes=dict(owners.ranks.sent),
+        sent_bytes=owners.count_bytes(),
+        far_bytes=owners.count_bytes(far=True),
     )

@@ -17,7 +17,7 @@ from natgrad.optim.accidents import OVERDUE, SKIPPED, UNUSABLE, WildBatches, wat
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import BlockAverages
-from natgrad.optim.block_owners import Owners, check_share
+from natgrad.optim.block_owners import Owners, check_node_size, check_share
 from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import (
     NotFiniteError,
@@ -119,7 +119,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
         self._reader = Reader(self.model, self._named, structure, self._ranks)
-        owners = Owners(self._ranks, *check_share(chosen.share))
+        owners = Owners(self._ranks, *check_share(chosen.share), check_node_size(chosen.node_size))
         self._blocks = BlockAverages(structure, self._named, self.state, owners)
         self._told: dict[str, Any] = {}
         self._clock = start_clock()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from models import assert_close, draw, seeded
+from policy_worlds import Walk
 from process_ranks import count_ranks, own_rank, run_ranks
 from torch import Tensor, distributed, nn
 
 import natgrad as ng
+from natgrad.applications.policy import Rollout, acktr
 from natgrad.applications.residuals import Causal, WhereLarge
 from natgrad.applications.residuals.stacked_rows import StackedRows
 
@@ -153,9 +157,78 @@ def draw_walkers() -> dict[str, Any]:
     return {"flat": flat(psi), "energies": [e.mean for e in found], "error": error, "samples": found[0].samples}
 
 
+# policies
+
+
+def build_agent(kind: Any, group: Any = None, **options: Any) -> Any:
+    """An agent with two environments on the first process, and one on the others."""
+    policy = seeded(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)))
+    critic = seeded(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
+    worlds = [Walk(end=9) for _ in range(2 if own_rank() == 0 else 1)]
+    return kind(policy, worlds, critic=critic, batch=80, critic_batch=16, critic_epochs=2, group=group, **options)
+
+
+def learn_together(kind: Any = ng.TRPO, **options: Any) -> dict[str, Any]:
+    """Two updates; then the same by one process that is given all transitions."""
+    agent, batches, gaps = build_agent(kind, everyone(), **options), [], []
+    collect, gather = agent._collect, agent.processes.gather_rows
+
+    def keep() -> Rollout:
+        found = collect()
+        own = [getattr(found, field.name) for field in fields(found)]
+        batches.append(Rollout(*(gather(one) if isinstance(one, Tensor) else one for one in own)))
+        return found
+
+    agent._collect = keep
+    alone = build_agent(kind, **options)
+    alone._collect = lambda: batches[-1]
+    for _ in range(2):
+        agent._update()
+        alone._update()
+        gaps.append(max(float((a - b).abs().max()) for a, b in zip(weights_of(agent), weights_of(alone), strict=True)))
+    keys = ("steps", "episodes", "return", "kl", "gain", "entropy", "explained_variance", "critic_loss", "accepted")
+    return {
+        "gaps": gaps,
+        "flat": torch.cat([p.reshape(-1) for p in weights_of(agent)]),
+        "rows": [[found.history[key] for key in keys] for found in (agent, alone)],
+        "seen": (agent.scale.moments.count, agent.reward_scale.moments.count, sum(len(one) for one in batches)),
+        "scale": (agent.scale.moments.mean.tolist(), agent.reward_scale.moments.var.tolist()),
+        "first": batches[0].states[0].tolist(),
+    }
+
+
+def weights_of(agent: Any) -> list[Tensor]:
+    return [p.detach() for p in [*agent.policy.parameters(), *agent.critic.params]]
+
+
+POLICIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "TRPO": learn_together,
+    "TRPO with some states": lambda: learn_together(metric_batch=30, solver=ng.Direct(), entropy_weight=0.01),
+    "ACKTR": lambda: learn_together(acktr),
+}
+
+
+def one_fault() -> list[Any]:
+    """An environment that fails on the last process; then a callback there that ends the training."""
+    last = own_rank() == count_ranks() - 1
+    net = seeded(lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)))
+    agent = ng.TRPO(net, Walk(end=9, fault="raise" if last else "", at=30), batch=20 * count_ranks(), group=everyone())
+    agent.learn(1)
+    before, errors = flat(net), []
+    try:
+        agent.learn(1)
+    except Exception as error:  # noqa: BLE001 - whichever it is, it is looked at
+        errors.append(f"{type(error).__name__}: {error}")
+    assert torch.equal(flat(net), before)
+    agent.learn(10_000, callback=lambda _: last)
+    return [*errors, agent.updates]
+
+
 SCENES: dict[str, Callable[[], Any]] = {
     **RESIDUALS,
     **WAVES,
+    **POLICIES,
+    "one fault": one_fault,
     "one bad point": one_bad_point,
     "own draws": draw_walkers,
 }
@@ -206,3 +279,28 @@ def test_processes_draw_walkers_of_their_own_and_end_together(ranks: list[dict[s
         assert torch.equal(found["flat"], ranks[0]["own draws"]["flat"])
         assert found["samples"] == sum(50 + one for one in range(len(ranks)))
         assert len(found["energies"]) == 6
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_over_environments_on_processes_step_as_over_all_transitions(ranks: list[dict[str, Any]], name: str):
+    for rank in ranks:
+        found = rank[name]
+        assert max(found["gaps"]) < (1e-9 if name != "ACKTR" else math.inf)  # that draws labels on each process
+        assert torch.equal(found["flat"], ranks[0][name]["flat"])
+        assert found["scale"] == ranks[0][name]["scale"]
+        assert found["rows"] == ranks[0][name]["rows"]
+        for own, alone in zip(*found["rows"], strict=True) if name != "ACKTR" else ():
+            assert own == pytest.approx(alone, rel=1e-7, nan_ok=True)
+        steps = found["rows"][0][0][-1]
+        assert found["seen"][1:] == (steps, steps)
+        assert found["seen"][0] == steps + len(ranks) + 1  # and the first observation of each environment
+
+
+def test_a_fault_of_one_environment_is_an_error_on_all_processes(ranks: list[dict[str, Any]]):
+    *others, last = [rank["one fault"] for rank in ranks]
+    assert "the simulator is gone" in last[0]
+    assert last[1] == 2
+    words = f"RuntimeError: process {len(others)} of {len(ranks)} met an error, which it reports itself"
+    for rank in others:
+        assert rank[0].startswith(words)
+        assert rank[1:] == [2]

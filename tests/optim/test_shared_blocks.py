@@ -40,13 +40,14 @@ def train(recipe: Callable[..., Any], steps: int = 6, **options: Any) -> dict[st
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     opt = recipe(outer, CE, estimate=ng.ExactLabels(), **options)
     own = slice(None) if count_ranks() == 1 else slice(16 * own_rank(), 16 * own_rank() + 16)
-    updates, sent = [], []
+    updates, sent, far = [], [], []
     for _ in range(steps):
         opt.zero_grad()
         opt.loss(outer(X[own]), Y[own]).backward()
         opt.step()
         updates.append(opt._clock["updated"] == opt._clock["step"] - 1)
         sent.append(dict(ng.report_sharing(opt).sent_bytes))
+        far.append(dict(ng.report_sharing(opt).far_bytes))
     found = ng.report_sharing(opt)
     return {
         "flat": flat(model),
@@ -54,11 +55,12 @@ def train(recipe: Callable[..., Any], steps: int = 6, **options: Any) -> dict[st
         "report": vars(found),
         "updates": updates,
         "sent": sent,
+        "far": far,
         "structures": [row.structure for row in opt.report()],
     }
 
 
-def resume(share: str) -> dict[str, Any]:
+def resume(share: str, **options: Any) -> dict[str, Any]:
     """Half of the steps, a checkpoint of each process, and the other half in a fresh optimizer."""
     model = seeded(build)
     outer = DistributedDataParallel(model)
@@ -70,7 +72,7 @@ def resume(share: str) -> dict[str, Any]:
             opt.loss(outer(X[own]), Y[own]).backward()
             opt.step()
 
-    opt = ng.kfac(outer, CE, share=share)
+    opt = ng.kfac(outer, CE, share=share, **options)
     go(opt, 3)
     kept, start = opt.state_dict(), flat(model)
     kept = torch.load(save(kept), weights_only=True)
@@ -78,7 +80,7 @@ def resume(share: str) -> dict[str, Any]:
     end = flat(model)
     opt.detach()
     nn.utils.vector_to_parameters(start, model.parameters())
-    fresh = ng.kfac(outer, CE, share=share)
+    fresh = ng.kfac(outer, CE, share=share, **options)
     fresh.load_state_dict(kept)
     go(fresh, 3)
     return {"flat": end, "resumed": flat(model)}
@@ -106,6 +108,7 @@ TRAINED: dict[str, Callable[[], dict[str, Any]]] = {
     for share in ("speed", "memory")
 }
 RESUMED = {f"resumed, {share}": partial(resume, share) for share in ("speed", "memory")}
+RESUMED["resumed in nodes, memory"] = partial(resume, "memory", node_size=2)
 WIDTHS = [12, 14, 14, 5]
 
 
@@ -124,8 +127,13 @@ def count(share: str) -> dict[str, Any]:
     return {"report": vars(ng.report_sharing(opt)), "grown": grown}
 
 
+NODES: dict[str, Callable[[], dict[str, Any]]] = {
+    f"{name} in nodes, {share}": partial(train, recipe, share=share, node_size=2, **options)
+    for name, recipe, options in (("kfac", ng.kfac, {"steps": 8}), ("ekfac", ng.ekfac, {}))
+    for share in ("speed", "memory")
+}
 COUNTED = {f"counted, {share}": partial(count, share) for share in ("speed", "memory")}
-SCENES = TRAINED | RESUMED | COUNTED
+SCENES = TRAINED | NODES | RESUMED | COUNTED
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +159,30 @@ def test_each_process_inverts_its_part_alone(four: list[dict[str, Any]], scene: 
     assert max(report["inversions"] for report in reports) <= 0.3 * whole
     times = {report["done"] / report["inversions"] for report in reports}
     assert len(times) == 1  # every block was inverted as often, by one process
+
+
+@pytest.mark.parametrize("scene", NODES)
+def test_owners_within_nodes_send_statistics_alone_between_them(four: list[dict[str, Any]], scene: str):
+    alone = NODES[scene]()
+    assert_close(four[0][scene]["flat"], alone["flat"], 1e-9)
+    reports = [rank[scene]["report"] for rank in four]
+    assert [report["owners"] for report in reports] == [reports[0]["owners"]] * 4
+    for i, (rank, report) in enumerate(zip(four, reports, strict=True)):
+        assert torch.equal(rank[scene]["flat"], four[0][scene]["flat"])
+        assert report["inversions"] <= 0.55 * report["all_inversions"]
+        assert report["inversions"] + reports[i ^ 1]["inversions"] == report["all_inversions"]
+        assert report["far_bytes"].keys().isdisjoint({"inverses", "directions"})
+        assert not report["sent_bytes"].keys().isdisjoint({"inverses", "directions"})
+        for before, after, updated in zip(
+            rank[scene]["far"][:-1], rank[scene]["far"][1:], rank[scene]["updates"][1:], strict=True
+        ):
+            assert updated or before["statistics"] == after["statistics"]
+
+
+@pytest.mark.parametrize("size", [0, 1.5, True])
+def test_a_node_of_no_processes_is_refused(size: Any):
+    with pytest.raises(ValueError, match="node_size is"):
+        ng.kfac(build(), CE, node_size=size)
 
 
 def test_memory_leaves_each_process_its_part_of_the_state(four: list[dict[str, Any]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.policy.actor import Actor, call_module, describe_outputs, is_column
 from natgrad.applications.policy.images import find_channel_order
+from natgrad.applications.policy.joined_rollouts import BatchPart
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.applications.policy.settings import CriticTraining
 from natgrad.linalg import all_finite
@@ -57,36 +59,58 @@ class Critic:
             return self.actor.value(states)
         return self.module(states.permute(self.order)).reshape(-1)
 
-    def fit(self, rollout: Rollout, generator: torch.Generator) -> tuple[float, bool]:
+    def fit(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> tuple[float, bool]:
         """Train on a rollout's returns; all of it is taken back where a parameter would not be finite.
 
         Args:
             rollout: The batch.
-            generator: Of the order of its states.
+            part: What of the batch of all processes it is.
+            generator: Of the order of all their states, the same on all processes.
 
         Returns:
             The mean squared error over the last epoch, and whether all was finite.
         """
-        loss, stands = guard_steps(self.optimizer, lambda: self._pass_through(rollout, generator))
+        loss, stands = guard_steps(self.optimizer, lambda: self._pass_through(rollout, part, generator))
         return loss, stands and math.isfinite(loss)
 
-    def _pass_through(self, rollout: Rollout, generator: torch.Generator) -> float:
+    def _pass_through(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> float:
         last = 0.0
         for _ in range(self.training.epochs):
-            order = torch.randperm(len(rollout), generator=generator).to(rollout.states.device)
-            losses = [self._step(rollout, rows) for rows in order.split(self.training.batch)]
+            order = torch.randperm(part.total, generator=generator).to(rollout.states.device)
+            losses = [self._step(rollout, part, rows) for rows in order.split(self.training.batch)]
             last = float(torch.stack(losses).mean())
         return last
 
-    def _step(self, rollout: Rollout, rows: Tensor) -> Tensor:
-        loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
-        gradients = torch.autograd.grad(loss, self.params, allow_unused=True)
+    def _step(self, rollout: Rollout, part: BatchPart, places: Tensor) -> Tensor:
+        rows = places if part.processes.size == 1 else part.choose(places)
+        loss, gradients = self._differentiate(rollout, rows)
+        if part.processes.size > 1:
+            loss, gradients = self._join(part, len(rows) / len(places), loss, gradients)
         for parameter, gradient in zip(self.params, gradients, strict=True):
             parameter.grad = gradient
         if all_finite(loss):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _differentiate(self, rollout: Rollout, rows: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """The mean squared error of some rows, and its gradient."""
+        if not len(rows):
+            return rollout.returns.new_zeros(()), [None] * len(self.params)
+        loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
+        return loss, torch.autograd.grad(loss, self.params, allow_unused=True)
+
+    def _join(
+        self, part: BatchPart, share: float, loss: Tensor, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Those of the rows of all processes, from a mean over this one's that weighs `share`."""
+        parts = [
+            (torch.zeros_like(p) if g is None else share * g).reshape(-1).double()
+            for p, g in zip(self.params, gradients, strict=True)
+        ]
+        whole = part.sum(torch.cat([(share * loss.detach()).reshape(1).double(), *parts]))
+        pieces = whole[1:].split([p.numel() for p in self.params])
+        return whole[0].to(loss), [one.view_as(p).to(p) for one, p in zip(pieces, self.params, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """The module, where it is one of its own, and the optimiser."""

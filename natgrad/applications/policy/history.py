@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from natgrad.applications.policy.environments import Episode
+from natgrad.applications.policy.natural_step import Move
 from natgrad.shown_tables import Columns
 
 COLUMNS = (
@@ -26,6 +31,35 @@ COLUMNS = (
     "critic_loss",
     "seconds",
 )
+
+
+def describe_update(
+    counts: Mapping[str, int], episodes: Sequence[Episode], move: Move, **more: float
+) -> dict[str, Any]:
+    """A row of the history, all but its seconds.
+
+    Args:
+        counts: Updates and steps so far.
+        episodes: Those that ended in the batch.
+        move: What the policy did.
+        **more: Columns as they are.
+    """
+    return {
+        **counts,
+        "episodes": len(episodes),
+        "return": float(np.mean([one.ret for one in episodes])) if episodes else None,
+        "length": float(np.mean([one.length for one in episodes])) if episodes else None,
+        "accepted": move.accepted,
+        "kl": move.kl,
+        "predicted_kl": move.predicted_kl,
+        "gain": move.gain,
+        "predicted_gain": move.predicted_gain,
+        "backtracks": move.backtracks,
+        "cg_residual": move.residual,
+        "cg_steps": move.cg_steps,
+        "damping": move.damping,
+        **more,
+    }
 
 
 class LearningHistory(Columns):

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from natgrad.applications.policy.actor import Actor, find_acting, probe_size
 from natgrad.applications.policy.checks import take_first_parameter, use_eval_mode
 from natgrad.applications.policy.critic import Critic, check_values
-from natgrad.applications.policy.environments import Environments, Episode, take_action
+from natgrad.applications.policy.environments import Environments, take_action
 from natgrad.applications.policy.exploration import WidthTrial
 from natgrad.applications.policy.heads import GaussianHead, Head, choose_head
-from natgrad.applications.policy.history import LearningHistory
+from natgrad.applications.policy.history import LearningHistory, describe_update
+from natgrad.applications.policy.joined_rollouts import BatchPart, join_episodes, join_moments
 from natgrad.applications.policy.natural_step import Move, Proposal, propose_nothing, take_step
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
 from natgrad.applications.policy.perceptrons import Defaults, check_network
-from natgrad.applications.policy.rollout import Rollout, collect, estimate_advantages
+from natgrad.applications.policy.rollout import Rollout, collect, estimate_advantages, explain_variance
 from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
 from natgrad.applications.policy.sb3_settings import Translation
 from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts
@@ -36,7 +37,15 @@ from natgrad.damping import as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
-from natgrad.optim import Accidents, Attributes, read_parts, shift_blocks, write_parts
+from natgrad.optim import (
+    Accidents,
+    Attributes,
+    meet_processes,
+    read_parts,
+    shift_blocks,
+    update_jointly,
+    write_parts,
+)
 from natgrad.progress import Progress, check_callback
 from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule
@@ -45,6 +54,7 @@ from natgrad.state_files import read_state_file, write_state_file
 from natgrad.structures import Exact
 
 Array = np.ndarray
+APART = 1_000_003  # between the seeds of two processes
 TOLD = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
 
 
@@ -84,10 +94,14 @@ class PolicyLearner(ABC):
         self._build(policy, critic, groups["critic_training"], choices)
         untouched = as_policy(policy) is None and head is None and isinstance(self.head, GaussianHead)
         self.width = WidthTrial(self._set_share, untouched and getattr(self.head, "is_scaled", False))
-        self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed)
+        modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
+        told = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
+        self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *told)
+        self._draws = torch.Generator(self.device).manual_seed(self.rollouts.seed + APART * self.processes.rank)
         self._predictions = torch.Generator(self.device).manual_seed(self.rollouts.seed + 1)
         self.scale = ObservationScale(self.worlds.shape, self.rollouts.normalize_observations and self.worlds.scalable)
-        self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards)
+        join = partial(join_moments, self.processes)
+        self.reward_scale = RewardScale(self.worlds.count, self.rollouts.gamma, self.rollouts.normalize_rewards, join)
         self.history = LearningHistory()
         self.rollout: Rollout | None = None
         self.steps, self.updates, self._begun, self._amount, self._memory = 0, 0, 0, self.damping.initial(), None
@@ -156,11 +170,15 @@ class PolicyLearner(ABC):
                     self._update()
                     last = self.history.last()
                     shown.update(self.steps - begun, {word: last[key] for word, key in TOLD.items()})
-                    if callback is not None and callback(self) is True:
+                    if callback is not None and self._ends(callback(self) is True):
                         break
                 except KeyboardInterrupt:
                     break
         return self.history
+
+    def _ends(self, asked: bool) -> bool:
+        """Whether the callback of some process asked to end."""
+        return any(one for (one,) in self.processes.share_numbers([asked], self.device))
 
     def _update(self) -> None:
         """One update, or none at all: whatever interrupts it, the state is as before."""
@@ -176,18 +194,20 @@ class PolicyLearner(ABC):
 
     def _advance(self) -> dict[str, Any]:
         rollout = self._collect()
-        move = self._move(
-            Surrogate(self.actor, rollout, self.natural_step.entropy_weight), self._choose_metric_states(rollout)
-        )
+        part = BatchPart.of(self.processes, len(rollout))
+        surrogate = Surrogate(self.actor, rollout, part, self.natural_step.entropy_weight)
+        move = self._move(surrogate, self._choose_metric_states(rollout, part))
         self._amount = self.damping.update(self._amount, move.ratio)
-        explained = rollout.explained_variance
-        loss, fitted = self.critic.fit(rollout, self.generator)
+        explained = explain_variance(*map(self.processes.gather_rows, (rollout.returns, rollout.values)))
+        loss, fitted = self.critic.fit(rollout, part, self.generator)
         self.accidents.meet(move.trouble or (None if fitted else "the critic, fitted to the returns, is not finite"))
         self.width.look_at(rollout.episodes)
         self.rollout = rollout
-        self.steps, self.updates = self.steps + len(rollout), self.updates + 1
-        entropy = float(self.head.entropy(rollout.rows).mean())
-        return self._row(rollout.episodes, move, entropy, explained, loss)
+        self.steps, self.updates = self.steps + part.total, self.updates + 1
+        entropy = float(part.mean(self.head.entropy(rollout.rows).mean()))
+        counts = {"update": self.updates, "steps": self.steps}
+        found = {"entropy": entropy, "explained_variance": explained, "critic_loss": loss}
+        return describe_update(counts, rollout.episodes, move, **found)
 
     def _move(self, surrogate: Surrogate, states: Tensor) -> Move:
         """Take the policy along its natural gradient as far as the rule says, or leave it where it is."""
@@ -208,9 +228,12 @@ class PolicyLearner(ABC):
     def _collect(self) -> Rollout:
         if self.worlds.observations is None:
             self._begun += 1
-        seed = self.rollouts.seed + 7919 * (self._begun - 1)
-        kept = collect(self.actor, self.worlds, self.scale, self.batch, seed, self._draws)
-        episodes = self.worlds.take_episodes()
+        seed = self.rollouts.seed + 7919 * (self._begun - 1) + APART * self.processes.rank
+        before, size = copy(self.scale.moments), -(-self.batch // self.processes.size)
+        with self.processes.failing_together(self.device):
+            kept = collect(self.actor, self.worlds, self.scale, size, seed, self._draws)
+        self.scale.moments = join_moments(self.processes, before, self.scale.moments)
+        episodes = join_episodes(self.processes, self.worlds.take_episodes())
         return estimate_advantages(
             kept, self.critic, self.reward_scale, self.rollouts.gamma, self.rollouts.gae_lambda, episodes
         )
@@ -223,7 +246,8 @@ class PolicyLearner(ABC):
         if not all_finite(g):
             return propose_nothing(space, self._amount)
         params = {name: self.params[name] for name in gradient}
-        operator, memory = self.structure.update(self._memory, self.metric, params, states)
+        known = self._memory, self.metric, params, states
+        operator, memory = update_jointly(self.processes, self.structure, *known)
         if all(map(all_finite, leaves(memory))):
             self._memory = memory
         find_level = partial(self.damping.amount, self._amount)
@@ -234,41 +258,18 @@ class PolicyLearner(ABC):
         if isinstance(self.structure, Exact):
             image = solution.image - amount * x
         else:
-            exact = self.metric.at(params, states)
+            exact = update_jointly(self.processes, Exact(), None, self.metric, params, states)[0]
             image = exact.mv(x)
         step = FlatStep(x, image).scale_by(self.rate)
         return Proposal(space, Quadratic(-g, exact, amount, step, exact.nats, loss=0.0), solution)
 
-    def _choose_metric_states(self, rollout: Rollout) -> Tensor:
-        """The states that the metric is taken over: all, or a draw of `metric_batch`."""
+    def _choose_metric_states(self, rollout: Rollout, part: BatchPart) -> Tensor:
+        """The states that the metric is taken over: all, or a draw of `metric_batch` of all processes' states."""
         most = self.natural_step.metric_batch
-        if most is None or most >= len(rollout):
+        if most is None or most >= part.total:
             return rollout.states
-        chosen = torch.randperm(len(rollout), generator=self.generator)[:most]
+        chosen = part.choose(torch.randperm(part.total, generator=self.generator)[:most])
         return rollout.states[chosen.to(rollout.states.device)]
-
-    def _row(
-        self, episodes: list[Episode], move: Move, entropy: float, explained: float, loss: float
-    ) -> dict[str, Any]:
-        return {
-            "update": self.updates,
-            "steps": self.steps,
-            "episodes": len(episodes),
-            "return": float(np.mean([one.ret for one in episodes])) if episodes else None,
-            "length": float(np.mean([one.length for one in episodes])) if episodes else None,
-            "accepted": move.accepted,
-            "kl": move.kl,
-            "predicted_kl": move.predicted_kl,
-            "gain": move.gain,
-            "predicted_gain": move.predicted_gain,
-            "backtracks": move.backtracks,
-            "cg_residual": move.residual,
-            "cg_steps": move.cg_steps,
-            "damping": move.damping,
-            "entropy": entropy,
-            "explained_variance": explained,
-            "critic_loss": loss,
-        }
 
     def fisher(self, observations: Any = None) -> Operator:
         """The exact Fisher of the policy, a mean over states.

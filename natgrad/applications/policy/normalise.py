@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,9 @@ class RunningMoments:
         self.count, self.mean, self.var = state["count"], state["mean"].numpy().copy(), state["var"].numpy().copy()
 
 
+Join = Callable[[RunningMoments, RunningMoments], RunningMoments]
+
+
 class ObservationScale:
     """(observation - mean) / std, cut at +-10; the identity where it is off."""
 
@@ -84,10 +89,17 @@ class ObservationScale:
 
 
 class RewardScale:
-    """Rewards over the standard deviation of the discounted return so far, sign kept, cut at +-10."""
+    """Rewards over the standard deviation of the discounted return so far, sign kept, cut at +-10.
 
-    def __init__(self, count: int, gamma: float, on: bool) -> None:
-        self.on, self.gamma = on, gamma
+    Args:
+        count: How many environments.
+        gamma: Discount.
+        on: False for rewards as they are.
+        join: From the moments before a batch, and those with it, to the moments with the batches of all processes.
+    """
+
+    def __init__(self, count: int, gamma: float, on: bool, join: Join | None = None) -> None:
+        self.on, self.gamma, self.join = on, gamma, join
         self.moments, self.running = RunningMoments(()), np.zeros(count)
 
     def __call__(self, rewards: Array, ended: Array, valid: Array) -> Array:
@@ -99,7 +111,10 @@ class RewardScale:
             self.running = np.where(valid[t], self.gamma * self.running + rewards[t], self.running)
             seen[t] = self.running
             self.running = np.where(ended[t], 0.0, self.running)
+        before = copy(self.moments)
         self.moments.update(seen[valid])
+        if self.join is not None:
+            self.moments = self.join(before, self.moments)
         return np.clip(rewards / self.moments.std, -10.0, 10.0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -45,11 +45,16 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.states)
 
-    @property
-    def explained_variance(self) -> float:
-        """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns."""
-        spread = self.returns.var()
-        return float(1 - (self.returns - self.values).var() / spread) if bool(spread > 0) else float("nan")
+
+def explain_variance(returns: Tensor, values: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN for equal returns.
+
+    Args:
+        returns: Shape (B,).
+        values: The critic's, shape (B,).
+    """
+    spread = returns.var()
+    return float(1 - (returns - values).var() / spread) if bool(spread > 0) else float("nan")
 
 
 @dataclass

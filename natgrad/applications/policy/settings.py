@@ -28,6 +28,9 @@ class Rollouts:
         max_episode_steps: Longer episodes are truncated; math.inf for a task without an end; None for the
             environment's own limit.
         seed: Of all draws and of the environments; the global generators are never used.
+        group: The processes of `torch.distributed` that each have environments of their own: an update is that of one
+            process with all of them, `batch` counts the steps of all, and each process draws its own actions. All of
+            them make the same calls.
 
     Raises:
         ValueError: For a number out of range.
@@ -40,6 +43,7 @@ class Rollouts:
     normalize_rewards: bool = True
     max_episode_steps: float | None = None
     seed: int = 0
+    group: Any = None
 
     def __post_init__(self) -> None:
         fix_integers(self, batch=2, seed=0)
@@ -152,6 +156,7 @@ class PolicySettings(TypedDict, total=False):
     normalize_rewards: bool
     max_episode_steps: float | None
     seed: int
+    group: Any
     solver: Solver
     structure: Structure | None
     damping: float | Damping

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.policy.actor import Actor
+from natgrad.applications.policy.joined_rollouts import BatchPart
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.pure import run_detached
 from natgrad.rules import Vector
@@ -21,14 +22,14 @@ class Surrogate:
     Advantages are standardised. Schulman et al. 2015, eq. 14; the expectation is over the rollout's states.
     """
 
-    def __init__(self, actor: Actor, rollout: Rollout, entropy_weight: float = 0.0) -> None:
-        self.actor, self.rollout, self.entropy_weight = actor, rollout, entropy_weight
+    def __init__(self, actor: Actor, rollout: Rollout, part: BatchPart, entropy_weight: float = 0.0) -> None:
+        self.actor, self.rollout, self.part, self.entropy_weight = actor, rollout, part, entropy_weight
         with torch.no_grad():
             rows = rollout.rows
             self.log_prob = actor.head.log_prob(rows, rollout.draws)
             self.rows = rows.double()  # KL of a small step is a difference of near-equals
-        self.advantages = standardise(rollout.advantages)
-        self.value = self._value(rollout.rows)
+        self.advantages = standardise(rollout.advantages, part)
+        self.value = self._value(rollout.rows)  # here, as all that is a mean over this process's states
 
     def at(self, params: Params) -> Tensor:
         """The action parameters of another policy, (B, width)."""
@@ -40,14 +41,16 @@ class Surrogate:
         with torch.enable_grad():
             value = self._value(self.at(leaves))
             found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+        own = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+        return {name: self.part.mean(g) for name, g in own.items()}
 
     @torch.no_grad()
     def measure(self, params: Params) -> tuple[float, float]:
         """(gain, mean KL) of another policy, in nats per state."""
         rows = run_detached(lambda: self.at(params))
-        kl = self.actor.head.kl(self.rows, rows.double()).mean()
-        return float(self._value(rows) - self.value), max(float(kl), 0.0) if math.isfinite(float(kl)) else math.nan
+        kl = self.part.mean(self.actor.head.kl(self.rows, rows.double()).mean())
+        gain = float(self.part.mean(self._value(rows) - self.value))
+        return gain, max(float(kl), 0.0) if math.isfinite(float(kl)) else math.nan
 
     def _value(self, rows: Tensor) -> Tensor:
         ratio = (self.actor.head.log_prob(rows, self.rollout.draws) - self.log_prob).exp()
@@ -113,7 +116,7 @@ class SurrogateLoss:
         return {name: self.params[name].detach() + step[name] for name in self.space}
 
 
-def standardise(values: Tensor) -> Tensor:
-    """(v - mean) / std, (B,); zeros where all are equal."""
-    centred = values - values.mean()
-    return centred / (centred.square().mean().sqrt() + torch.finfo(values.dtype).tiny).clamp(min=1e-8)
+def standardise(values: Tensor, part: BatchPart) -> Tensor:
+    """(v - mean) / std over all processes' values, (B,); zeros where all are equal."""
+    centred = values - part.mean(values.mean())
+    return centred / (part.mean(centred.square().mean()).sqrt() + torch.finfo(values.dtype).tiny).clamp(min=1e-8)

@@ -60,6 +60,8 @@ class TRPO(PolicyLearner):
         normalize_rewards: Scale rewards by the standard deviation of their running discounted sum.
         max_episode_steps: Longer episodes are truncated; math.inf for a task without an end.
         seed: Of all draws and of the environments; the global generators are never used.
+        group: The processes of `torch.distributed` that each have environments of their own; `batch` counts the steps
+            of all.
         solver: Of (F + damping I) x = g.
         structure: How F is held between updates; `ng.Kronecker(0.95)` with `ng.Direct()` is K-FAC.
         damping: A number in nats per squared unit of a parameter, or an ng damping; the default adapts to the ratios
