@@ -201,6 +201,7 @@ def predict(
     tensor: int = 1,
     update_every: int = 20,
     invert_every: int = 20,
+    within_nodes: bool = False,
 ) -> Prediction:
     """One step.
 
@@ -213,12 +214,14 @@ def predict(
         tensor: Processes that share a layer's products (tensor parallelism); the data's are ranks / tensor.
         update_every: Steps between updates of the statistics.
         invert_every: Steps between inversions.
+        within_nodes: True for an owner of every block in each node (`node_size=`), False for one among all.
     """
     costs = load.costs
     data, memory = max(1, ranks // tensor), share == "memory"
-    owners = balance(costs, costs, {}, data, memory)
-    heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]
-    stored = [sum(costs[k].state for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]
+    near = min(data, machine.node) if within_nodes else data
+    owners = balance(costs, costs, {}, near, memory)
+    heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(near, len(costs)))]
+    stored = [sum(costs[k].state for k, o in owners.items() if o == r) for r in range(min(near, len(costs)))]
     whole, most = sum(cost.work for cost in costs.values()), max(heaviest)
     positions = [(layer, load.batch * layer.places) for layer in load.layers]
     forward = sum(2.0 * layer.size * t for layer, t in positions if not layer.table)
@@ -230,9 +233,9 @@ def predict(
     gathers = load.batch * sum(m.places * (m.inputs + m.outputs) for m in load.layers) * 2.0 if tensor > 1 else 0.0
     inner = replace(machine, node=min(machine.node, tensor))
     summing = machine.exchange(statistics, data, len(load.layers), 1 if memory else 2)
-    sending = machine.exchange(parts, data, min(data, len(costs))) if memory else 0.0
+    sending = machine.exchange(parts, near, min(near, len(costs))) if memory else 0.0
     if not memory:
-        sending = machine.exchange(statistics, data, min(data, len(costs))) / invert_every
+        sending = machine.exchange(statistics, near, min(near, len(costs))) / invert_every
     return Prediction(
         gradient=3 * forward / machine.gemm / tensor + machine.fixed,
         averaging=machine.exchange(machine.weight * load.size / tensor, data, 1 + load.size * machine.weight / 25e6, 2),
@@ -240,7 +243,7 @@ def predict(
         summing=(summing + inner.exchange(gathers, tensor, 2 * len(load.layers))) / update_every,
         inverting=most / machine.inverse / invert_every,
         sending=sending,
-        directing=(max(products) if memory and data > len(products) else sum(products) / (data if memory else 1))
+        directing=(max(products) if memory and near > len(products) else sum(products) / (near if memory else 1))
         / machine.exact,
         work=most / whole,
         state=machine.number * (max(stored) if memory and data > 1 else sum(cost.state for cost in costs.values())),
@@ -289,6 +292,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     for field in fields(Machine):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    parser.add_argument("--within-nodes", action="store_true", help="owners of blocks in each node: node_size=")
     parser.add_argument("--measure", action="store_true", help="2 and 4 processes on this machine")
     chosen = vars(parser.parse_args())
     if chosen["measure"]:
@@ -297,7 +301,7 @@ def main() -> None:
         compare()
         return
     machine = Machine(**{field.name: chosen[field.name] for field in fields(Machine)})
-    how = {name: chosen[name] for name in ("shards", "tensor", "update_every", "invert_every")}
+    how = {name: chosen[name] for name in ("shards", "tensor", "update_every", "invert_every", "within_nodes")}
     print(HEADS)
     for name in chosen["model"]:
         load = WORKLOADS[name]()
