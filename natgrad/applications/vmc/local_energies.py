@@ -56,6 +56,10 @@ def sum_ratios(psi: LogAmplitude, states: Tensor, others: Tensor, values: Tensor
     """sum_k values psi(s'_k) / psi(s), shape (b,); where the element is zero psi is not asked."""
     kept = values != 0
     here = evaluate(psi, states, chunk_size)
+    if bool(kept.all()):
+        there = evaluate(psi, others.flatten(0, 1), chunk_size).view(values.shape)
+        kind = torch.promote_types(there.dtype, values.dtype)
+        return (values.to(kind) * (there - here.unsqueeze(1)).exp().to(kind)).sum(1)
     there = evaluate(psi, others[kept], chunk_size)
     rows = kept.nonzero()[:, 0]
     kind = torch.promote_types(there.dtype, values.dtype)

@@ -282,13 +282,13 @@ class Metropolis(Sampler):
     def _run(self, psi: LogAmplitude, length: int) -> Tensor:
         """`length` states of every chain, (chains, length, n), a sweep apart. The width is tuned afterwards."""
         assert self.states is not None
-        log, kept, count = evaluate(psi, self.states, CHUNK).real, list[Tensor](), 0.0
+        log, kept, count = evaluate(psi, self.states, CHUNK).real, list[Tensor](), list[Tensor]()
         for _ in range(length):
             for _ in range(self.sweep):
                 log, moved = self._move(psi, log)
-                count += float(moved.double().mean())
+                count.append(moved.sum())
             kept.append(self.states)
-        self.accepted = count / (length * self.sweep)
+        self.accepted = int(torch.stack(count).sum()) / (length * self.sweep * self.chains)
         if self.move.tuned:
             self.width *= math.exp(min(0.5, max(-0.5, self.accepted - self.acceptance)))
         return torch.stack(kept, dim=1)
@@ -299,8 +299,8 @@ class Metropolis(Sampler):
         proposed = self.move.propose(self.states, self.generator, self.width)
         fresh = evaluate(psi, proposed, CHUNK).real
         chance = torch.rand(self.chains, generator=self.generator, dtype=torch.float64).to(log.device)
-        # a start at psi = 0 goes anywhere, and NaN is nowhere
-        taken = (chance.log() < 2 * (fresh.double() - log.double())) | ((log == -torch.inf) & fresh.isfinite())
+        # a start at psi = 0 goes anywhere with psi, and a NaN, as log 0 - log 0 is one, is less than nothing
+        taken = chance.log_() < 2 * (fresh.double() - log.double())
         moved = taken & (proposed != self.states).any(1)
         self.states = torch.where(taken.unsqueeze(1), proposed, self.states)
         self.idle = torch.where(moved.cpu(), 0, self.idle + 1)

@@ -76,7 +76,7 @@ def log_cosh(z: Tensor) -> Tensor:
         z: Any shape.
     """
     if not z.is_complex():
-        return z.abs() + torch.nn.functional.softplus(-2 * z.abs()) - math.log(2)
+        return torch.logaddexp(z, -z) - math.log(2)
     z = torch.where(z.real < 0, -z, z)  # cosh is even
     return z + torch.log1p(torch.exp(-2 * z)) - math.log(2)
 

@@ -12,6 +12,7 @@ from torch import nn
 from wave_functions import WAVES, ComplexRBM, SignedNet, all_spins, tanh_net
 
 import natgrad as ng
+from natgrad.applications.vmc.networks import log_cosh
 
 
 def test_every_head_says_the_same_of_one_wave_function():
@@ -69,3 +70,12 @@ def test_bad_input_is_named_at_the_door():
     with pytest.raises(ValueError, match=r"shares a complex parameter"):
         ng.LogAmplitude(shared)
     assert ng.LogAmplitude(tanh_net()).dtype == F64
+
+
+def test_log_cosh_and_its_slope_hold_at_all_sizes():
+    z = torch.tensor([-800.0, -1.0, 0.0, 1e-9, 2.0, 800.0], dtype=torch.float64, requires_grad=True)
+    value = log_cosh(z)
+    (slope,) = torch.autograd.grad(value.sum(), z)
+    expected = torch.where(z.abs() < 100, torch.cosh(z.clamp(-100, 100)).log(), z.abs() - math.log(2))
+    torch.testing.assert_close(value, expected, atol=1e-15, rtol=1e-14)
+    torch.testing.assert_close(slope, torch.tanh(z), atol=1e-15, rtol=1e-14)
