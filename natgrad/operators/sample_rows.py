@@ -49,6 +49,8 @@ class WrittenColumns:
         matrix: Shape (n, r).
     """
 
+    is_written = True
+
     def __init__(self, matrix: Tensor) -> None:
         self.matrix, self.rank = matrix, matrix.shape[1]
 

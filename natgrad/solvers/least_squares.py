@@ -12,7 +12,8 @@ from natgrad.linalg import Factor, cholesky, pseudo_solve
 from natgrad.operators import Operator
 from natgrad.solvers.base import Solution, Solver, Status, check_system, measure_solution
 from natgrad.solvers.direct import Direct
-from natgrad.solvers.row_solver import RowSolver, require_rows
+from natgrad.solvers.nystrom import Nystrom
+from natgrad.solvers.row_solver import FactorisedSystem, RowSolver, require_rows
 from natgrad.solvers.sample_space import SampleSpace
 
 
@@ -20,12 +21,15 @@ from natgrad.solvers.sample_space import SampleSpace
 class LeastSquares(RowSolver):
     """Cholesky of U U^T + l I (n, n) or of U^T U + l I (r, r), whichever is smaller, for G = U U^T with r columns.
 
+    Where both are too large, conjugate gradients in the space of the rows behind a randomised sketch of U^T U.
+
     Where b = U w is known by its weights w, as in nonlinear least squares, `factorise` solves it as
     U (U^T U + l I)^-1 w: no subtraction of large numbers, however small the damping. One factorisation then serves
-    several right-hand sides. `solve`, for any b, is `Direct` or `SampleSpace` by size.
+    several right-hand sides. `solve`, for any b, is `Direct`, `SampleSpace` or `beyond` by size.
 
     Args:
-        largest: The largest matrix that is factorised, by its side; beyond, `solve` raises a ValueError.
+        largest: The largest matrix that is factorised, by its side.
+        beyond: What solves larger systems.
 
     Example:
         >>> G = ng.operators.LowRank(torch.ones(1000, 1))
@@ -34,23 +38,29 @@ class LeastSquares(RowSolver):
     """
 
     largest: int = 8000
+    beyond: RowSolver = Nystrom()
 
     def solve(self, operator: Operator, rhs: Tensor, *, damping: float = 0.0, guess: Tensor | None = None) -> Solution:
         check_system(operator, rhs, damping, guess)
-        return self._choose(operator).solve(operator, rhs, damping=damping, guess=guess)
+        return self.choose(operator).solve(operator, rhs, damping=damping, guess=guess)
 
-    def factorise(self, operator: Operator, damping: float) -> Factorised:
-        rows, direct = require_rows(operator), isinstance(self._choose(operator), Direct)
+    def factorise(self, operator: Operator, damping: float) -> FactorisedSystem:
+        rows, chosen = require_rows(operator), self.choose(operator)
+        if isinstance(chosen, RowSolver):
+            return chosen.factorise(operator, damping)
+        direct = isinstance(chosen, Direct)
         return factorise_gram(operator, operator.dense() if direct else rows.lower_gram(), damping, direct)
 
-    def _choose(self, operator: Operator) -> Solver:
+    def choose(self, operator: Operator) -> Solver:
+        """What solves the system of this operator: by a matrix of its parameters, of its rows, or by products.
+
+        Args:
+            operator: G, of size n.
+        """
         rank = operator.sample_rank
         side = operator.size if rank is None else min(rank, operator.size)
         if side > self.largest:
-            raise ValueError(
-                f"operator has {operator.size} parameters and {rank} rows, and {self} factorises matrices up to "
-                f"{self.largest}: use fewer points, solver=ng.solvers.Nystrom(), or raise largest"
-            )
+            return self.beyond
         return SampleSpace() if rank is not None and rank < operator.size else Direct()
 
 

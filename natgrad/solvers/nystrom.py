@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -203,7 +202,7 @@ def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: in
         dtype=operator.dtype, device=operator.device
     )
     omega = svd(drawn)[0]
-    image = map_columns(lambda column: rows.rmv(rows.mv(column)), omega)
+    image = multiply_kernel(rows, omega)
     if not all_finite(image):
         return omega, torch.full_like(omega[0], torch.nan)
     shift = torch.finfo(image.dtype).eps * float(measure_norm(image))
@@ -216,9 +215,12 @@ def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: in
     return vectors, (sizes.square() - shift).clamp(min=0)
 
 
-def map_columns(product: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
-    """The product with every column, side by side."""
-    return torch.stack([product(column) for column in block.unbind(1)], dim=1)
+def multiply_kernel(rows: SampleRows, block: Tensor) -> Tensor:
+    """U^T U times a block (r, k): by two products of matrices where U is held as one, else column by column."""
+    if getattr(rows, "is_written", False):
+        columns = rows.dense()
+        return columns.mT @ (columns @ block)
+    return torch.stack([rows.rmv(rows.mv(column)) for column in block.unbind(1)], dim=1)
 
 
 def merge_status(inner: Status, outer: Status) -> Status:

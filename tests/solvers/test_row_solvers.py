@@ -11,6 +11,8 @@ from natgrad.solvers import Nystrom, PseudoInverse, RowSolver
 from natgrad.testing import check_solver
 
 WEIGHTS = draw(9, seed=3)
+MANY = ng.LeastSquares(largest=2, beyond=Nystrom(rank=20, rtol=1e-12))
+"""What the least squares solver is beyond its largest matrix."""
 
 
 def rows_operator(rows: int = 9) -> ng.Operator:
@@ -118,7 +120,15 @@ def test_bad_choices_are_named(make, said: str):
         make()
 
 
-@pytest.mark.parametrize("solver", [ng.LeastSquares(), Nystrom(rank=20, rtol=1e-12), PseudoInverse(1e-3)])
+def test_least_squares_takes_products_beyond_its_largest_matrix():
+    operator = rows_operator(9)
+    assert isinstance(ng.LeastSquares(largest=9).choose(operator), ng.SampleSpace)
+    assert ng.LeastSquares(largest=8).choose(operator) == Nystrom()
+    found = MANY.solve(operator, operator.sample_rows.mv(WEIGHTS), damping=0.1)
+    assert_close(found.value, ng.LeastSquares().factorise(operator, 0.1).solve(WEIGHTS).value)
+
+
+@pytest.mark.parametrize("solver", [ng.LeastSquares(), Nystrom(rank=20, rtol=1e-12), PseudoInverse(1e-3), MANY])
 @pytest.mark.parametrize("rows", [9, 60])
 def test_another_damping_is_another_system_with_the_same_rows(solver: RowSolver, rows: int):
     operator, weights = rows_operator(rows), draw(rows, seed=4)
@@ -128,7 +138,7 @@ def test_another_damping_is_another_system_with_the_same_rows(solver: RowSolver,
     assert_close(changed.find_value(weights), fresh.value)
 
 
-@pytest.mark.parametrize("solver", [ng.LeastSquares(), Nystrom(rank=20, rtol=1e-12), PseudoInverse(0.0)])
+@pytest.mark.parametrize("solver", [Nystrom(rank=20, rtol=1e-12), PseudoInverse(0.0), MANY])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_residuals_take_the_same_steps_by_each(solver: RowSolver, momentum: float):
     net, other = mlp(1, 4, 1), mlp(1, 4, 1)
