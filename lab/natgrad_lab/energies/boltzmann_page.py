@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import INK, PALETTE
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
 from natgrad_lab.words import short
 
 METHOD = (
@@ -89,25 +89,27 @@ def _exact(findings: Findings) -> Section:
         f"Over {len(runs)} seeds. Gradient descent had at most {findings.settings.steps:,} steps.",
     )
     units = findings.settings.units
-    picture = Picture("exact", f"KL over steps, {units} units, first seed", _paths(runs[0]), (9.0, 3.2))
+    picture = Picture("exact", f"KL over steps, {units} units, first seed", _paths(runs[0]), (9.0, 3.6))
     return Section(f"{units} spins, known exactly", _lead(findings), (table,), (picture,))
 
 
 def _paths(run: Numbers) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         for axes, (scale, losses) in zip(_axes(figure, 1, len(run)), run.items(), strict=True):
-            for colour, (loss, found) in zip(PALETTE, losses.items(), strict=False):
-                axes.plot(range(len(found["natural"])), found["natural"], color=colour, linewidth=2, label=loss)
+            for colour, mark, (loss, found) in zip(PALETTE, "os^", losses.items(), strict=False):
+                look = {"color": colour, "marker": mark, "markersize": 4.5}
+                axes.plot(range(len(found["natural"])), found["natural"], "-", linewidth=1.8, label=loss, **look)
                 if found["path"]:
                     steps, gaps = zip(*found["path"], strict=True)
-                    axes.plot(steps, gaps, color=colour, linewidth=1.2, linestyle="--")
+                    axes.plot(steps, gaps, "--", linewidth=1.2, markevery=max(len(steps) // 8, 1), **look)
             axes.set_xscale("symlog", linthresh=1)
             axes.set_yscale("log")
             axes.set_ylim(1e-8, 30)  # a run that diverges leaves at the top
             axes.set_title(f"scale {scale}", loc="left", fontsize=11)
-            axes.set_xlabel("steps (dashed: gradient descent)", fontsize=9)
+            axes.set_xlabel("steps", fontsize=9)
         figure.axes[0].set_ylabel("KL in nats")
-        figure.axes[0].legend(fontsize=8)
+        figure.suptitle("Boltzmann machine, exact: natural gradient (solid), gradient descent (dashed)", fontsize=11)
+        put_legend_below(figure, figure.axes[0], 3)
 
     return fill
 
@@ -187,11 +189,12 @@ def _row(name: str, runs: Sequence[Numbers], tried: Numbers) -> tuple[str, ...]:
 def _curves(runs: Sequence[Numbers], loss: str) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for colour, name in zip((INK, *PALETTE), runs[0]["contestants"], strict=False):
+        for colour, dash, name in zip((INK, *PALETTE), DASHES, runs[0]["contestants"], strict=False):
+            style = {"color": colour, "linestyle": dash, "linewidth": 1.6}
             for number, run in enumerate(runs):
                 points = [p for p in run["contestants"][name]["points"][1:] if p[loss] is not None]
                 x, y = [p["seconds"] for p in points], [p[loss] for p in points]
-                axes.plot(x, y, color=colour, linewidth=1.6, label=name if number == 0 else None)
+                axes.plot(x, y, label=name if number == 0 else None, **style)
         axes.set_yscale("log")
         axes.set_xlabel("seconds")
         axes.grid(visible=True, axis="y")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import INK, PALETTE, draw_images
+from natgrad_lab.figures import DASHES, INK, PALETTE, draw_images
 
 METHODS = ("K-FAC", "Adam")
 
@@ -62,7 +62,8 @@ def _curve(task: str, methods: dict[str, list[Numbers]], axis: int) -> Picture:
             for place, one in enumerate(found):
                 points = np.array(one["curve"])
                 label = method if place == 0 else None
-                axes.plot(points[:, axis], points[:, 2], color=PALETTE[number], linewidth=1.6, label=label)
+                style = {"color": PALETTE[number], "linestyle": DASHES[number], "linewidth": 1.6}
+                axes.plot(points[:, axis], points[:, 2], label=label, **style)
         axes.set(xlabel=("CPU seconds", "steps")[axis], ylabel="held-out loss")
         axes.legend(fontsize=9)
 

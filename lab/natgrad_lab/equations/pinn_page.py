@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import PALETTE
+from natgrad_lab.figures import DASHES, PALETTE
 
 
 def tell(
@@ -60,7 +60,8 @@ def _curve(told: dict[str, list[Numbers]]) -> Picture:
             for place, one in enumerate(found):
                 points = np.array(one["curve"])
                 label = method if place == 0 else None
-                axes.plot(points[:, 0], points[:, 2], color=PALETTE[number], linewidth=1.6, label=label)
+                style = {"color": PALETTE[number], "linestyle": DASHES[number], "linewidth": 1.6}
+                axes.plot(points[:, 0], points[:, 2], label=label, **style)
         axes.set(xlabel="CPU seconds", ylabel="relative error", yscale="log")
         axes.legend(fontsize=9)
 

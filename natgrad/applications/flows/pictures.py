@@ -76,7 +76,7 @@ def draw_trajectory(axes: Any, points: Tensor, arrow: bool = True, **style: Any)
         **style: Of `axes.plot`.
     """
     points = points[torch.isfinite(points).all(1)]
-    (line,) = axes.plot(*points.T.numpy(), **{"linewidth": 1.6, **style})
+    (line,) = axes.plot(*points.T.numpy(), **{"linestyle": "-", "linewidth": 1.6, **style})
     colour = line.get_color()
     axes.plot(*points[0].numpy(), "o", color=colour, markersize=3.5)
     steps = points.diff(dim=0).norm(dim=1)

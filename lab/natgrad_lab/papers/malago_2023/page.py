@@ -132,6 +132,9 @@ def _toy_pictures(
                 _saddle(axes, name)
                 greek = {"mu": ("μ₁", "μ₂"), "theta": ("θ₁", "θ₂")}[name]
                 panel(axes, f"{kind} gradient in {greek[0][0]}", greek, views[name])
+        figure.suptitle(
+            "Two independent bits, f = x₁ + 2 x₂ + 3 x₁ x₂: level lines of E[f], field, descent", fontsize=11
+        )
 
     def basins(figure: Figure) -> None:
         for axes, (name, kind) in zip(figure.subplots(1, 4), fields, strict=True):
@@ -181,16 +184,15 @@ def polynomials(
 ) -> Story:
     """Two polynomials, two gradients, in (mean, standard deviation)."""
     found, closed, sections = findings.of("flows"), findings.of("closed"), []
-    names = {"quadratic": "f = x - 3 x²", "quartic": "f = 6 x + 8 x² - x³ - 2 x⁴"}
     if found:
         for name, one in found[0].items():
             heads = ("", "deviation left, median", "how the flows ended")
             rows = tuple((f"{kind} gradient", f"{_spread(ways):.2g}", statuses(ways)) for kind, ways in one.items())
             picture = Picture(
-                f"flows-{name}", names[name], _line_picture(name, one, fields, values, views[name]), (10.0, 4.2)
+                f"flows-{name}", POLYNOMIALS[name], _line_picture(name, one, fields, values, views[name]), (10.0, 4.2)
             )
             verdict = _line_verdict(name, one)
-            sections.append(Section(names[name], verdict, (Table("At the last time", heads, rows),), (picture,)))
+            sections.append(Section(POLYNOMIALS[name], verdict, (Table("At the last time", heads, rows),), (picture,)))
     if closed:
         c = closed[0]
         gap = max(abs(a - b) for x, y in zip(c["ours"], c["closed"], strict=True) for a, b in zip(x, y, strict=True))
@@ -230,8 +232,13 @@ def _line_picture(
             shown = (view[0], (0.02, view[1][1]))
             _plane(axes, values[name], fields[name, kind], ways, COLOUR[kind], shown)
             panel(axes, f"{kind} gradient", ("mean μ", "standard deviation σ" if kind == "Euclidean" else ""), view)
+        figure.suptitle(f"Normals in R, {POLYNOMIALS[name]}: level lines of E[f], field, ascent", fontsize=11)
 
     return fill
+
+
+POLYNOMIALS = {"quadratic": "f = x - 3 x²", "quartic": "f = 6 x + 8 x² - x³ - 2 x⁴"}
+FORMULA = "f = x₁ + 2 x₂ - 3 x₁² - 2 x₁ x₂ - 2 x₂²"
 
 
 def quadratic(findings: Findings, f: Function, optimum: list[float]) -> Story:
@@ -262,9 +269,10 @@ def quadratic(findings: Findings, f: Function, optimum: list[float]) -> Story:
                 draw_trajectory(axes, points(way)[:, :2], color=COLOUR[kind])
             axes.plot(*optimum, "*", color=INK, markersize=10, zorder=5)
             panel(axes, f"{kind} gradient", ("μ₁", "μ₂" if kind == "Euclidean" else ""), view)
+        figure.suptitle(f"Normals in R², {FORMULA}: means, ascent", fontsize=11)
 
     method = (
         METHOD + " Starts: means on a circle around the optimum, the lectures' covariance (1, -.5; -.5, 2). Ascent."
     )
-    picture = Picture("flows", "f = x₁ + 2 x₂ - 3 x₁² - 2 x₁ x₂ - 2 x₂²: level lines of f, means", fill, (10.0, 4.6))
+    picture = Picture("flows", f"{FORMULA}: level lines of f, means", fill, (10.0, 4.9))
     return Story(title, verdict, method, (Section("Means", verdict, (), (picture,)),))

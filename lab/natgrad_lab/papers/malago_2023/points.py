@@ -88,7 +88,7 @@ def tell_balls(findings: Findings) -> Story:
             for one in ones:
                 x, y = zip(*one["ball"], strict=True)
                 axes.fill(x, y, color=PALETTE[1], alpha=0.18, linewidth=0)
-                axes.plot(x, y, color=PALETTE[1], linewidth=1.6)
+                axes.plot(x, y, "-", color=PALETTE[1], linewidth=1.6)
                 axes.plot(*one["centre"], ".", color=INK, markersize=4)
             panel(
                 axes,
@@ -175,6 +175,7 @@ def _triangles(found: Numbers) -> Callable[[Figure], None]:
             axes.set_title(name, loc="left", fontsize=11)
             axes.set_aspect("equal")
             axes.axis("off")
+        figure.suptitle("Polarization over three camps: level lines and flows", fontsize=11)
 
     return fill
 
@@ -187,7 +188,7 @@ def _levels(axes: Axes) -> None:
     across, up = flat(p).T.numpy()
     axes.tricontour(across, up, polarization(p).numpy(), levels=16, colors=GRID, linewidths=0.9)
     corners = flat(torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]])
-    axes.plot(*corners.T.numpy(), color=QUIET, linewidth=1)
+    axes.plot(*corners.T.numpy(), "-", color=QUIET, linewidth=1)
 
 
 def models(bits: int) -> dict[str, Ising]:

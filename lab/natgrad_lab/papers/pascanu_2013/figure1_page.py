@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import GRID, INK, PALETTE
+from natgrad_lab.figures import DASHES, GRID, INK, PALETTE
 from natgrad_lab.words import short
 
 # as in the paper: purple, gray, orange, blue
@@ -198,7 +198,7 @@ def _surface(axes: Axes, paths: Numbers, surfaces: Numbers) -> None:
             arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.8},
         )  # fmt: skip
     for method, colour in COLOURS.items():
-        axes.plot([], [], color=colour, linewidth=2, label=method)
+        axes.plot([], [], "-", color=colour, linewidth=2, label=method)
     axes.set(xlim=(ticks[0], ticks[-1]), ylim=(ticks[0], ticks[-1]), xlabel="b", ylabel="w")
     axes.set_title("error, logarithmic", loc="left", fontsize=11)
     axes.legend(fontsize=9, loc="upper left")
@@ -209,7 +209,7 @@ def _path(axes: Axes, points: np.ndarray, colour: str) -> None:
     for number in range(len(points) - 1):
         ends = points[number : number + 2]
         if np.abs(ends[1] - ends[0]).max() > 1e-3:
-            axes.plot(ends[:, 0], ends[:, 1], color=colour, linewidth=1.8, alpha=1.0 if number % 2 else 0.5)
+            axes.plot(ends[:, 0], ends[:, 1], "-", color=colour, linewidth=1.8, alpha=1.0 if number % 2 else 0.5)
 
 
 def _around(axes: Axes, name: str, place: Numbers) -> None:
@@ -230,8 +230,9 @@ def _around(axes: Axes, name: str, place: Numbers) -> None:
 def _errors(paths: Numbers) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for method, colour in COLOURS.items():
-            axes.plot(np.maximum(paths[method]["errors"], 1e-12), color=colour, linewidth=2, label=method)
+        for (method, colour), dash in zip(COLOURS.items(), DASHES, strict=False):
+            errors = np.maximum(paths[method]["errors"], 1e-12)
+            axes.plot(errors, color=colour, linestyle=dash, linewidth=2, label=method)
         axes.set_yscale("log")
         axes.set_xlabel("steps")
         axes.set_title("squared error", loc="left", fontsize=11)

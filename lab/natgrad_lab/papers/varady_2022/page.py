@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import PALETTE
+from natgrad_lab.figures import DASHES, PALETTE, put_legend_below
 
 NAMES = {"ws": "WS", "rws": "RWS", "rws-adam": "RWS, Adam", "nws": "NWS", "nrws": "NRWS"}
-COLOURS = dict(zip(NAMES, (PALETTE[7], PALETTE[1], PALETTE[3], PALETTE[2], PALETTE[0]), strict=True))
+LOOKS = {name: (PALETTE[at], DASHES[at]) for name, at in zip(NAMES, (7, 1, 3, 2, 0), strict=True)}
 BASELINE = "rws-adam"
 
 
@@ -26,7 +26,7 @@ def tell(findings: Findings) -> Story:
     sections = [_settings(findings)]
     if races:
         dreams = any(runs[0]["looks"] for runs in races.values())
-        sections = [_race(races), *([_images(races, s.data != "faces")] if dreams else []), *sections]
+        sections = [_race(races, s.data), *([_images(races, s.data != "faces")] if dreams else []), *sections]
     method = (
         f"Helmholtz machine with hidden layers {s.sizes} on {s.data}, {s.samples} draws of h per example, batches of "
         f"{s.batch}, {s.epochs} epochs. WS: wake-sleep; RWS: reweighted wake-sleep, q learning half from weighted "
@@ -64,15 +64,16 @@ def _lead(races: dict[str, list[Numbers]]) -> str:
     return f"Best test bound in nats per example, median over seeds: {said}."
 
 
-def _race(races: dict[str, list[Numbers]]) -> Section:
+def _race(races: dict[str, list[Numbers]], data: str) -> Section:
     level = median(final(races[BASELINE])) if BASELINE in races else None
     rows = [_row(name, runs, level) for name, runs in races.items()]
     title = "never" if level is None else f"{level:.2f}"
     heads = ("", "setting", "best bound", f"epochs to {title}", f"seconds to {title}", "ms per step")
     note = "Medians over seeds, ranges in small type. The level is the median of the best bounds of RWS with Adam."
+    drawn = f"Helmholtz machine, {data}: median and range of {max(map(len, races.values()))} seeds"
     pictures = (
-        Picture("epochs", "Bound on the test examples against epochs", _curves(races, 0, "epochs"), (4.5, 3.6)),
-        Picture("seconds", "The same against seconds of training", _curves(races, 1, "seconds"), (4.5, 3.6)),
+        Picture("epochs", "Bound on the test examples against epochs", _curves(races, 0, "epochs", drawn), (5, 3.9)),
+        Picture("seconds", "The same against seconds", _curves(races, 1, "seconds of training", drawn), (5, 3.9)),
     )
     return Section("Learning", _verdict(races, level), (Table("Contestants", heads, tuple(rows), note),), pictures)
 
@@ -112,7 +113,7 @@ def _when(values: list[float], kind: str) -> Cell:
     return (f"{middle:{kind}}" if math.isfinite(middle) else "-", small)
 
 
-def _curves(races: dict[str, list[Numbers]], axis: int, label: str) -> Callable[[Figure], None]:
+def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
         ends = []
@@ -121,15 +122,16 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str) -> Callable[
             length = min(len(one[0]) for one in found)
             x = np.median([one[axis][:length] for one in found], axis=0)
             y = np.array([one[2][:length] for one in found])
-            axes.plot(x, np.median(y, axis=0), color=COLOURS[name], linewidth=1.8, label=NAMES[name])
-            axes.fill_between(x, y.min(0), y.max(0), color=COLOURS[name], alpha=0.18, linewidth=0)
+            colour, dash = LOOKS[name]
+            axes.plot(x, np.median(y, axis=0), color=colour, linestyle=dash, linewidth=1.8, label=NAMES[name])
+            axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.18, linewidth=0)
             ends += [np.nanmedian(y[:, -1]), np.nanmax(y)]
         room = max(ends) - min(ends) + 1e-6
         axes.set_ylim(min(ends) - 0.75 * room, max(ends) + 0.1 * room)  # steep starts, and dives, are cut off
-        axes.set_xlabel(label)
-        axes.set_title("nats per example", loc="left", fontsize=11)
+        axes.set(xlabel=label, ylabel="bound on test examples, nats")
+        axes.set_title(title, loc="left", fontsize=10)
         axes.grid(visible=True, axis="y")
-        figure.legend(fontsize=8, loc="outside lower center", ncols=len(races), handlelength=1.2, columnspacing=1.2)
+        put_legend_below(figure, axes, 3)
 
     return fill
 
