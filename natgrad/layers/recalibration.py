@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from natgrad.checks import check_integer
+from natgrad.lost_processes import naming_lost
 from natgrad.pure import BATCH_NORMS, map_tensors, mark_evaluation
+from natgrad.typed_torch import torch_distributed
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,6 +27,7 @@ def recalibrate(
     forward: Callable[[Model, Any], Any] | None = None,
     batches: int | None = None,
     passes: int = 1,
+    group: Any = None,
 ) -> Model:
     """Set the running means and variances of every batch norm to those of the data, under the weights of now.
 
@@ -44,6 +47,9 @@ def recalibrate(
         forward: Runs a batch of another kind through the model, as in `lambda model, batch: model(batch.images)`.
         batches: Use this many batches of each pass at most.
         passes: How often the data is run through.
+        group: The processes of `torch.distributed` that each have batches of their own, as many as they like: means and
+            variances are those of all of them, and all processes call this. Default those of the
+            `DistributedDataParallel` that the model is.
 
     Returns:
         The model.
@@ -58,9 +64,11 @@ def recalibrate(
         tensor([3.])
     """
     check_integer("passes", passes)
+    inner, group = unwrap_module(model, group)
     if batches is not None:
         check_integer("batches", batches)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, BATCH_NORMS) and m.running_mean is not None}
+    norms = {name.removeprefix("module.") if inner is not model else name: m for name, m in norms.items()}
     if not norms:
         raise ValueError("model has no batch norm with running statistics: there is nothing to recalibrate")
     run = run_batch if forward is None else forward
@@ -71,10 +79,12 @@ def recalibrate(
         for number in range(passes):
             listeners = [NormListener(norm, by_batch=number == 0) for norm in norms.values()]
             try:
-                count = run_batches(model, loader, run, batches)
+                with failing_together(group, next(iter(norms.values())).running_mean.device):
+                    count = run_batches(inner, loader, run, batches)
             finally:
                 for listener in listeners:
                     listener.detach()
+            count = join_moments(listeners, count, group)
             if not count:
                 again = ", as an iterator that is used up: give a DataLoader or a list" if number else ""
                 raise ValueError(f"loader has no batches in pass {number + 1}{again}")
@@ -87,6 +97,79 @@ def recalibrate(
     if missing:
         warnings.warn(f"batch norms {missing} were not called and keep their statistics", stacklevel=2)
     return model
+
+
+def unwrap_module(model: Any, group: Any) -> tuple[Any, Any]:
+    """The module within a `DistributedDataParallel`, whose own passes exchange buffers, and its processes."""
+    if not (distributed.is_available() and isinstance(model, nn.parallel.DistributedDataParallel)):
+        return model, group
+    return model.module, model.process_group if group is None else group
+
+
+@contextmanager
+def failing_together(group: Any, device: torch.device) -> Iterator[None]:
+    """An error within is an error on all processes of the group, none of which waits for another then.
+
+    Args:
+        group: The processes; None: this one alone.
+        device: Where numbers are exchanged.
+
+    Raises:
+        RuntimeError: On the others.
+    """
+    if group is None:
+        yield
+        return
+    trouble: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised again, when the others know
+        trouble = error
+    failed = gather_numbers(torch.tensor([float(trouble is not None)], dtype=torch.float64, device=device), group)[:, 0]
+    if trouble is not None:
+        raise trouble
+    if bool(failed.any()):
+        rank = int(failed.nonzero()[0])
+        raise RuntimeError(
+            f"process {rank} of {len(failed)} met an error, which it reports itself; nothing was changed"
+        )
+
+
+def gather_numbers(own: Tensor, group: Any) -> Tensor:
+    """The numbers of every process, shape (processes, n), from (n,) each."""
+    table = own.new_zeros(distributed.get_world_size(group), len(own))
+    table[distributed.get_rank(group)] = own
+    with naming_lost(group):
+        torch_distributed.all_reduce(table, group=group)
+    return table
+
+
+def join_moments(listeners: Sequence[NormListener], count: int, group: Any) -> int:
+    """Give listeners the moments of all processes' batches, the same bits on each; how many batches there were.
+
+    Args:
+        listeners: Of the norms, in the same order on all processes.
+        count: This process's batches.
+        group: The processes; None: this one alone.
+    """
+    if group is None:
+        return count
+    sizes = [2 * len(one.norm.running_mean) + 1 for one in listeners]
+    device = listeners[0].norm.running_mean.device
+    parts = [one.norm.running_mean.new_zeros(size).double() for one, size in zip(listeners, sizes, strict=True)]
+    for part, one in zip(parts, listeners, strict=True):
+        if one.moments is not None:
+            own = one.moments
+            part.copy_(torch.cat([own.mean.new_tensor([own.count]), own.mean, own.scatter]))
+    table = gather_numbers(torch.cat([torch.tensor([count], dtype=torch.float64, device=device), *parts]), group)
+    for listener, columns in zip(listeners, table[:, 1:].split(sizes, dim=1), strict=True):
+        listener.moments = None
+        for row in columns:
+            mean, scatter = row[1:].chunk(2)
+            if row[0] > 0:
+                found = ChannelMoments(int(row[0]), mean, scatter)
+                listener.moments = found if listener.moments is None else listener.moments.add(found)
+    return int(table[:, 0].sum())
 
 
 def run_batches(model: Any, loader: Iterable[Any], run: Callable[[Any, Any], Any], batches: int | None) -> int:

@@ -132,8 +132,32 @@ NODES: dict[str, Callable[[], dict[str, Any]]] = {
     for name, recipe, options in (("kfac", ng.kfac, {"steps": 8}), ("ekfac", ng.ekfac, {}))
     for share in ("speed", "memory")
 }
+
+
+def recalibrate() -> dict[str, Any]:
+    """Batch norms over all processes' batches, unequal numbers of them; then a loader that fails on one process."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)))
+    batches = list(X.split(16))
+    if count_ranks() == 1:
+        return {"norms": flat_buffers(ng.recalibrate(model, batches))}
+    outer, own = DistributedDataParallel(model), {0: batches[:2], 1: [], 2: batches[2:3], 3: batches[3:]}[own_rank()]
+    found = flat_buffers(ng.recalibrate(outer, own))
+    bare = ng.recalibrate(model, own, passes=2, group=distributed.group.WORLD)
+    bad = [torch.zeros(2, 5)] if own_rank() == 2 else own
+    try:
+        ng.recalibrate(outer, bad)
+        error = ""
+    except RuntimeError as trouble:
+        error = str(trouble)
+    return {"norms": found, "twice": flat_buffers(bare), "error": error}
+
+
+def flat_buffers(model: nn.Module) -> torch.Tensor:
+    return torch.cat([b.double().reshape(-1) for name, b in model.named_buffers() if "running" in name])
+
+
 COUNTED = {f"counted, {share}": partial(count, share) for share in ("speed", "memory")}
-SCENES = TRAINED | NODES | RESUMED | COUNTED
+SCENES = TRAINED | NODES | RESUMED | COUNTED | {"recalibrated": recalibrate}
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +201,15 @@ def test_owners_within_nodes_send_statistics_alone_between_them(four: list[dict[
             rank[scene]["far"][:-1], rank[scene]["far"][1:], rank[scene]["updates"][1:], strict=True
         ):
             assert updated or before["statistics"] == after["statistics"]
+
+
+def test_batch_norms_are_recalibrated_over_all_processes(four: list[dict[str, Any]]):
+    alone = recalibrate()["norms"]
+    for i, rank in enumerate(four):
+        assert_close(rank["recalibrated"]["norms"], alone, 1e-12)
+        assert torch.equal(rank["recalibrated"]["norms"], four[0]["recalibrated"]["norms"])
+        assert torch.equal(rank["recalibrated"]["twice"], four[0]["recalibrated"]["twice"])
+        assert ("mat1 and mat2" if i == 2 else "process 2 of 4 met an error") in rank["recalibrated"]["error"]
 
 
 @pytest.mark.parametrize("size", [0, 1.5, True])
