@@ -285,12 +285,13 @@ def test_processes_draw_walkers_of_their_own_and_end_together(ranks: list[dict[s
 def test_policies_over_environments_on_processes_step_as_over_all_transitions(ranks: list[dict[str, Any]], name: str):
     for rank in ranks:
         found = rank[name]
-        assert max(found["gaps"]) < (1e-9 if name != "ACKTR" else math.inf)  # that draws labels on each process
+        # ten steps of CG and Adam's division by small moments enlarge round-off; ACKTR draws labels on each process
+        assert max(found["gaps"]) < (1e-7 if name != "ACKTR" else math.inf)
         assert torch.equal(found["flat"], ranks[0][name]["flat"])
         assert found["scale"] == ranks[0][name]["scale"]
         assert found["rows"] == ranks[0][name]["rows"]
         for own, alone in zip(*found["rows"], strict=True) if name != "ACKTR" else ():
-            assert own == pytest.approx(alone, rel=1e-7, nan_ok=True)
+            assert own == pytest.approx(alone, rel=1e-5, nan_ok=True)
         steps = found["rows"][0][0][-1]
         assert found["seen"][1:] == (steps, steps)
         assert found["seen"][0] == steps + len(ranks) + 1  # and the first observation of each environment
