@@ -1,7 +1,7 @@
 """What a step of `ng.kfac` takes on 1 to 4096 processes: predicted from counted operations and rates of kernels.
 
 `python -m benchmarks.scaling --model gpt2-small --ranks 8 64 512 4096` prints predictions for one machine's rates,
-which are arguments; `python -m benchmarks.scaling --measure` holds them against 2 and 4 processes on this machine.
+which are arguments; `python -m benchmarks.scaling_measured` holds them against 2 and 4 processes on this machine.
 """
 
 from __future__ import annotations
@@ -293,13 +293,7 @@ def main() -> None:
     for field in fields(Machine):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     parser.add_argument("--within-nodes", action="store_true", help="owners of blocks in each node: node_size=")
-    parser.add_argument("--measure", action="store_true", help="2 and 4 processes on this machine")
     chosen = vars(parser.parse_args())
-    if chosen["measure"]:
-        from benchmarks.scaling_measured import compare
-
-        compare()
-        return
     machine = Machine(**{field.name: chosen[field.name] for field in fields(Machine)})
     how = {name: chosen[name] for name in ("shards", "tensor", "update_every", "invert_every", "within_nodes")}
     print(HEADS)

@@ -144,3 +144,7 @@ def compare() -> None:
         print(
             f"| {ranks} | {share} | {1e3 * told.seconds:.0f} | {1e3 * seconds:.0f} | {' | '.join(cells)} |", flush=True
         )
+
+
+if __name__ == "__main__":
+    compare()

@@ -72,7 +72,11 @@ class Split:
         return replace(self, **{name: x.flatten(1) for name, x in parts.items() if x is not None})
 
     def to(self, device: torch.device | str) -> Split:
-        """The same set on another device."""
+        """The same set on another device.
+
+        Args:
+            device: Where its tensors go.
+        """
         return replace(self, **{k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)})
 
 

@@ -22,6 +22,8 @@ from torch import nn
 import natgrad as ng
 
 SECTIONS = ("Args", "Attributes")
+PACKAGES = ("natgrad", "natgrad_lab")
+LABORATORY = ("natgrad_lab.experiments", "natgrad_lab.report")  # its folders that list names
 # Folders and files whose docstrings are not in Google style yet.
 UNCONVERTED: set[str] = set()
 
@@ -49,7 +51,7 @@ def named_arguments(docstring: str | None) -> set[str]:
 
 def ancestors(cls: type) -> list[type]:
     """The class and its bases that belong to the library, nearest first."""
-    return [base for base in cls.__mro__ if base.__module__.split(".")[0] == "natgrad"]
+    return [base for base in cls.__mro__ if base.__module__.split(".")[0] in PACKAGES]
 
 
 def own_docstring(thing: object) -> str | None:
@@ -89,7 +91,7 @@ def undocumented(thing: object, name: str) -> Iterator[str]:
 
 def _of_constructor(cls: type, name: str) -> Iterator[str]:
     init = vars(next((base for base in cls.__mro__ if "__init__" in vars(base)), object)).get("__init__")
-    if inspect.isfunction(init) and not getattr(cls, "_is_protocol", False):
+    if inspect.isfunction(init) and init.__module__ != "typing" and not getattr(cls, "_is_protocol", False):
         known = set().union(*(named_arguments(own_docstring(where)) for where in (init, *ancestors(cls))))
         yield from (f"{name}({a})" for a in argument_names(init, bound=True) if a not in known)
 
@@ -119,11 +121,12 @@ def is_converted(module: str) -> bool:
 
 def public_things() -> dict[str, object]:
     """`module.name` -> what the `__all__` of natgrad, of a folder or of a file lists, and what docs/api lists."""
-    listed = [(module, name) for module in [ng, *modules()] for name in getattr(module, "__all__", ())]
-    pages = {m: names for m, names in listed_members().items() if m.split(".")[0] == "natgrad"}
+    folders = [ng, *modules(), *map(importlib.import_module, LABORATORY)]
+    listed = [(module, name) for module in folders for name in getattr(module, "__all__", ())]
+    pages = {m: names for m, names in listed_members().items() if m.split(".")[0] in PACKAGES}
     listed += [(importlib.import_module(module), name) for module, names in pages.items() for name in names]
-    found = {(thing := getattr(module, name), name): getattr(thing, "__module__", "") for module, name in listed}
-    named = {f"{home}.{name}": thing for (thing, name), home in found.items() if _has_arguments(thing)}
+    things = [(getattr(module, name), name) for module, name in listed]
+    named = {f"{thing.__module__}.{name}": thing for thing, name in things if _has_arguments(thing)}
     return {key: thing for key, thing in sorted(named.items()) if is_converted(key)}
 
 

@@ -146,7 +146,14 @@ MINUTES: dict[str, float] = {
 
 
 def find(name: str) -> Any:
-    """The experiment of that name, a Race or a Study. LabError for an unknown one, with the nearest known name."""
+    """The experiment of that name, a Race or a Study.
+
+    Args:
+        name: As `natgrad list` shows it.
+
+    Raises:
+        LabError: For an unknown one, with the nearest known name.
+    """
     if name not in EXPERIMENTS:
         near = get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else "see `natgrad list`"
@@ -164,10 +171,22 @@ def execute(
     watcher: Any = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Folder:
-    """Run what is not yet finished of a race or a study in the folder, and return it.
+    """Run what is not yet finished of a race or a study.
 
-    watcher: what is told of the progress, a `Watcher` for a race, a function of a `State` for a study. Interrupted when
-    `stopped()` turns true; what is finished is kept. LabError for seeds, settings or a folder that will not do.
+    Args:
+        experiment: As `find` gives it.
+        settings: Its settings.
+        seeds: Of the runs that are repeated.
+        path: The folder of the records.
+        watcher: What is told of the progress: a `Watcher` for a race, a function of a `State` for a study.
+        stopped: Whether to stop; what is finished is kept.
+
+    Returns:
+        The folder.
+
+    Raises:
+        Interrupted: Once `stopped()` is true.
+        LabError: For seeds, settings or a folder that will not do.
     """
     raise TypeError(f"experiment is {type(experiment).__name__}, expected a Race or a Study")
 
@@ -177,7 +196,19 @@ execute.register(Study, execute_study)
 
 
 def run(race: Race, settings: Any, seed: int, task: str, contestant: str, index: int = 0) -> list[dict[str, Any]]:
-    """One run in memory: its rows, plain numbers per step. index: which choice of the contestant's grid."""
+    """One run in memory: its rows, plain numbers per step.
+
+    Args:
+        race: As `find` gives it.
+        settings: Its settings.
+        seed: Of the run.
+        task: The task's name.
+        contestant: The contestant's name.
+        index: Which choice of the contestant's grid.
+
+    Raises:
+        LabError: For a contestant that the task has not.
+    """
     job = _job(race.tasks(settings), seed, task, contestant, index)
     examples = job.task.data().to(settings.device)
     return list(Training(job, race.budget(settings, job.task), examples, settings.device))

@@ -18,7 +18,11 @@ Observes = Callable[[Examples, Rows, int, int], Tensor]
 
 
 def another_batch(size: int) -> Observes:
-    """So many training inputs that are not in the gradient's batch. LabError where fewer are left."""
+    """So many training inputs that are not in the gradient's batch. LabError where fewer are left.
+
+    Args:
+        size: How many.
+    """
 
     def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
         others = torch.ones(len(examples.train_x), dtype=torch.bool, device=examples.train_x.device)
@@ -29,7 +33,11 @@ def another_batch(size: int) -> Observes:
 
 
 def unlabelled(size: int) -> Observes:
-    """So many inputs without labels."""
+    """So many inputs without labels.
+
+    Args:
+        size: How many.
+    """
 
     def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
         return drawn(*_without_labels(examples), size, seed, step)
@@ -38,7 +46,11 @@ def unlabelled(size: int) -> Observes:
 
 
 def joined_by_unlabelled(size: int) -> Observes:
-    """The gradient's own inputs, and so many without labels behind them."""
+    """The gradient's own inputs, and so many without labels behind them.
+
+    Args:
+        size: How many without labels.
+    """
 
     def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
         return torch.cat([examples.train_x[rows], drawn(*_without_labels(examples), size, seed, step)])

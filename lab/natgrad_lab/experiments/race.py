@@ -35,40 +35,51 @@ class Watcher(Protocol):
     """What is told of the progress of a race."""
 
     def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
-        """Before the first run: task -> number of runs and their budget."""
+        """Before the first run.
+
+        Args:
+            runs: Task -> number of runs and their budget.
+        """
         ...
 
     def started(self, job: Job) -> None:
-        """A run begins."""
+        """A run begins.
+
+        Args:
+            job: Which.
+        """
         ...
 
     def moved(self, job: Job, row: Row) -> None:
-        """A step was taken; row holds its numbers."""
+        """A step was taken.
+
+        Args:
+            job: In which run.
+            row: The step's numbers.
+        """
         ...
 
     def ended(self, job: Job, record: Record, fresh: bool) -> None:
-        """A run is over; fresh is False for one that a record already held."""
+        """A run is over.
+
+        Args:
+            job: Which.
+            record: What is on disk of it.
+            fresh: False for one that a record already held.
+        """
         ...
 
 
-class Silence:
+class Silence(Watcher):
     """A watcher that says nothing."""
 
-    def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
-        """Before the first run: task -> number of runs and their budget."""
-        ...
+    def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None: ...
 
-    def started(self, job: Job) -> None:
-        """A run begins."""
-        ...
+    def started(self, job: Job) -> None: ...
 
-    def moved(self, job: Job, row: Row) -> None:
-        """A step was taken; row holds its numbers."""
-        ...
+    def moved(self, job: Job, row: Row) -> None: ...
 
-    def ended(self, job: Job, record: Record, fresh: bool) -> None:
-        """A run is over; fresh is False for one that a record already held."""
-        ...
+    def ended(self, job: Job, record: Record, fresh: bool) -> None: ...
 
 
 @dataclass

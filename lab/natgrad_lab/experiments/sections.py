@@ -14,9 +14,13 @@ Cell = tuple[str, str]  # what it says, and in small type below; a plain string 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure. draw(figure) fills an empty matplotlib figure of that size, in inches, in the report's own style.
+    """A figure. Colours out of `natgrad_lab.figures` (INK, GRID, PALETTE) follow the page into the dark.
 
-    Colours out of `natgrad_lab.figures` (INK, GRID, PALETTE) follow the page into the dark.
+    Args:
+        name: Of its file.
+        title: Above it.
+        draw: Fills an empty matplotlib figure, in the report's own style.
+        size: Width and height in inches.
     """
 
     name: str
@@ -32,7 +36,17 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under heads; the first column holds names, the others numbers."""
+    """Rows under heads; the first column holds names, the others numbers.
+
+    Args:
+        title: Above it.
+        heads: A word for each column.
+        rows: A cell for each column.
+        note: Below it.
+
+    Raises:
+        ValueError: For a row that has not as many cells as there are heads.
+    """
 
     title: str
     heads: tuple[str, ...]
@@ -52,7 +66,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page: a verdict computed from the numbers, then tables, pictures, notes."""
+    """One part of the page.
+
+    Args:
+        title: Its heading.
+        verdict: A sentence computed from the numbers.
+        tables: Below the verdict.
+        pictures: Below the tables.
+        notes: Sentences at the end.
+    """
 
     title: str
     verdict: str
@@ -63,7 +85,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Story:
-    """All that a study's page says. method: how the numbers came about, and what was chosen by us."""
+    """All that a study's page says.
+
+    Args:
+        title: Of the page.
+        lead: What came out, first.
+        method: How the numbers came about, and what was chosen by us.
+        sections: The parts of the page, in order.
+    """
 
     title: str
     lead: str

@@ -13,9 +13,14 @@ from natgrad_lab.experiments.base import LabError
 
 
 def override(kind: type, assignments: Iterable[str]) -> Any:
-    """kind() with some fields replaced. assignments: "key=value" each; the last one of a key counts.
+    """kind() with some fields replaced.
 
-    LabError for an unknown key (it lists the known ones) or a value of another type (it says which).
+    Args:
+        kind: A dataclass of settings.
+        assignments: "key=value" each; the last one of a key counts.
+
+    Raises:
+        LabError: For an unknown key (it lists the known ones) or a value of another type (it says which).
     """
     hints = get_type_hints(kind)
     values = {}

@@ -43,9 +43,13 @@ def unasked() -> bool:
 class Run:
     """What a piece of work is given.
 
-    seed: 0 for a piece that is not repeated. earlier: the numbers of the pieces before it, by name; of repeated ones
-    those from the same seed, or from the first seed where this piece is not repeated. advance(fraction): to be called
-    between steps with the part that is done, 0 to 1; it raises Interrupted when the study was asked to stop.
+    Args:
+        settings: The study's.
+        seed: 0 for a piece that is not repeated.
+        earlier: The numbers of the pieces before it, by name; of repeated ones those from the same seed, or from the
+            first seed where this piece is not repeated.
+        advance: To be called between steps with the part that is done, 0 to 1; it raises Interrupted when the study was
+            asked to stop.
     """
 
     settings: Any
@@ -56,10 +60,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Piece:
-    """A named piece of work: work(run) returns plain numbers; those that are not finite become null on disk.
+    """A named piece of work.
 
-    repeated: whether it is done once from every seed, or once in all. independent: it needs no other piece's numbers
-    and no clock, and may be done beside others where the settings have `processes` > 1.
+    Args:
+        name: Of its file of numbers.
+        title: Of its line in the terminal.
+        work: From a `Run` to plain numbers; those that are not finite become null on disk.
+        repeated: Whether it is done once from every seed, or once in all.
+        independent: Whether it needs no other piece's numbers and no clock, and so may be done beside others where the
+            settings have `processes` > 1.
     """
 
     name: str
@@ -71,10 +80,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Study:
-    """An experiment made of pieces, done one after the other; tell(findings) says what came out.
+    """An experiment made of pieces, done one after the other.
 
-    settings: a frozen dataclass with the fields threads and device, and what else the pieces read. tell is called on
-    what is finished, which may be a part. seeds: how many, where the command does not say.
+    Args:
+        name: As `natgrad run` knows it.
+        summary: One sentence for `natgrad list`.
+        settings: A frozen dataclass with the fields threads and device, and what else the pieces read.
+        pieces: From the settings to the pieces, in order.
+        tell: From what is finished, which may be a part, to the story of the page.
+        seeds: How many, where the command does not say.
     """
 
     name: str
@@ -95,18 +109,31 @@ class Found:
 
 @dataclass(frozen=True)
 class Findings:
-    """The finished pieces of a study."""
+    """The finished pieces of a study.
+
+    Args:
+        settings: The study's.
+        found: The pieces, as read back.
+    """
 
     settings: Any
     found: tuple[Found, ...]
 
     def of(self, piece: str) -> list[Numbers]:
-        """The numbers of a piece, in the order of the seeds; empty while it is not finished from any."""
+        """The numbers of a piece, in the order of the seeds; empty while it is not finished from any.
+
+        Args:
+            piece: Its name.
+        """
         mine = [one for one in self.found if one.header["piece"] == piece]
         return [one.numbers for one in sorted(mine, key=lambda one: one.header["seed"])]
 
     def by_seed(self, *pieces: str) -> list[tuple[Numbers, ...]]:
-        """For every seed from which all of the pieces are finished, their numbers."""
+        """For every seed from which all of the pieces are finished, their numbers.
+
+        Args:
+            *pieces: Their names.
+        """
         of = {(one.header["piece"], one.header["seed"]): one.numbers for one in self.found}
         seeds = sorted({seed for _, seed in of})
         return [tuple(of[p, s] for p in pieces) for s in seeds if all((p, s) in of for p in pieces)]
@@ -114,9 +141,15 @@ class Findings:
 
 @dataclass(frozen=True)
 class State:
-    """How far a study is: the piece under way and its fraction, 1.0 once when it ends; pieces done of all.
+    """How far a study is.
 
-    seconds: how long the piece took, where it ended just now; None for one that a record already held.
+    Args:
+        piece: The one under way.
+        seed: Its seed.
+        fraction: The part of it that is done, 1.0 once when it ends.
+        done: Pieces that are done.
+        total: Pieces in all.
+        seconds: How long the piece took, where it ended just now; None for one that a record already held.
     """
 
     piece: Piece

@@ -29,7 +29,13 @@ class Training:
     Each row has step, epoch (a fraction), seconds (of training so far), loss (on the step's batch) and what the
     optimiser reports of itself; rows of evaluated steps have train_loss, test_loss, train_error, test_error, and
     valid_loss, valid_error where there is such a part; the row after an evaluated one has kl_measured, KL(before the
-    step, after the step) on the first 1000 training examples. pool: what the task's data() gave.
+    step, after the step) on the first 1000 training examples.
+
+    Args:
+        job: The task, the contestant, its choice and the seed.
+        budget: Seconds or steps.
+        pool: What the task's data() gave.
+        device: Where it trains.
     """
 
     def __init__(self, job: Job, budget: Budget, pool: Examples, device: str = "cpu") -> None:
@@ -75,7 +81,11 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Go on from there.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])

@@ -58,19 +58,19 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
 
 def of_mnist(settings: Settings) -> Task:
     """784-1000-500-250-30 and back."""
-    images = Images("mnist", "MNIST", mnist, mean_image=206, entropy=46)
+    images = ImageSet("mnist", "MNIST", mnist, mean_image=206, entropy=46)
     return task(images, [784, 1000, 500, 250, 30], settings, selected(settings, mnist_contestants()))
 
 
 def of_curves(settings: Settings) -> Task:
     """784-400-200-100-50-25-6 and back."""
-    images = Images("curves", "Curves", curves, mean_image=125, entropy=40, share=1 / 3)
+    images = ImageSet("curves", "Curves", curves, mean_image=125, entropy=40, share=1 / 3)
     return task(images, [784, 400, 200, 100, 50, 25, 6], settings, selected(settings, curves_contestants()))
 
 
 def of_digits(settings: Settings) -> Task:
     """64-100-50-10 and back: for a quick look, without any file of data."""
-    images = Images("digits", "Digits", digits, mean_image=27, entropy=14, share=1 / 30)
+    images = ImageSet("digits", "Digits", digits, mean_image=27, entropy=14, share=1 / 30)
     return task(images, [64, 100, 50, 10], settings, selected(settings, digits_contestants()))
 
 
@@ -78,7 +78,7 @@ TASKS = {"mnist": of_mnist, "curves": of_curves, "digits": of_digits}
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageSet:
     """What a network learns to compress.
 
     Args:
@@ -98,7 +98,7 @@ class Images:
     share: float = 1.0
 
 
-def task(images: Images, encoder: Sequence[int], settings: Settings, among: tuple[Contestant, ...]) -> Task:
+def task(images: ImageSet, encoder: Sequence[int], settings: Settings, among: tuple[Contestant, ...]) -> Task:
     """Cross-entropy of every pixel, summed over an image: the Fisher of Bernoulli variables."""
     return Task(
         name=images.name,

@@ -24,9 +24,16 @@ __all__ = ["Outcome", "Summary", "build", "printed", "summarise", "terminal"]
 
 
 def build(path: Path) -> tuple[Summary | Outcome, Path]:
-    """Write plots/*.png, plots/*.svg and report.html into a folder of records; returns (numbers, page's path).
+    """Write plots/*.png, plots/*.svg and report.html into a folder of records.
 
-    LabError when the folder holds no experiment, or too little of it is finished.
+    Args:
+        path: The folder.
+
+    Returns:
+        The numbers, and the page's path.
+
+    Raises:
+        LabError: If the folder holds no experiment, or too little of it is finished.
     """
     folder = Folder(path)
     kind = folder.plan().get("kind", "race")
@@ -37,7 +44,11 @@ def build(path: Path) -> tuple[Summary | Outcome, Path]:
 
 @singledispatch
 def printed(numbers: Summary | Outcome) -> Iterable[RenderableType]:
-    """What a terminal shows of a report: tables and verdicts."""
+    """What a terminal shows of a report: tables and verdicts.
+
+    Args:
+        numbers: What `build` returned.
+    """
     raise TypeError(f"numbers is {type(numbers).__name__}, expected what build() returned")
 
 

@@ -21,7 +21,18 @@ from natgrad_lab.words import unique
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a study's report shows: where the numbers come from, and the story."""
+    """All that a study's report shows: where the numbers come from, and the story.
+
+    Attributes:
+        experiment: Its name.
+        settings: Those that it ran with.
+        seeds: Those that are finished.
+        versions: Of packages, where records differ several.
+        threads: Of the processes that made the records.
+        devices: Where they trained.
+        missing: Pieces of the plan that are not finished.
+        story: What the page says.
+    """
 
     experiment: str
     settings: dict[str, Any]
@@ -29,7 +40,7 @@ class Outcome:
     versions: tuple[dict[str, str], ...]
     threads: tuple[int, ...]
     devices: tuple[str, ...]
-    missing: int  # pieces of the plan that are not finished
+    missing: int
     story: Story
 
 

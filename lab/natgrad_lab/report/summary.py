@@ -94,7 +94,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Summary:
-    """All that a report shows."""
+    """All that a race's report shows.
+
+    Attributes:
+        experiment: Its name.
+        settings: Those that it ran with.
+        seeds: Those that are finished.
+        versions: Of packages, where records differ several.
+        threads: Of the processes that made the records.
+        devices: Where they trained.
+        missing: Runs of the plan that are not finished.
+        results: The numbers, task by task.
+        title: Of the page; None for the experiment's name.
+    """
 
     experiment: str
     settings: dict[str, Any]
@@ -102,13 +114,20 @@ class Summary:
     versions: tuple[dict[str, str], ...]
     threads: tuple[int, ...]
     devices: tuple[str, ...]
-    missing: int  # runs of the plan that are not finished
+    missing: int
     results: tuple[Result, ...]
     title: str | None = None
 
 
 def summarise(folder: Folder) -> Summary:
-    """Read a folder's plan and finished runs. LabError when no task has a finished run of every contestant."""
+    """Read a folder's plan and finished runs.
+
+    Args:
+        folder: With the records of a race.
+
+    Raises:
+        LabError: If no task has a finished run of every contestant.
+    """
     plan, records = folder.plan(), folder.read_all()
     results = tuple(r for task in plan["tasks"] if (r := result(task, records)) is not None)
     if not results:

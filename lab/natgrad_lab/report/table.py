@@ -134,7 +134,11 @@ def chosen(choice: dict[str, float]) -> str:
 
 
 def terminal(result: Result) -> Table:
-    """The table for a terminal of 80 columns: the page tells more."""
+    """The table for a terminal of 80 columns: the page tells more.
+
+    Args:
+        result: A task's numbers.
+    """
     return _paired(result) if result.pairs else _ranked(result)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from natgrad_lab.data import curves, strokes
 from natgrad_lab.experiments import Job, LabError, Training, contestants, execute, find
 from natgrad_lab.experiments.models import squared_error
-from natgrad_lab.networks.autoencoder import GROUPS, RACE, STARTS, Images, Settings, network, of_digits, sparse, task
+from natgrad_lab.networks.autoencoder import GROUPS, RACE, STARTS, ImageSet, Settings, network, of_digits, sparse, task
 
 TINY = Settings(steps=2, looked_at=20, seconds=60.0)
 KEYS = {"hessian_free", "krylov_subspace", "adam", "muon", "sgd", *contestants.FAMILY}
@@ -33,7 +33,7 @@ def among():
 
 
 def tiny(settings=TINY):
-    return task(Images("curves", "Curves", few, mean_image=125, entropy=40), [784, 6, 2], settings, among())
+    return task(ImageSet("curves", "Curves", few, mean_image=125, entropy=40), [784, 6, 2], settings, among())
 
 
 STRUCTURED = {contestant.name for contestant in contestants.by_default(batch=20).values()}
