@@ -191,17 +191,30 @@ class Prediction:
         return self.base + self.statistics + self.summing + self.inverting + self.sending + self.directing
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """Who has which part of the model.
+
+    Args:
+        shards: Processes that parameters and gradients lie on in parts (`fully_shard`).
+        tensor: Processes that share a layer's products (tensor parallelism); the data's are ranks / tensor.
+        within_nodes: True for an owner of every block in each node (`node_size=`), False for one among all.
+    """
+
+    shards: int = 1
+    tensor: int = 1
+    within_nodes: bool = False
+
+
 def predict(
     load: Workload,
     machine: Machine,
     ranks: int,
     share: str,
+    mesh: Mesh = Mesh(),
     *,
-    shards: int = 1,
-    tensor: int = 1,
     update_every: int = 20,
     invert_every: int = 20,
-    within_nodes: bool = False,
 ) -> Prediction:
     """One step.
 
@@ -210,15 +223,14 @@ def predict(
         machine: Its rates.
         ranks: Processes.
         share: "speed" or "memory".
-        shards: Processes that parameters and gradients lie on in parts (`fully_shard`).
-        tensor: Processes that share a layer's products (tensor parallelism); the data's are ranks / tensor.
+        mesh: Who has which part.
         update_every: Steps between updates of the statistics.
         invert_every: Steps between inversions.
-        within_nodes: True for an owner of every block in each node (`node_size=`), False for one among all.
     """
     costs = load.costs
+    tensor = mesh.tensor
     data, memory = max(1, ranks // tensor), share == "memory"
-    near = min(data, machine.node) if within_nodes else data
+    near = min(data, machine.node) if mesh.within_nodes else data
     owners = balance(costs, costs, {}, near, memory)
     heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(near, len(costs)))]
     stored = [sum(costs[k].state for k, o in owners.items() if o == r) for r in range(min(near, len(costs)))]
@@ -247,7 +259,7 @@ def predict(
         / machine.exact,
         work=most / whole,
         state=machine.number * (max(stored) if memory and data > 1 else sum(cost.state for cost in costs.values())),
-        weights=2.0 * machine.weight * load.size / (tensor * shards),
+        weights=2.0 * machine.weight * load.size / (tensor * mesh.shards),
         update_bytes=update,
         step_bytes=parts,
     )
@@ -264,12 +276,12 @@ def kept_numbers(layer: Matrix) -> float:
     return found + (layer.outputs if layer.table else 0)
 
 
-def describe(load: Workload, machine: Machine, ranks: Iterable[int], **how: int) -> list[str]:
+def describe(load: Workload, machine: Machine, ranks: Iterable[int], mesh: Mesh, **every: int) -> list[str]:
     """Rows of a table."""
     rows = list[str]()
     for size in ranks:
         for share in ("speed", "memory"):
-            found = predict(load, machine, size, share, **how)
+            found = predict(load, machine, size, share, mesh, **every)
             cells = [load.name, size, share, f"{1e3 * found.base:.1f}", f"{1e3 * found.seconds:.1f}"]
             cells += [f"{found.seconds / found.base:.2f}", f"{100 * found.work:.1f} %", f"{found.state / 2**30:.2f}"]
             cells += [f"{found.update_bytes / 2**30:.2f}", f"{found.step_bytes / 2**30:.2f}"]
@@ -295,12 +307,13 @@ def main() -> None:
     parser.add_argument("--within-nodes", action="store_true", help="owners of blocks in each node: node_size=")
     chosen = vars(parser.parse_args())
     machine = Machine(**{field.name: chosen[field.name] for field in fields(Machine)})
-    how = {name: chosen[name] for name in ("shards", "tensor", "update_every", "invert_every", "within_nodes")}
+    mesh = Mesh(chosen["shards"], chosen["tensor"], chosen["within_nodes"])
+    every = {name: chosen[name] for name in ("update_every", "invert_every")}
     print(HEADS)
     for name in chosen["model"]:
         load = WORKLOADS[name]()
         load = load if chosen["batch"] is None else replace(load, batch=chosen["batch"])
-        print("\n".join(describe(load, machine, chosen["ranks"], **how)))
+        print("\n".join(describe(load, machine, chosen["ranks"], mesh, **every)))
 
 
 if __name__ == "__main__":

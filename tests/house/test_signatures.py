@@ -11,6 +11,7 @@ MOST = 8
 LONG = {
     "minimize": "its keywords are typed one or two at a time, and peers have the same flat list",
     "residuals": "the same, and each of them means something of its own there",
+    "stochastic_reconfiguration": "nine, of which four are those of `ng.NaturalGradient` with defaults of their own",
     "torch_batch_norm": "torch's own signature, in whose place it is called",
     "torch_instance_norm": "torch's own signature, in whose place it is called",
     "look_up_bags": "torch's own signature, in whose place it is called",
