@@ -21,8 +21,8 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
-from natgrad.optim.running_averages import Penalised, add_penalty, average_gradient, signal_sums
-from natgrad.optim.schedule import Clock, compare_kl, follow_signal, keep_form, recent_form, trust_form
+from natgrad.optim.running_averages import Penalised, add_penalty, average_gradient, signal_sums, sum_scalars
+from natgrad.optim.schedule import Clock, compare_kl, follow_fall, follow_signal, keep_form, recent_form, trust_form
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
 from natgrad.typed_torch import list_numbers
@@ -154,6 +154,7 @@ class Attempt:
             params=self.values,
             exact=self._step_on_batch,
             doubt=self.clock["doubt"],
+            fallen=self.clock["fallen"],
         )
 
     def _directions(
@@ -250,7 +251,11 @@ class Attempt:
 
     def _measure(self, moves: Mapping[str, Tensor], promised: Mapping[str, Tensor]) -> None:
         self.stride.measure(moves, promised, self.values, self.ranks, self._penalty(moves))
-        self.clock["measured"] = self.clock["step"]
+        # a ratio far from what was measured falls on: ask again at the next update
+        self.clock["measured"] = -1 if self.stride.falls else self.clock["step"]
+        if not self.shapes and self.stride.ratio is not None:
+            measured = float(self.stride.ratio * sum_scalars(promised).to(self.stride.ratio))
+            follow_fall(self.clock, measured, float(self._promise(Parts(moves), self.strengths())))
 
     def _promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
         """d^T (G + damping I) d of the blocks."""
@@ -392,9 +397,3 @@ class Attempt:
 
     def _lr(self, name: str) -> float:
         return float(self.groups[name]["lr"])
-
-
-def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:
-    """The sum of scalar tensors, which may lie apart."""
-    found = list(scalars.values())
-    return torch.stack([one.to(found[0].device) for one in found]).sum() if found else torch.zeros(())

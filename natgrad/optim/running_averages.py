@@ -116,3 +116,9 @@ def signal_sums(
         noise = (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)
         rows.append(torch.stack([mean.to(single), single, noise * single]))
     return torch.stack([row.to(rows[0].device) for row in rows]).sum(0)
+
+
+def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:
+    """The sum of scalar tensors, which may lie apart."""
+    found = list(scalars.values())
+    return torch.stack([one.to(found[0].device) for one in found]).sum() if found else torch.zeros(())

@@ -40,6 +40,7 @@ def start_clock() -> Clock:
         - `compared`: the step at which a step's KL was measured on its own batch last, or would have been.
         - `formed`: the step at which the blocks' form along a step of fixed length was last computed, -1 for never.
         - `form`: that form at a learning rate of 1.
+        - `fallen`: the metric as it was measured along a step over what the blocks' running averages say, at most 1.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
     return {
@@ -57,6 +58,7 @@ def start_clock() -> Clock:
         "compared": 0,
         "formed": -1,
         "form": 0.0,
+        "fallen": 1.0,
     }
 
 
@@ -94,6 +96,18 @@ def trust_form(clock: Clock, kl: float, bound: float) -> None:
     """Forget a form that was computed now, unless the step is far below its bound."""
     if clock["formed"] == clock["step"] and not kl < ROOM * bound:
         clock["formed"] = -1
+
+
+def follow_fall(clock: Clock, measured: float, averaged: float) -> None:
+    """Note how far the metric has fallen below its running averages, which forget slowly.
+
+    Args:
+        clock: Remembers it.
+        measured: d^T G d along a step, from the pass of that step.
+        averaged: The same from the averages, without damping.
+    """
+    known = math.isfinite(measured) and math.isfinite(averaged) and measured > 0 and averaged > 0
+    clock["fallen"] = min(1.0, measured / averaged) if known else 1.0
 
 
 def pace(clock: Clock, change: float | None, most: int) -> None:

@@ -29,10 +29,12 @@ class Stride:
 
     ratio: None before the first measurement, which then counts as 1. Below 1 the damping shortens a step.
     sample: what the step's pass told, for the measurement of this step.
+    falls: True if the last measurement found far less than the ratio that it left, which falls by half at most.
     """
 
     def __init__(self) -> None:
         self.ratio: Tensor | None = None
+        self.falls = False
         self.sample: Reading | None = None
 
     def measure(
@@ -61,6 +63,7 @@ class Stride:
         found = found + sum_rows(sample) * penalty
         before = self.ratio
         fresh = found / whole
+        self.falls = before is not None and bool(fresh < SLOWEST**2 * before)
         if before is not None:
             # a few examples carry the metric of a network that is nearly right, and a pass may miss them
             fresh = torch.maximum(fresh, SLOWEST * before)

@@ -248,6 +248,8 @@ class Quadratic:
         exact: A step -> the same with d^T G d as it is on the step's own batch, which costs a forward pass; None where
             that cannot be known. None in its place: nobody can tell.
         doubt: How many times the estimate of a step's KL may be too small.
+        fallen: The metric as it was measured along a step over what it was averaged to, at most 1: averages lag behind
+            a metric that falls with the loss, and steps that they give are too short by this factor.
     """
 
     gradient: Vector
@@ -272,6 +274,7 @@ class Quadratic:
     params: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     exact: Callable[[Step], Step | None] | None = None
     doubt: float = 1.0
+    fallen: float = 1.0
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.

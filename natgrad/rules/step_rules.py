@@ -29,9 +29,10 @@ class MeasuredLength(Rule):
     """The proposal, followed to the minimum of the quadratic model with the metric as it was measured, within a bound.
 
     The length is a = min(1, p / d^T G d), p = d^T (G + damping I) d as the blocks promise it: 1 where they promise
-    enough, so that damping shortens a step. Below that where the KL 1/2 a^2 d^T G d reaches the least of `max_kl` and
-    `kl_share` of the loss: where little is left to gain, little is risked. A learning rate below 1 takes that share of
-    the bounded step; one above 1 meets the bound too. The default of `ng.kfac` and its like.
+    enough, so that damping shortens a step. Where the metric has fallen below the blocks' running averages to a share f
+    of them, as it does when a loss falls by orders of magnitude, 1 / f takes the place of 1. Below that where the KL
+    1/2 a^2 d^T G d reaches the least of `max_kl` and `kl_share` of the loss: where little is left to gain, little is
+    risked. A learning rate below 1 takes that share of the bounded step; one above 1 meets the bound too.
 
     Args:
         max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.
@@ -70,7 +71,7 @@ class MeasuredLength(Rule):
         """
         proposal, nats = model.proposal, model.nats
         promised = proposal.promised_form(model.damping)
-        ratio = proposal.excess(model.damping).clamp(min=1.0)
+        ratio = proposal.excess(model.damping).clamp(min=model.fallen)
         full = promised if model.full is None else torch.maximum(model.full, promised)
         radius = self.radius(model, full)
         bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite

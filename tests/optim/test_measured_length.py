@@ -246,7 +246,9 @@ def test_the_ratio_rises_at_once_and_falls_slowly_never_below_one():
     assert float(stride.known_ratio(ONE)) == 1
     assert learned(stride, 8.0) == pytest.approx(8.0)
     assert learned(stride, 20.0) == pytest.approx(20.0)
+    assert not stride.falls
     assert learned(stride, 2.0) == pytest.approx(SLOWEST * 20)
+    assert stride.falls  # a tenth of what it was: the next pass is asked again
     assert learned(stride, 18.0) == pytest.approx(18.0)
     assert learned(Stride(), 0.2) == 1
 
@@ -258,3 +260,21 @@ def test_a_form_that_is_not_finite_shortens_the_next_steps_and_one_of_zero_says_
     assert learned(stride, 4.0, promised=0.0) == pytest.approx(2.0)
     assert learned(stride, math.inf) == pytest.approx(20.0)
     assert learned(stride, 30.0) == pytest.approx(30.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_is_as_long_as_the_metric_of_today_says_where_the_averages_remember_a_larger_one(recipe: Any):
+    model = seeded(lambda: nn.Linear(3, 3, bias=False)).to(F64)
+    x, y = torch.eye(3, dtype=F64).repeat(3, 1), draw(9, 3)
+    rule = ng.MeasuredLength(math.inf, math.inf)
+    due = {"update_every": 1, "invert_every": 1}
+    opt = recipe(model, nn.MSELoss(), decay=0.999, estimate=EXACT, momentum=0.0, damping=1e-8, rule=rule, **due)
+    for _ in range(4):
+        move(opt, model, x, y)
+    metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), 0.1 * x)
+    for _ in range(10):
+        step = move(opt, model, 0.1 * x, y)
+        gradient = flat_gradient(model)
+        # not beyond the minimum along it, but for what the averages forget between two measurements
+        assert step @ metric.mv(step) <= -1.5 * step @ gradient
+    assert opt.state_report().rate > 10
