@@ -276,6 +276,19 @@ def test_a_step_that_would_raise_the_loss_is_solved_again_with_more_damping(monk
     assert report.damping > 1e-3
 
 
+def test_momentum_that_leads_uphill_is_dropped():
+    """Damping pulls to the last solution: where that raises the loss, the step is solved from zero."""
+    net = perceptron(2, 1)
+    opt = ng.residuals(net, {"inside": TERMS["Poisson"], "edge": lambda u, x: u(x)}, momentum=0.9)
+    points = {"inside": draw(30), "edge": draw(20) * torch.tensor([1.0, 0.0])}
+    opt.step(**points)
+    for p in net.parameters():
+        opt.state[p]["solution"].fill_(100.0)
+    before = opt.step(**points)
+    assert opt.step(**points) < before
+    assert opt.state_report().damping < 1e9
+
+
 def test_a_run_goes_on_bit_for_bit():
     def train(opt, steps: range) -> None:
         for i in steps:

@@ -149,6 +149,7 @@ class ResidualOptimizer(NaturalGradient):
             if self._last.rate or not self._level > level:
                 break
             self._last, self._judged = replace(self._last, step=step), judged  # it counts steps, and not attempts
+            self._start = None  # damping pulls to it: where it leads uphill, more damping would never help
 
     def _skip(self, trouble: Any) -> None:
         self._now = None
