@@ -1,0 +1,235 @@
+"""Normals moved by four metrics, and how far the kernelised Wasserstein metric is from the exact one.
+
+Error: a normal with independent entries, where the Wasserstein metric is the identity in (mean, deviations). Descent:
+x = mean + B z, the squared Wasserstein distance to another normal as loss, in badly scaled coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.lapack import eigh, invert_or_nan, solve_or_nan
+from natgrad.metrics import RBF
+from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.papers.arbel_2020 import page
+
+DIMENSIONS, SAMPLES = (1, 2, 5), (128, 512, 2048)
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+DAMPING = 1e-8
+METHODS = page.METHODS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--set` can change."""
+
+    draws: int = 20  # of the gradient and of the samples, per point of the error's table
+    bandwidth: float = 5.0  # of the error's kernel, in deviations; a descent has the median distance
+    regularization: float = 1e-10
+    d: int = 2  # of the descent
+    samples: int = 300  # per step of the descent
+    condition: float = 30.0  # of the coordinates of the descent
+    steps: int = 60  # of the descent, at each rate
+    level: float = 1e-3  # of the loss, as a share of that at the start
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("draws", "d", "steps"):
+            if getattr(self, name) < 1:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if self.samples < 10:
+            raise LabError(f"samples is {self.samples}, expected at least 10")
+        if not self.condition >= 1:
+            raise LabError(f"condition is {self.condition}, expected a number >= 1")
+        for name in ("bandwidth", "regularization", "level"):
+            if not getattr(self, name) > 0:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
+
+
+def independent(params: dict[str, Tensor], z: Tensor) -> Tensor:
+    """mean + deviations * z: its motion is a gradient field, so that E[J^T J] is the Wasserstein metric: I."""
+    return params["mean"] + params["deviations"] * z
+
+
+def errors(run: Run) -> Numbers:
+    """|d - g| / |g| of the kernelised natural gradient d for random gradients g, in every dimension."""
+    s: Settings = run.settings
+    found: Numbers = {}
+    generator = torch.Generator().manual_seed(run.seed)
+    for place, d in enumerate(DIMENSIONS):
+        found[str(d)] = {}
+        for n in SAMPLES:
+            run.advance(place / len(DIMENSIONS))
+            found[str(d)][str(n)] = [relative_error(s, d, n, generator) for _ in range(s.draws)]
+    return found
+
+
+def relative_error(s: Settings, d: int, n: int, generator: torch.Generator) -> float:
+    """One draw of samples, basis and gradient; as many functions as the paper takes, d floor(sqrt(n))."""
+    params = {"mean": torch.zeros(d, dtype=torch.float64), "deviations": torch.ones(d, dtype=torch.float64)}
+    z = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    g = torch.randn(2 * d, generator=generator, dtype=torch.float64)
+    metric = ng.transport_metric(
+        independent,
+        kernel=RBF(s.bandwidth),
+        basis=d * math.isqrt(n),
+        regularization=s.regularization,
+        generator=generator,
+    )
+    found = ng.natural_gradient(metric.at(params, z), g, damping=DAMPING).value
+    return float((found - g).norm() / g.norm())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A start, a target N(goal, spread) and coordinates xi with (mean, B) = turn @ xi."""
+
+    start: Tensor  # xi, (d + d^2,)
+    turn: Tensor
+    goal: Tensor
+    spread: Tensor
+
+    @property
+    def d(self) -> int:
+        """Of the samples."""
+        return len(self.goal)
+
+    def parts(self, xi: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean (d,) and B (d, d)."""
+        both = self.turn @ xi
+        return both[: self.d], both[self.d :].view(self.d, self.d)
+
+    def model(self, params: dict[str, Tensor], z: Tensor) -> Tensor:
+        """x = mean + B z."""
+        mean, B = self.parts(params["xi"])
+        return mean + z @ B.mT
+
+    def loss(self, xi: Tensor) -> Tensor:
+        """The squared Wasserstein distance from N(mean, B B^T) to the target: |mean gap|^2 + tr(S + T) - 2 |T^1/2 B|_1.
+
+        The last norm is the sum of singular values, tr (T^1/2 S T^1/2)^1/2.
+        """
+        mean, B = self.parts(xi)
+        values, vectors = eigh(self.spread)
+        half = (vectors * values.sqrt()) @ vectors.mT
+        product = half @ B
+        crossed = eigh(product @ product.mT)[0].clamp(min=1e-12).sqrt().sum()
+        return (mean - self.goal).square().sum() + B.square().sum() + self.spread.trace() - 2 * crossed
+
+
+def problem(d: int, condition: float, seed: int) -> Problem:
+    """A narrow normal three away from a broad, slanted one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    size = d + d * d
+    left, right = (torch.linalg.qr(draw(size, size))[0] for _ in range(2))
+    turn = left * torch.logspace(0, -math.log10(condition), size, dtype=torch.float64) @ right
+    away = draw(d)
+    slant = draw(d, d)
+    spread = slant @ slant.mT / d + 0.3 * torch.eye(d, dtype=torch.float64)
+    first = torch.cat([3 * away / away.norm(), (0.2 * torch.eye(d, dtype=torch.float64)).flatten()])
+    return Problem(solve_or_nan(turn, first), turn, torch.zeros(d, dtype=torch.float64), spread)
+
+
+Direction = Callable[[Problem, Tensor, Tensor, Tensor], Tensor]
+
+
+def directions(s: Settings, generator: torch.Generator) -> dict[str, Direction]:
+    """direction(problem, xi, gradient, z) by name."""
+    kernel = {"kernel": RBF(), "basis": s.d * math.isqrt(s.samples), "generator": generator}
+
+    def transport(task: Problem, xi: Tensor, g: Tensor, z: Tensor, **kernelised: object) -> Tensor:
+        metric = ng.transport_metric(task.model, **kernelised)  # pyright: ignore[reportArgumentType]
+        return ng.natural_gradient(metric.at({"xi": xi}, z), g, damping=DAMPING).value
+
+    return {
+        METHODS[0]: lambda task, xi, g, z: g,
+        METHODS[1]: lambda task, xi, g, z: transport(task, xi, g, z),
+        METHODS[2]: lambda task, xi, g, z: transport(task, xi, g, z, **kernel),
+        METHODS[3]: lambda task, xi, g, z: fisher_direction(task, xi, g),
+    }
+
+
+def fisher_direction(task: Problem, xi: Tensor, g: Tensor) -> Tensor:
+    """The natural gradient of N(mean, B B^T) by Fisher's metric: the Hessian of the KL divergence from xi."""
+    with torch.no_grad():
+        mean, B = task.parts(xi)
+        precision = invert_or_nan(B @ B.mT)
+
+    def divergence(other: Tensor) -> Tensor:  # KL(N(xi), N(other)) up to third order, symmetric: 1/2 d^T F d
+        moved, changed = task.parts(other)
+        gap, drift = moved - mean, precision @ (changed @ changed.mT - B @ B.mT)
+        return 0.5 * gap @ precision @ gap + 0.25 * (drift * drift.mT).sum()
+
+    hessian = torch.func.hessian(divergence)(xi.detach())
+    return ng.natural_gradient(ng.operators.DenseOperator(hessian), g, damping=DAMPING).value
+
+
+def descents(run: Run) -> Numbers:
+    """For each method the losses at its best rate, and the path of the mean."""
+    s: Settings = run.settings
+    task = problem(s.d, s.condition, run.seed)
+    found: Numbers = {"goal": task.goal.tolist(), "spread": task.spread.tolist()}
+    for place, name in enumerate(METHODS):
+        tried = {}
+        for number, rate in enumerate(RATES):
+            run.advance((place + number / len(RATES)) / len(METHODS))
+            tried[rate] = descend(s, task, name, rate, run.seed)
+        best = min(tried, key=lambda rate: rank(tried[rate]["losses"], s))
+        found[name] = tried[best] | {"rate": best, "reached": reached(tried[best]["losses"], s)}
+    return found
+
+
+def descend(s: Settings, task: Problem, name: str, rate: float, seed: int) -> Numbers:
+    """Losses and means of one run; it ends where the loss is not finite or far above the first."""
+    generator = torch.Generator().manual_seed(seed)
+    direction, xi = directions(s, generator)[name], task.start
+    losses, means = [], []
+    for _ in range(s.steps + 1):
+        leaf = xi.clone().requires_grad_()
+        loss = task.loss(leaf)
+        losses.append(loss.item())
+        means.append(task.parts(xi)[0].tolist())
+        if not math.isfinite(losses[-1]) or losses[-1] > 10 * losses[0]:
+            break
+        (g,) = torch.autograd.grad(loss, leaf)
+        z = torch.randn(s.samples, s.d, generator=generator, dtype=torch.float64)
+        xi = xi - rate * direction(task, xi, g, z)
+    return {"losses": losses, "means": means}
+
+
+def reached(losses: list[float], s: Settings) -> int | None:
+    """Steps until the loss is below its level, and stays finite."""
+    below = [step for step, loss in enumerate(losses) if loss < s.level * losses[0]]
+    return below[0] if below and len(losses) == s.steps + 1 else None
+
+
+def rank(losses: list[float], s: Settings) -> tuple[float, float]:
+    """Steps to the level, then the last loss; runs that broke off come last."""
+    count = reached(losses, s)
+    whole = len(losses) == s.steps + 1 and math.isfinite(losses[-1])
+    return (math.inf if count is None else count, losses[-1] if whole else math.inf)
+
+
+STUDY = Study(
+    name="arbel_2020_toy",
+    summary="the kernelised Wasserstein metric on normals: its error, and descents beside Fisher's metric",
+    settings=Settings,
+    pieces=lambda settings: (
+        Piece("errors", "Error of the natural gradient", errors, repeated=False),
+        Piece("descents", "Descents by four metrics", descents),
+    ),
+    tell=page.tell,
+    seeds=5,
+)
