@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import natgrad as ng
+from natgrad_lab.energies.exact_scores import curve as trace
+from natgrad_lab.energies.exact_scores import exact_score
 from natgrad_lab.energies.score_energy_net import Settings, held_out, network, optimizers, rings, source, spiral, step
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
@@ -27,9 +29,26 @@ def test_rings_and_arms_lie_where_they_should():
     assert (inner[:, 0].abs() > 1.5).float().mean() > 0.9
 
 
+@pytest.mark.parametrize(("task", "turns"), [("rings", 90), ("spiral", 400)])
+def test_the_exact_score_is_that_of_a_smooth_density_and_leaves_noise_alone(task, turns):
+    traced, noise = trace(task, turns), 0.4
+    x = torch.tensor([[1.1, 0.3], [-0.4, 2.2], [2.5, 2.0]], dtype=torch.float64, requires_grad=True)
+    variance = traced.variance + noise**2
+    log_p = (traced.weights.log() - torch.cdist(x, traced.points).square() / (2 * variance)).logsumexp(1)
+    (expected,) = torch.autograd.grad(log_p.sum(), x)
+    torch.testing.assert_close(exact_score(traced, x.detach(), noise), expected)
+    draw, generator = source(task)[0], torch.Generator().manual_seed(0)
+    z = torch.randn(4000, 2, generator=generator)
+    noisy = draw(4000, generator) + noise * z
+    left = exact_score(traced, noisy, noise) + z / noise  # no function of x explains more: orthogonal to all of them
+    for tried in (noisy, noisy.square(), noisy.sin()):
+        terms = left * tried
+        assert terms.mean().abs() < 4 * terms.std() / terms.numel() ** 0.5
+
+
 @pytest.mark.parametrize("method", ["K-FAC", "Adam"])
 def test_steps_lower_the_loss(method):
-    s = replace(FEW, kfac=0.3, width=16)
+    s = replace(FEW, kfac=0.5, width=16)
     draw, test = source("rings")
     score, generator = ng.Score(network("rings", 2, s.width, 0)), torch.Generator().manual_seed(0)
     opt = optimizers(s)[method](score)
@@ -45,7 +64,7 @@ def test_the_page_tells_every_task():
     found = []
     for piece in study.pieces(FEW):
         numbers = piece.work(Run(FEW, 0))
-        assert all(math.isfinite(loss) for _, _, loss in numbers["curve"])
+        assert all(math.isfinite(loss) for _, _, loss, _ in numbers["curve"])
         found.append(Found({"piece": piece.name, "seed": 0}, numbers))
     story = study.tell(Findings(FEW, tuple(found)))
     assert [section.title for section in story.sections] == ["rings", "digits"]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import PALETTE
+from natgrad_lab.figures import DASHES, PALETTE
 
 METHODS = ("gradient", "Wasserstein, E[J^T J]", "Wasserstein, kernelised", "Fisher")
 
@@ -40,10 +40,9 @@ def _errors(found: Numbers) -> Section:
 
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
-        for colour, (d, cells) in zip(PALETTE, found.items(), strict=False):
-            axes.plot(
-                [int(n) for n in counts], [median(cells[n]) for n in counts], "o-", color=colour, label=f"d = {d}"
-            )
+        for colour, dash, (d, cells) in zip(PALETTE, DASHES, found.items(), strict=False):
+            errors = [median(cells[n]) for n in counts]
+            axes.plot([int(n) for n in counts], errors, marker="o", linestyle=dash, color=colour, label=f"d = {d}")
         axes.set(xscale="log", yscale="log", xlabel="samples", ylabel="relative error")
         axes.legend(fontsize=9)
 
@@ -72,11 +71,13 @@ def _cells(runs: list[Numbers]) -> tuple[str, str, str]:
 def _curves(runs: list[Numbers]) -> Picture:
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
-        for colour, name in zip(PALETTE, METHODS, strict=False):
+        for colour, dash, name in zip(PALETTE, DASHES, METHODS, strict=False):
             for place, run in enumerate(runs):
                 losses = np.array(run[name]["losses"])
                 label = name if place == 0 else None
-                axes.plot(np.maximum(losses / losses[0], 1e-8), color=colour, linewidth=1.2, label=label)
+                axes.plot(
+                    np.maximum(losses / losses[0], 1e-8), color=colour, linestyle=dash, linewidth=1.2, label=label
+                )
         axes.set(yscale="log", xlabel="steps", ylabel="loss, of the first")
         axes.legend(fontsize=8)
 
@@ -86,10 +87,10 @@ def _curves(runs: list[Numbers]) -> Picture:
 def _paths(run: Numbers) -> Picture:
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
-        for colour, name in zip(PALETTE, METHODS, strict=False):
+        for colour, dash, name in zip(PALETTE, DASHES, METHODS, strict=False):
             means = np.array(run[name]["means"])[:, :2]
             across, up = means[:, 0], means[:, 1] if means.shape[1] > 1 else np.zeros(len(means))
-            axes.plot(across, up, ".-", color=colour, linewidth=1.2, markersize=3, label=name)
+            axes.plot(across, up, ".", linestyle=dash, color=colour, linewidth=1.2, markersize=3, label=name)
         axes.plot(*[[value] for value in [*run["goal"], 0.0][:2]], "k*", markersize=10)
         axes.set(xlabel="mean, first entry", ylabel="second")
         axes.legend(fontsize=8)
