@@ -63,6 +63,12 @@ class HeteroscedasticGaussian(DiagonalForm):
 
     Args:
         log_variance: True: spread is log sigma^2 (no positivity to enforce). False: spread is sigma^2 itself.
+
+    Example:
+        >>> family = ng.HeteroscedasticGaussian()
+        >>> outputs = torch.tensor([[1.0, 0.0]])  # mean 1, variance exp(0)
+        >>> family.fisher(outputs).diagonal(dim1=-2, dim2=-1)
+        tensor([[1.0000, 0.5000]])
     """
 
     log_variance: bool = True

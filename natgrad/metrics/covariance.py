@@ -41,6 +41,14 @@ def covariance(
     Reference:
         Le Roux, Manzagol & Bengio 2008 (TONGA); Pascanu & Bengio 2013, eq. 12, 13, with the per-example gradients that
         the printed formulas lack.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> metric = ng.covariance(model, nn.CrossEntropyLoss(), centred=True)
+        >>> opt = ng.NaturalGradient(model, metric, solver=ng.SampleSpace(), damping=0.1)
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
     return Covariance(EmpiricalFisher(model, as_criterion(family), outputs=outputs), centred)
 

@@ -95,6 +95,13 @@ def krylov_subspace(
 
     Raises:
         TypeError: For a criterion that is not a likelihood.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.krylov_subspace(model, nn.CrossEntropyLoss(), dimension=5)
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
     chosen = fill_options(
         options,

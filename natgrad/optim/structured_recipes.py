@@ -146,6 +146,13 @@ def diagonal(
 
     Raises:
         TypeError: For a criterion that is not a likelihood.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.diagonal(model, nn.CrossEntropyLoss())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
     return build(model, criterion, Diagonal(decay, estimate), lr, heed_noise(options, NATURAL), damping=NEAR)
 
@@ -175,6 +182,13 @@ def unitwise(
 
     Reference:
         Le Roux et al. 2008; Ollivier 2015.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.unitwise(model, nn.CrossEntropyLoss())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
     return build(model, criterion, UnitWise(decay, estimate), lr, heed_noise(options, NATURAL), damping=NEAR)
 
@@ -208,6 +222,13 @@ def online_ng(
 
     Reference:
         Povey, Zhang & Khudanpur 2015.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.online_ng(model, nn.CrossEntropyLoss())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
     structure = OnlineLowRank(decay, estimate, gradient=gradient, factored=True)
     return build(model, criterion, structure, lr, heed_noise(options, NATURAL), damping=NEAR)
@@ -243,6 +264,13 @@ def tonga(
 
     Reference:
         Le Roux, Manzagol & Bengio 2008.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.tonga(model, nn.CrossEntropyLoss())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
     return build(
         model, criterion, LowRankCovariance(decay, estimate, rank=rank), lr, heed_noise(options, NATURAL), damping=FAR

@@ -16,7 +16,15 @@ from natgrad.rules.quadratic import Quadratic, Step, hold_kl, share_of_rate
 
 @dataclass(frozen=True)
 class Rate(Rule):
-    """The proposal as it is: -lr * (G + damping I)^-1 g."""
+    """The proposal as it is: -lr * (G + damping I)^-1 g.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.kfac(model, nn.CrossEntropyLoss(), lr=0.1, rule=ng.Rate())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
+    """
 
     needs_form = False
 
@@ -117,6 +125,13 @@ class Momentum(Rule):
 
     Raises:
         ValueError: Unless 0 <= decay < 1 and radius > 0.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=ng.Momentum(0.9))
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     decay: float = 0.9
@@ -153,6 +168,13 @@ class TrustRegion(Rule):
 
     Raises:
         ValueError: For radius <= 0, or numbers out of range.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=ng.TrustRegion(0.1))
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     radius: float
@@ -242,6 +264,14 @@ class LineSearch(Rule):
         sufficient: Share of the decrease that the slope promises.
         iterates: True starts from the solver's best iterate instead of its last: it goes back over those that the
             solver kept (`ng.CG(keep=1.3)`) while the loss falls (Martens 2010, section 4.6): one evaluation each.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> fisher = ng.fisher(model, nn.CrossEntropyLoss())
+        >>> opt = ng.NaturalGradient(model, fisher, rule=ng.LineSearch())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     needs_form = False

@@ -39,6 +39,14 @@ class KrylovSubspace(Solver):
 
     Reference:
         Vinyals & Povey 2012; Saad 2003, section 6. `absolute`: Dauphin et al. 2014.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> fisher = ng.fisher(model, nn.CrossEntropyLoss())
+        >>> opt = ng.NaturalGradient(model, fisher, solver=ng.KrylovSubspace(dimension=5), rule=ng.SubspaceSearch())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     dimension: int = 20

@@ -258,6 +258,14 @@ class AdaptiveInverse(Structure):
 
     Reference:
         Karakida, Okada & Amari 2016, section 2.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> fisher = ng.fisher(model, nn.CrossEntropyLoss())
+        >>> opt = ng.NaturalGradient(model, fisher, structure=ng.AdaptiveInverse(), damping=0.0)
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     method: Update = field(default_factory=Averaged)

@@ -16,7 +16,16 @@ from natgrad.structures.running_average import average_tensor
 
 @dataclass(frozen=True)
 class Exact(Structure):
-    """G of this step's data, as products. Remembers nothing. Memory: the graph of one forward and backward pass."""
+    """G of this step's data, as products. Remembers nothing. Memory: the graph of one forward and backward pass.
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> fisher = ng.fisher(model, nn.CrossEntropyLoss())
+        >>> opt = ng.NaturalGradient(model, fisher, structure=ng.Exact(), solver=ng.CG())
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
+    """
 
     def update(
         self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
@@ -36,6 +45,14 @@ class Dense(Structure):
 
     Raises:
         ValueError: For a decay outside [0, 1).
+
+    Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+        >>> fisher = ng.fisher(model, nn.CrossEntropyLoss())
+        >>> opt = ng.NaturalGradient(model, fisher, structure=ng.Dense(decay=0.9))
+        >>> opt.zero_grad()
+        >>> opt.loss(model(x), y).backward()
+        >>> opt.step()
     """
 
     decay: float = 0.0

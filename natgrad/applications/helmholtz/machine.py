@@ -32,6 +32,11 @@ class HelmholtzMachine(nn.Module):
 
     Raises:
         ValueError: For fewer than two layers, a size < 1, other units.
+
+    Example:
+        >>> machine = ng.HelmholtzMachine([4, 3, 2])
+        >>> machine.sample(5).shape
+        torch.Size([5, 4])
     """
 
     def __init__(

@@ -133,6 +133,11 @@ class NaturalPolicyGradient(PolicyLearner):
     Raises:
         ValueError: For a number out of range, outputs of the wrong shape, a space without a head.
         TypeError: For an unknown keyword.
+
+    Example:
+        >>> agent = ng.NaturalPolicyGradient(None, "CartPole-v1", batch=64)
+        >>> agent.learn(64)["steps"]
+        [64]
     """
 
     def __init__(
