@@ -16,7 +16,8 @@ from natgrad.applications.search.relaxation import take_ranked_step
 
 TRUSTED = 0.9  # share of f's variance below which a regression that stands still is no longer followed
 NOISY = 0.3  # rate of the ranked steps of the best quarter, where a point does not give its value again
-WAIT = 5  # evaluations per bit without a better value after which it is not
+WAIT = 5  # evaluations per bit without a better value after which it is not, times the share that it explains
+CHILDREN = 6  # candidates per generation then: more of them would be children of a parent that is out of date
 STUCK = 10  # evaluations per bit without a better value after which children differ from the parent in more bits
 POWER = 1.5  # in how many then: k with a chance of k^-1.5
 
@@ -26,8 +27,8 @@ class BernoulliSearch(BitSearch):
 
     The natural gradient by regression trusts the values of f. Where single bits explain less than nine tenths of f and
     no better value came for long, the rest of the run takes ranked steps at rate 1, with the best point so far among
-    the candidates: the means lie at that point, up to the margin, and the search is a (1 + popsize)-EA of which no
-    child repeats its parent. Before that the best point is evaluated again; where its value is another one, f is noisy
+    the candidates: the means lie at that point, up to the margin, and the search is a (1 + 6)-EA of which no child
+    repeats its parent; `popsize` is 6 from then on. Before that the best point is evaluated again; where its value is another one, f is noisy
     and the steps are those of `PBIL(.3)`. `probabilities` (n,) is the present distribution.
 
     Args:
@@ -125,6 +126,7 @@ class BernoulliSearch(BitSearch):
         again = values[(points == self._parent).all(1)]
         if len(again):
             self._noisy = bool((again != self._parent_value).any())
+            self.popsize = self.popsize if self._noisy else min(self.popsize, CHILDREN)
 
     def _choose_parent(self, points: Tensor, values: Tensor) -> None:
         """The best point so far, and of equal ones the last: so it drifts where values do not change."""
@@ -135,15 +137,18 @@ class BernoulliSearch(BitSearch):
 
     def _stands_still(self) -> bool:
         """True if the regression leaves much of f unexplained and has found nothing better for long."""
-        since = self.nfev - self.best.nfev
-        poor = self.slope is not None and self.slope.explained < TRUSTED
-        return poor and since >= max(200, WAIT * self._dim())
+        if self.slope is None or self.slope.explained >= TRUSTED:
+            return False
+        patience = max(200, WAIT * self._dim()) * max(0.1, self.slope.explained)
+        return self.nfev - self.best.nfev >= patience
 
     def state_dict(self) -> dict[str, Any]:
         parent = (self._parent, self._parent_value)
         return super().state_dict() | {"doubting": self._doubting, "noisy": self._noisy, "parent": parent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("noisy") is False:
+            self.popsize = min(self.popsize, CHILDREN)
         super().load_state_dict(state)
         self._doubting, self._noisy = state["doubting"], state.get("noisy")
         self._parent, self._parent_value = state.get("parent", (self.best.x, self.best.fun))  # older states have none
