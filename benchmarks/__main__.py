@@ -116,6 +116,13 @@ def search_functions(choices: Choices) -> None:
     stream(f"{title}, XNES", search.natural_figures(choices.searched), (*search.HEADS[:2], "cmaes.XNES"))
 
 
+def search_surrogate(choices: Choices) -> None:
+    from benchmarks import search
+
+    title = f"Evaluations to 1e-8 with a quadratic model, {said(choices.searched)}; kept in {search.KNOWN}"
+    stream(title, search.surrogate_figures(choices.searched), search.SURROGATE_HEADS)
+
+
 def search_bbob(choices: Choices) -> None:
     from benchmarks import search
 
@@ -237,6 +244,7 @@ TABLES: dict[str, Callable[[int], None]] = {
 SEARCHES: dict[str, Callable[[Choices], None]] = {
     "search-functions": search_functions,
     "search-bbob": search_bbob,
+    "search-surrogate": search_surrogate,
     "search-bits": search_bits,
     "search-pbo": search_pbo,
     "search-noise": search_noise,

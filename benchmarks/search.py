@@ -5,13 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import cma
 import numpy as np
 import torch
 from cma import bbobbenchmarks
 from torch import Tensor
 
+from benchmarks.kept_results import keep_result
 from natgrad.applications.search import BIPOP, IPOP, XNES, GaussianModel, SearchResult, minimize
 
 HEADS = ("reached", "median evaluations (smallest-largest)", "pycma's median", "goal")
@@ -139,3 +143,44 @@ def bbob_figures(seeds: range, cases: tuple[tuple[int, int], ...]) -> Iterator[t
         running = f"{total / max(reached, 1):.0f}"
         aim = goal(name, 1.3 if number == 15 else 1.1)
         yield name, f"{reached} of {len(seeds)}", f"{len(firsts)}", running, spread(firsts), PYCMA[name], aim
+
+
+SURROGATE_HEADS = ("reached", "surrogate=True", "reached", "pycma's lq-CMA-ES")
+KNOWN = Path("build/benchmarks/search_surrogate.json")
+
+
+def surrogate_figures(seeds: range, dims: tuple[int, ...] = (5, 10)) -> Iterator[tuple[str, ...]]:
+    """Evaluations with a quadratic model of f, beside pycma's."""
+    for problem in (p for d in dims for p in problems(d)):
+        cells: list[str] = []
+        for contestant in (assisted, assisted_peer):
+            counts = [
+                keep_result(KNOWN, f"{problem.name} {contestant.__name__} {seed}", partial(contestant, problem, seed))
+                for seed in seeds
+            ]
+            reached = [count for count in counts if count is not None]
+            cells += [f"{len(reached)} of {len(counts)}", spread(reached)]
+        yield problem.name, *cells
+
+
+def assisted(problem: Problem, seed: int) -> int | None:
+    """Evaluations up to the target with `surrogate=True`."""
+    result = solve(problem, seed, surrogate=True, maxfevals=20_000)
+    return result.nfev if result.success else None
+
+
+def assisted_peer(problem: Problem, seed: int) -> int | None:
+    """Evaluations up to the target by pycma's `fmin_lq_surr2`."""
+    x0 = problem.x0(torch.Generator().manual_seed(1000 + seed)).numpy().astype(float)
+    count, reached = 0, 0
+
+    def f(x: np.ndarray) -> float:
+        nonlocal count, reached
+        count += 1
+        value = float(problem.f(torch.as_tensor(x).unsqueeze(0))[0])
+        reached = reached or (count if value <= problem.target else 0)
+        return value
+
+    options = {"verbose": -9, "seed": seed + 1, "ftarget": problem.target, "maxfevals": 20_000}
+    cma.fmin_lq_surr2(f, x0, problem.sigma0, options)
+    return reached or None

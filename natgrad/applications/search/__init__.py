@@ -24,6 +24,7 @@ from natgrad.applications.search.restarts import BIPOP, IPOP, Restarts, Run
 from natgrad.applications.search.runs import SearchResult
 from natgrad.applications.search.separable import Separable
 from natgrad.applications.search.sparse import SparsePrecision
+from natgrad.applications.search.surrogate import QuadraticSurrogate
 from natgrad.applications.search.xnes import XNES
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "MarkovSearch",
     "NoiseHandling",
     "ProductSearch",
+    "QuadraticSurrogate",
     "Ranking",
     "RayPool",
     "Relaxation",

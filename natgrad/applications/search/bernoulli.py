@@ -17,6 +17,7 @@ from natgrad.applications.search.relaxation import take_ranked_step
 TRUSTED = 0.9  # share of f's variance below which a regression that stands still is no longer followed
 NOISY = 0.3  # rate of the ranked steps of the best quarter, where a point does not give its value again
 WAIT = 5  # evaluations per bit without a better value after which it is not, times the share that it explains
+LEAST = 0.5  # of that share
 CHILDREN = 6  # candidates per generation then: more of them would be children of a parent that is out of date
 STUCK = 10  # evaluations per bit without a better value after which children differ from the parent in more bits
 POWER = 1.5  # in how many then: k with a chance of k^-1.5
@@ -28,8 +29,8 @@ class BernoulliSearch(BitSearch):
     The natural gradient by regression trusts the values of f. Where single bits explain less than nine tenths of f and
     no better value came for long, the rest of the run takes ranked steps at rate 1, with the best point so far among
     the candidates: the means lie at that point, up to the margin, and the search is a (1 + 6)-EA of which no child
-    repeats its parent; `popsize` is 6 from then on. Before that the best point is evaluated again; where its value is another one, f is noisy
-    and the steps are those of `PBIL(.3)`. `probabilities` (n,) is the present distribution.
+    repeats its parent; `popsize` is 6 from then on. Before that the best point is evaluated again; where its value is
+    another one, f is noisy and the steps are those of `PBIL(.3)`. `probabilities` (n,) is the present distribution.
 
     Args:
         n: Number of bits.
@@ -139,7 +140,7 @@ class BernoulliSearch(BitSearch):
         """True if the regression leaves much of f unexplained and has found nothing better for long."""
         if self.slope is None or self.slope.explained >= TRUSTED:
             return False
-        patience = max(200, WAIT * self._dim()) * max(0.1, self.slope.explained)
+        patience = max(200, WAIT * self._dim()) * max(LEAST, self.slope.explained)
         return self.nfev - self.best.nfev >= patience
 
     def state_dict(self) -> dict[str, Any]:

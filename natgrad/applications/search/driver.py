@@ -16,12 +16,13 @@ from natgrad.applications.search.black_box import BlackBox, Function, Pool
 from natgrad.applications.search.convergence import Tolerances
 from natgrad.applications.search.domain import as_point
 from natgrad.applications.search.full_covariance import Full
-from natgrad.applications.search.gaussian import Bounds
+from natgrad.applications.search.gaussian import Bounds, GaussianSearch
 from natgrad.applications.search.model import GaussianModel
 from natgrad.applications.search.noise import NoiseHandling, Repeated
 from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
 from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
+from natgrad.applications.search.surrogate import QuadraticSurrogate
 from natgrad.checks import check_integer
 from natgrad.progress import Progress, check_callback
 from natgrad.state_files import FORMAT, read_state_file, write_state_file
@@ -37,6 +38,7 @@ def minimize(
     integers: Any = None,
     model: GaussianModel | None = None,
     noise: bool | NoiseHandling = False,
+    surrogate: bool | QuadraticSurrogate = False,
     ftarget: float | None = None,
     maxfevals: float | None = None,
     restarts: Restarts | int | str | None = None,
@@ -70,6 +72,8 @@ def minimize(
         model: How the covariance is stored and moved, default `Full()`; see `GaussianSearch`.
         noise: True or a `NoiseHandling` if two evaluations of a point differ. They are then repeated as needed, ftarget
             applies to the median of a generation, and the result is the distribution's centre.
+        surrogate: True or a `QuadraticSurrogate` if f is expensive and smooth: a quadratic model ranks the candidates,
+            of which few are evaluated. Only for a Gaussian search, without noise and ahead.
         ftarget: Stop at a value as low.
         maxfevals: Bound on evaluations; default none.
         restarts: A number, `IPOP(times)`, `BIPOP(times)` or their names. Restarts begin at x0, or anywhere within
@@ -110,13 +114,15 @@ def minimize(
         restarts = 0 if not isinstance(x0, Relaxation) or ftarget is None or maxfevals is None else IPOP()
     factory = as_run_factory(x0, sigma0, chosen, as_restarts(restarts), seed)
     check_workers(executor, timeout, ahead, noise)
+    assistance = as_surrogate(surrogate, factory, noise, ahead)
     objective = BlackBox(f, vectorized, executor, timeout)
     check_goals(ftarget, maxfevals, factory.popsize, objective.asking)
     check_callback(callback, "the search")
     check_integer("checkpoint_every", checkpoint_every, 1, hint=": a number of generations")
     objective.limit = math.inf if maxfevals is None else float(maxfevals)
     handling = as_handling(noise)
-    runs = SearchRuns(factory, objective, None if handling is None else Repeated(objective, handling), ahead)
+    repeated = None if handling is None else Repeated(objective, handling)
+    runs = SearchRuns(factory, objective, repeated, ahead, assistance)
     file = None if checkpoint is None else CheckpointFile(runs, Path(checkpoint), checkpoint_every)
     try:
         with Progress("evaluations", maxfevals, progress) as shown:
@@ -231,6 +237,34 @@ def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:
     if not isinstance(noise, bool):
         raise TypeError(f"noise is {noise!r}, expected True, False or NoiseHandling(...)")
     return NoiseHandling() if noise else None
+
+
+def as_surrogate(surrogate: Any, factory: RunFactory, noise: Any, ahead: int) -> QuadraticSurrogate | None:
+    """When a model of f is believed; None if there is none.
+
+    Args:
+        surrogate: True stands for the defaults.
+        factory: Builds the searches.
+        noise: Whether points are evaluated more than once.
+        ahead: Points beyond a generation.
+
+    Raises:
+        TypeError: If it is no truth value and no `QuadraticSurrogate`.
+        ValueError: If the search is no Gaussian one, or points are evaluated ahead or again.
+    """
+    if not isinstance(surrogate, (bool, QuadraticSurrogate)):
+        raise TypeError(f"surrogate is {surrogate!r}, expected True, False or QuadraticSurrogate(...)")
+    if surrogate is False:
+        return None
+    first = factory.search if isinstance(factory, GivenRunFactory) else None
+    if first is not None and not isinstance(first, GaussianSearch):
+        raise ValueError(f"surrogate={surrogate!r} is given with a {type(first).__name__}: it needs a GaussianSearch")
+    if noise is not False or ahead > 0:
+        name, value = ("noise", noise) if noise is not False else ("ahead", ahead)
+        raise ValueError(
+            f"{name} is {value!r} with surrogate={surrogate!r}: only one of the two can choose what to evaluate"
+        )
+    return QuadraticSurrogate() if surrogate is True else surrogate
 
 
 def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None:

@@ -129,6 +129,26 @@ class GaussianSearch(Search):
     def centre(self) -> Tensor:
         return self.mean
 
+    def standardise(self, points: Tensor) -> Tensor:
+        """(x_i - mean_i) / deviation_i: a sum of functions of single variables stays one.
+
+        Args:
+            points: x, shape (N, d), within the bounds.
+        """
+        return (self.domain.latent(points) - self._state["mean"]) / self._deviations()
+
+    def locate(self, places: Tensor) -> Tensor:
+        """x_i = mean_i + deviation_i z_i, within the bounds and rounded where integers are wanted.
+
+        Args:
+            places: z, shape (N, d).
+        """
+        return self.domain.points(self._state["mean"] + self._deviations() * places)
+
+    def _deviations(self) -> Tensor:
+        variances = self.model.variances(self._state)
+        return self.sigma * (torch.ones_like(self._state["mean"]) if variances is None else variances.sqrt())
+
     def stop(self) -> str | None:
         return OVERFLOW if self._overflown else self.model.trouble(self._state) or self._monitor.reason_to_stop()
 

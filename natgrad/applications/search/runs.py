@@ -17,6 +17,7 @@ from natgrad.applications.search.gaussian import GaussianSearch
 from natgrad.applications.search.history import SearchHistory
 from natgrad.applications.search.noise import Repeated
 from natgrad.applications.search.restarts import Restarts, Run
+from natgrad.applications.search.surrogate import QuadraticSurrogate, SurrogateEvaluations
 
 HOPELESS = 20  # generations without any value after which no more come
 CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
@@ -171,13 +172,20 @@ class SearchRuns:
         objective: f.
         repeated: The same f evaluated several times per point, where it is noisy; else None.
         ahead: Points with the workers beyond those of a generation.
+        surrogate: Says when a model of f is believed; None for none.
     """
 
     def __init__(
-        self, factory: RunFactory, objective: BlackBox, repeated: Repeated | None = None, ahead: int = 0
+        self,
+        factory: RunFactory,
+        objective: BlackBox,
+        repeated: Repeated | None = None,
+        ahead: int = 0,
+        surrogate: QuadraticSurrogate | None = None,
     ) -> None:
         self.factory, self.objective, self.repeated = factory, objective, repeated
         self.ahead = AheadEvaluations(objective, ahead) if ahead else None
+        self.surrogate = None if surrogate is None else SurrogateEvaluations(objective, surrogate)
         self.history = SearchHistory()
         self.past: list[tuple[Run, int]] = []
         self.run, self.search = Run(factory.popsize, 1.0, None, "first"), factory.build_first()
@@ -197,6 +205,8 @@ class SearchRuns:
         self.history.add(nfev=self.nfev, best=self.best.fun, median=median, run=len(self.past), **measures)
 
     def _evaluate_generation(self) -> tuple[Tensor, Tensor]:
+        if self.surrogate is not None and isinstance(self.search, GaussianSearch):
+            return self.surrogate.evaluate_generation(self.search)
         if self.ahead is not None and self.objective.vectorized is not None:
             return self.ahead.evaluate_generation(self.search)
         points = self.search.ask()
@@ -207,7 +217,8 @@ class SearchRuns:
         self.nit += 1
         i = int(values.argmin())
         if float(values[i]) < self.best.fun:
-            nfev = self.nfev - len(values) + i + 1 if self.repeated is None else self.nfev
+            each = self.repeated is None and self.surrogate is None
+            nfev = self.nfev - len(values) + i + 1 if each else self.nfev
             self.best = Best(points[i].clone(), float(values[i]), nfev)
 
     def _noise_measures(self) -> dict[str, float]:
@@ -290,6 +301,7 @@ class SearchRuns:
             "runs": self.factory.state_dict(),
             "objective": self.objective.state_dict(),
             "noise": None if self.repeated is None else self.repeated.state_dict(),
+            "surrogate": None if self.surrogate is None else self.surrogate.state_dict(),
             "history": self.history.state_dict(),
         }
 
@@ -309,6 +321,8 @@ class SearchRuns:
             )
         if (state["noise"] is None) != (self.repeated is None):
             raise ValueError("the checkpoint differs in noise=: choose another file, or the same argument")
+        if (state.get("surrogate") is None) != (self.surrogate is None):
+            raise ValueError("the checkpoint differs in surrogate=: choose another file, or the same argument")
         self.past = [(Run(*entry[:4]), entry[4]) for entry in state["past"]]
         self.run = Run(*state["run"])
         self.search = self.factory.build(self.run)
@@ -320,4 +334,6 @@ class SearchRuns:
         self.factory.load_state_dict(state["runs"])
         if self.repeated is not None:
             self.repeated.load_state_dict(state["noise"])
+        if self.surrogate is not None:
+            self.surrogate.load_state_dict(state["surrogate"])
         self.history.load_state_dict(state["history"])
