@@ -102,7 +102,7 @@ class SurrogateEvaluations:
     def _remember(self, points: Tensor, values: Tensor) -> None:
         finite = torch.isfinite(values)
         d = points.shape[1]
-        most = max(200, (d + 1) * (d + 2))  # twice as many as coefficients
+        most = max(2 * TRUSTED, (d + 1) * (d + 2))  # twice as many as coefficients: f is quadratic only nearby
         before = points[:0] if self._points is None else self._points
         self._points = torch.cat([before, points[finite]])[-most:]
         self._values = torch.cat([self._values.to(values.device), values[finite]])[-most:]
