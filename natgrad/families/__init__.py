@@ -47,7 +47,7 @@ from natgrad.families.positive_families import Beta, ChiSquare, Dirichlet, Expon
 from natgrad.families.posterior import GaussianPosterior
 from natgrad.families.power_series import Geometric, Logarithmic, NegativeBinomial
 from natgrad.families.product_families import Product, SubModel
-from natgrad.families.regression import Slope, natural_slope
+from natgrad.families.regression import Slope, natural_slope, regress
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 from natgrad.families.tempering import LogPartitionEstimate, Tempering
 from natgrad.families.von_mises_fisher import VonMisesFisher
@@ -127,4 +127,5 @@ __all__ = [
     "likelihood",
     "natural_gradient_of_mean",
     "natural_slope",
+    "regress",
 ]
