@@ -74,12 +74,13 @@ def recalibrate(
     run = run_batch if forward is None else forward
     devices = {buffer.device for buffer in model.buffers() if buffer.device.type == "cuda"}
     random = torch.random.fork_rng(devices)
+    place = next(mean.device for m in norms.values() if (mean := m.running_mean) is not None)
     with keep_modes(model), keep_statistics(list(norms.values())) as commit, random, mark_evaluation():
         model.eval()
         for number in range(passes):
             listeners = [NormListener(norm, by_batch=number == 0) for norm in norms.values()]
             try:
-                with failing_together(group, next(iter(norms.values())).running_mean.device):
+                with failing_together(group, place):
                     count = run_batches(inner, loader, run, batches)
             finally:
                 for listener in listeners:

@@ -87,7 +87,7 @@ class Ranks:
         node, place = divmod(self.rank, node_size)
         found = list[Ranks]()
         for part, rank in ((members[node * node_size :][:node_size], place), (members[place::node_size], node)):
-            group = distributed.new_group(part, use_local_synchronization=True)
+            group: distributed.ProcessGroup = torch_distributed.new_group(part, use_local_synchronization=True)
             found.append(Ranks(group, len(part), rank, settled=True, device=self.device))
         return found[0], found[1]
 

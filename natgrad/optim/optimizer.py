@@ -314,7 +314,7 @@ class NaturalGradient(ModelOptimizer):
         report = report_step(counted, operator, point.gradient, model, step, solution, ratio)
         check_in_step(self._ranks, flat(step))
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
-        values = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
+        values: dict[str, Any] = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
         values["_skipped"] = self._skipped + 1 if failed else 0
         judged = self._judged if ratio is None else self._last.step
         values |= {"_judged": judged, "_seen": int(counts.get("seen", self._seen))}
