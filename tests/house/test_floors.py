@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -309,3 +310,13 @@ def test_each_kind_of_breach_is_found(case: str):
 @pytest.mark.parametrize("house", FOLDERS, ids=lambda house: house.package)
 def test_every_floor_lies_on_the_one_below(house: House):
     assert all(b - a in (0, 1) for a, b in pairwise(sorted(house.floors.values())))
+
+
+def test_the_contributors_table_names_the_same_floors():
+    rows = re.findall(r"^\| (\d) \| (.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    told = {
+        name.rstrip("/").removesuffix(".py"): int(floor)
+        for floor, names in rows
+        for name in re.findall(r"`(.*?)`", names)
+    }
+    assert told == NATGRAD.floors
