@@ -146,6 +146,13 @@ def search_pbo(choices: Choices) -> None:
     stream(title, search_pbo.figures(choices.searched), search_pbo.HEADS)
 
 
+def search_landscapes(choices: Choices) -> None:
+    from benchmarks import search_landscapes
+
+    title = f"{search_landscapes.BUDGET} evaluations, {said(choices.searched)}; kept in {search_landscapes.KNOWN}"
+    stream(title, search_landscapes.figures(choices.searched), search_landscapes.HEADS)
+
+
 def search_noise(choices: Choices) -> None:
     from benchmarks import search_noise
 
@@ -247,6 +254,7 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
     "search-surrogate": search_surrogate,
     "search-bits": search_bits,
     "search-pbo": search_pbo,
+    "search-landscapes": search_landscapes,
     "search-noise": search_noise,
     "search-cost": search_cost,
 }

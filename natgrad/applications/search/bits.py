@@ -34,7 +34,9 @@ class BitSearch(Relaxation):
     def ask(self) -> Tensor:
         n = self._dim()
         start = 2.0 * torch.randint(0, 2, (self.popsize, n), generator=self._generator).to(torch.float64) - 1
-        return (draw_signs(self.monomials, self.theta, start, self.sweeps, self._generator) + 1) / 2
+        if self.theta.any():  # all zeros before the first step: the start is a draw already
+            start = draw_signs(self.monomials, self.theta, start, self.sweeps, self._generator)
+        return (start + 1) / 2
 
     def statistics(self, points: Tensor) -> Tensor:
         return self.monomials.values(2 * points - 1)

@@ -28,9 +28,11 @@ class MarkovSearch(BitSearch):
     are more draws than statistics, and the flow ends nowhere but in the minimum.
 
     With cliques=None they are learned from uniform draws. Pairs whose product correlates with the part of f that is not
-    yet explained are joined, the strongest first, to groups of at most `largest` bits. When there are enough draws, all
-    pairs at once are tried too. This goes on until the statistics explain 95 % of the variance of left-out draws, or
-    for `patience` evaluations. Dependence that shows in no pair (parity) is not found.
+    yet explained are joined, the strongest first, to groups of at most `largest` bits. Groups grow by a bit whose
+    product with theirs correlates with that part, and products whose coefficients are no more than noise are left out
+    again. When there are enough draws, all pairs at once are tried too. This goes on until the statistics explain 95 %
+    of the variance of left-out draws, or for `patience` evaluations. Dependence that shows in no pair (parity) is not
+    found.
 
     Args:
         n: Number of bits.
@@ -133,10 +135,12 @@ def learn_structure(signs: Tensor, values: Tensor, largest: int) -> tuple[Monomi
         monomials, slope = max(found, key=lambda pair: pair[1].explained)
         residual = values - monomials.values(signs) @ slope.value
         pairs = find_correlated_pairs(signs, residual) + [s for s in monomials.sets if len(s) == 2]
-        candidate = Monomials.of(n, {*monomials.sets, *join_pairs(n, pairs, largest)})
+        longer = find_correlated_extensions(monomials, signs, residual, largest)
+        candidate = Monomials.of(n, {*monomials.sets, *join_pairs(n, pairs, largest), *longer})
         if candidate.sets == monomials.sets or len(candidate) > 2 * len(values):
             break
         found.append(fit_structure(candidate, signs, values))
+        found.append(fit_structure(drop_noise(*found[-1], values), signs, values))
     everything = n + n * (n - 1) // 2
     if 1.2 * everything < len(values) < 2 * everything and everything <= 1000:  # more draws would change little
         found.append(fit_structure(Monomials.within(n, combinations(range(n), 2)), signs, values))
@@ -154,6 +158,33 @@ def fit_structure(monomials: Monomials, signs: Tensor, values: Tensor) -> tuple[
     return monomials, natural_slope(monomials.values(signs), values)
 
 
+def drop_noise(monomials: Monomials, slope: Slope, values: Tensor, chance: float = 0.05) -> Monomials:
+    """The statistics whose coefficients are more than noise, and all single bits.
+
+    The error of a coefficient is that of independent statistics, as in `shrink_slope`; by Bonferroni's bound.
+
+    Args:
+        monomials: The structure that was fitted.
+        slope: Of f on its statistics.
+        values: f of uniform draws, shape (N,).
+        chance: That any coefficient which is noise is kept.
+    """
+    left = (1 - min(1.0, max(0.0, slope.explained))) * float(values.var())
+    error = max((left / len(values)) ** 0.5, 1e-9 * float(slope.value.abs().max()))
+    kept = (slope.value.abs() > normal_quantile(chance / len(monomials)) * error).tolist()
+    sets = [s for s, more in zip(monomials.sets, kept, strict=True) if more or len(s) == 1]
+    return Monomials.of(monomials.n, sets)
+
+
+def normal_quantile(chance: float) -> float:
+    """The size that a standard normal variable exceeds, in either direction, with the chance given.
+
+    Args:
+        chance: Between 0 and 1.
+    """
+    return float(-torch.special.ndtri(torch.tensor(chance / 2, dtype=torch.float64)))
+
+
 def find_correlated_pairs(signs: Tensor, residual: Tensor, chance: float = 0.05) -> list[Clique]:
     """Pairs of bits whose product correlates with the residual, the strongest first; by Bonferroni's bound.
 
@@ -168,11 +199,33 @@ def find_correlated_pairs(signs: Tensor, residual: Tensor, chance: float = 0.05)
     if deviation == 0:
         return []
     scores = ((signs.mT * centred) @ signs).abs().triu(1) / (deviation * count**0.5)
-    pairs = n * (n - 1) / 2
-    threshold = float(-torch.special.ndtri(torch.tensor(chance / 2 / max(1.0, pairs), dtype=torch.float64)))
-    places = (scores > threshold).nonzero()
+    places = (scores > normal_quantile(chance / max(1.0, n * (n - 1) / 2))).nonzero()
     order = scores[places[:, 0], places[:, 1]].argsort(descending=True)
     return [(int(i), int(j)) for i, j in places[order].tolist()]
+
+
+def find_correlated_extensions(
+    monomials: Monomials, signs: Tensor, residual: Tensor, largest: int, chance: float = 0.05
+) -> list[Clique]:
+    """Sets of the structure with one more bit, whose product correlates with the residual; by Bonferroni's bound.
+
+    Args:
+        monomials: The structure.
+        signs: Draws, shape (N, n).
+        residual: The part of f that is not explained, shape (N,).
+        largest: Most bits of a set.
+        chance: That any set is found where none correlates.
+    """
+    places = [k for k, s in enumerate(monomials.sets) if 2 <= len(s) < largest]
+    centred = residual - residual.mean()
+    deviation = float(centred.square().mean().sqrt())
+    if not places or deviation == 0:
+        return []
+    products = monomials.values(signs)[:, places]
+    scores = ((products.mT * centred) @ signs).abs() / (deviation * len(signs) ** 0.5)
+    found = (scores > normal_quantile(chance / scores.numel())).nonzero().tolist()
+    wider = ({*monomials.sets[places[k]], j} for k, j in found if j not in monomials.sets[places[k]])
+    return [tuple(sorted(s)) for s in wider]
 
 
 def join_pairs(n: int, pairs: Sequence[Clique], largest: int) -> set[Clique]:

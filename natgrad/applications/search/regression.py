@@ -34,17 +34,20 @@ def shrink_slope(slope: Slope, statistics: Tensor, values: Tensor, weights: Tens
     return slope.value * (size / (size + error).clamp(min=1e-300))
 
 
-def weigh_past_draws(log_ratios: list[Tensor]) -> Tensor:
+def weigh_past_draws(log_ratios: Tensor, generation: Tensor) -> Tensor:
     """Weights (N,) of draws from earlier distributions q_g, for expectations under the present p.
 
     Within a generation they are normalised, so that no partition function is needed. A generation counts for its
     effective number of draws.
 
     Args:
-        log_ratios: log p(x) - log q_g(x) up to a constant, one tensor per generation.
+        log_ratios: log p(x) - log q_g(x), up to a constant for each generation, shape (N,).
+        generation: The number g of each draw's generation, in ascending order, shape (N,).
     """
-    parts = []
-    for ratio in log_ratios:
-        share = torch.softmax(ratio, 0)
-        parts.append(share / share.square().sum())
-    return torch.cat(parts) / sum(float(part.sum()) for part in parts)
+    place, counts = torch.unique_consecutive(generation, return_inverse=True, return_counts=True)[1:]
+    zeros = log_ratios.new_zeros(len(counts))
+    largest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, place, log_ratios, "amax")
+    odds = (log_ratios - largest[place]).exp()
+    share = odds / zeros.index_add(0, place, odds)[place]
+    concentration = zeros.index_add(0, place, share.square())
+    return share / concentration[place] / concentration.reciprocal().sum()

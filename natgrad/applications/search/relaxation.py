@@ -112,9 +112,9 @@ class Relaxation(Search):
 
     def _update(self) -> None:
         """One natural gradient step."""
-        statistics = self.statistics(self._points)
         if not self._has_enough_draws(self._count_free()):
             return
+        statistics = self.statistics(self._points)
         weights = self._weights(statistics)
         values = scale_to_unit_range(replace_infinite_values(self._values))
         self.slope = self._rescale_exact_slope(statistics, values) or natural_slope(
@@ -153,9 +153,7 @@ class Relaxation(Search):
         return len(self._points) >= needed and len(torch.unique(self._points, dim=0)) >= needed
 
     def _weights(self, statistics: Tensor) -> Tensor:
-        log_ratio = statistics @ self.theta - self._log_q
-        sizes = torch.unique_consecutive(self._born, return_counts=True)[1].tolist()
-        return weigh_past_draws(list(log_ratio.split(sizes)))
+        return weigh_past_draws(statistics @ self.theta - self._log_q, self._born)
 
     def _take_step(self, statistics: Tensor, values: Tensor, weights: Tensor, slope: Slope) -> Tensor:
         direction = self._drop_limited(shrink_slope(slope, statistics, values, weights))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.applications.search import natural_slope
+from natgrad.applications.search.markov import learn_structure
 from natgrad.applications.search.monomials import Monomials, Sites, draw_signs, group_independent_sites
 from natgrad.applications.search.regression import weigh_past_draws
 
@@ -74,10 +75,33 @@ def test_reused_draws_have_the_means_of_the_present_distribution():
     start = torch.ones(40_000, 4, dtype=torch.float64)
     old = draw_signs(monomials, 0.3 * theta, start, 5, generator)
     older = draw_signs(monomials, -0.2 * theta, start, 5, generator)
-    weights = weigh_past_draws([monomials.values(old) @ (0.7 * theta), monomials.values(older) @ (1.2 * theta)])
+    ratios = torch.cat([monomials.values(old) @ (0.7 * theta), monomials.values(older) @ (1.2 * theta)])
+    weights = weigh_past_draws(ratios, torch.tensor([3, 5]).repeat_interleave(40_000))
     expected = torch.softmax(T @ theta, 0) @ T
     found = weights @ monomials.values(torch.cat([old, older]))
     assert_close(found, expected, atol=5 / 40_000**0.5, rtol=0)  # five standard errors of one generation
+
+
+def test_a_generation_counts_for_its_effective_number_of_draws():
+    ratios = torch.tensor([0.0, 0.0, 700.0, -1e4, 5.0], dtype=torch.float64)  # two equal draws, one of two, one alone
+    weights = weigh_past_draws(ratios, torch.tensor([0, 0, 2, 2, 3]))
+    assert_close(weights, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0], dtype=torch.float64) / 4)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_learned_structure_is_that_of_the_function_and_no_more(noise: float):
+    """A lattice of spins with a product of three bits on one of its edges, from fewer draws than it has spare sets."""
+    generator = torch.Generator().manual_seed(0)
+    sites = torch.arange(25).reshape(5, 5)
+    across, down = torch.stack([sites[:, :-1], sites[:, 1:]], 2), torch.stack([sites[:-1], sites[1:]], 2)
+    edges = [tuple(edge) for edge in torch.cat([across.flatten(0, 1), down.flatten(0, 1)]).tolist()]
+    structure = Monomials.of(25, [*edges, (0, 1, 24), (12,)])
+    signs = 2 * torch.randint(0, 2, (1200, 25), generator=generator).to(torch.float64) - 1
+    values = structure.values(signs) @ torch.where(torch.arange(len(structure)) % 3 == 0, 1.0, -1.0).double()
+    values += noise * torch.randn(1200, generator=generator, dtype=torch.float64)
+    monomials, slope = learn_structure(signs, values, largest=6)
+    assert {s for s in monomials.sets if len(s) > 1} == {*edges, (0, 1, 24)}
+    assert slope.explained == pytest.approx(1 - noise**2 / 42, abs=1e-3)
 
 
 @pytest.mark.parametrize("listed", [12, 0])
