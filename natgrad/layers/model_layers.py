@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +111,9 @@ class GraphLeaves(Mapping[str, Tensor]):
         self.found: dict[str, Tensor] = {}
 
     def listen(self, model: nn.Module) -> list[RemovableHandle]:
-        """Look at every module that holds a split parameter, just before it runs. The handles take the hooks off.
+        """Look at every module with a split parameter in it, just before it runs. The handles take the hooks off.
+
+        What is in it counts too: attention takes the weight of its last layer and does not call that.
 
         Args:
             model: The model.
@@ -119,9 +121,14 @@ class GraphLeaves(Mapping[str, Tensor]):
         names = {id(p): name for name, p in self.named.items() if is_split(p)}
         handles = []
         for module in model.modules() if names else ():
-            own = {key: names[id(p)] for key, p in module.named_parameters(recurse=False) if id(p) in names}
-            if own:
-                handles.append(module.register_forward_pre_hook(LeafListener(self, own)))
+            held = [
+                (part, key, names[id(p)])
+                for part in module.modules()
+                for key, p in part.named_parameters(recurse=False)
+                if id(p) in names
+            ]
+            if held:
+                handles.append(module.register_forward_pre_hook(LeafListener(self, held)))
         return handles
 
     def __getitem__(self, name: str) -> Tensor:
@@ -139,19 +146,21 @@ class LeafListener:
 
     Args:
         leaves: Told; not kept alive.
-        names: The parameters' names by the module's own.
+        held: Modules, what they call a parameter of theirs, and its name in the model.
     """
 
-    def __init__(self, leaves: GraphLeaves | None = None, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, leaves: GraphLeaves | None = None, held: Iterable[tuple[nn.Module, str, str]] = ()) -> None:
         self.leaves = None if leaves is None else weakref.ref(leaves)
-        self.names = dict(names or {})
+        self.held = [(weakref.ref(module), key, name) for module, key, name in held]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         leaves = None if self.leaves is None else self.leaves()
-        if leaves is not None:
-            leaves.found |= {
-                self.names[key]: p for key, p in module.named_parameters(recurse=False) if key in self.names
-            }
+        if leaves is None:
+            return
+        for part, key, name in self.held:
+            found = getattr(part(), key, leaves.named[name])
+            if found is not leaves.named[name]:  # else it lies in its parts now, and may have been whole before
+                leaves.found[name] = found
 
     def __reduce__(self) -> tuple[type[LeafListener], tuple[()]]:
         return LeafListener, ()

@@ -21,7 +21,7 @@ from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
 from natgrad.optim.parallel_models import find_data_group, refuse_recut, refuse_sharded
 from natgrad.structures import Layerwise
-from natgrad.typed_torch import is_mapping, list_numbers, split_tensor, torch_distributed
+from natgrad.typed_torch import is_mapping, list_numbers, measure_norm, split_tensor, torch_distributed
 
 
 @dataclass
@@ -131,54 +131,68 @@ class Ranks:
             )
 
     def pool_losses(
-        self, losses: Sequence[Loss], nats: float, scale: float, device: torch.device
-    ) -> tuple[Tensor | None, Any, Any]:
+        self, losses: Sequence[Loss], nats: float, scale: float, gradients: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, Any, Any, Tensor]:
         """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
 
-        The gradient that all processes have is the mean of theirs, and so is its scale.
+        The gradient that all processes have is the mean of theirs, and so is its scale. Last, its norm before that: not
+        finite on all of them, where one entry on one of them is not.
 
         Args:
             losses: Of this process's micro-batches; the mean of one process is NaN if none of them has rows.
             nats: Per unit of this process's loss.
             scale: Of this process's gradient; 0 stands for 1.
-            device: Where the numbers are added up.
+            gradients: This process's, by name.
+
+        Raises:
+            ValueError: On all processes, if their gradients differ, so that parameters would drift apart.
         """
+        norm = torch.stack([measure_norm(g) for g in gradients.values()]).square().sum().sqrt()
         rows = sum(self.weight(loss) for loss in losses)
         parts = [loss.value * self.weight(loss) for loss in losses if loss.rows]
         total = torch.stack(parts).sum() if parts else torch.zeros(())
         if self.size == 1:
-            return total / rows if losses else None, nats, scale or 1.0
-        own = torch.tensor([nats * rows if rows else 0.0, rows, scale], dtype=torch.float64, device=device)
-        loss, nats_rows, all_rows, scales = self.sum(torch.cat([total.reshape(1).to(own), own]))
+            return total / rows if losses else None, nats, scale or 1.0, norm
+        own = torch.tensor([nats * rows if rows else 0.0, rows, scale], dtype=torch.float64, device=norm.device)
+        numbers = [total.reshape(1).to(own), own, torch.stack([norm, norm.square()]).double()]
+        loss, nats_rows, all_rows, scales, norms, squares = self.sum(torch.cat(numbers))
+        self._check_gradients(norms / self.size, squares / self.size)
         scale_mean = torch.where(scales > 0, scales / self.size, 1.0)
         # without rows the loss says nothing: infinite
         return (
             torch.where(all_rows > 0, loss / all_rows, torch.inf),
             torch.where(all_rows > 0, nats_rows / all_rows, 1.0),
             scale_mean,
+            norms / self.size,
         )
 
     def weight(self, loss: Loss) -> float:
         """What a loss weighs: its rows; over processes that add sums up, what its mean was multiplied by."""
         return loss.count if self.size > 1 and loss.count and loss.rows else loss.rows
 
-    def check_gradients(self, norm: Tensor) -> None:
+    def _check_gradients(self, norm: Tensor, square: Tensor) -> None:
         """Check that all processes have the same gradient.
 
         Args:
-            norm: Of this process's gradient.
-
-        Raises:
-            ValueError: Where a group was given and nobody averages the gradients, so that parameters would drift apart.
+            norm: The mean over processes of their gradients' norms.
+            square: Of the norms' squares.
         """
-        if self.size == 1 or self.wrappers or self.averaged:
+        if not bool(square - norm.square() > 1e-6 * square):  # of equal numbers it is round-off; false for NaN
             return
-        total, squares = self.sum(torch.stack([norm, norm.square()]).double()) / self.size
-        if bool(squares - total.square() > 1e-6 * squares):  # of equal numbers it is round-off; false for NaN
+        what = f"the {self.size} processes have different gradients, and their parameters would drift apart: "
+        if self.wrappers:
             raise ValueError(
-                f"the {self.size} processes of group have different gradients, and their parameters would drift apart: "
-                "wrap the model in a DistributedDataParallel, or average the gradients before optimizer.step()"
+                f"{what}call the DistributedDataParallel and not the module inside it, with a communication hook that "
+                "averages over all of them, do the last backward outside of no_sync(), and change gradients alike"
             )
+        if self.averaged:
+            raise ValueError(
+                f"{what}call fully_shard on the whole model too, and do the last backward with "
+                "set_requires_gradient_sync(True)"
+            )
+        raise ValueError(
+            f"{what}wrap the model in a DistributedDataParallel, or average the gradients before optimizer.step()"
+        )
 
     def sum_entries(self, fresh: dict[str, Tensor], owner: int | None = None) -> dict[str, Tensor]:
         """`sum`, by name, in one message per dtype."""

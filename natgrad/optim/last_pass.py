@@ -20,7 +20,7 @@ from natgrad.optim.loss_inputs import Route, find_route, mark
 from natgrad.optim.recorded_pass import Data, RecordedPass, Told, modes_of, part, versions_of
 from natgrad.pure import Call, RandomState, Select, is_evaluating, leaves, map_tensors
 from natgrad.typed_torch import hook_gradient
-from natgrad.whole_tensors import local_part
+from natgrad.whole_tensors import any_split, local_part
 
 KEYS = itertools.count()
 """Under which optimizers write passes into graphs, one each."""
@@ -75,6 +75,7 @@ class Recall:
         self.gone: list[Told] = []
         self._going = False  # whether a backward pass that reached a loss is under way
         self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
+        self._kept_back = False  # whether `fully_shard` then had them aside, to be averaged after a later one
 
     @property
     def scale(self) -> float:
@@ -264,13 +265,14 @@ class Recall:
         """A backward pass is over: remember what its gradients are."""
         self._going = False
         self._left = {mark_of(p.grad) for p in self.watched if p.grad is not None}
+        self._kept_back = not self._left and any_split(self.watched)
 
     def _were_cleared(self) -> bool:
         """Whether somebody else cleared the gradients (`model.zero_grad()`, p.grad = None) since losses went backward.
 
         Gradients that are zero on their own, as those of a batch that is fitted exactly, were not touched since.
         """
-        if not self.losses or not self.watched:
+        if not self.losses or not self.watched or self._kept_back:
             return False
         there = [p.grad for p in self.watched if p.grad is not None]
         return all(mark_of(grad) not in self._left and not holds_anything(grad) for grad in there)

@@ -30,6 +30,7 @@ from natgrad.layers import (
     partitions,
 )
 from natgrad.metrics import fisher
+from natgrad.optim.aligned_passes import AlignedPasses
 from natgrad.optim.distributed import Ranks, call_roll, unheard
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading, Span, line_up, sign_examples, sum_scores
@@ -64,7 +65,7 @@ class Reader:
     def __init__(self, model: nn.Module, named: Mapping[str, Tensor], structure: Layerwise, ranks: Ranks) -> None:
         self.model, self.structure, self.ranks = model, structure, ranks
         self.estimate, self.seed = structure.estimate, structure.seed
-        self.taps = Taps()
+        self.taps, self.passes = Taps(), AlignedPasses(model, ranks)
         self.generator: torch.Generator | None = None
         self.attach(named)
 
@@ -255,6 +256,7 @@ class Reader:
             shared = self.generator_on(rows.device)
             seed = int(torch.randint(2**62, (), generator=shared, device=shared.device))
             generator = torch.Generator().manual_seed(seed + self.ranks.rank)
+        self.passes.align(bool(names), examples.count)
         if not names:
             return {}
         groups = examples.count if exact else None
@@ -372,3 +374,9 @@ class Reader:
             )
         apart = [one for whole in found.layers for one in whole.split_parts()]
         return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
+
+
+def release(reader: Reader, listener: Any) -> None:
+    """Take all hooks off the model."""
+    reader.detach()
+    listener.remove()

@@ -33,7 +33,7 @@ from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Called
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.parallel_models import refuse_trials
-from natgrad.optim.pass_statistics import Reader
+from natgrad.optim.pass_statistics import Reader, release
 from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
@@ -44,7 +44,6 @@ from natgrad.optim.step_length import Stride, bounded_below, sample_examples
 from natgrad.pure import check_select, full_precision, leaves
 from natgrad.rules import BlockStep, Momentum, Quadratic, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
-from natgrad.typed_torch import measure_norm
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
@@ -233,29 +232,36 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _read(self, outputs: Any, targets: Any, value: Tensor) -> None:
         decay = 1.0 if self._pending else self.structure.decay  # micro-batches of one step count alike
-        taken = False
-        own = self._recall.computed[-1]
+        taken, own = False, self._recall.computed[-1]
+        finite = bool(torch.isfinite(own.value))
         # NaN too where no target counts; the other processes go on without this one's rows then
-        if bool(torch.isfinite(own.value)) or (self._ranks.size > 1 and not own.rows):
-            with full_precision(self._named):  # users call this under autocast, which would round second moments
-                # labels that a metric was estimated from measure it too short along the direction that it gives
-                measuring = self._measures() and due_to_measure(self._clock, max(MEASURED, self.update_every))
-                apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
-                reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
-                if reading is not None:
-                    sample = sample_examples(reading) if measuring else None
-                    reading.apart.clear()
-                    taken = self._blocks.take(reading, decay)
-                    self._stride.sample = sample if taken else None
-                if own.rows or self._ranks.size == 1:
-                    self._outside.listen(self.criterion, outputs, targets, value, self._reader.leaves)
-        else:
-            self._reader.skip(value)
+        with self._reader.passes.run(finite, own.rows):
+            if finite or (self._ranks.size > 1 and not own.rows):
+                with full_precision(self._named):  # users call this under autocast, which would round second moments
+                    taken = self._take_reading(outputs, targets, decay)
+                    if own.rows or self._ranks.size == 1:
+                        self._outside.listen(self.criterion, outputs, targets, value, self._reader.leaves)
+            else:
+                self._reader.skip(value)
         self._reader.taps.release_with(value)
         self._pending += taken
         self._count_bad_batch(not taken)
         if taken:
             self._clock["updated"] = self._clock["step"]
+
+    def _take_reading(self, outputs: Any, targets: Any, decay: float) -> bool:
+        """Whether the statistics of the pass were taken into the averages."""
+        # labels that a metric was estimated from measure it too short along the direction that it gives
+        measuring = self._measures() and due_to_measure(self._clock, max(MEASURED, self.update_every))
+        apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
+        reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
+        if reading is None:
+            return False
+        sample = sample_examples(reading) if measuring else None
+        reading.apart.clear()
+        taken = self._blocks.take(reading, decay)
+        self._stride.sample = sample if taken else None
+        return taken
 
     def _count_bad_batch(self, bad: bool) -> None:
         """A batch counts once, in the statistics and in the step."""
@@ -272,13 +278,11 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not active:
             return
         losses = self._recall.losses or self._recall.computed
-        loss, nats, scale = self._ranks.pool_losses(
-            losses, self._nats, self._recall.scale, next(iter(active.values())).device
-        )
+        raw = {name: dense(p) for name, p in active.items()}
+        loss, nats, scale, norm = self._ranks.pool_losses(losses, self._nats, self._recall.scale, raw)
         plain = isinstance(scale, float) and scale == 1
-        gradients = {name: dense(p) if plain else dense(p) / scale for name, p in active.items()}
-        norm = torch.stack([measure_norm(g) for g in gradients.values()]).square().sum().sqrt()
-        self._ranks.check_gradients(norm)
+        gradients = raw if plain else {name: gradient / scale for name, gradient in raw.items()}
+        norm = norm / scale
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
         wild = loss is not None and self._bounded and self._wild.is_wild(loss, self._clock["step"])
@@ -391,9 +395,3 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _due(self, event: str, every: int) -> bool:
         return due(self._clock, event, every)
-
-
-def release(reader: Reader, listener: Any) -> None:
-    """Take all hooks off the model."""
-    reader.detach()
-    listener.remove()

@@ -130,6 +130,89 @@ def sequence_parts() -> dict[str, Any]:
     return train(model, **FULL)
 
 
+class Attends(nn.Module):
+    """(b, t, 6) -> four logits. Attention takes the weight of its last layer, and does not call that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(x, x, x, need_weights=False)[0].mean(1))
+
+
+def attention_parts() -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    return train(fully_shard(seeded(Attends), mesh=mesh(2)), part=rank(), **OWN)
+
+
+def accumulate(model: nn.Module, own: slice = slice(None)) -> dict[str, Any]:
+    """Two micro-batches a step; gradients of the first one are averaged with those of the second."""
+    opt = ng.kfac(model, CE, estimate=ng.ExactLabels(), measure=False)
+    for _ in range(3):
+        opt.zero_grad()
+        for i in range(2):
+            if distributed.is_initialized():
+                model.set_requires_gradient_sync(i == 1)  # type: ignore[operator]
+                model.set_reshard_after_backward(i == 1)  # type: ignore[operator]
+            (opt.loss(model(X[own][i::2]), Y[own][i::2]) / 2).backward()
+        opt.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(torch.Tensor.detach, model.parameters())]
+    return {"flat": torch.cat([p.reshape(-1) for p in whole]), "loss": opt.state_report().loss}
+
+
+def accumulated_parts() -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    return accumulate(fully_shard(seeded(Net), mesh=mesh(2)), slice(16 * rank(), 16 * rank() + 16))
+
+
+def unlike_parts() -> dict[str, Any]:
+    """Numbers of backward passes that differ: unequal parts, an empty one, and one that is not finite."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, alone = seeded(Net), not distributed.is_initialized()
+    if not alone:
+        fully_shard(model, mesh=mesh(2))
+    opt = ng.kfac(model, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.ExactLabels())
+    for i, first in enumerate((20, 32, 16, 9)):
+        x = torch.where(torch.arange(32) >= 16, torch.nan, 1.0).view(-1, 1, 1) * X if i == 2 else X
+        own = slice(None) if alone else [slice(0, first), slice(first, 32)][rank()]
+        opt.zero_grad()
+        opt.loss(model(x[own]), Y[own]).backward()
+        opt.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(torch.Tensor.detach, model.parameters())]
+    return {"flat": torch.cat([p.reshape(-1) for p in whole]), "failures": opt.state_report().failures}
+
+
+def go_apart() -> dict[str, Any]:
+    """Gradients that nobody averages, some or all; and one that is not finite on one process."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.distributed.fsdp import fully_shard
+
+    alone = DistributedDataParallel(seeded(Net))
+    alone.register_comm_hook(None, noop_hook)
+    part = seeded(Net)
+    fully_shard(part.out, mesh=mesh(2))  # type: ignore[arg-type]
+    words = []
+    for model in (alone, part):
+        try:
+            train(model, part=rank(), **OWN)
+        except ValueError as error:
+            words.append(str(error))
+    outer = DistributedDataParallel(seeded(Net))
+    opt = ng.kfac(outer, CE)
+    for step in range(3):
+        opt.zero_grad()
+        opt.loss(outer(X), Y).backward()
+        if (step, rank()) == (1, 1):
+            outer.module.out.weight.grad[0, 0] = torch.nan  # type: ignore[index, union-attr]
+        opt.step()
+    flat = torch.cat([p.detach().reshape(-1) for p in outer.parameters()])
+    return {"words": words, "flat": flat, "failures": opt.state_report().failures}
+
+
 def refused() -> dict[str, Any]:
     """An optimizer of parameters alone, and what is no module."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -157,8 +240,12 @@ SAME: dict[str, Callable[[], dict[str, Any]]] = {
     "parts on the CPU": parts_on_the_cpu,
     "checkpointed parts": checkpointed_parts,
     "sequence parts": sequence_parts,
+    "attention parts": attention_parts,
 }
-SCENES = SAME | {"compressed": compressed, "refused": refused}
+MODELS = {"sequence parts": Four, "attention parts": Attends}
+APART = {"compressed": compressed, "refused": refused, "accumulated parts": accumulated_parts, "go apart": go_apart}
+APART["unlike parts"] = unlike_parts
+SCENES = SAME | APART
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +255,32 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scene", SAME)
 def test_the_steps_are_those_of_one_process(both: list[dict[str, Any]], scene: str):
-    alone = train(seeded(Four if scene == "sequence parts" else Net), **FULL)
+    alone = train(seeded(MODELS.get(scene, Net)), **FULL)
     assert torch.equal(both[0][scene]["flat"], both[1][scene]["flat"])
     assert both[0][scene]["structures"] == alone["structures"]
     assert_close(both[0][scene]["flat"], alone["flat"], 1e-9)
+
+
+def test_gradients_that_are_kept_back_belong_to_the_step_that_averages_them(both: list[dict[str, Any]]):
+    alone, found = accumulate(seeded(Net)), both[0]["accumulated parts"]
+    assert_close(found["flat"], alone["flat"], 1e-9)
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-8)
+
+
+def test_processes_with_other_numbers_of_passes_do_not_wait_for_each_other(both: list[dict[str, Any]]):
+    alone = unlike_parts()
+    for rank in both:
+        assert_close(rank["unlike parts"]["flat"], alone["flat"], 1e-9)
+        assert rank["unlike parts"]["failures"] == alone["failures"] == 1
+
+
+def test_gradients_that_differ_are_an_error_and_one_that_is_not_finite_a_skipped_step(both: list[dict[str, Any]]):
+    for rank in both:
+        hook, part = rank["go apart"]["words"]
+        assert "communication hook that averages" in hook
+        assert "fully_shard on the whole model" in part
+        assert rank["go apart"]["failures"] == 1
+        assert torch.equal(rank["go apart"]["flat"], both[0]["go apart"]["flat"])
 
 
 def test_gradients_that_are_not_the_mean_keep_processes_in_step(both: list[dict[str, Any]]):
