@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Layout:
     bias_shape: tuple[int, ...] = (-1,)
     transposed: bool = False
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The parameters' names, weight first."""
         return tuple(name for name in (self.weight, self.bias) if name is not None)

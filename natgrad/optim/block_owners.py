@@ -177,6 +177,30 @@ class Owners:
         present = [name for name, flag in zip(known, list_numbers(there), strict=True) if flag]
         return {name: values[i].to(like.dtype) for i, name in enumerate(known) if name in set(present)}
 
+    def share_directions(
+        self,
+        gradients: Mapping[str, Tensor],
+        steps: Mapping[str, Tensor],
+        slopes: Mapping[str, Tensor],
+        levels: Mapping[str, float],
+        keys: Mapping[str, str],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        """The directions, slopes and damping of all blocks by name, from their owners.
+
+        Args:
+            gradients: By name; they tell the shapes.
+            steps: The directions of this process's own blocks.
+            slopes: Theirs.
+            levels: Their damping.
+            keys: The block of each parameter.
+        """
+        like = next(iter(gradients.values()))
+        whole_slopes = self.share_scalars(dict(slopes), keys, like)
+        damping = self.share_scalars(dict(levels), keys, like.new_zeros((), dtype=torch.float64))
+        moved = self.share_scalars(dict.fromkeys(steps, 1.0), keys, like)
+        whole = self.share_parts(dict(steps), {name: gradients[name] for name in moved}, keys)
+        return whole, whole_slopes, {name: float(level) for name, level in damping.items()}
+
     def share_parts(
         self, found: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]
     ) -> dict[str, Tensor]:

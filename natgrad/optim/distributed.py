@@ -21,7 +21,7 @@ from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
 from natgrad.optim.parallel_models import find_data_group, refuse_recut, refuse_sharded
 from natgrad.structures import Layerwise
-from natgrad.typed_torch import is_mapping, list_numbers, measure_norm, split_tensor, torch_distributed
+from natgrad.typed_torch import is_mapping, list_numbers, split_tensor, torch_distributed
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Ranks:
             )
 
     def pool_losses(
-        self, losses: Sequence[Loss], nats: float, scale: float, gradients: Mapping[str, Tensor]
+        self, losses: Sequence[Loss], nats: float, scale: float, norms: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Any, Any, Tensor]:
         """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
 
@@ -142,12 +142,12 @@ class Ranks:
             losses: Of this process's micro-batches; the mean of one process is NaN if none of them has rows.
             nats: Per unit of this process's loss.
             scale: Of this process's gradient; 0 stands for 1.
-            gradients: This process's, by name.
+            norms: Of this process's gradients, by name.
 
         Raises:
             ValueError: On all processes, if their gradients differ, so that parameters would drift apart.
         """
-        norm = torch.stack([measure_norm(g) for g in gradients.values()]).square().sum().sqrt()
+        norm = torch.stack(list(norms.values())).square().sum().sqrt()
         rows = sum(self.weight(loss) for loss in losses)
         parts = [loss.value * self.weight(loss) for loss in losses if loss.rows]
         total = torch.stack(parts).sum() if parts else torch.zeros(())
@@ -155,15 +155,15 @@ class Ranks:
             return total / rows if losses else None, nats, scale or 1.0, norm
         own = torch.tensor([nats * rows if rows else 0.0, rows, scale], dtype=torch.float64, device=norm.device)
         numbers = [total.reshape(1).to(own), own, torch.stack([norm, norm.square()]).double()]
-        loss, nats_rows, all_rows, scales, norms, squares = self.sum(torch.cat(numbers))
-        self._check_gradients(norms / self.size, squares / self.size)
+        loss, nats_rows, all_rows, scales, sizes, squares = self.sum(torch.cat(numbers))
+        self._check_gradients(sizes / self.size, squares / self.size)
         scale_mean = torch.where(scales > 0, scales / self.size, 1.0)
         # without rows the loss says nothing: infinite
         return (
             torch.where(all_rows > 0, loss / all_rows, torch.inf),
             torch.where(all_rows > 0, nats_rows / all_rows, 1.0),
             scale_mean,
-            norms / self.size,
+            sizes / self.size,
         )
 
     def weight(self, loss: Loss) -> float:

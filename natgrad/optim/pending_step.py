@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from natgrad.damping import Damping
-from natgrad.linalg import stays_finite
 from natgrad.operators import Operator
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import Block, BlockAverages, Whole, give_back
@@ -21,11 +20,18 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
-from natgrad.optim.running_averages import Penalised, add_penalty, average_gradient, signal_sums, sum_scalars
+from natgrad.optim.running_averages import (
+    Penalised,
+    add_penalty,
+    all_stay_finite,
+    average_gradient,
+    signal_sums,
+    sum_scalars,
+)
 from natgrad.optim.schedule import Clock, compare_kl, follow_fall, follow_signal, keep_form, recent_form, trust_form
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
-from natgrad.typed_torch import list_numbers
+from natgrad.typed_torch import list_numbers, measure_norm
 from natgrad.whole_tensors import WholeTensors, write_whole
 
 RULE = "rule"
@@ -50,6 +56,7 @@ class Attempt:
         outside: What losses besides `opt.loss` do to the blocks.
         rule: Shapes the directions.
         batch: Measures steps on their own batch.
+        norms: Of the gradients, by name.
     """
 
     blocks: BlockAverages
@@ -64,6 +71,7 @@ class Attempt:
     outside: Outside
     rule: Rule
     batch: BatchForm
+    norms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     inverses: dict[str, Inverted] = field(default_factory=dict[str, Inverted])
     means: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     memories: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
@@ -178,24 +186,10 @@ class Attempt:
                 steps |= found
                 slopes |= promised
             levels |= dict.fromkeys(block.layout.names, last.level)
-        return self._share(gradients, steps, slopes, levels) if self.blocks.owners.apart else (steps, slopes, levels)
-
-    def _share(
-        self,
-        gradients: Mapping[str, Tensor],
-        steps: dict[str, Tensor],
-        slopes: dict[str, Tensor],
-        levels: dict[str, float],
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-        """The same of all blocks, from their owners."""
-        owners = self.blocks.owners
+        if not self.blocks.owners.apart:
+            return steps, slopes, levels
         keys = {name: key for key, block in self.blocks.all.items() for name in block.layout.names}
-        like = next(iter(gradients.values()))
-        slopes = owners.share_scalars(slopes, keys, like)
-        damping = owners.share_scalars(levels, keys, like.new_zeros((), dtype=torch.float64))
-        moved = owners.share_scalars(dict.fromkeys(steps, 1.0), keys, like)
-        whole = owners.share_parts(steps, {name: gradients[name] for name in moved}, keys)
-        return whole, slopes, {name: float(level) for name, level in damping.items()}
+        return self.blocks.owners.share_directions(gradients, steps, slopes, levels, keys)
 
     def _shape(
         self, key: str, block: Block, last: Inverted, means: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
@@ -238,8 +232,9 @@ class Attempt:
         if not kept and not self.blocks.owners.apart:  # no momentum: nothing is known
             return
         decays = {name: float(self.groups[name]["momentum"]) for name in kept}
-        penalised = self._add_penalty(gradients)
-        sums = signal_sums({name: penalised[name] for name in kept}, kept, decays) if kept else torch.zeros(3)
+        whole, strengths = self._add_penalty(gradients), self.strengths()
+        norms = {name: measure_norm(whole[name]) if strengths[name] else self.norms[name] for name in kept}
+        sums = signal_sums(norms, kept, decays) if kept else torch.zeros(3)
         if self.blocks.owners.apart:
             sums = self.blocks.owners.near.sum(sums.double().to(self._device))
             if not bool(sums[1] > 0):
@@ -253,9 +248,13 @@ class Attempt:
         self.stride.measure(moves, promised, self.values, self.ranks, self._penalty(moves))
         # a ratio far from what was measured falls on: ask again at the next update
         self.clock["measured"] = -1 if self.stride.falls else self.clock["step"]
-        if not self.shapes and self.stride.ratio is not None:
-            measured = float(self.stride.ratio * sum_scalars(promised).to(self.stride.ratio))
-            follow_fall(self.clock, measured, float(self._promise(Parts(moves), self.strengths())))
+        if self.shapes or self.stride.ratio is None:
+            return
+        measured = whole = float(self.stride.ratio * sum_scalars(promised).to(self.stride.ratio))
+        # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
+        if not (self.clock["inverted"] == self.clock["step"] and self.stride.ratio >= 1):
+            whole = float(self._promise(Parts(moves), self.strengths()))
+        follow_fall(self.clock, measured, whole)
 
     def _promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
         """d^T (G + damping I) d of the blocks."""
@@ -331,7 +330,7 @@ class Attempt:
         form, vector, proposal = step.known_form(), step.vector, model.proposal.vector
         assert isinstance(proposal, Parts)
         # parts that were only scaled are those of the proposal
-        alike = vector.parts is proposal.parts
+        alike = vector.parts is proposal.parts and vector.shares is proposal.shares
         if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
             self.told["excess"] = model.proposal.ratio
         self.told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
@@ -345,17 +344,12 @@ class Attempt:
         """The parameter after the step."""
         p, decay = self.values[name], self.groups[name]["weight_decay"]
         start = p * (1 - self._lr(name) * decay) if decay else p
-        part, length = vector.parts[name].to(p.dtype), torch.as_tensor(vector.length).to(p)
-        return torch.addcmul(start, part, length, value=vector.rate(name))
+        part = vector.parts[name].to(p.dtype)
+        return torch.addcmul(start, part, torch.as_tensor(vector.factor(name, part)).to(p))
 
     def finite(self) -> bool:
         """Whether no parameter would become NaN or infinite; entries that are so already, and stay, do no harm."""
-        if not self.parameters:
-            return True
-        sums = [p.sum(dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.parameters.values()]
-        if bool(torch.isfinite(torch.stack([total.double() for total in sums])).all()):
-            return True
-        return all(stays_finite(self.values[name], new) for name, new in self.parameters.items())
+        return all_stay_finite(self.values, self.parameters)
 
     def commit(
         self, owner: MutableMapping[str, Any], values: Mapping[str, Any], forget_batch: Callable[[], None]

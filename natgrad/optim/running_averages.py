@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.linalg import stays_finite
 from natgrad.rules import inner_product
 from natgrad.structures import Statistics
 from natgrad.typed_torch import measure_norm
@@ -53,7 +54,10 @@ def average_gradient(state: Mapping[str, Any], gradient: Tensor, decay: float) -
         return gradient, {}
     count = state.get("count", 0) + 1
     mean = state["mean"].lerp(gradient, 1 - decay) if "mean" in state else (1 - decay) * gradient
-    return mean / (1 - decay**count), {"count": count, "mean": mean}
+    weight = 1 - decay**count
+    # late in a run the weights add up to 1, and nothing is copied
+    whole = 1 - weight < torch.finfo(mean.dtype).eps / 4
+    return (mean if whole else mean / weight), {"count": count, "mean": mean}
 
 
 def change(old: Statistics, new: Statistics, share: float) -> Tensor:
@@ -95,7 +99,7 @@ def write_into(old: Any, new: Any, used: set[int]) -> Any:
 
 
 def signal_sums(
-    gradients: Mapping[str, Tensor], kept: Mapping[str, Mapping[str, Any]], decays: Mapping[str, float]
+    norms: Mapping[str, Tensor], kept: Mapping[str, Mapping[str, Any]], decays: Mapping[str, float]
 ) -> Tensor:
     """|m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone: (3,), double precision.
 
@@ -103,19 +107,27 @@ def signal_sums(
     gradient's variance.
 
     Args:
-        gradients: g by name.
+        norms: |g| by name, scalar tensors.
         kept: What `average_gradient` keeps of m, by name.
         decays: b by name.
     """
-    rows = list[Tensor]()
-    for name, gradient in gradients.items():
-        decay, count = decays[name], kept[name]["count"]
-        faded = decay**count
-        mean = measure_norm(kept[name]["mean"]).double().square() / (1 - faded) ** 2
-        single = measure_norm(gradient).double().square()
-        noise = (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)
-        rows.append(torch.stack([mean.to(single), single, noise * single]))
-    return torch.stack([row.to(rows[0].device) for row in rows]).sum(0)
+    found, weights = list[Tensor](), list[tuple[float, float]]()
+    for name, norm in norms.items():
+        decay, faded = decays[name], decays[name] ** kept[name]["count"]
+        found += [measure_norm(kept[name]["mean"]), norm]
+        weights.append(((1 - faded) ** -2, (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)))
+    home = found[0].device
+    mean, single = torch.stack([one.to(home, torch.float64) for one in found]).square().view(-1, 2).T
+    corrected, noise = torch.tensor(weights, dtype=torch.float64, device=home).T
+    return torch.stack([corrected @ mean, single.sum(), noise @ single])
+
+
+def all_stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether no entry of these becomes NaN or infinite; one that is so already, and stays, does no harm."""
+    sums = [new.sum(dtype=torch.promote_types(new.dtype, torch.float32)) for new in after.values()]
+    if not sums or bool(torch.isfinite(torch.stack([total.double() for total in sums])).all()):
+        return True
+    return all(stays_finite(before[name], new) for name, new in after.items())
 
 
 def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:

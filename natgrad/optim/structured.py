@@ -44,6 +44,7 @@ from natgrad.optim.step_length import Stride, bounded_below, sample_examples
 from natgrad.pure import check_select, full_precision, leaves
 from natgrad.rules import BlockStep, Momentum, Quadratic, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
+from natgrad.typed_torch import measure_norm
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
@@ -279,10 +280,11 @@ class StructuredNaturalGradient(ModelOptimizer):
             return
         losses = self._recall.losses or self._recall.computed
         raw = {name: dense(p) for name, p in active.items()}
-        loss, nats, scale, norm = self._ranks.pool_losses(losses, self._nats, self._recall.scale, raw)
+        norms = {name: measure_norm(g) for name, g in raw.items()}
+        loss, nats, scale, norm = self._ranks.pool_losses(losses, self._nats, self._recall.scale, norms)
         plain = isinstance(scale, float) and scale == 1
         gradients = raw if plain else {name: gradient / scale for name, gradient in raw.items()}
-        norm = norm / scale
+        norm, norms = norm / scale, norms if plain else {name: one / scale for name, one in norms.items()}
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
         wild = loss is not None and self._bounded and self._wild.is_wild(loss, self._clock["step"])
@@ -297,7 +299,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         late = self._clock["late"] + int(finite) if awaited else 0  # skipped steps are counted by themselves
         watch(late if finite else 0, UNUSABLE if self._bad else OVERDUE)
         told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
-        attempt = self._attempt(nats, dict(told))
+        attempt = self._attempt(nats, dict(told), norms)
         if finite:
             self._reader.arm(False)  # what follows may call the model again
             if self._pending:
@@ -313,7 +315,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             if self.on_trouble == "raise":
                 self._pending, self._bad = 0, False
                 raise NotFiniteError(describe_trouble(gradients, loss, bool(wild)))
-            attempt = self._attempt(nats, told)
+            attempt = self._attempt(nats, told, norms)
             attempt.clock["failures"] += not self._bad
         attempt.clock |= {"late": late, "skipped": 0 if finite else attempt.clock["skipped"] + 1}
         pace(attempt.clock, self._blocks.drift(), self.update_every)
@@ -372,10 +374,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._stride.sample = None
         self._outside.forget_batch()
 
-    def _attempt(self, nats: Any, told: dict[str, Any]) -> Attempt:
+    def _attempt(self, nats: Any, told: dict[str, Any], norms: dict[str, Tensor]) -> Attempt:
         parts = (self._blocks, self._named, self.state, self.param_groups, self._clock, self._stride, self._ranks)
         batch = BatchForm(self.model, self.criterion, self._recall, self._named, self._ranks, nats)
-        return Attempt(*parts, nats, told, self._outside, self.rule, batch)
+        return Attempt(*parts, nats, told, self._outside, self.rule, batch, norms)
 
     def _warn(self, strangers: Set[str]) -> None:
         """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""

@@ -111,24 +111,36 @@ def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
     layers = [names for layer in model.layers if (names := [name for name in layer if name in vector.parts])]
     if not layers:
         return step
-    factors = torch.stack([room(model, vector, names, most) for names in layers])
+    factors = room(model, vector, layers, most)
     if not bool((factors < 1).any()):
         return step
-    shares = {name: factor for names, factor in zip(layers, factors, strict=True) for name in names}
+    names = [name for layer in layers for name in layer]
+    each = [len(layer) for layer in layers]
+    shares = dict(
+        zip(names, factors.repeat_interleave(torch.tensor(each, device=factors.device)).unbind(), strict=True)
+    )
     limited = step.scale_layers(shares) if isinstance(step, BlockStep) else None
     if limited is None:
-        parts = {name: part * shares[name].to(part) for name, part in vector.parts.items()}
-        limited = model.along(Parts(parts, vector.rates, vector.length))
+        limited = model.along(vector.scale_each(shares))
         limited.form()  # so that it is reported
     return limited
 
 
-def room(model: Quadratic, vector: Parts, names: Sequence[str], most: float) -> Tensor:
-    """What part of a layer's step may be taken, at most 1, in double precision."""
-    moved = torch.stack([vector.square(name).double() for name in names]).sum().sqrt()
-    params = [model.params[name].detach() for name in names]
-    size = torch.stack([measure_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params])
-    fresh = UNIT * max(math.sqrt(len(p)) if p.dim() else 1.0 for p in params)
-    rate = min(1.0, max(abs(vector.rate(name)) for name in names))
-    bound = most * rate * measure_norm(size.double()).clamp(min=fresh).to(moved.device)
+def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float) -> Tensor:
+    """What part of each layer's step may be taken, at most 1, in double precision, shape (layers,)."""
+    names = [name for layer in layers for name in layer]
+    params = {name: model.params[name].detach() for name in names}
+    squares = [vector.square(name).double() for name in names]
+    sizes = [measure_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)).double() for p in params.values()]
+    home = squares[0].device
+    place = torch.tensor([i for i, layer in enumerate(layers) for _ in layer], device=home)
+    table = torch.stack([torch.stack([one.to(home) for one in column]) for column in (squares, sizes)])
+    table[1].square_()
+    moved, size = table.new_zeros(2, len(layers)).index_add_(1, place, table).sqrt()
+    fresh = [
+        UNIT * max(math.sqrt(len(p)) if p.dim() else 1.0 for p in map(params.__getitem__, layer)) for layer in layers
+    ]
+    rates = [most * min(1.0, max(abs(vector.rate(name)) for name in layer)) for layer in layers]
+    fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=home)
+    bound = fixed[0] * torch.maximum(size, fixed[1])
     return torch.where(moved > bound, bound / moved, 1.0)

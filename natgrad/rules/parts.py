@@ -11,27 +11,44 @@ from natgrad.typed_torch import measure_norm
 
 
 class Parts:
-    """A vector over parameters that lie apart: d_p = length * rate_p * part_p, by name. No flat copy is made.
+    """A vector over parameters that lie apart: d_p = length * share_p * rate_p * part_p, by name. No flat copy is made.
 
-    It has what rules do with a flat vector (n,): `a * v`, `v + w`, `v @ w`, `-v`, `v.norm()`, `v.clone()`.
+    It has what rules do with a flat vector (n,): `a * v`, `v + w`, `v @ w`, `-v`, `v.norm()`, `v.clone()`. The squares
+    of its parts are summed up once, for all vectors that were made of it by factors.
 
     Args:
         parts: Tensors by name.
         rates: A factor by name; None: 1 for all.
         length: A factor that all have in common: a number, or a scalar tensor.
+        shares: Another factor by name, scalar tensors; None: 1 for all.
     """
 
     def __init__(
-        self, parts: Mapping[str, Tensor], rates: Mapping[str, float] | None = None, length: Tensor | float = 1.0
+        self,
+        parts: Mapping[str, Tensor],
+        rates: Mapping[str, float] | None = None,
+        length: Tensor | float = 1.0,
+        shares: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.parts, self.rates, self.length = parts, rates, length
+        self.parts, self.rates, self.length, self.shares = parts, rates, length, shares
+        self._sizes = dict[str, Tensor]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        part = self.rate(name) * self.parts[name]
-        return part * as_factor(self.length, part)
+        part = self.parts[name]
+        return part * self.factor(name, part)
+
+    def factor(self, name: str, like: Tensor) -> Tensor | float:
+        """What a part is multiplied by: a number, or a scalar tensor.
+
+        Args:
+            name: The parameter's.
+            like: Of the dtype and on the device wanted.
+        """
+        factor = as_factor(self.length, like) * self.rate(name)
+        return factor if self.shares is None else factor * as_factor(self.shares[name], like)
 
     def rate(self, name: str) -> float:
         """The factor of one parameter, without the common one.
@@ -46,7 +63,7 @@ class Parts:
         return {name: self[name] for name in self.parts}
 
     def __mul__(self, factor: Tensor | float) -> Parts:
-        return Parts(self.parts, self.rates, self.length * factor)
+        return self._share_sizes(Parts(self.parts, self.rates, self.length * factor, self.shares))
 
     __rmul__ = __mul__
 
@@ -62,15 +79,30 @@ class Parts:
     def __sub__(self, other: Parts) -> Parts:
         return self + -1.0 * other
 
+    def scale_each(self, shares: Mapping[str, Tensor]) -> Parts:
+        """The vector with each part times a factor of its own, without a copy.
+
+        Args:
+            shares: Scalar tensors by name.
+        """
+        before = self.shares
+        whole = shares if before is None else {name: before[name] * share for name, share in shares.items()}
+        return self._share_sizes(Parts(self.parts, self.rates, self.length, whole))
+
+    def _share_sizes(self, scaled: Parts) -> Parts:
+        scaled._sizes = self._sizes
+        return scaled
+
     def __matmul__(self, other: Parts) -> Tensor:
         """The inner product, a scalar tensor; entries that only one of them has count as zero in the other."""
         pairs = [
-            self.rate(name) * other.rate(name) * multiply_parts(part, other.parts[name])
+            (self._measure_part(name).square() if part is right else inner_product(part, right))
+            * self.factor(name, part)
+            * other.factor(name, right)
             for name, part in self.parts.items()
-            if name in other.parts
+            if (right := other.parts.get(name)) is not None
         ]
-        whole = torch.stack(pairs).sum() if pairs else torch.zeros(())
-        return whole * as_factor(self.length, whole) * as_factor(other.length, whole)
+        return torch.stack(pairs).sum() if pairs else torch.zeros(())
 
     def square(self, name: str) -> Tensor:
         """|d_p|^2 of one parameter, a scalar tensor.
@@ -79,12 +111,18 @@ class Parts:
             name: The parameter's.
         """
         part = self.parts[name]
-        square = multiply_parts(part, part) * self.rate(name) ** 2
-        return square * as_factor(self.length, square) ** 2
+        return (self._measure_part(name) * self.factor(name, part)).square()
+
+    def _measure_part(self, name: str) -> Tensor:
+        """|part_p|, measured once."""
+        if name not in self._sizes:
+            self._sizes[name] = measure_part(self.parts[name])
+        return self._sizes[name]
 
     def norm(self) -> Tensor:
         """|d|, a scalar tensor."""
-        return (self @ self).sqrt()
+        squares = [self.square(name) for name in self.parts]
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
     def clone(self) -> Parts:
         """The same with memory of its own."""
@@ -105,16 +143,10 @@ def inner_product(first: Tensor, second: Tensor) -> Tensor:
     return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
 
 
-def multiply_parts(first: Tensor, second: Tensor) -> Tensor:
-    """The same, where a part is often a view: a layer's weight lies in its matrix, whose rows also hold the bias.
-
-    Args:
-        first: Any tensor.
-        second: One of the same shape. If it is the first itself, nothing is copied.
-    """
-    if first is not second or first.is_contiguous():
-        return inner_product(first, second)
-    return measure_norm(measure_norm(first, dim=-1)).square()  # by rows in a fifth of the time of the whole view
+def measure_part(part: Tensor) -> Tensor:
+    """|x|, a scalar tensor. A part is often a view: a layer's weight in its matrix, whose rows also hold the bias."""
+    # by rows in a fifth of the time of the whole view
+    return measure_norm(part if part.is_contiguous() else measure_norm(part, dim=-1))
 
 
 def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:

@@ -184,11 +184,10 @@ class BlockStep(Step):
         """
         if not self.forms or not self.promise.is_known:
             return None
-        parts = {name: part * factors[name].to(part) for name, part in self.vector.parts.items()}
         forms = {name: form * factors[name].to(form) ** 2 for name, form in self.forms.items()}
         whole = torch.stack([form.to(self.promise().device) for form in forms.values()]).sum()
         true = Lazy(value=whole if self.ratio is None else self.ratio.to(whole) * whole)
-        vector = Parts(parts, self.vector.rates, self.vector.length)
+        vector = self.vector.scale_each(factors)
         return BlockStep(vector, true, Lazy(value=whole), self.ratio, self.levels, forms)
 
     def form(self) -> Tensor:

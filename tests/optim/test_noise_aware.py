@@ -124,7 +124,7 @@ def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(dec
         for count in range(1, 30):
             gradient = signal + (1 - signal) * draw(20_000, seed=count)
             mean = mean.lerp(gradient, 1 - decay)
-            totals += signal_sums({"w": gradient}, {"w": {"count": count, "mean": mean}}, {"w": decay})
+            totals += signal_sums({"w": gradient.norm()}, {"w": {"count": count, "mean": mean}}, {"w": decay})
         m, g, z = totals.tolist()
         assert (m - z) / (g - z) == pytest.approx(expected, abs=0.02)
 

@@ -105,6 +105,10 @@ def test_layers_of_a_step_are_scaled_without_a_product() -> None:
     assert float(scaled.form()) == pytest.approx(0.03 * (2.0 / 4 + 5.0))
     for name, factor in factors.items():
         torch.testing.assert_close(scaled.vector[name], factor * 0.1 * vector[name])
+        assert scaled.vector.parts[name] is vector.parts[name]  # no copy
+    flat = torch.cat(list(scaled.vector.tensors().values()))
+    torch.testing.assert_close(scaled.vector.norm(), flat.norm())
+    torch.testing.assert_close(scaled.vector @ vector, flat @ torch.cat(list(vector.tensors().values())))
     assert BlockStep(vector, whole, whole, None, {}).scale_layers(factors) is None  # known as a whole alone
 
 
