@@ -133,7 +133,15 @@ class NormLayer(Layer):
         return len(self.module.normalized_shape) if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)) else None
 
     def activations(self, inputs: Tensor) -> Tensor:
-        return self.with_bias(self._channels(normalise_inputs(self.module, inputs)).unsqueeze(-1))
+        return self.with_bias(self.normalise(inputs))
+
+    def normalise(self, inputs: Tensor) -> Tensor:
+        """The input before scale and shift as (b, t, groups, 1).
+
+        Args:
+            inputs: As the module was given them.
+        """
+        return self._channels(normalise_inputs(self.module, inputs)).unsqueeze(-1)
 
     def deltas(self, gradient: Tensor) -> Tensor:
         return self._channels(gradient).unsqueeze(-1)

