@@ -203,6 +203,20 @@ def require_one_tensor(outputs: Any) -> Tensor:
     return outputs
 
 
+def check_order(outputs: Any, targets: Any) -> None:
+    """ValueError if the targets came first: they depend on parameters, and the outputs do not."""
+    if needs_gradient(targets) and not needs_gradient(outputs):
+        raise ValueError(
+            "the targets require a gradient and the outputs do not, expected the model's outputs first: call "
+            "optimizer.loss(outputs, targets)"
+        )
+
+
+def needs_gradient(tree: Any) -> bool:
+    """Whether any tensor in it requires a gradient."""
+    return any(leaf.requires_grad for leaf in leaves(tree))
+
+
 def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
     """ValueError unless outputs and targets have one shape: broadcasting would silently change the likelihood."""
     if outputs.shape != targets.shape:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.families.base import Likelihood, SeparableLikelihood
+from natgrad.families.base import Likelihood, SeparableLikelihood, check_order, require_one_tensor
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.pure import leaves, map_tensors
@@ -136,8 +136,9 @@ class Criterion:
             targets: As the loss takes them.
 
         Raises:
-            ValueError: For targets that the likelihood cannot produce.
+            ValueError: For targets that the likelihood cannot produce, or that are given in place of the outputs.
         """
+        check_order(outputs, targets)
         self.check(outputs, targets)
         return self.loss(outputs, targets)
 
@@ -266,7 +267,7 @@ def nll_loss(criterion: nn.NLLLoss) -> Criterion:
         return chosen, chosen.sum()
 
     return Criterion(
-        IgnoringCategorical(dim=1, ignore_index=criterion.ignore_index), criterion, weigh, criterion.reduction == "sum"
+        LogProbabilities(dim=1, ignore_index=criterion.ignore_index), criterion, weigh, criterion.reduction == "sum"
     )
 
 
@@ -284,6 +285,20 @@ class IgnoringCategorical(Categorical):
         if not targets.is_floating_point():
             targets = targets.masked_fill(targets == self.ignore_index, 0)
         super().check_targets(outputs, targets)
+
+
+@dataclass(frozen=True)
+class LogProbabilities(IgnoringCategorical):
+    """Logarithms of class probabilities, whose exponentials sum to one."""
+
+    def check_targets(self, outputs: Any, targets: Any) -> None:
+        super().check_targets(outputs, targets)
+        total = require_one_tensor(outputs).detach().logsumexp(self.dim)
+        if bool(((total.abs() > 0.1) & total.isfinite()).any()):  # log-softmax in half precision is within 0.03
+            raise ValueError(
+                "outputs are not log-probabilities, as NLLLoss expects: exp(outputs) does not sum to 1 over the "
+                "classes. Take CrossEntropyLoss on logits, or end the model with torch.nn.LogSoftmax(dim=1)"
+            )
 
 
 def class_weights(weight: Tensor | None, outputs: Tensor) -> Tensor:

@@ -339,6 +339,8 @@ class Categorical(NaturalLikelihood):
             check_same_shape(outputs, targets)
             check_range(targets, 0, 1, "class numbers (integers), or class probabilities in [0, 1]")
             return
+        if targets.dtype not in (torch.int64, torch.uint8):
+            raise ValueError(f"targets are {targets.dtype}, expected torch.int64; convert them with targets.long()")
         classes = outputs.shape[self.dim]
         positions = outputs.movedim(self.dim, -1).shape[:-1]
         if targets.shape != positions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -94,6 +94,21 @@ def watch(count: int, text: str) -> None:
         raise RuntimeError(text.format(count=count))
     if count == WARN:
         warnings.warn(f"{text.format(count=count)}; after {STOP} steps in a row this is an error", stacklevel=2)
+
+
+def warn_without_gradient(parameters: Iterable[Tensor], losses: int) -> None:
+    """Warn if losses were computed for a step and no parameter has a gradient.
+
+    Args:
+        parameters: All that are trained.
+        losses: How many were computed since the last step.
+    """
+    if losses and all(p.grad is None for p in parameters):
+        warnings.warn(
+            "this step does nothing: a loss was computed, and no parameter has a gradient. Call loss.backward() before "
+            "optimizer.step(), and optimizer.zero_grad() before loss.backward()",
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion
-from natgrad.optim.accidents import OnTrouble
+from natgrad.optim.accidents import OnTrouble, warn_without_gradient
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
 from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
 from natgrad.optim.distributed import Ranks
@@ -128,6 +128,7 @@ class ModelOptimizer(Optimizer):
             if closure is not None:
                 called = call_closure(closure, next(iter(self._named.values())).device, self._recall)
             self._warn_of_replaced()
+            warn_without_gradient(self._named.values(), len(self._recall.computed))
             try:
                 self._step(called)
             except NotFiniteError as trouble:

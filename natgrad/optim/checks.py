@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -179,6 +179,8 @@ def hint_at_engine(model: Any) -> str:
     """What to do instead, where an engine of several processes gives something else than a module."""
     if type(model).__name__ in ("PipelineStage", "ScheduleGPipe", "Schedule1F1B"):
         return ". A stage of a pipeline has no outputs that labels could be drawn from: use fully_shard"
+    if isinstance(model, Iterator):
+        return "; give the model itself, not model.parameters()"
     if isinstance(model, list) and model and isinstance(model[0], (Tensor, Mapping)):
         return '. ZeroRedundancyOptimizer has parameters alone: share="memory" shares the state out without it'
     return ""

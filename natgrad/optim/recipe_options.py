@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -191,7 +191,9 @@ def with_options(options: Any, settings: type, *without: str, **own: Any) -> Cal
 
         @wraps(function)
         def call_checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            check_keywords(function.__qualname__.removesuffix(".__init__"), kwargs, [*known, *values])
+            name = function.__qualname__.removesuffix(".__init__")
+            check_keywords(name, kwargs, [*known, *values])
+            check_required(name, named, len(args), kwargs)
             return function(*args, **kwargs)
 
         call_checked.__signature__ = plain.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
@@ -206,9 +208,28 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
     names = sorted(set(known) - {"self"})
     for key in given:
         if key not in names:
-            near = get_close_matches(key, names, 1, 0.5)
+            near = get_close_matches(key, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(names)}"
             raise TypeError(f"{name}() got an unexpected keyword argument {key!r}{hint}")
+
+
+def check_required(name: str, named: Sequence[inspect.Parameter], count: int, given: Collection[str]) -> None:
+    """TypeError that shows a whole call, if an argument without a default is missing.
+
+    Args:
+        name: Of the recipe.
+        named: Its own parameters, in order.
+        count: How many were given by position.
+        given: Names of the others.
+    """
+    wanted = [p.name for p in named if p.default is p.empty]
+    missing = [p.name for p in named[count:] if p.name in wanted and p.name not in given]
+    if missing:
+        example = " with criterion=torch.nn.CrossEntropyLoss(), or the loss that you minimise"
+        raise TypeError(
+            f"{name}() lacks {' and '.join(map(repr, missing))}, expected {name}({', '.join(wanted)})"
+            + example * ("criterion" in missing)
+        )
 
 
 def join_arguments(own: str, shared: str, names: Iterable[str]) -> str:
