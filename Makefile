@@ -30,8 +30,9 @@ test: $(VENV)/.test  ## every claim of the library, checked
 check: $(VENV)/.dev  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pyright --pythonpath $(BIN)/python --project strict-types.json
+	@set -x; $(BIN)/pyright --pythonpath $(BIN)/python & plain=$$!; \
+	$(BIN)/pyright --pythonpath $(BIN)/python --project strict-types.json; strict=$$?; \
+	wait $$plain && exit $$strict
 
 docs: $(VENV)/.docs  ## the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -45,10 +46,11 @@ clean:  ## remove the environment, the site and the caches; runs/ stays
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file per extra of pyproject.toml: test, bench, docs, dev. The laboratory, a package beside it, comes with each.
+# dev holds test and docs: neither is installed again after it.
 $(VENV)/.%: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing natgrad[$*] and the laboratory into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --editable ".[$*]" --editable ./lab
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.docs $(VENV)/.test)
 
 $(VENV)/.lab: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing natgrad and the laboratory into $(VENV) ..."
