@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tutorial_cells import Cell, Picture, read_cells, write_notebook, write_page
 ROOT = Path(__file__).parents[2]
 RUNNER = Path(__file__).with_name("tutorial_cells.py")
 KEPT = ROOT / "build" / "tutorials"
+COMPUTING = ("torch", "numpy", "scipy", "scikit-learn", "gymnasium", "matplotlib")
 ORDER = (
     "ten_minutes", "state_report", "exact_fisher", "energy_models", "black_box", "policy", "posterior", "helmholtz",
     "normal_geometry", "reproduce_a_paper",
@@ -123,7 +125,7 @@ def run_or_recall(path: Path) -> list[Cell]:
     Raises:
         PluginError: With its traceback, if the tutorial fails.
     """
-    kept = KEPT / f"{path.stem}-{fingerprint(path)}.json"
+    kept = find_kept(path)
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         part = kept.with_suffix(".part")
@@ -133,17 +135,49 @@ def run_or_recall(path: Path) -> list[Cell]:
         if done.returncode:
             raise PluginError(f"docs/tutorials/{path.name} failed:\n{done.stderr}")
         part.replace(kept)
+    return read_shown(kept)
+
+
+def find_kept(path: Path) -> Path:
+    """The file of what the tutorial shows, as it is now; it is there if the tutorial has run.
+
+    Args:
+        path: The tutorial.
+    """
+    return KEPT / f"{path.stem}-{fingerprint(path)}.json"
+
+
+def read_shown(kept: Path) -> list[Cell]:
+    """The cells of a tutorial with what they show.
+
+    Args:
+        kept: The file, see `find_kept`.
+    """
     cells: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8"))
     return [Cell(**(cell | {"pictures": [Picture(**p) for p in cell["pictures"]]})) for cell in cells]
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of all that the tutorial's outputs depend on, but for installed packages.
+    """A hash of what the tutorial's outputs depend on: sources, the interpreter, packages that compute and draw.
 
     Args:
         path: The tutorial.
     """
     digest = hashlib.sha256(path.read_bytes())
-    for file in [RUNNER, ROOT / "constraints.txt", *sorted((ROOT / "natgrad").rglob("*.py"))]:
+    packages = [*(ROOT / "natgrad").rglob("*.py"), *(ROOT / "lab" / "natgrad_lab").rglob("*.py")]
+    for file in [RUNNER, ROOT / "constraints.txt", *sorted(packages)]:
         digest.update(file.read_bytes())
+    digest.update(repr([sys.version, *(find_version(name) for name in COMPUTING)]).encode())
     return digest.hexdigest()[:16]
+
+
+def find_version(package: str) -> str:
+    """Of an installed package; empty if it is not installed.
+
+    Args:
+        package: Its name in the registry.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
