@@ -25,10 +25,7 @@ def check_integer(name: str, value: Any, least: int = 1, *, of: str = "", hint: 
     Raises:
         ValueError: For anything else.
     """
-    try:
-        found = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = least - 1
+    found = operator.index(value) if is_integer(value) else least - 1
     if found < least:
         raise ValueError(f"{name} is {value!r}, expected {f'{of}, ' if of else ''}an integer >= {least}{hint}")
     return found
@@ -108,3 +105,16 @@ def is_real(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    """True for an integer, NumPy's and an integer tensor's with one number too; not for a boolean.
+
+    Args:
+        value: Anything.
+    """
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)

@@ -6,12 +6,12 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.recorded_pass import Data
@@ -120,19 +120,12 @@ def inputs_of_terms(metric: MetricSum, data: Data) -> dict[str, Any]:
 
 
 def check_batches(model: Any, **sizes: int | None) -> None:
-    """TypeError or ValueError unless sizes are integers >= 1 or None, and a search batch has a module to evaluate."""
+    """ValueError unless sizes are integers >= 1 or None; TypeError if a search batch has no module to evaluate."""
     for name, size in sizes.items():
-        check_batch(name, size)
+        if size is not None:
+            check_integer(name, size, hint=", or None for all examples")
     if sizes.get("search_batch") is not None and not isinstance(model, nn.Module):
         raise TypeError("search_batch needs an nn.Module; with a dict of tensors pass a closure to step")
-
-
-def check_batch(name: str, value: int | None) -> None:
-    """TypeError or ValueError unless None or an integer >= 1."""
-    if value is not None and not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}, expected a number of examples, an integer >= 1, or None for all")
-    if value is not None and value < 1:
-        raise ValueError(f"{name} is {value}, expected an integer >= 1, or None for all examples")
 
 
 def check_search(inputs: Any, targets: Any) -> None:

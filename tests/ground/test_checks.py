@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from natgrad.checks import check_choice, check_integer, check_number, check_positive
+from natgrad.checks import check_choice, check_integer, check_number, check_positive, is_integer
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3)])
@@ -57,3 +59,19 @@ def test_a_choice_passes(value: object):
 def test_another_word_is_named(value: object):
     with pytest.raises(ValueError, match=r"^transport is .*, expected one of 'cheap', 'parallel'$"):
         check_choice("transport", value, ("cheap", "parallel"))
+
+
+@pytest.mark.parametrize(
+    ("value", "integer"), [(-3, True), (np.int8(3), True), (True, False), (3.0, False), (None, False)]
+)
+def test_an_integer_is_told_from_what_looks_like_one(value: object, integer: bool):
+    assert is_integer(value) is integer
+
+
+def test_kinds_of_numbers_are_asked_for_in_one_file():
+    root = Path(__file__).parents[2]
+    for package in ("natgrad", "lab/natgrad_lab", "benchmarks"):
+        for path in (root / package).rglob("*.py"):
+            found = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+            taken = [node.lineno for node in found if node.module == "numbers"]
+            assert not taken or path == root / "natgrad" / "checks.py", f"{path}:{taken[0]}: use natgrad.checks"

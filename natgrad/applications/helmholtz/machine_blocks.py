@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from natgrad.applications.helmholtz.logistic_rows import LogisticRows
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.unit_blocks import EXACT, UnitBlocks, fits_layer
 from natgrad.applications.helmholtz.units import Conditional
-from natgrad.checks import check_integer, check_share
+from natgrad.checks import check_integer, check_share, is_real
 from natgrad.damping import Constant, Damping, as_damping
 from natgrad.operators import BlockOperator
 
@@ -57,7 +56,7 @@ class UnitFisher:
         if self.refresh is not None:
             object.__setattr__(self, "refresh", check_integer("refresh", self.refresh, hint=", or None"))
         check_share("decay", self.decay)
-        if self.radius is not None and not (isinstance(self.radius, Real) and self.radius > 0):
+        if self.radius is not None and not (is_real(self.radius) and self.radius > 0):
             raise ValueError(f"radius is {self.radius!r}, expected nats > 0, math.inf for no bound, or None")
         if self.exact is not None and not isinstance(self.exact, (bool, np.bool_)):
             raise ValueError(f"exact is {self.exact!r}, expected True, False or None")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
 from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRows, Reweighted
 from natgrad.applications.helmholtz.units import Conditional
-from natgrad.checks import check_integer, check_positive, check_share
+from natgrad.checks import check_integer, check_positive, check_share, is_integer
 from natgrad.linalg import all_finite
 from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, read_parts, write_parts
 from natgrad.progress import Progress, check_callback
@@ -77,7 +76,7 @@ class WakeSleep:
                 f"optimizer is {type(optimizer).__name__}, expected a function that makes one: lambda params: "
                 "torch.optim.Adam(params, 1e-3)"
             )
-        if not isinstance(seed, Integral) or isinstance(seed, bool):
+        if not is_integer(seed):
             raise TypeError(f"seed is {seed!r}, expected an integer")
         if algorithm is not None and not isinstance(algorithm, Algorithm):
             raise TypeError(f"algorithm is {algorithm!r}, expected Reweighted(), Classic() or Bidirectional()")

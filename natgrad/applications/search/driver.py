@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from natgrad.applications.search.relaxation import Relaxation
 from natgrad.applications.search.restarts import IPOP, Restarts, as_restarts
 from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory, RunFactory, SearchResult, SearchRuns
 from natgrad.applications.search.surrogate import QuadraticSurrogate
-from natgrad.checks import check_integer
+from natgrad.checks import check_integer, is_real
 from natgrad.progress import Progress, check_callback
 from natgrad.state_files import FORMAT, read_state_file, write_state_file
 
@@ -279,10 +278,10 @@ def check_goals(ftarget: Any, maxfevals: Any, popsize: int, asking: int) -> None
     Raises:
         ValueError: If the target is no number, or the budget does not pay for one generation.
     """
-    if ftarget is not None and (not isinstance(ftarget, (Real, Tensor)) or math.isnan(ftarget)):
+    if ftarget is not None and (not is_real(ftarget) or math.isnan(ftarget)):
         came = "NaN" if isinstance(ftarget, float) else repr(ftarget)
         raise ValueError(f"ftarget is {came}, expected a number, or None for no target")
-    if maxfevals is not None and not (isinstance(maxfevals, (Real, Tensor)) and float(maxfevals) >= popsize):
+    if maxfevals is not None and not (is_real(maxfevals) and float(maxfevals) >= popsize):
         raise ValueError(f"maxfevals is {maxfevals!r}, expected at least {popsize}, the evaluations of one generation")
     if maxfevals is not None and float(maxfevals) < popsize + asking:
         raise ValueError(
@@ -305,7 +304,7 @@ def check_workers(executor: Any, timeout: Any, ahead: Any, noise: Any) -> None:
             points are evaluated ahead and again.
     """
     check_integer("ahead", ahead, 0, hint=": points that workers have beyond a generation")
-    if timeout is not None and not (isinstance(timeout, Real) and float(timeout) > 0):
+    if timeout is not None and not (is_real(timeout) and float(timeout) > 0):
         raise ValueError(f"timeout is {timeout!r}, expected seconds above 0, or None to wait for ever")
     for name, given in (("timeout", timeout is not None), ("ahead", ahead > 0)):
         if given and executor is None:

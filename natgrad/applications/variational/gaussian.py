@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, Unpack
 
 import torch
@@ -17,7 +16,7 @@ from natgrad.applications.variational.network import Network, NetworkData, Netwo
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import as_mean, as_precision, read_density
 from natgrad.applications.variational.targets import LOG_2PI, LogJoint, Moments, Target, are_finite
-from natgrad.checks import check_integer
+from natgrad.checks import check_integer, check_positive
 from natgrad.families import MultivariateNormal
 from natgrad.keyword_settings import Group, read_groups
 from natgrad.lapack import factor_or_nan, require_factor
@@ -83,8 +82,7 @@ def variational(
         ([3.0, 3.0], True)
     """
     data: NetworkData = read_groups("variational", GROUPS, network, OWN)["data"]
-    if not (isinstance(lr, Real) and 0 < lr < math.inf):
-        raise ValueError(f"lr is {lr!r}, expected a number > 0")
+    check_positive("lr", lr)
     if points is not None and not isinstance(points, Points):
         raise TypeError(f"points is {points!r}, expected Sobol(), GaussHermite() or Draws()")
     if isinstance(target, nn.Module):

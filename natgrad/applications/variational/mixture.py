@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from natgrad.applications.variational.gaussian import Variational
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import read_density
 from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint
-from natgrad.checks import check_integer
+from natgrad.checks import check_integer, check_positive
 from natgrad.lapack import require_factor
 from natgrad.shown_tables import write_choices
 
@@ -68,8 +67,7 @@ def variational_mixture(
         >>> [round(float(m), 2) for m in q.means[:, 0]]
         [-3.0, 3.0]
     """
-    if not (isinstance(lr, Real) and 0 < lr < math.inf):
-        raise ValueError(f"lr is {lr!r}, expected a number > 0")
+    check_positive("lr", lr)
     given = starts if isinstance(starts, Tensor) else torch.as_tensor(starts, dtype=torch.float64)
     if given.dim() != 2 or given.numel() == 0 or not given.is_floating_point():
         raise ValueError(

@@ -128,8 +128,19 @@ class Hamiltonian(ABC):
         return torch.sparse_coo_tensor(places, values[kept], (len(states),) * 2, check_invariants=True).coalesce()
 
 
+class EdgeHamiltonian(Hamiltonian):
+    """A Hamiltonian that joins pairs of sites: those of `edges`, or neighbours on a closed chain where that is None."""
+
+    edges: Edges | None
+
+    @property
+    def edges_or_chain(self) -> Edges:
+        """The edges in use."""
+        return chain_edges(self.space.count) if self.edges is None else self.edges
+
+
 @dataclass(frozen=True)
-class TransverseIsing(Hamiltonian):
+class TransverseIsing(EdgeHamiltonian):
     """H = -J sum_edges z_i z_j - h sum_i x_i.
 
     Args:
@@ -153,11 +164,6 @@ class TransverseIsing(Hamiltonian):
         check_edges(self.edges_or_chain, self.count, self.coupling)
 
     @property
-    def edges_or_chain(self) -> Edges:
-        """The edges in use."""
-        return chain_edges(self.count) if self.edges is None else self.edges
-
-    @property
     def space(self) -> Spins:  # type: ignore[override]
         """The states."""
         return Spins(self.count)
@@ -171,7 +177,7 @@ class TransverseIsing(Hamiltonian):
 
 
 @dataclass(frozen=True)
-class Heisenberg(Hamiltonian):
+class Heisenberg(EdgeHamiltonian):
     """H = sum_edges J_ij S_i . S_j with spins one half, S = sigma / 2: J > 0 is the antiferromagnet.
 
     J1-J2 models are `Heisenberg(16, near + far, [1.0] * len(near) + [0.5] * len(far))`.
@@ -200,11 +206,6 @@ class Heisenberg(Hamiltonian):
         check_edges(self.edges_or_chain, self.count, self.coupling)
 
     @property
-    def edges_or_chain(self) -> Edges:
-        """The edges in use."""
-        return chain_edges(self.count) if self.edges is None else self.edges
-
-    @property
     def space(self) -> Spins:  # type: ignore[override]
         """The states."""
         return Spins(self.count, self.count // 2 if self.up is None else self.up)
@@ -223,7 +224,7 @@ class Heisenberg(Hamiltonian):
 
 
 @dataclass(frozen=True)
-class BoseHubbard(Hamiltonian):
+class BoseHubbard(EdgeHamiltonian):
     """H = -t sum_edges (b_i^+ b_j + b_j^+ b_i) + U / 2 sum_i n_i (n_i - 1), with at most `most` bosons on a site.
 
     Args:
@@ -249,11 +250,6 @@ class BoseHubbard(Hamiltonian):
     def __post_init__(self) -> None:
         check_integer("sites", self.sites)
         check_edges(self.edges_or_chain, self.sites, 1.0)
-
-    @property
-    def edges_or_chain(self) -> Edges:
-        """The edges in use."""
-        return chain_edges(self.sites) if self.edges is None else self.edges
 
     @property
     def space(self) -> Bosons:  # type: ignore[override]
