@@ -154,7 +154,7 @@ def read_shown(kept: Path) -> list[Cell]:
         kept: The file, see `find_kept`.
     """
     cells: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8"))
-    return [Cell(**(cell | {"pictures": [Picture(**p) for p in cell["pictures"]]})) for cell in cells]
+    return [Cell(**{**cell, "pictures": [Picture(**p) for p in cell["pictures"]]}) for cell in cells]
 
 
 def fingerprint(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.checks import check_integer
+from natgrad.checks import check_integer, is_integer
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.recorded_pass import Data
@@ -120,8 +120,10 @@ def inputs_of_terms(metric: MetricSum, data: Data) -> dict[str, Any]:
 
 
 def check_batches(model: Any, **sizes: int | None) -> None:
-    """ValueError unless sizes are integers >= 1 or None; TypeError if a search batch has no module to evaluate."""
+    """TypeError or ValueError unless sizes are integers >= 1 or None, and a search batch has a module to evaluate."""
     for name, size in sizes.items():
+        if size is not None and not is_integer(size):
+            raise TypeError(f"{name} is {size!r}, expected a number of examples, an integer >= 1, or None for all")
         if size is not None:
             check_integer(name, size, hint=", or None for all examples")
     if sizes.get("search_batch") is not None and not isinstance(model, nn.Module):

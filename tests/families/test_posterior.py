@@ -98,6 +98,7 @@ def test_what_kfac_reads_is_the_metric_of_both_heads(estimate):
     x, y = torch.ones(500, 1, dtype=F64), (draw(500, D) > 0).double()
     opt = ng.kfac(layer, family(), estimate=estimate, damping=1e-12, momentum=0.0, kl_share=1e9, measure=False)
     opt.loss(layer(x), (y, None)).backward()
+    assert layer.weight.grad is not None
     row, gradient, before = layer(x[:1]).detach(), layer.weight.grad.clone(), layer.weight.detach().clone()
     opt.step()
     step = before - layer.weight.detach()

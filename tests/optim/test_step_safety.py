@@ -76,7 +76,7 @@ def test_no_scale_of_a_hidden_layer_makes_a_step_wild(name: str, factor: str) ->
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     with torch.no_grad():
-        model[2].weight.mul_(float(factor))
+        model.get_parameter("2.weight").mul_(float(factor))
     opt = RECIPES[name](model, CE)
     losses = [iterate(opt, CE, model, x, y) for x, y in batches(noisy_classes(), 32, 40)]
     assert all_finite(model)
@@ -113,6 +113,11 @@ def dense(activation: type[nn.Module], outputs: int) -> nn.Module:
 def normed() -> nn.Module:
     """With batch norm."""
     return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def leave_batch(model: nn.Module, x: Tensor, y: Tensor) -> Batch:
+    """Nothing happens."""
+    return x, y
 
 
 def large_row(model: nn.Module, x: Tensor, y: Tensor) -> Batch:
@@ -177,7 +182,7 @@ def set_rates(opt: Any, full: list[float], part: float) -> None:
 
 
 def train_second_half(
-    recipe: Callable[..., Any], base: str, steps: int, event: Callable[..., Batch] | None = None
+    recipe: Callable[..., Any], base: str, steps: int, event: Callable[..., Batch] = leave_batch
 ) -> float:
     """The loss on all rows after the other half; its first batch may be a wild one."""
     build, criterion, data = BASES[base]
@@ -191,8 +196,8 @@ def train_second_half(
         warnings.simplefilter("ignore")  # a batch that is skipped may say so
         for step, (x, y) in list(enumerate(batches(data(), 64, steps + 1)))[steps // 2 :]:
             set_rates(opt, full, 1 - step / (steps + 1))
-            hit = event is not None and step == steps // 2
-            iterate(opt, criterion, model, *(event(model, x, y) if hit else (x, y)))
+            change = event if step == steps // 2 else leave_batch
+            iterate(opt, criterion, model, *change(model, x, y))
     assert all_finite(model)
     x, y = data()
     with torch.no_grad():

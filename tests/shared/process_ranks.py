@@ -79,7 +79,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def start_ranks(size: int, folder: str, *call: Any) -> None:
     """Make a call in several processes, until all have ended or one failed."""
     Path(folder, "store").unlink(missing_ok=True)  # of a run that failed
-    multiprocessing.start_processes(enter, (size, folder, *call), nprocs=size, start_method="fork")
+    starting: Any = multiprocessing
+    starting.start_processes(enter, (size, folder, *call), nprocs=size, start_method="fork")
 
 
 def enter(rank: int, size: int, folder: str, module: str, function: str, args: tuple[Any, ...]) -> None:
