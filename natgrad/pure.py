@@ -20,6 +20,7 @@ Select = Callable[[Any], Any]
 _EVALUATING = ScopedValue("natgrad_evaluating", False)
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,27 @@ def mark_evaluation() -> Holding[bool]:
 def is_evaluating() -> bool:
     """Whether the pass under way is a metric's or a trial loss's, which listeners on the model pass over."""
     return _EVALUATING.get()
+
+
+def check_examples_apart(name: str, net: nn.Module) -> None:
+    """ValueError for a network whose output for an example depends on the batch around it, or on a dropout's mask.
+
+    Args:
+        name: What the network is called.
+        net: The network, in its mode as it is.
+    """
+    for path, part in cast("Iterator[tuple[str, nn.Module]]", net.named_modules()):
+        where = f"{name}.{path}" if path else name
+        if isinstance(part, BATCH_NORMS) and (part.training or part.running_mean is None):
+            raise ValueError(
+                f"{where} is a {type(part).__name__} with moments of the batch, expected a network whose output for "
+                "an example is a function of that one: use nn.LayerNorm, or call .eval() if it has running moments"
+            )
+        if isinstance(part, DROPOUTS) and part.training and part.p > 0:
+            raise ValueError(
+                f"{where} is a {type(part).__name__} in training mode, expected the same network at every evaluation: "
+                "call .eval(), or leave it out"
+            )
 
 
 def check_call(model: Model, call: Call, params: Params) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from natgrad.applications.residuals.jets import LayerRows
 from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows, TermRows, add_products
 from natgrad.applications.residuals.system import LinearisedTerms, Points, System, check_points
-from natgrad.applications.residuals.terms import TermJacobian
+from natgrad.applications.residuals.term_jacobian import TermJacobian
 from natgrad.layered_energies import Affine
 from natgrad.linalg import gram
 from natgrad.operators import JoinedRows, computes_block

@@ -12,7 +12,14 @@ from torch import Tensor
 from natgrad.applications.residuals.damped_system import DampedSystem
 from natgrad.applications.residuals.joined_terms import JoinedTerms
 from natgrad.applications.residuals.stacked_rows import RowsOperator
-from natgrad.applications.residuals.system import LinearisedTerms, Points, ResidualMetric, System, check_points
+from natgrad.applications.residuals.system import (
+    LinearisedTerms,
+    Points,
+    ResidualMetric,
+    System,
+    check_derivatives,
+    check_points,
+)
 from natgrad.checks import check_share
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
@@ -69,7 +76,7 @@ class ResidualOptimizer(NaturalGradient):
         self._start: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: None = None, **points: Any) -> Tensor:  # type: ignore[override]
+    def step(self, closure: None = None, /, **points: Any) -> Tensor:  # type: ignore[override]
         """One step on these points.
 
         Args:
@@ -99,7 +106,7 @@ class ResidualOptimizer(NaturalGradient):
         finally:
             self._points = self._now = self._measured = self._system = self._start = None
 
-    def evaluate(self, **points: Any) -> dict[str, Tensor]:
+    def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms, without a step.
 
         Args:
@@ -134,6 +141,7 @@ class ResidualOptimizer(NaturalGradient):
         self.losses = {name: float(value) for name, value in self._now.losses.items()}
         space = self._now.operator.rows.space
         gradient = self._now.operator.rows.mv(self._now.residuals)
+        check_derivatives(self.system, self._now, self._points, gradient)
         point = Point(params, space, gradient, self._rates("lr"))
         self._start = self._guess(point)
         self._attempt(point, self._objective(point, called))
@@ -186,7 +194,8 @@ class ResidualOptimizer(NaturalGradient):
         diagonal = measure_units(operator)
         last = super()._flat_state(point).get("units")
         self._measured = measured = diagonal if last is None else torch.maximum(diagonal, last)
-        return measured + IDLE * measured.mean()
+        mean = measured.mean()
+        return measured + torch.where(mean > 0, IDLE * mean, 1.0)
 
     def _accelerate(self, point: Point, system: DampedSystem, found: Solution) -> Solution:
         """The step with half the acceleration of the geodesic through it (Transtrum & Sethna 2012)."""

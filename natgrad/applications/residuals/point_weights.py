@@ -53,6 +53,8 @@ class Causal(PointWeights):
             raise ValueError(f"epsilon is {self.epsilon}, expected a finite number >= 0")
 
     def weigh(self, squares: Tensor, points: Tensor) -> Tensor:
+        if not -points.shape[1] <= self.time < points.shape[1]:
+            raise ValueError(f"time is {self.time}, and the points have {points.shape[1]} coordinates, counted from 0")
         times, order = points[:, self.time].sort(stable=True)
         sums = torch.cat([squares.new_zeros(1), squares[order].cumsum(0)])
         # points of one time wait for none of each other

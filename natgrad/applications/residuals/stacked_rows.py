@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.residuals.jets import LayerRows
-from natgrad.applications.residuals.terms import TermJacobian
+from natgrad.applications.residuals.term_jacobian import TermJacobian
 from natgrad.linalg import gram
 from natgrad.operators import Operator, SampleRows
 from natgrad.spaces import Space

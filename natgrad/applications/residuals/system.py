@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from natgrad.applications.residuals.point_weights import PointWeights
 from natgrad.applications.residuals.stacked_rows import RowsOperator, StackedRows, TermRows
-from natgrad.applications.residuals.terms import Term, TermJacobian, describe
+from natgrad.applications.residuals.term_checks import describe
+from natgrad.applications.residuals.term_jacobian import TermJacobian
+from natgrad.applications.residuals.terms import Term
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
@@ -21,6 +24,10 @@ from natgrad.pure import RandomState
 from natgrad.spaces import Params, Space
 
 Points = dict[str, tuple[Tensor, ...]]
+NO_DERIVATIVE = (
+    "natgrad: term {name!r} does not depend on any parameter at its points, so that nothing is learnt from it: second "
+    "derivatives of ReLU and of linear networks are zero (use tanh), and .detach() or a number cuts the graph"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +68,7 @@ class System:
         point_weights: Mapping[str, PointWeights] | None = None,
     ) -> None:
         self.terms, self.weights, self.point_weights = dict(terms), dict(weights), dict(point_weights or {})
+        self._looked: set[str] = set()  # terms whose derivative was seen once
 
     @torch.no_grad()
     def linearise(
@@ -91,8 +99,21 @@ class System:
             parts.append(TermRows(found))
             residuals.append((found.values.mT * found.factor).reshape(-1))
             losses[name] = found.values.square().sum() / count
-        operator = RowsOperator(StackedRows(Space(params), parts))
+        rows = StackedRows(Space(params), parts)
+        self._tell_idle_terms(rows, residuals)
+        operator = RowsOperator(rows)
         return LinearisedTerms(torch.cat(residuals).to(operator.dtype), operator, losses, factors)
+
+    def _tell_idle_terms(self, rows: StackedRows, residuals: list[Tensor]) -> None:
+        """A warning at the first step for a term that no parameter changes."""
+        for name, part, values in zip(self.terms, rows.terms, residuals, strict=True):
+            if name in self._looked or not part.count:
+                continue
+            self._looked.add(name)
+            squares = rows.space.zeros()
+            part.add_squares(rows.space, squares)
+            if bool(values.any()) and not bool(squares.any()):
+                warnings.warn(NO_DERIVATIVE.format(name=name), stacklevel=2)
 
     def _weigh(
         self, name: str, points: tuple[Tensor, ...], count: int, weights: Tensor | None, values: Tensor
@@ -223,6 +244,29 @@ def check_residuals(name: str, values: Tensor, points: tuple[Tensor, ...]) -> No
     )
 
 
+def check_derivatives(system: System, now: LinearisedTerms, points: Points, gradient: Tensor) -> None:
+    """NotFiniteError with the term and its first point where the derivative of a residual is NaN or infinite.
+
+    Args:
+        system: The terms.
+        now: Their linearisation.
+        points: By term; with several processes those of this one.
+        gradient: Of the loss, shape (n,): finite unless some derivative is not.
+    """
+    if all_finite(gradient):
+        return
+    rows = now.operator.rows
+    broken = [part.rows.find_broken_point() for part in rows.terms] if isinstance(rows, StackedRows) else []
+    for name, place in zip(system.terms, broken, strict=False):
+        if place is not None:
+            raise NotFiniteError(
+                f"the derivative of term {name!r} in the parameters is not finite at point {place}, "
+                f"{describe(tuple(t[place] for t in points[name]))}, where its value is; look for a square root or an "
+                "absolute value at zero, or for torch.where around a division by zero"
+            )
+    raise NotFiniteError("the gradient of the loss is not finite: look for a derivative that is infinite, or too large")
+
+
 def read_terms(
     terms: Any,
     unknowns: Mapping[str, nn.Module | nn.Parameter],
@@ -247,6 +291,11 @@ def read_terms(
     if unknown:
         raise ValueError(f"weights has {unknown}, which is no term: the terms are {list(terms)}")
     for name, weight in weights.items():
+        if isinstance(weight, Tensor) and weight.dim():
+            raise ValueError(
+                f"weights[{name!r}] is a tensor {tuple(weight.shape)}, expected a number; weights of points are data "
+                "of the term: lambda u, x, w: w.sqrt() * ..., step(inside=(x, w))"
+            )
         if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
             raise ValueError(f"weights[{name!r}] is {weight!r}, expected a finite number > 0")
     for name, chosen in (point_weights or {}).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,10 +12,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from natgrad.applications.residuals.fields import Field, Notes
-from natgrad.applications.residuals.jets import JetPass, LayerChain, LayerRows, Plan, network_of
+from natgrad.applications.residuals.jets import JetPass, LayerChain, Plan, network_of
+from natgrad.applications.residuals.term_checks import (
+    ParameterWatch,
+    check_captured,
+    check_independence,
+    describe,
+    find_aliases,
+    flatten_residual,
+)
+from natgrad.applications.residuals.term_jacobian import TermJacobian, differentiate_columns
 from natgrad.applications.residuals.unknowns import params_of
 from natgrad.derivatives import exact_derivatives
-from natgrad.pure import mark_evaluation, run_detached
+from natgrad.pure import RandomState, check_examples_apart, mark_evaluation, run_detached
 from natgrad.spaces import Params
 
 T = TypeVar("T")
@@ -23,31 +32,15 @@ Unknown = nn.Module | nn.Parameter
 Function = Callable[..., Any]
 
 ONE_BY_ONE = (
-    "natgrad: term {name!r} takes one backward pass per residual, since torch.func cannot differentiate the network: "
-    "build it of torch operations without torch.autograd.grad or .requires_grad_() in its forward, and write the "
-    "derivatives in the term, with ng.grad and ng.laplacian"
+    "natgrad: term {name!r} takes one backward pass per residual, since torch.func cannot take all points at once "
+    "({error}): build it of torch operations, torch.where in place of if and torch.sin of math.sin, without "
+    "torch.autograd.grad or .requires_grad_() in the network's forward, and write the derivatives in the term, with "
+    "ng.grad and ng.laplacian"
 )
 
 
 class Unplanned(Exception):
     """A term asked for something that its tables do not have."""
-
-
-@dataclass(frozen=True, eq=False)
-class TermJacobian:
-    """Residuals of a term with the rows of their Jacobian, each times its factor.
-
-    Args:
-        values: Shape (b, m), without the factors.
-        factor: Of each row, shape (m, b).
-        layers: Of affine layers: row (j, x), component first.
-        explicit: Name -> rows (m, b, size) of other parameters.
-    """
-
-    values: Tensor
-    factor: Tensor
-    layers: list[LayerRows] = field(default_factory=list)
-    explicit: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Term:
@@ -64,6 +57,9 @@ class Term:
         self.notes: dict[str, Notes] | None = None
         self.networks: dict[str, LayerChain] | None = None
         self.by_rows = False
+        self.aliases = find_aliases(self.unknowns)
+        self.is_random = False
+        self._noise: RandomState | None = None
         self._signature: list[Any] | None = None
         self._parameters: dict[str, set[str]] = {}
 
@@ -78,10 +74,11 @@ class Term:
         """
         if self.notes is None:
             self.settle(params, points)
-        found = self._through_tables(
-            lambda: self._from_tables(points, self._tables(params, points), self._coefficients(params, points))
-        )
-        return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
+        with nullcontext() if self._noise is None else self._noise.replay():
+            found = self._through_tables(
+                lambda: self._from_tables(points, self._tables(params, points), self._coefficients(params, points))
+            )
+            return (run_detached(lambda: self._plainly(params, points)) if found is None else found).detach()
 
     def rows(self, params: Params, points: tuple[Tensor, ...], weigh: Callable[[Tensor], Tensor]) -> TermJacobian:
         """The residuals with the rows of their Jacobian in the parameters.
@@ -92,6 +89,8 @@ class Term:
             weigh: From the residuals (b, m) to the factors of the rows (m, b).
         """
         self.settle(params, points)
+        if self.is_random:  # the trials of this step see the same draws
+            self._noise = RandomState.capture(points[0].device)
         found = self._through_tables(lambda: self._layered_rows(params, points, weigh))
         return self._functional_rows(params, points, weigh) if found is None else found
 
@@ -102,15 +101,21 @@ class Term:
             params: All parameters that are trained, by name.
             points: Tensors (b, ...).
         """
+        networks = {name: part for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
+        signature = [sign(part) for part in networks.values()]
+        if signature == self._signature:
+            return
+        for name, part in networks.items():
+            check_examples_apart(name or "net", part)
+            self._parameters[name] = {key for key, _ in part.named_parameters(name)}
         if self.notes is None:
             self.notes = self._probe(params, points)
-        signature = [sign(part) for part in self.unknowns.values() if isinstance(part, nn.Module)]
-        if signature != self._signature:
-            self._signature, self.networks = signature, self._find_networks()
-            for name, part in self.unknowns.items():
-                if isinstance(part, nn.Module):
-                    start = f"{name}." if name else ""
-                    self._parameters[name] = {start + key for key, _ in part.named_parameters()}
+        for name, part in networks.items():
+            for place in self.notes[name].plans:
+                check_independence(
+                    name, lambda x, net=part, own=self._own(params, name): read(net, own, x), points[place]
+                )
+        self._signature, self.networks = signature, self._find_networks()
 
     def _through_tables(self, make: Callable[[], T]) -> T | None:
         """What it makes of the unknowns' tables; None where they have none. What is missing in them is added."""
@@ -120,7 +125,17 @@ class Term:
                 return make()
             except Unplanned:
                 self.networks = self._find_networks() if self._wishes() != known else None
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # whatever vmap cannot do
+                self.networks = None
+                self._go_by_rows(error)
         return None
+
+    def _go_by_rows(self, error: RuntimeError) -> None:
+        self.by_rows = True
+        shown = str(error).partition("\n")[0]
+        warnings.warn(ONE_BY_ONE.format(name=self.name, error=shown[:100]), stacklevel=3)
 
     def _wishes(self) -> list[tuple[dict[int, Plan], bool]]:
         assert self.notes is not None
@@ -132,8 +147,11 @@ class Term:
         """Run the function at one point, to see which derivatives it wants."""
         notes = {name: Notes() for name, part in self.unknowns.items() if isinstance(part, nn.Module)}
         point = tuple(t[0] for t in points)
+        detached = {name: p.detach() for name, p in params.items()}  # so that a parameter seen is one that was captured
+        before = RandomState.capture(point[0].device)
         try:
-            run_detached(lambda: self._at(params, point, notes=notes))
+            with exact_derivatives(), ParameterWatch() as watch:
+                run_detached(lambda: self._at(detached, point, notes=notes))
         except NotImplementedError:
             raise
         except Exception as error:
@@ -145,12 +163,17 @@ class Term:
                 f"term {self.name!r} does not use its unknowns: write it with the function's own arguments, "
                 "lambda u, x: ng.laplacian(u, x) + f(x), where u is the network at one point x"
             )
+        check_captured(self.name, watch.seen, self.unknowns, params)
+        after = RandomState.capture(point[0].device)
+        self.is_random = any(not torch.equal(state, after.states[device]) for device, state in before.states.items())
         return notes
 
     def _find_networks(self) -> dict[str, LayerChain] | None:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
         assert self.notes is not None
         found = {}
+        if self.by_rows or self.aliases:  # rows of a parameter in two networks are one
+            return None
         for name, one in self.notes.items():
             if one.elsewhere:
                 return None
@@ -208,6 +231,7 @@ class Term:
         jets = {key: one.outputs for key, one in passes.items()} if jets is None else jets
 
         keys, names, count = list(jets), list(coefficients), len(points)
+        dtype = next(iter(jets.values())).dtype
         assert self.notes is not None
         notes = self.notes
 
@@ -221,7 +245,7 @@ class Term:
                 Field(refuse_evaluation, point, known.get(name), notes[name]) if name in notes else chosen[name]
                 for name in self.unknowns
             ]
-            return flatten_residual(self.name, self.function(*arguments, *point))
+            return flatten_residual(self.name, self.function(*arguments, *point), dtype)
 
         given = (*points, *jets.values(), *coefficients.values())
         dims = (0,) * count + (1,) * len(keys) + (0,) * len(names)
@@ -257,16 +281,21 @@ class Term:
         arguments = []
         for name, part in self.unknowns.items():
             if not isinstance(part, nn.Module):
-                arguments.append(params.get(name, part))
+                arguments.append(params.get(self.aliases.get(name, name), part))
                 continue
-            own = params_of(params, name)
+            own = self._own(params, name)
 
             def evaluate(*args: Any, module: nn.Module = part, own: Params = own) -> Tensor:
-                batched = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)
-                return functional_call(module, dict(own), batched).squeeze(0)
+                return read(module, own, *(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)).squeeze(0)
 
             arguments.append(Field(evaluate, point, notes=None if notes is None else notes[name]))
-        return flatten_residual(self.name, self.function(*arguments, *point))
+        dtype = next(iter(params.values())).dtype
+        return flatten_residual(self.name, self.function(*arguments, *point), dtype)
+
+    def _own(self, params: Params, name: str) -> dict[str, Tensor]:
+        """The trained parameters of a network, by its own names; those that it shares with another one too."""
+        shared = {full: params[first] for full, first in self.aliases.items() if first in params}
+        return params_of({**params, **shared}, name)
 
     def _plainly(self, params: Params, points: tuple[Tensor, ...]) -> Tensor:
         """The residuals (b, m): all points at once, or one after the other where torch.func cannot."""
@@ -275,9 +304,10 @@ class Term:
                 try:
                     each = torch.func.vmap(self._at, in_dims=(None, 0), randomness="different")
                     return each(dict(params), points)
-                except RuntimeError:
-                    self.by_rows = True
-                    warnings.warn(ONE_BY_ONE.format(name=self.name), stacklevel=2)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    self._go_by_rows(error)
             return torch.stack([self._at(params, point) for point in zip(*points, strict=True)])
 
     def _functional_rows(
@@ -293,9 +323,10 @@ class Term:
         if not self.by_rows:
             try:
                 return self._rows_by_points(leaves, points)
-            except RuntimeError:
-                self.by_rows = True
-                warnings.warn(ONE_BY_ONE.format(name=self.name), stacklevel=2)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self._go_by_rows(error)
         with torch.enable_grad(), mark_evaluation():
             leaves = {name: p.requires_grad_() for name, p in leaves.items()}
             values = self._plainly(leaves, points)
@@ -320,7 +351,13 @@ class Term:
 
         with torch.enable_grad(), mark_evaluation(), exact_derivatives():
             values, jacobians = torch.func.vmap(both, randomness="different")(points)
-        return values.detach(), {name: j.detach().transpose(0, 1).flatten(2) for name, j in jacobians.items()}
+        b, m = values.shape
+        return values.detach(), {n: j.detach().transpose(0, 1).reshape(m, b, -1) for n, j in jacobians.items()}
+
+
+def read(module: nn.Module, own: Params, *args: Any) -> Tensor:
+    """A network's outputs for a batch, with these parameters in the place of its own."""
+    return functional_call(module, dict(own), args)
 
 
 def refuse_evaluation(*args: Any) -> Tensor:
@@ -331,31 +368,3 @@ def refuse_evaluation(*args: Any) -> Tensor:
 def sign(module: nn.Module) -> list[tuple[int, bool, int]]:
     """What a network's layers are and how they are set, to see whether it changed."""
     return [(id(m), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in module.modules()]
-
-
-def differentiate_columns(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """d values[:, j] / d leaf, summed over the rows of values (b, m), (m, *shape of the leaf) each."""
-    if not values.requires_grad:
-        return [leaf.new_zeros(values.shape[1], *leaf.shape) for leaf in leaves]
-    columns = [
-        torch.autograd.grad(values[:, j].sum(), leaves, retain_graph=j + 1 < values.shape[1], materialize_grads=True)
-        for j in range(values.shape[1])
-    ]
-    return [torch.stack(parts) for parts in zip(*columns, strict=True)]
-
-
-def flatten_residual(name: str, residual: Any) -> Tensor:
-    """What a term returned, as (m,). TypeError for anything but a tensor or several."""
-    if isinstance(residual, (tuple, list)) and residual and all(isinstance(one, Tensor) for one in residual):
-        return torch.cat([one.reshape(-1) for one in residual])
-    if not isinstance(residual, Tensor):
-        raise TypeError(
-            f"term {name!r} returned {type(residual).__name__}, expected a tensor: the residual at one point"
-        )
-    return residual.reshape(-1)
-
-
-def describe(point: tuple[Tensor, ...]) -> str:
-    """A point as a reader of an error message likes it."""
-    parts = [", ".join(f"{float(number):.6g}" for number in t.reshape(-1)[:12]) for t in point]
-    return "; ".join(f"({part}{', ...' if t.numel() > 12 else ''})" for part, t in zip(parts, point, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from natgrad.spaces import Params
@@ -36,6 +37,7 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
         ValueError: For no unknown at all, or a name that is none.
     """
     if isinstance(given, nn.Module) and not isinstance(given, (nn.ModuleDict, nn.ModuleList)):
+        check_precision("net", given)
         return given, {"": given}
     if isinstance(given, (nn.ModuleList, Sequence)) and not isinstance(given, str):
         given = {f"unknown{i}": part for i, part in enumerate(given)}
@@ -59,6 +61,19 @@ def check_unknown(name: Any, part: Any) -> None:
     if not isinstance(part, (nn.Module, nn.Parameter)):
         hint = "; wrap a number: nn.Parameter(torch.tensor(1.0))" if isinstance(part, (Tensor, float, int)) else ""
         raise TypeError(f"net[{name!r}] is {type(part).__name__}, expected a module or a parameter{hint}")
+    check_precision(f"net[{name!r}]", part)
+
+
+def check_precision(name: str, part: nn.Module | nn.Parameter) -> None:
+    """ValueError for parameters in half precision, which has no linear algebra of its own.
+
+    Args:
+        name: What it is called.
+        part: A module or a parameter.
+    """
+    for p in part.parameters() if isinstance(part, nn.Module) else [part]:
+        if p.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(f"{name} is {p.dtype}, expected double precision, or single: call {name}.double()")
 
 
 def params_of(params: Params, name: str) -> dict[str, Tensor]:

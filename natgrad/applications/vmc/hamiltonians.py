@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class TransverseIsing(EdgeHamiltonian):
 
     Args:
         count: Number of spins.
-        edges: Pairs of neighbours; None: a closed chain.
+        edges: Pairs of neighbours, as a list, a tensor (edges, 2) or networkx's `graph.edges`; None: a closed chain.
         field: h.
         coupling: J, or one per edge.
 
@@ -161,6 +162,7 @@ class TransverseIsing(EdgeHamiltonian):
 
     def __post_init__(self) -> None:
         check_integer("count", self.count)
+        object.__setattr__(self, "edges", read_edges(self.edges))
         check_edges(self.edges_or_chain, self.count, self.coupling)
 
     @property
@@ -203,7 +205,9 @@ class Heisenberg(EdgeHamiltonian):
 
     def __post_init__(self) -> None:
         check_integer("count", self.count)
+        object.__setattr__(self, "edges", read_edges(self.edges))
         check_edges(self.edges_or_chain, self.count, self.coupling)
+        check_sites("sublattice", self.sublattice, self.count)
 
     @property
     def space(self) -> Spins:  # type: ignore[override]
@@ -249,6 +253,7 @@ class BoseHubbard(EdgeHamiltonian):
 
     def __post_init__(self) -> None:
         check_integer("sites", self.sites)
+        object.__setattr__(self, "edges", read_edges(self.edges))
         check_edges(self.edges_or_chain, self.sites, 1.0)
 
     @property
@@ -294,10 +299,36 @@ def as_weights(coupling: float | Sequence[float], like: Tensor) -> Tensor:
     return torch.as_tensor(coupling, dtype=like.dtype, device=like.device)
 
 
+def read_edges(edges: Any) -> list[tuple[int, int]] | None:
+    """Pairs of numbers from anything that lists them. ValueError for anything else.
+
+    Args:
+        edges: A list, a tensor or an array (edges, 2), networkx's `graph.edges`, or None.
+    """
+    if edges is None:
+        return None
+    try:
+        return [(operator.index(a), operator.index(b)) for a, b in edges]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"edges is {edges!r}, expected pairs of sites numbered from 0, [(0, 1), (1, 2)]; of a networkx graph with "
+            "other names: networkx.convert_node_labels_to_integers(graph).edges"
+        ) from error
+
+
+def check_sites(name: str, sites: Sequence[int], count: int) -> None:
+    """ValueError unless these are different sites."""
+    if len({*sites}) < len(sites) or not all(0 <= site < count for site in sites):
+        raise ValueError(
+            f"{name} is {list(sites)}, expected different sites from 0 to {count - 1}: all of one sublattice, "
+            f"range(0, {count}, 2) for a chain"
+        )
+
+
 def check_edges(edges: Edges, count: int, coupling: Any) -> None:
     """ValueError unless edges are pairs of different sites, with one coupling or one per edge."""
     for pair in edges:
         if len(pair) != 2 or not all(0 <= site < count for site in pair) or pair[0] == pair[1]:
             raise ValueError(f"edges has {tuple(pair)}, expected pairs of different sites from 0 to {count - 1}")
-    if isinstance(coupling, Sequence) and len(coupling) != len(edges):
+    if hasattr(coupling, "__len__") and len(coupling) != len(edges):
         raise ValueError(f"coupling has {len(coupling)} numbers, expected one, or one per edge: {len(edges)}")

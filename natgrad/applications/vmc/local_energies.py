@@ -76,11 +76,25 @@ def evaluate(psi: LogAmplitude, states: Tensor, chunk_size: int) -> Tensor:
 def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:
     """States and elements of a Hamiltonian that is not ours: as tensors, or as NetKet's operators give them."""
     if hasattr(operator, "connected"):
-        return operator.connected(states)
+        others, values = operator.connected(states)
+        check_connections(operator, others, values, states)
+        return others, values
     others, values = operator.get_conn_padded(states.cpu().numpy())
     others, values = (torch.as_tensor(as_array(part)).to(states.device) for part in (others, values))
     kind = torch.promote_types(states.dtype, values.dtype) if values.is_complex() else states.dtype
     return others.to(states.dtype), values.to(kind)
+
+
+def check_connections(operator: Any, others: Any, values: Any, states: Tensor) -> None:
+    """ValueError unless these are states (b, k, n) and their elements (b, k)."""
+    told = [tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (others, values)]
+    b, n = states.shape
+    fits = isinstance(others, Tensor) and isinstance(values, Tensor) and others.dim() == 3
+    if not fits or others.shape != (b, others.shape[1], n) or values.shape != others.shape[:2]:
+        raise ValueError(
+            f"{type(operator).__name__}.connected(states) returned {told[0]} and {told[1]} for states {(b, n)}, "
+            f"expected tensors: the connected states ({b}, k, {n}) and their elements ({b}, k), padded with zeros"
+        )
 
 
 def as_array(part: Any) -> Any:

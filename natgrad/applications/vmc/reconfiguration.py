@@ -17,7 +17,7 @@ from natgrad.linalg import all_finite
 from natgrad.metrics import GeometricTensor, Metric, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import NaturalGradient, RankExchange
-from natgrad.pure import Model, RandomState
+from natgrad.pure import Model, RandomState, check_examples_apart
 from natgrad.rules import Rule, TrustRegion
 from natgrad.shown_tables import write_choices
 from natgrad.solvers import Auto, Solver, Spring
@@ -174,6 +174,7 @@ class StochasticReconfiguration:
         prepared = self.optimizer.metric
         assert isinstance(prepared, Prepared)
         with processes.failing_together(self.psi.device):
+            check_examples_apart("psi.net", self.psi.net)
             states, flat = check_samples(states, local_energies)
             if weights is not None and processes.size > 1 and not prepared.metric.centred:
                 raise ValueError("weights is given, and a structure by layers on several processes takes equal ones")
