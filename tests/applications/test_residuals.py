@@ -83,7 +83,9 @@ NETS = {
     "one's own sine": lambda: perceptron(2, 1, Sine),
     "no chain": lambda: Gated(2).double(),
     "constrained": lambda: HardConstraint(perceptron(2, 1), lambda x: x[:, :1] * (1 - x[:, 1:]), lambda x: x[:, 1:]),
-    "periodic": lambda: nn.Sequential(Periodic({0: 1.0}, harmonics=2), *perceptron(5, 1)),
+    "periodic": lambda: HardConstraint(
+        nn.Sequential(Periodic({0: 1.0}, harmonics=2), *perceptron(5, 1)), lambda x: x[:, 1:].square()
+    ),
 }
 
 
@@ -117,6 +119,8 @@ def test_residuals_and_jacobian_are_those_of_the_term(name: str, kind: str):
     assert_close(now.operator.rows.matrix, factor * rows.flatten(0, 1), rtol=1e-9, atol=1e-10)
     assert_close(opt.evaluate(inside=x)["inside"], values.mT, rtol=1e-10, atol=1e-12)
     assert_close(now.losses["inside"], values.square().sum(0).mean())
+    at_its_point = name not in ("another point", "a flux", "biharmonic")
+    assert (opt.system.terms["inside"].networks is not None) == (at_its_point and kind != "no chain")
 
 
 def two_terms() -> tuple[ng.applications.residuals.ResidualOptimizer, dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from natgrad.applications.residuals.jets import Plan
+from natgrad.applications.residuals.plan import Plan
 
 
 @dataclass(eq=False)

@@ -14,62 +14,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.applications.residuals.conditions import HardConstraint
+from natgrad.applications.residuals.plan import Plan
+from natgrad.applications.residuals.point_maps import (
+    Constraint,
+    ConstraintPass,
+    Features,
+    differentiate_map,
+    is_feature_map,
+)
 from natgrad.layered_energies import ACTIVATIONS, Affine, flatten_parts, has_hooks, passes_through
 
 Elementwise = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which derivatives of a network are wanted at a point, besides its value.
-
-    Args:
-        first: The coordinates of first derivatives.
-        second: Sets of coordinates over which second derivatives are summed.
-    """
-
-    first: tuple[int, ...] = ()
-    second: tuple[tuple[int, ...], ...] = ()
-
-    @cached_property
-    def dims(self) -> tuple[int, ...]:
-        """All coordinates along which derivatives are carried."""
-        return tuple(sorted({*self.first, *(i for group in self.second for i in group)}))
-
-    @cached_property
-    def count(self) -> int:
-        """T: numbers carried per unit."""
-        return 1 + len(self.dims) + len(self.second)
-
-    def merge(self, other: Plan) -> Plan:
-        """What either of them wants.
-
-        Args:
-            other: The other plan.
-        """
-        first = tuple(sorted({*self.first, *other.first}))
-        return Plan(first, tuple(dict.fromkeys((*self.second, *other.second))))
-
-    def place_of(self, coordinate: int) -> int:
-        """The position of d/dx_i among the T numbers.
-
-        Args:
-            coordinate: i.
-        """
-        return 1 + self.dims.index(coordinate)
-
-    def place_of_sum(self, group: tuple[int, ...]) -> int:
-        """The position of a sum of second derivatives among the T numbers.
-
-        Args:
-            group: The coordinates of the sum.
-        """
-        return 1 + len(self.dims) + self.second.index(group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +62,9 @@ class Bend:
     squares: list[Tensor]
 
 
+Record = tuple[Affine, Tensor] | Bend | ConstraintPass
+
+
 @dataclass(frozen=True, eq=False)
 class JetPass:
     """One pass through a network.
@@ -114,7 +77,7 @@ class JetPass:
     """
 
     outputs: Tensor
-    records: list[tuple[Affine, Tensor] | Bend]
+    records: list[Record]
     plan: Plan
     state: Mapping[str, Tensor]
 
@@ -132,11 +95,17 @@ class JetPass:
             if isinstance(record, Bend):
                 now = pull_through(record, self.plan, now)
                 continue
+            if isinstance(record, ConstraintPass):
+                now = record.pull(self.plan, now)
+                continue
             layer, inputs = record
             found.append(LayerRows(layer, inputs, now))
-            if len(found) < sum(not isinstance(one, Bend) for one in self.records):
+            if len(found) < sum(isinstance(one, tuple) for one in self.records):
                 now = now @ self.state[layer.weight]
         return found
+
+
+Part = Affine | Elementwise | Features | Constraint
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,10 +113,10 @@ class LayerChain:
     """Affine maps and elementwise functions, one after the other: (b, d) -> (b, m).
 
     Args:
-        parts: In order.
+        parts: In order; the first may be features of the points, the last ones constraints.
     """
 
-    parts: tuple[Affine | Elementwise, ...]
+    parts: tuple[Part, ...]
 
     def run(self, state: Mapping[str, Tensor], inputs: Tensor, plan: Plan, rows: bool = True) -> JetPass:
         """Values and derivatives.
@@ -158,8 +127,15 @@ class LayerChain:
             plan: Which derivatives.
             rows: Whether a pass back will follow, which takes one derivative more of the elementwise functions.
         """
-        jets, records = start_jets(inputs, plan), list[tuple[Affine, Tensor] | Bend]()
+        jets, records = start_jets(inputs, plan), list[Record]()
         for part in self.parts:
+            if isinstance(part, Features):
+                jets = differentiate_map(part.function, inputs, plan)
+                continue
+            if isinstance(part, Constraint):
+                jets, product = part.push(inputs, plan, jets)
+                records.append(product)
+                continue
             if isinstance(part, Affine):
                 records.append((part, jets))
                 jets = jets @ state[part.weight].mT
@@ -250,7 +226,11 @@ def network_of(module: nn.Module, prefix: str) -> LayerChain | None:
         module: The module.
         prefix: What its parameters' names start with.
     """
-    parts = list[Affine | Elementwise]()
+    if type(module) is HardConstraint and not has_hooks(module):
+        plain = not any(isinstance(one, nn.Module) for one in (module.distance, module.values))
+        inner = network_of(module.net, f"{prefix}net.") if plain else None
+        return inner and LayerChain((*inner.parts, Constraint(module.distance, module.values)))
+    parts = list[Part]()
     for path, part in flatten_parts(module, prefix):
         if type(part) is nn.Linear and not has_hooks(part):
             if any(type(p) is not nn.Parameter for p in part.parameters(recurse=False)) or "weight" not in dict(
@@ -260,6 +240,8 @@ def network_of(module: nn.Module, prefix: str) -> LayerChain | None:
             parts.append(Affine(f"{path}weight", None if part.bias is None else f"{path}bias"))
         elif acts_elementwise(part):
             parts.append(part)
+        elif not parts and is_feature_map(part) and not passes_through(part):
+            parts.append(Features(part))
         elif not passes_through(part):
             return None
     uses = Counter(id(p) for p in (q for _, q in module.named_parameters(remove_duplicate=False)))

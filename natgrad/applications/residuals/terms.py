@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from natgrad.applications.residuals.fields import Field, Notes
-from natgrad.applications.residuals.jets import JetPass, LayerChain, Plan, network_of
+from natgrad.applications.residuals.jets import JetPass, LayerChain, network_of
+from natgrad.applications.residuals.plan import Plan
 from natgrad.applications.residuals.term_checks import (
     ParameterWatch,
     check_captured,
@@ -56,7 +57,7 @@ class Term:
         self.name, self.function, self.unknowns = name, function, dict(unknowns)
         self.notes: dict[str, Notes] | None = None
         self.networks: dict[str, LayerChain] | None = None
-        self.by_rows = False
+        self.by_rows = self.is_plain = False
         self.aliases = find_aliases(self.unknowns)
         self.is_random = False
         self._noise: RandomState | None = None
@@ -127,9 +128,8 @@ class Term:
                 self.networks = self._find_networks() if self._wishes() != known else None
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # whatever vmap cannot do
-                self.networks = None
-                self._go_by_rows(error)
+            except RuntimeError:  # whatever vmap cannot do with tables
+                self.is_plain, self.networks = True, None
         return None
 
     def _go_by_rows(self, error: RuntimeError) -> None:
@@ -172,7 +172,7 @@ class Term:
         """The unknowns that are asked for, as layers; None where one is not made of them, or asked elsewhere."""
         assert self.notes is not None
         found = {}
-        if self.by_rows or self.aliases:  # rows of a parameter in two networks are one
+        if self.is_plain or self.by_rows or self.aliases:  # rows of a parameter in two networks are one
             return None
         for name, one in self.notes.items():
             if one.elsewhere:

@@ -1,0 +1,131 @@
+"""Functions of the points alone, before and behind the layers of a network: features, and hard constraints.
+
+With D(x) n(x) + g(x), over a set of coordinates and with D_i = dD/dx_i,
+
+    (D n + g)_i  =  D n_i + D_i n + g_i
+    sum_i (D n + g)_ii  =  D sum_i n_ii + 2 sum_i D_i n_i + n sum_i D_ii + sum_i g_ii
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.applications.residuals.plan import Plan
+from natgrad.layered_energies import has_hooks
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What a network does with its points before its first layer, without parameters.
+
+    Args:
+        function: Points (b, d) -> (b, f), each by itself.
+    """
+
+    function: Function
+
+
+@dataclass(frozen=True, eq=False)
+class Constraint:
+    """g(x) + D(x) n(x), behind the last layer.
+
+    Args:
+        distance: D, points (b, d) -> (b, 1).
+        values: g, points (b, d) -> (b, m). None: 0.
+    """
+
+    distance: Function
+    values: Function | None
+
+    def push(self, inputs: Tensor, plan: Plan, jets: Tensor) -> tuple[Tensor, ConstraintPass]:
+        """The jets (T, b, m) of D n + g from those of n.
+
+        Args:
+            inputs: x, shape (b, d).
+            plan: Which derivatives.
+            jets: Of n, shape (T, b, m).
+        """
+        factor = differentiate_map(self.distance, inputs, plan)
+        out = factor[0] * jets
+        out[1:] += factor[1:] * jets[0]
+        for group in plan.second:
+            for i in group:
+                out[plan.place_of_sum(group)].addcmul_(factor[plan.place_of(i)], jets[plan.place_of(i)], value=2)
+        if self.values is not None:
+            out += differentiate_map(self.values, inputs, plan)
+        return out, ConstraintPass(factor)
+
+
+@dataclass(frozen=True, eq=False)
+class ConstraintPass:
+    """A product with a function of the point on the way: what its pass back needs.
+
+    Args:
+        factor: The jets of D, shape (T, b, 1).
+    """
+
+    factor: Tensor
+
+    def pull(self, plan: Plan, cotangents: Tensor) -> Tensor:
+        """The cotangents (k, T, b, m) before the product, from those behind it.
+
+        Args:
+            plan: Which derivatives.
+            cotangents: Shape (k, T, b, m).
+        """
+        out = cotangents * self.factor[0]
+        out[:, 0] += (cotangents[:, 1:] * self.factor[1:]).sum(1)
+        for group in plan.second:
+            for i in group:
+                place = plan.place_of(i)
+                out[:, place].addcmul_(cotangents[:, plan.place_of_sum(group)], self.factor[place], value=2)
+        return out
+
+
+def differentiate_map(function: Function, inputs: Tensor, plan: Plan) -> Tensor:
+    """A function's value and derivatives at points, (T, b, f): in forward mode, all points at once.
+
+    Args:
+        function: Points (b, d) -> (b, f), each by itself.
+        inputs: x, shape (b, d).
+        plan: Which derivatives.
+
+    Raises:
+        RuntimeError: For a function that returns no row per point.
+    """
+    value = function(inputs)
+    if value.dim() != 2 or len(value) != len(inputs):
+        raise RuntimeError(f"a function of points {tuple(inputs.shape)} returned {tuple(value.shape)}")
+    jets = value.new_zeros(plan.count, *value.shape)
+    jets[0] = value
+    for i in plan.dims:
+        unit = torch.zeros_like(inputs)
+        unit[:, i] = 1
+
+        def along(x: Tensor, unit: Tensor = unit) -> Tensor:
+            return torch.func.jvp(function, (x,), (unit,))[1]
+
+        groups = [group for group in plan.second if i in group]
+        if not groups:
+            jets[plan.place_of(i)] = along(inputs)
+            continue
+        both = torch.func.jvp(along, (inputs,), (unit,))
+        jets[plan.place_of(i)] = both[0]
+        for group in groups:
+            jets[plan.place_of_sum(group)] += both[1]
+    return jets
+
+
+def is_feature_map(part: nn.Module) -> bool:
+    """Whether a module has nothing to train and no listeners, so that it may stand before the first layer.
+
+    Args:
+        part: The module.
+    """
+    return next(part.parameters(), None) is None and not any(has_hooks(one) for one in part.modules())
