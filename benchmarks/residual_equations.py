@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.applications.residuals import Periodic
+from natgrad.applications.residuals import HardConstraint, Periodic, draw_where_large
+from natgrad.applications.residuals.plan import Plan
+from natgrad.applications.residuals.point_maps import Constraint
 
 F64 = torch.float64
 Points = dict[str, Tensor]
+CANDIDATES = 6
+"""How many draws are the pool of which points are taken where residuals are large."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,15 @@ class Equation:
 
     Args:
         name: Its name.
-        nets: The layers of each unknown's network; an entry before the first layer may be a module.
+        nets: The layers of each unknown's network; an entry before the first layer may be a module, one behind the last
+            a function that wraps the network.
         pieces: The terms.
         draw: A generator -> points of every term.
         exact: Points (b, d) -> values (b, m') that the last unknown's first outputs are compared with.
         test: Points where that is done.
         weights: Of the terms.
         anew: Whether points are drawn at every step; else once.
+        adaptive: The term whose points are drawn anew from time to time where its residual is large; "": none.
     """
 
     name: str
@@ -81,6 +87,7 @@ class Equation:
     test: Tensor
     weights: Mapping[str, float] = field(default_factory=dict)
     anew: bool = False
+    adaptive: str = ""
 
     def networks(self, seed: int) -> nn.ModuleList:
         """One perceptron with tanh per unknown."""
@@ -100,6 +107,14 @@ class Equation:
             parts.append(self.weights.get(name, 1.0) * residual.reshape(len(x), -1).square().sum(1).mean())
         return torch.stack(parts).sum()
 
+    def adapt(self, nets: nn.ModuleList, points: Points, g: torch.Generator) -> Points:
+        """The points with those of the adaptive term drawn anew, where its residual is large."""
+        name, piece = self.adaptive, self.pieces[self.adaptive]
+        pool = torch.cat([self.draw(g)[name] for _ in range(CANDIDATES)])
+        with torch.no_grad():
+            residual = piece.formula(pool, *(differentiate(net, pool, piece) for net in nets)).reshape(len(pool), -1)
+        return points | {name: draw_where_large(pool, residual, len(points[name]), generator=g)}
+
     def error(self, nets: nn.ModuleList) -> float:
         """Relative, in L2."""
         with torch.no_grad():
@@ -108,20 +123,27 @@ class Equation:
             return float((found - exact).norm() / exact.norm())
 
 
-def build_net(sizes: tuple[Any, ...]) -> nn.Sequential:
-    """A perceptron with tanh, behind a module where the first entry is one."""
+def build_net(sizes: tuple[Any, ...]) -> nn.Module:
+    """A perceptron with tanh, behind a module where the first entry is one, wrapped where the last is a function."""
     start = [sizes[0]] if isinstance(sizes[0], nn.Module) else []
-    widths = sizes[len(start) :]
+    widths = [size for size in sizes if isinstance(size, int)]
     parts = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b, dtype=F64), nn.Tanh())]
-    return nn.Sequential(*start, *parts[:-1])
+    net = nn.Sequential(*start, *parts[:-1])
+    return net if isinstance(sizes[-1], int) else sizes[-1](net)
 
 
 def differentiate(net: nn.Module, x: Tensor, piece: Piece) -> Jets:
     """The jets of a batch, carried forward through the layers: cheaper for everyone than backward passes twice."""
-    assert isinstance(net, nn.Sequential)
     if not piece.derivatives:
         value = net(x)
         return Jets(value, value, value)
+    if isinstance(net, HardConstraint):
+        inner = differentiate(net.net, x, piece)
+        stacked = torch.cat([inner.u[None], inner.first.movedim(-1, 0), inner.second.movedim(-1, 0)])
+        plan, count = Plan(tuple(range(x.shape[1])), piece.groups), 1 + x.shape[1]
+        jets, _ = Constraint(net.distance, net.values).push(x, plan, stacked)
+        return Jets(jets[0], jets[1:count].movedim(0, -1), jets[count:].movedim(0, -1))
+    assert isinstance(net, nn.Sequential)
     value, count = x, x.shape[1]
     first = torch.eye(count, dtype=x.dtype).unsqueeze(1).expand(count, *x.shape)
     second = x.new_zeros(len(piece.groups), *x.shape)

@@ -8,10 +8,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy.polynomial import Chebyshev
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.residual_equations import Equation, Jets, Piece, Points, fit, on_faces, uniform
-from natgrad.applications.residuals import Periodic
+from natgrad.applications.residuals import HardConstraint, Periodic
 
 VISCOSITY = 0.01 / math.pi
 REYNOLDS = 100.0
@@ -45,7 +45,8 @@ def burgers() -> Equation:
     test = widen(uniform(1000, 2, torch.Generator().manual_seed(3)))
     found = solve_burgers(test)
     pieces = {"inside": Piece(inside, ((0,),)), "boundary": fit(start)}
-    return Equation("Burgers with a shock", ((2, 20, 20, 20, 1),), pieces, draw, lambda x: found, test)
+    net = (2, 20, 20, 20, 1)
+    return Equation("Burgers with a shock", (net,), pieces, draw, lambda x: found, test, adaptive="inside")
 
 
 @lru_cache
@@ -66,7 +67,7 @@ def solve_allen_cahn(modes: int = 512, steps: int = 4000, keep: int = 20) -> tup
 
 
 def allen_cahn() -> Equation:
-    """u_t = .0001 u_xx + 5 u - 5 u^3 from x^2 cos(pi x), periodic in x by the network's first layer."""
+    """u_t = .0001 u_xx + 5 u - 5 u^3 from x^2 cos(pi x), periodic in x by the first layer, u = start + t net."""
 
     def inside(x: Tensor, jets: Jets) -> Tensor:
         return jets.first[..., 1] - 1e-4 * jets.second[..., 0] - 5 * (jets.u - jets.u**3)
@@ -74,13 +75,14 @@ def allen_cahn() -> Equation:
     def start(x: Tensor) -> Tensor:
         return x[..., :1] ** 2 * torch.cos(math.pi * x[..., :1])
 
-    def draw(g: torch.Generator) -> Points:
-        return {"inside": widen(uniform(1200, 2, g)), "start": widen(on_faces(200, 2, g, (2,)))}
+    def constrain(net: nn.Module) -> nn.Module:
+        return HardConstraint(net, lambda x: x[:, 1:], start)
 
     test, found = solve_allen_cahn()
-    net = (Periodic({0: 2.0}), 3, 24, 24, 24, 1)
-    pieces = {"inside": Piece(inside, ((0,),)), "start": fit(start)}
-    return Equation("Allen-Cahn", (net,), pieces, draw, lambda x: found, test, {"start": 10.0})
+    net = (Periodic({0: 2.0}), 3, 24, 24, 24, 1, constrain)
+    pieces = {"inside": Piece(inside, ((0,),))}
+    draw = lambda g: {"inside": widen(uniform(1200, 2, g))}  # noqa: E731
+    return Equation("Allen-Cahn", (net,), pieces, draw, lambda x: found, test, adaptive="inside")
 
 
 def lid(x: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ RATES = (1e-3, 1e-2)
 DAMPINGS = (1e-8, 1e-5)
 MANY = 10
 """For points that are drawn anew: how many draws L-BFGS has at once, which needs the same ones at every step."""
+EVERY = 20
+"""Steps between new points where residuals are large, of a Gauss-Newton method."""
+ADAM_EVERY, LBFGS_EVERY = 200, 5
+"""The same of Adam, and of L-BFGS, whose step has up to twenty iterations: all three draw about as often per second."""
 
 EQUATIONS: dict[str, tuple[Callable[[], Equation], float]] = {
     "poisson2": (lambda: poisson(2, (2, 32, 1)), 6.0),
@@ -44,22 +48,28 @@ EQUATIONS: dict[str, tuple[Callable[[], Equation], float]] = {
 Contestant = Callable[[Equation, nn.ModuleList, float], Iterator[None]]
 
 
-def draw_points(equation: Equation, times: int = 1) -> Iterator[Points]:
-    """The points of step after step: the same ones, or others. times: of how many draws, together."""
+def draw_points(equation: Equation, nets: nn.ModuleList, times: int = 1, every: int = EVERY) -> Iterator[Points]:
+    """The points of step after step: the same ones, others, or after so many steps others where residuals are large.
+
+    nets: as they are then.   times: of how many draws, together.   every: steps with adaptive points.
+    """
     generator = torch.Generator().manual_seed(1)
     while True:
         draws = [equation.draw(generator) for _ in range(times)]
         points = {name: torch.cat([one[name] for one in draws]) for name in draws[0]}
         yield points
         while not equation.anew:
-            yield points
+            for _ in range(every):
+                yield points
+            if equation.adaptive:
+                points = equation.adapt(nets, points, generator)
 
 
 def by_library(equation: Equation, nets: nn.ModuleList, seconds: float, **options: Any) -> Iterator[None]:
     """`ng.residuals` as it comes."""
     unknowns = nets[0] if len(nets) == 1 else list(nets)
     opt = ng.residuals(unknowns, equation.terms(), equation.weights, **options)
-    for points in draw_points(equation):
+    for points in draw_points(equation, nets):
         opt.step(**points)
         yield
 
@@ -89,7 +99,7 @@ def by_hand(equation: Equation, nets: nn.ModuleList, seconds: float, damping: fl
         rows = vmap(lambda x: jacrev(lambda chosen: residual(chosen, name, x, len(some)))(params))(some)
         return torch.cat([rows[key].flatten(2).flatten(0, 1) for key in params], 1)
 
-    for points in draw_points(equation):
+    for points in draw_points(equation, nets):
         r = stack(params, points)
         rows = torch.cat([jacobian(name, some) for name, some in points.items()])
         kernel = rows @ rows.mT
@@ -105,24 +115,30 @@ def by_hand(equation: Equation, nets: nn.ModuleList, seconds: float, damping: fl
 
 def by_lbfgs(equation: Equation, nets: nn.ModuleList, seconds: float) -> Iterator[None]:
     """torch's, with its strong Wolfe line search and a memory of 100."""
-    opt = torch.optim.LBFGS(nets.parameters(), max_iter=20, history_size=100, line_search_fn="strong_wolfe")
-    points = next(draw_points(equation, MANY if equation.anew else 1))
+    opt, used = torch.optim.LBFGS(nets.parameters()), Points()  # another one for every set of points
 
     def closure() -> Tensor:
         opt.zero_grad()
-        loss = equation.loss(nets, points)
+        loss = equation.loss(nets, used)
         loss.backward()
         return loss
 
+    sets = draw_points(equation, nets, MANY if equation.anew else 1, LBFGS_EVERY)
+    given = next(sets)
     while True:
+        if given is not used:
+            opt = torch.optim.LBFGS(nets.parameters(), max_iter=20, history_size=100, line_search_fn="strong_wolfe")
+            used = given
         opt.step(closure)
         yield
+        if not equation.anew:
+            given = next(sets)
 
 
 def by_adam(equation: Equation, nets: nn.ModuleList, seconds: float, rate: float) -> Iterator[None]:
     """Adam, its rate on a cosine to zero over the seconds."""
     opt, began = torch.optim.Adam(nets.parameters(), rate), time.process_time()
-    for points in draw_points(equation):
+    for points in draw_points(equation, nets, every=ADAM_EVERY):
         share = min(1.0, (time.process_time() - began) / seconds)
         opt.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * share)) / 2
         opt.zero_grad()

@@ -1,5 +1,6 @@
 """Physics-informed networks: nonlinear least squares over named residuals, and derivatives of networks in a point."""
 
+from natgrad.applications.residuals.adaptive_points import draw_where_large
 from natgrad.applications.residuals.conditions import HardConstraint, Periodic
 from natgrad.applications.residuals.differential import (
     biharmonic,
@@ -26,6 +27,7 @@ __all__ = [
     "WhereLarge",
     "biharmonic",
     "divergence_of",
+    "draw_where_large",
     "grad",
     "jacobian",
     "laplacian",

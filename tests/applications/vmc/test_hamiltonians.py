@@ -154,23 +154,3 @@ def test_bad_input_is_named_at_the_door():
         vmc.Spins(40).all_states()
     with pytest.raises(ValueError, match="up is 5"):
         vmc.Spins(4, 5)
-
-
-def test_edges_come_from_anything_that_lists_pairs():
-    pairs = [(0, 1), (1, 2)]
-    for edges in (torch.tensor(pairs), np.array(pairs), dict.fromkeys(pairs)):
-        assert vmc.TransverseIsing(3, edges=edges).edges == pairs
-    with pytest.raises(ValueError, match="convert_node_labels"):
-        vmc.Heisenberg(4, edges=[((0, 0), (0, 1))])
-    with pytest.raises(ValueError, match=r"sublattice is \[0, 1, 0, 1\].*range\(0, 4, 2\)"):
-        vmc.Heisenberg(4, sublattice=[0, 1, 0, 1])
-
-
-@pytest.mark.parametrize("found", [(torch.ones(4, 3), torch.ones(4)), (torch.ones(4, 2, 3), [1.0]), (None, None)])
-def test_connections_of_another_shape_are_refused(found):
-    class Own:
-        def connected(self, states: Tensor):
-            return found
-
-    with pytest.raises(ValueError, match=r"Own\.connected\(states\) returned .* \(4, k, 3\)"):
-        vmc.local_energies(ng.LogAmplitude(vmc.RBM(3)), Own(), torch.ones(4, 3))

@@ -215,10 +215,3 @@ def test_an_amplitude_of_zero_is_named():
 
     with pytest.raises(ValueError, match=r"log psi is .-inf. at the state .-1.0"):
         ng.stochastic_reconfiguration(ng.LogAmplitude(Node())).step(all_spins(), torch.ones(16, dtype=F64))
-
-
-@pytest.mark.parametrize("part", [nn.Dropout(0.5), nn.BatchNorm1d(3)])
-def test_a_network_that_needs_a_batch_or_chance_is_refused(part):
-    sr = ng.stochastic_reconfiguration(ng.LogAmplitude(nn.Sequential(nn.Linear(4, 3), part, nn.Linear(3, 1))))
-    with pytest.raises(ValueError, match=r"psi\.net\.1 is a (Dropout in training mode|BatchNorm1d with moments)"):
-        sr.step(torch.ones(5, 4), torch.randn(5))
