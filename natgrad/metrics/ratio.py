@@ -50,6 +50,12 @@ def ratio_metric(
 
     Reference:
         The loss: Hyvarinen 2007.
+
+    Example:
+        >>> ising = ng.Boltzmann(3)
+        >>> states = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+        >>> ng.ratio_metric(ising).at(ising.parameters(), states).dense().shape
+        torch.Size([6, 6])
     """
     check_chunks(chunk_size)
     if weights is not None and chunk_size is not None:

@@ -215,6 +215,7 @@ TYPED = (
     "natural_gradient_of_mean",
     "positive",
     "ratio_matching_loss",
+    "ratio_metric",
     "score_matching_loss",
     "score_metric",
     "trainable",
