@@ -32,6 +32,7 @@ from natgrad.layers import (
 from natgrad.metrics import fisher
 from natgrad.optim.aligned_passes import AlignedPasses
 from natgrad.optim.distributed import Ranks, call_roll, unheard
+from natgrad.optim.error_size import ErrorSize, find_error_size
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading, Span, line_up, sign_examples, sum_scores
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
@@ -56,6 +57,7 @@ class Reader:
         trusted: Claims of the layers that explain their parameters.
         refused: Claims of those that do not.
         readings: Their number so far.
+        errors: What is known of the unit of a regression's targets.
         unsure: True if a layer met a zero gradient, which explains anything.
         places: Where the examples run, by the shapes of a pass's calls.
         span: Where this process's examples of the reading stand among all.
@@ -76,6 +78,7 @@ class Reader:
         self.trusted: set[str] = set()
         self.refused: set[str] = set()
         self.readings, self.unsure = 0, False
+        self.errors: ErrorSize | None = None
         self.places = KnownPlaces()
         self.span: Span | None = None
         self.counts = 0, 0.0
@@ -135,6 +138,7 @@ class Reader:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
         taken = self.taps.pause(recall.last is not None)
+        self.errors = find_error_size(criterion, outputs, taken) or self.errors
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
         asking = self._asks()
         told = recall.latest

@@ -17,6 +17,7 @@ from natgrad.operators import Operator
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import Block, BlockAverages, Whole, give_back
 from natgrad.optim.distributed import Ranks
+from natgrad.optim.error_size import ErrorSize, scale_errors
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
@@ -30,10 +31,11 @@ from natgrad.optim.running_averages import (
 )
 from natgrad.optim.schedule import Clock, compare_kl, follow_fall, follow_signal, keep_form, recent_form, trust_form
 from natgrad.optim.step_length import Stride, measure_form
-from natgrad.rules import BlockPoint, BlockStep, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
+from natgrad.rules import BlockPoint, BlockStep, ErrorScale, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
 from natgrad.typed_torch import list_numbers, measure_norm
 from natgrad.whole_tensors import WholeTensors, write_whole
 
+Directions = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]
 RULE = "rule"
 """Where the rule's vectors lie in a parameter's state."""
 
@@ -57,6 +59,7 @@ class Attempt:
         rule: Shapes the directions.
         batch: Measures steps on their own batch.
         norms: Of the gradients, by name.
+        errors: Tells the unit of a regression's targets.
     """
 
     blocks: BlockAverages
@@ -72,6 +75,7 @@ class Attempt:
     rule: Rule
     batch: BatchForm
     norms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    errors: ErrorSize | None = None
     inverses: dict[str, Inverted] = field(default_factory=dict[str, Inverted])
     means: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     memories: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
@@ -94,13 +98,11 @@ class Attempt:
     def invert(self, damping: Damping) -> None:
         """Damped inverses of today's averages."""
         whole = Whole(self.blocks, self.nats)
+        self.clock["error"] = max(self.clock["error"], float(self.told.get("loss", 0.0)) if self.errors else 0.0)
         if self.blocks.owners.apart:
             whole.mean_eigenvalue()  # all processes together, before each looks at its own blocks
-        self.inverses, failures = self.blocks.invert(
-            partial(self._level, damping, whole),
-            self.inverts,
-            self.rule.prepare if self.shapes else None,
-        )
+        prepare, level = self.rule.prepare if self.shapes else None, partial(self._level, damping, whole)
+        self.inverses, failures = self.blocks.invert(level, self.inverts, prepare)
         self.clock["failures"] += failures
         self.clock["inverted"] = self.clock["step"]
 
@@ -109,8 +111,11 @@ class Attempt:
         name = block.layout.names[0]
         number, l2 = float(self.groups[name]["damping"]), float(self.groups[name]["l2"])
         level = damping.amount(number, operator if damping.per_block else whole) + l2
-        if damping.of_whole:
-            level += damping.of_whole * number * float(whole.mean_eigenvalue())
+        if (
+            damping.of_whole
+        ):  # curvatures of the layers before a regression's last ones grow with the square of its unit
+            unit = scale_errors(self.errors, self.clock["error"])
+            level += damping.of_whole * number * float(whole.mean_eigenvalue()) / unit.of(name) ** 2
         if name in self.outside.levels:
             level += self.outside.damping(name, damping.amount(number, whole))
         return level
@@ -130,9 +135,10 @@ class Attempt:
         if not directions:
             return None
         self.count_signal(gradients)
-        vector = Parts(directions, {name: -self._lr(name) for name in directions})
-        even = len({self._lr(name) for name in directions}) == 1
-        rated = dict[str, Tensor]()
+        errors = scale_errors(self.errors, self.told.get("loss", 0.0))
+        fixed = errors if self.shapes else ErrorScale()  # lengths that do not follow the gradient's
+        vector = Parts(directions, {name: -self._lr(name) * fixed.of(name) for name in directions})
+        even, rated = len({self._lr(name) for name in directions}) == 1, dict[str, Tensor]()
         if self.shapes:
             full, promise = None, Lazy(partial(self._promise_lately, vector, levels))
             if self.sample is not None:
@@ -163,11 +169,10 @@ class Attempt:
             exact=self._step_on_batch,
             doubt=self.clock["doubt"],
             fallen=self.clock["fallen"],
+            errors=errors,
         )
 
-    def _directions(
-        self, gradients: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+    def _directions(self, gradients: Mapping[str, Tensor]) -> Directions:
         """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
         steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
         rates = {name: self._lr(name) for name in self.groups}

@@ -40,6 +40,7 @@ def start_clock() -> Clock:
         - `compared`: the step at which a step's KL was measured on its own batch last, or would have been.
         - `formed`: the step at which the blocks' form along a step of fixed length was last computed, -1 for never.
         - `form`: that form at a learning rate of 1.
+        - `error`: the highest loss of a regression.
         - `fallen`: the metric as it was measured along a step over what the blocks' running averages say, at most 1.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
@@ -59,6 +60,7 @@ def start_clock() -> Clock:
         "formed": -1,
         "form": 0.0,
         "fallen": 1.0,
+        "error": 0.0,
     }
 
 

@@ -28,6 +28,7 @@ from natgrad.optim.checks import (
     settle_rule,
 )
 from natgrad.optim.distributed import meet
+from natgrad.optim.error_size import ErrorSize
 from natgrad.optim.gathered_state import gather_numbers
 from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Called
@@ -105,8 +106,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self.on_trouble = check_trouble(chosen.on_trouble)
         self._bounded = bounded_below(self.criterion)
         self.update_every, self.invert_every = chosen.update_every, chosen.invert_every
-        self.measure = chosen.measure
-        self.train_in_eval = chosen.train_in_eval
+        self.measure, self.train_in_eval = chosen.measure, chosen.train_in_eval
         self._judge = Judge(chosen.damping)
         self.damping = self._judge.damping
         refuse_trials(model, self.rule if self.rule.needs_loss else self._judge.strategy)
@@ -121,11 +121,9 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._reader = Reader(self.model, self._named, structure, self._ranks)
         owners = Owners(self._ranks, *check_share(chosen.share), check_node_size(chosen.node_size))
         self._blocks = BlockAverages(structure, self._named, self.state, owners)
-        self._told: dict[str, Any] = {}
-        self._clock = start_clock()
+        self._told, self._clock = dict[str, Any](), start_clock()
         self._stride, self._outside = Stride(), Outside()
-        self._pending = 0  # readings since the last step
-        self._bad = False  # whether its batch was counted as a failure
+        self._pending, self._bad = 0, False  # readings since the last step; whether its batch was counted as a failure
         self._wild = WildBatches()
         self._nats: Any = 1.0
         self._warned: set[str] = set()
@@ -205,6 +203,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             # always a tensor, which a fresh one's can take
             "ratio": torch.zeros(()) if self._stride.ratio is None else self._stride.ratio,
             "wild": self._wild.save(),
+            "errors": None if self._reader.errors is None else self._reader.errors.save(),
         }
 
     def _gather_state(self) -> dict[Tensor, dict[str, Any]]:
@@ -221,6 +220,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
             self._clock = start_clock() | saved.extra["clock"]
             self._wild = WildBatches.load(saved.extra.get("wild"))
+            self._reader.errors = ErrorSize.load(saved.extra.get("errors"))
             ratio = saved.extra["ratio"]
             self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
             if saved.labels is not None:
@@ -377,7 +377,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _attempt(self, nats: Any, told: dict[str, Any], norms: dict[str, Tensor]) -> Attempt:
         parts = (self._blocks, self._named, self.state, self.param_groups, self._clock, self._stride, self._ranks)
         batch = BatchForm(self.model, self.criterion, self._recall, self._named, self._ranks, nats)
-        return Attempt(*parts, nats, told, self._outside, self.rule, batch, norms)
+        return Attempt(*parts, nats, told, self._outside, self.rule, batch, norms, self._reader.errors)
 
     def _warn(self, strangers: Set[str]) -> None:
         """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""

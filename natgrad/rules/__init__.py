@@ -7,7 +7,7 @@ from natgrad.rules.grid_search import GridSearch
 from natgrad.rules.measured_trust_region import MeasuredTrustRegion, Measuring, NormalisedRate, leads_down
 from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.parts import Memory, Parts, Vector, inner_product
-from natgrad.rules.quadratic import BlockStep, FlatStep, Lazy, Quadratic, Step
+from natgrad.rules.quadratic import BlockStep, ErrorScale, FlatStep, Lazy, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.step_rules import (
     LineSearch,
@@ -26,6 +26,7 @@ __all__ = [
     "BlockPoint",
     "BlockStep",
     "Differentiable",
+    "ErrorScale",
     "FlatStep",
     "GridSearch",
     "Lazy",

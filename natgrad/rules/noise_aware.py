@@ -15,7 +15,7 @@ from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory, Parts
 from natgrad.rules.quadratic import BlockStep, Quadratic, Step
 from natgrad.rules.spectral_descent import SpectralDescent
-from natgrad.rules.step_rules import MeasuredLength
+from natgrad.rules.step_rules import USUAL, MeasuredLength, scale_usual
 from natgrad.typed_torch import measure_norm
 
 UNIT = 0.5
@@ -53,7 +53,7 @@ class NoiseAware(Rule):
         0.26
     """
 
-    max_kl: float = 10.0
+    max_kl: float = USUAL
     kl_share: float = 0.05
     warm: int = 5
     move: float = 0.1
@@ -85,7 +85,7 @@ class NoiseAware(Rule):
 
     def kl_bound(self, model: Quadratic) -> Tensor | float:
         if model.turned:
-            return min(self.max_kl, float(self.spectral.kl_bound(model)))
+            return min(scale_usual(self.max_kl, model), float(self.spectral.kl_bound(model)))
         return MeasuredLength(self.max_kl, self.kl_share, self.warm).kl_bound(model)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
@@ -141,6 +141,7 @@ def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most:
         UNIT * max(math.sqrt(len(p)) if p.dim() else 1.0 for p in map(params.__getitem__, layer)) for layer in layers
     ]
     rates = [most * min(1.0, max(abs(vector.rate(name)) for name in layer)) for layer in layers]
+    fresh = [f * max(map(model.errors.of, layer)) for f, layer in zip(fresh, layers, strict=True)]
     fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=home)
     bound = fixed[0] * torch.maximum(size, fixed[1])
     return torch.where(moved > bound, bound / moved, 1.0)

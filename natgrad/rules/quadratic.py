@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,27 @@ from natgrad.typed_torch import measure_norm
 
 SLACK = 0.02
 """A share of a bound on the KL that is left over: a measurement is a difference of outputs, and not quite straight."""
+
+
+@dataclass(frozen=True)
+class ErrorScale:
+    """How far a regression's targets lie away, in units of its likelihood, and the parameters of its last layers.
+
+    Attributes:
+        size: The root of the mean squared error, at least 1: of targets in units of their own.
+        names: Parameters of the layers whose outputs are the model's, which must grow as large.
+    """
+
+    size: float = 1.0
+    names: Collection[str] = ()
+
+    def of(self, name: str) -> float:
+        """The size for a parameter of the last layers, else 1.
+
+        Args:
+            name: The parameter's.
+        """
+        return self.size if name in self.names else 1.0
 
 
 class Step(ABC):
@@ -249,6 +270,7 @@ class Quadratic:
         doubt: How many times the estimate of a step's KL may be too small.
         fallen: The metric as it was measured along a step over what it was averaged to, at most 1: averages lag behind
             a metric that falls with the loss, and steps that they give are too short by this factor.
+        errors: How far a regression's targets lie away.
     """
 
     gradient: Vector
@@ -274,6 +296,7 @@ class Quadratic:
     exact: Callable[[Step], Step | None] | None = None
     doubt: float = 1.0
     fallen: float = 1.0
+    errors: ErrorScale = ErrorScale()
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.

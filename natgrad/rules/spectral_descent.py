@@ -15,6 +15,7 @@ from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step
+from natgrad.rules.step_rules import scale_usual
 from natgrad.typed_torch import torch_linalg
 
 POLISH = (
@@ -145,7 +146,7 @@ class SpectralDescent(Rule):
         if model.bounded:
             loss = torch.as_tensor(model.loss).to(like)
             bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
-        return bound.clamp(max=model.options.get("max_kl", math.inf))
+        return bound.clamp(max=scale_usual(model.options.get("max_kl", math.inf), model))
 
 
 def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:

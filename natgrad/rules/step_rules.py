@@ -13,6 +13,9 @@ from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step, hold_kl, share_of_rate
 
+USUAL = 10.0
+"""Most nats per example of a step where nothing else was asked for."""
+
 
 @dataclass(frozen=True)
 class Rate(Rule):
@@ -53,7 +56,7 @@ class MeasuredLength(Rule):
     Both bounds are keys of the parameter groups: the least over the groups counts.
     """
 
-    max_kl: float = 10.0
+    max_kl: float = USUAL
     kl_share: float = 0.05
     warm: int = 5
 
@@ -96,7 +99,7 @@ class MeasuredLength(Rule):
             model: Knows the number of steps, and how far a step moves.
             step: Any of this model.
         """
-        most = (self.options | dict(model.options))["max_kl"]
+        most = scale_usual((self.options | dict(model.options))["max_kl"], model)
         return hold_kl(model, step, most * min(1.0, (model.steps + 1) / self.warm) * share_of_rate(step) ** 2)
 
     def radius(self, model: Quadratic, like: Tensor) -> Tensor:
@@ -112,7 +115,17 @@ class MeasuredLength(Rule):
         if model.bounded and math.isfinite(share):  # an infinite share of nothing is no bound either
             loss = torch.as_tensor(model.loss, dtype=like.dtype, device=like.device)
             bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
-        return bound.clamp(max=options["max_kl"]) * min(1.0, (model.steps + 1) / self.warm)
+        return bound.clamp(max=scale_usual(options["max_kl"], model)) * min(1.0, (model.steps + 1) / self.warm)
+
+
+def scale_usual(max_kl: float, model: Quadratic) -> float:
+    """A bound on the KL; the usual one counts in units of a regression's errors where these are large.
+
+    Args:
+        max_kl: Nats per example.
+        model: Knows how large errors are.
+    """
+    return max_kl * model.errors.size**2 if max_kl == USUAL else max_kl
 
 
 @dataclass(frozen=True)
