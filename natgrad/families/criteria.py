@@ -120,6 +120,11 @@ class Criterion:
     def __repr__(self) -> str:
         return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
 
+    @property
+    def squares(self) -> bool:
+        """True if the loss stands for a Gaussian of fixed width."""
+        return isinstance(self.family.family if isinstance(self.family, Entrywise) else self.family, Gaussian)
+
     def pick_logits(self, outputs: Any) -> Any:
         """The logits of a record that a model returned, where the likelihood is of one tensor.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from natgrad.families import Criterion, Gaussian
+from natgrad.families import Criterion
 from natgrad.families.criteria import Entrywise
 from natgrad.layers import Tap
 from natgrad.rules import ErrorScale
@@ -56,32 +56,20 @@ class ErrorSize:
         return None if saved is None else ErrorSize(tuple(saved[0]), saved[1])
 
 
-def scale_errors(errors: ErrorSize | None, loss: Tensor | float) -> ErrorScale:
-    """How far the targets of a regression lie away; nothing of other losses.
+def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) -> ErrorSize:
+    """What a pass tells of a regression's units.
 
     Args:
-        errors: Known of the regression, or None.
-        loss: In nats per row of the likelihood.
-    """
-    return ErrorScale() if errors is None else errors.scale(loss)
-
-
-def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) -> ErrorSize | None:
-    """What a pass tells of a regression's units; None for other likelihoods.
-
-    Args:
-        criterion: The loss.
+        criterion: The loss, of squares.
         outputs: What the model returned, with a graph.
         calls: The layers' calls in that pass. Where none of them made the outputs as they are, no names are known.
     """
-    family = criterion.family
-    entrywise = isinstance(family, Entrywise)
-    if not isinstance(family.family if isinstance(family, Entrywise) else family, Gaussian):
-        return None
     ends = trace_reshapes(outputs) if isinstance(outputs, Tensor) else []
     nodes = {call.edge.node: call.layer.layout.names for call in calls if call.edge is not None}
     names = next((nodes[node] for node in ends if node in nodes), ())
-    entries = 1 if entrywise or not isinstance(outputs, Tensor) else max(1, outputs[:1].numel())
+    entries = (
+        1 if isinstance(criterion.family, Entrywise) or not isinstance(outputs, Tensor) else max(1, outputs[:1].numel())
+    )
     return ErrorSize(names, entries)
 
 

@@ -17,7 +17,7 @@ from natgrad.operators import Operator
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import Block, BlockAverages, Whole, give_back
 from natgrad.optim.distributed import Ranks
-from natgrad.optim.error_size import ErrorSize, scale_errors
+from natgrad.optim.error_size import ErrorSize
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
@@ -114,7 +114,7 @@ class Attempt:
         if (
             damping.of_whole
         ):  # curvatures of the layers before a regression's last ones grow with the square of its unit
-            unit = scale_errors(self.errors, self.clock["error"])
+            unit = self.errors.scale(self.clock["error"]) if self.errors else ErrorScale()
             level += damping.of_whole * number * float(whole.mean_eigenvalue()) / unit.of(name) ** 2
         if name in self.outside.levels:
             level += self.outside.damping(name, damping.amount(number, whole))
@@ -135,7 +135,7 @@ class Attempt:
         if not directions:
             return None
         self.count_signal(gradients)
-        errors = scale_errors(self.errors, self.told.get("loss", 0.0))
+        errors = self.errors.scale(self.told.get("loss", 0.0)) if self.errors else ErrorScale()
         fixed = errors if self.shapes else ErrorScale()  # lengths that do not follow the gradient's
         vector = Parts(directions, {name: -self._lr(name) * fixed.of(name) for name in directions})
         even, rated = len({self._lr(name) for name in directions}) == 1, dict[str, Tensor]()
