@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad_lab.data import digits
-from natgrad_lab.experiments.models import mirrored, perceptron
+from natgrad_lab.experiments.models import mirror_sizes, perceptron
 
 RTOL, MOST, MOMENTS = 1e-2, 2000, (0, 20, 200)
 CHOICES: dict[str, ng.Preconditioner | ng.Structure | None] = {
@@ -40,7 +40,7 @@ def report(seeds: tuple[int, ...] = (0, 1, 2)) -> list[tuple[str, ...]]:
 def moments(seed: int, data: Tensor):
     """(steps so far, damping, products by preconditioner) at each moment of one run of `ng.hessian_free`."""
     torch.manual_seed(seed)
-    model, criterion = perceptron(mirrored([64, 100, 50, 10]), nn.Tanh), nn.MSELoss()
+    model, criterion = perceptron(mirror_sizes([64, 100, 50, 10]), nn.Tanh), nn.MSELoss()
     opt = ng.hessian_free(model, criterion, metric_batch=256)
     for step in range(max(MOMENTS) + 1):
         if step in MOMENTS:

@@ -72,14 +72,14 @@ def application() -> "typer.Typer":
         out: Annotated[Path | None, typer.Option(help="Folder of records and report (default: runs/NAME).")] = None,
     ) -> None:
         """Run an experiment, or go on with one that was stopped, and write its report."""
-        guarded(lambda: run(name, seeds, set_ or [], out or Path("runs") / name))
+        run_guarded(lambda: run(name, seeds, set_ or [], out or Path("runs") / name))
 
     @app.command("report")
     def report_command(
         folder: Annotated[Path, typer.Argument(help="A folder that `natgrad run` wrote.")],
     ) -> None:
         """Rebuild the tables, the figures and the page from the records."""
-        guarded(lambda: report(folder))
+        run_guarded(lambda: report(folder))
 
     return app
 
@@ -104,7 +104,7 @@ def command_with_settings() -> "type[TyperCommand]":
             named = [word for word in args if word in EXPERIMENTS]
             if "--help" in args and named:
                 typer.echo(self.get_help(ctx), nl=False)
-                guarded(lambda: show_settings(named[0]))
+                run_guarded(lambda: show_settings(named[0]))
                 ctx.exit()
             return super().parse_args(ctx, args)
 
@@ -199,7 +199,7 @@ def report(folder: Path) -> None:
     console.print(f"Report: {page}", soft_wrap=True, highlight=False)
 
 
-def guarded(work: "Callable[[], None]") -> None:
+def run_guarded(work: "Callable[[], None]") -> None:
     """Do the work; turn bad input into one sentence and exit code 2, an interruption into 130.
 
     Args:

@@ -12,10 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 HIDDEN_IMPORTS = 0  # names that a folder takes from another one, which does not list them in its `__all__`
 NAMESAKES = 0  # names of classes that are defined twice
 PARTICIPLES = 0  # functions named `merged`, `told`, ...: say what is merged into what, with a verb
+BESIDE = {"lab/natgrad_lab": 49, "benchmarks": 14}  # such functions in the packages beside
 
 IRREGULAR = re.compile(
     "bent|bound|built|caught|chosen|drawn|felt|found|given|held|kept|known|laid|lost|met|paid|seen|sent|shown|sold|taken|"
@@ -25,10 +28,10 @@ VERBS = frozenset({"embed", "exceed", "feed", "need", "run", "seed", "shed", "sp
 FIELD = frozenset({"connected"})  # of a Hamiltonian: what users' own classes have, as the field calls it
 
 
-def sources() -> dict[str, ast.Module]:
+def sources(package: str = "natgrad") -> dict[str, ast.Module]:
     """Dotted module name -> its syntax tree."""
     found = {}
-    for path in sorted((ROOT / "natgrad").rglob("*.py")):
+    for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
     return found
@@ -44,7 +47,7 @@ def hidden_imports(trees: Mapping[str, ast.Module], public: Mapping[str, set[str
     for name, tree in trees.items():
         mine = name if name in public else name.rpartition(".")[0]
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module in trees:
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module in trees:
                 folder = node.module if node.module in public else node.module.rpartition(".")[0]
                 if folder not in ("natgrad", mine):
                     yield from ((folder, a.name) for a in node.names if a.name not in public.get(folder, set()))
@@ -77,7 +80,9 @@ def is_participle(word: str) -> bool:
 
 TREES = sources()
 FOLDERS = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "natgrad").rglob("__init__.py")}
-PUBLIC = {folder: set(getattr(importlib.import_module(folder), "__all__", ())) for folder in FOLDERS}
+PUBLIC: dict[str, set[str]] = {
+    folder: set(getattr(importlib.import_module(folder), "__all__", ())) for folder in FOLDERS
+}
 
 
 def test_folders_share_what_they_list():
@@ -95,6 +100,12 @@ def test_functions_are_verbs():
     assert len(found) <= PARTICIPLES, f"{len(found)} names: {found}"
 
 
+@pytest.mark.parametrize("package", BESIDE)
+def test_functions_beside_are_verbs(package: str):
+    found = participles(sources(package))
+    assert len(found) <= BESIDE[package], f"{len(found)} names: {found}"
+
+
 # The checker itself.
 
 
@@ -104,7 +115,7 @@ def test_each_kind_is_found():
         "natgrad.b": ast.parse(""),
         "natgrad.b.inner": ast.parse("class Home: ...\ndef merged(): ...\ndef merge_rows(): ...\ndef speed(): ..."),
     }
-    public = {"natgrad.a": set[str](), "natgrad.b": {"listed"}}
+    public: dict[str, set[str]] = {"natgrad.a": set(), "natgrad.b": {"listed"}}
     assert set(hidden_imports(trees, public)) == {("natgrad.b", "odd"), ("natgrad.b", "deep")}
     assert namesakes(trees) == {"Home"}
     assert participles(trees) == ["natgrad.b.inner.merged"]

@@ -45,16 +45,16 @@ def tell(findings: Findings) -> Story:
 def _lead(findings: Findings) -> str:
     said = []
     for one in findings.of("exact")[:1]:
-        counts = [(f"scale {scale}", counted(findings.of("exact"), scale, "ratio matching")) for scale in one]
+        counts = [(f"scale {scale}", write_step_counts(findings.of("exact"), scale, "ratio matching")) for scale in one]
         said += [f"{name}: {ours} natural steps, {theirs} of gradient descent" for name, (ours, theirs) in counts]
     return f"To KL {findings.settings.goal:g}: " + "; ".join(said) + "." if said else "Nothing exact is finished yet."
 
 
-def counted(runs: Sequence[Numbers], scale: str, loss: str) -> tuple[str, str]:
+def write_step_counts(runs: Sequence[Numbers], scale: str, loss: str) -> tuple[str, str]:
     """Natural steps and gradient steps over the seeds, as ranges."""
     cells = [run[scale][loss] for run in runs]
     ours = [taken(cell["natural"]) for cell in cells]
-    return ranged(ours), ranged([cell["descent"] for cell in cells])
+    return write_range(ours), write_range([cell["descent"] for cell in cells])
 
 
 def taken(gaps: Sequence[float | None]) -> int | None:
@@ -62,7 +62,7 @@ def taken(gaps: Sequence[float | None]) -> int | None:
     return len(gaps) - 1 if gaps[-1] is not None and gaps[-1] < 1 else None
 
 
-def ranged(counts: Sequence[int | None]) -> str:
+def write_range(counts: Sequence[int | None]) -> str:
     """Least to greatest; never: a run that did not get there."""
     there = sorted(count for count in counts if count is not None)
     if not there:
@@ -77,10 +77,10 @@ def _exact(findings: Findings) -> Section:
     rows = []
     for scale in scales:
         for loss in losses:
-            ours, theirs = counted(runs, scale, loss)
+            ours, theirs = write_step_counts(runs, scale, loss)
             rows.append((f"scale {scale}, {loss}", ours, theirs))
     for scale in scales if more else ():
-        ends = ranged([taken(run[scale]) for run in more])
+        ends = write_range([taken(run[scale]) for run in more])
         rows.append((f"scale {scale}, ratio matching, {findings.settings.more} units", ends, "not run"))
     table = Table(
         f"Steps to KL {findings.settings.goal:g}",
@@ -127,7 +127,7 @@ def _field(runs: Sequence[Numbers], examples: int) -> Section:
                 f"lowest eigenvalue {floor}",
                 short(statistics.median(cell["condition"] for cell in cells)),
                 f"1, to {max(cell['natural'] for cell in cells):.0e}",
-                ranged([cell["descent"] for cell in cells]),
+                write_range([cell["descent"] for cell in cells]),
                 f"{100 * statistics.median(cell['truth'] for cell in cells):.1f} %",
             )
         )

@@ -73,11 +73,11 @@ def exact(run: Run) -> Numbers:
         found[f"{scale:g}"] = {}
         for number, loss in enumerate(LOSSES):
             begun = (len(LOSSES) * place + number) / (len(SCALES) * len(LOSSES))
-            found[f"{scale:g}"][loss] = compared(run, known, loss, begun)
+            found[f"{scale:g}"][loss] = compare_directions(run, known, loss, begun)
     return found
 
 
-def compared(run: Run, known: ExactMachine, loss: str, begun: float) -> Numbers:
+def compare_directions(run: Run, known: ExactMachine, loss: str, begun: float) -> Numbers:
     """Both directions on one loss; gradient descent at the best of ten rates."""
     s: Settings = run.settings
     rates = torch.tensor(RATES, dtype=torch.float64)
@@ -105,10 +105,10 @@ def larger(run: Run) -> Numbers:
 
 def field(run: Run) -> Numbers:
     """Precision recovery on a lattice: one natural step, and steps of gradient descent at its best rate."""
-    return {f"{floor:g}": recovered(run, floor, place / len(FLOORS)) for place, floor in enumerate(FLOORS)}
+    return {f"{floor:g}": recover_optimum(run, floor, place / len(FLOORS)) for place, floor in enumerate(FLOORS)}
 
 
-def recovered(run: Run, floor: float, begun: float) -> Numbers:
+def recover_optimum(run: Run, floor: float, begun: float) -> Numbers:
     """From the identity to the optimum; distances are relative to the optimum's length."""
     s: Settings = run.settings
     model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))

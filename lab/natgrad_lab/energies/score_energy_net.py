@@ -137,7 +137,7 @@ def training(run: Run, task: str, method: str) -> Numbers:
         if spent >= s.seconds * len(curve) / 20:
             curve.append((spent, steps, *look(score)))
     drawn = samples(energy, test, noise, generator, task)
-    return {"curve": curve, "steps": steps, "samples": rounded(drawn), **picture(energy, task, test, noise)}
+    return {"curve": curve, "steps": steps, "samples": round_numbers(drawn), **picture(energy, task, test, noise)}
 
 
 def step(opt: Any, score: nn.Module, x: Tensor, noise: float, generator: torch.Generator) -> None:
@@ -198,13 +198,13 @@ def picture(energy: nn.Module, task: str, test: Tensor, noise: float) -> Numbers
             ticks = torch.linspace(-3.8, 3.8, GRID)
             grid = torch.stack(torch.meshgrid(ticks, ticks, indexing="xy"), -1).view(-1, 2)
             height = -energy(grid).view(GRID, GRID)
-            return {"map": rounded(height - height.max()), "data": rounded(test[:500])}
+            return {"map": round_numbers(height - height.max()), "data": round_numbers(test[:500])}
         noisy = test[:SHOWN] + noise * torch.randn(test[:SHOWN].shape, generator=torch.Generator().manual_seed(1))
         cleaned = noisy + noise**2 * ng.Score(energy)(noisy)  # Tweedie's formula
-        return {"data": rounded(test[:SHOWN]), "noisy": rounded(noisy), "cleaned": rounded(cleaned)}
+        return {"data": round_numbers(test[:SHOWN]), "noisy": round_numbers(noisy), "cleaned": round_numbers(cleaned)}
 
 
-def rounded(tensor: Tensor) -> list[Any]:
+def round_numbers(tensor: Tensor) -> list[Any]:
     """Three digits behind the point."""
     return tensor.mul(1000).round().div(1000).tolist()
 

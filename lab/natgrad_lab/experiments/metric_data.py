@@ -27,7 +27,7 @@ def another_batch(size: int) -> Observes:
     def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
         others = torch.ones(len(examples.train_x), dtype=torch.bool, device=examples.train_x.device)
         others[rows] = False
-        return drawn(examples.train_x, others.nonzero()[:, 0], size, seed, step)
+        return draw_rows(examples.train_x, others.nonzero()[:, 0], size, seed, step)
 
     return observes
 
@@ -40,7 +40,7 @@ def unlabelled(size: int) -> Observes:
     """
 
     def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
-        return drawn(*_without_labels(examples), size, seed, step)
+        return draw_rows(*_without_labels(examples), size, seed, step)
 
     return observes
 
@@ -53,12 +53,12 @@ def joined_by_unlabelled(size: int) -> Observes:
     """
 
     def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
-        return torch.cat([examples.train_x[rows], drawn(*_without_labels(examples), size, seed, step)])
+        return torch.cat([examples.train_x[rows], draw_rows(*_without_labels(examples), size, seed, step)])
 
     return observes
 
 
-def drawn(inputs: Tensor, among: Tensor, size: int, seed: int, step: int) -> Tensor:
+def draw_rows(inputs: Tensor, among: Tensor, size: int, seed: int, step: int) -> Tensor:
     """size different rows of the inputs, among the given indices."""
     if size > len(among):
         raise LabError(

@@ -84,7 +84,7 @@ def glorot(layer: nn.Linear | nn.Conv2d) -> nn.Module:
     return layer
 
 
-def mirrored(sizes: Sequence[int]) -> list[int]:
+def mirror_sizes(sizes: Sequence[int]) -> list[int]:
     """An autoencoder's sizes from those of its encoder: 64, 50, 10 -> 64, 50, 10, 50, 64."""
     return [*sizes, *reversed(sizes[:-1])]
 

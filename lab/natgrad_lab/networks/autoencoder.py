@@ -18,7 +18,7 @@ from torch import nn
 from natgrad_lab.data import Split, curves, digits, mnist
 from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, reconstructed
-from natgrad_lab.experiments.models import bernoulli_divergence, mirrored, squared_error
+from natgrad_lab.experiments.models import bernoulli_divergence, mirror_sizes, squared_error
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 GROUPS = {
@@ -59,19 +59,19 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
 def of_mnist(settings: Settings) -> Task:
     """784-1000-500-250-30 and back."""
     images = ImageSet("mnist", "MNIST", mnist, mean_image=206, entropy=46)
-    return task(images, [784, 1000, 500, 250, 30], settings, selected(settings, mnist_contestants()))
+    return task(images, [784, 1000, 500, 250, 30], settings, select_contestants(settings, mnist_contestants()))
 
 
 def of_curves(settings: Settings) -> Task:
     """784-400-200-100-50-25-6 and back."""
     images = ImageSet("curves", "Curves", curves, mean_image=125, entropy=40, share=1 / 3)
-    return task(images, [784, 400, 200, 100, 50, 25, 6], settings, selected(settings, curves_contestants()))
+    return task(images, [784, 400, 200, 100, 50, 25, 6], settings, select_contestants(settings, curves_contestants()))
 
 
 def of_digits(settings: Settings) -> Task:
     """64-100-50-10 and back: for a quick look, without any file of data."""
     images = ImageSet("digits", "Digits", digits, mean_image=27, entropy=14, share=1 / 30)
-    return task(images, [64, 100, 50, 10], settings, selected(settings, digits_contestants()))
+    return task(images, [64, 100, 50, 10], settings, select_contestants(settings, digits_contestants()))
 
 
 TASKS = {"mnist": of_mnist, "curves": of_curves, "digits": of_digits}
@@ -117,7 +117,7 @@ def task(images: ImageSet, encoder: Sequence[int], settings: Settings, among: tu
     )
 
 
-def selected(settings: Settings, among: Mapping[str, Contestant]) -> tuple[Contestant, ...]:
+def select_contestants(settings: Settings, among: Mapping[str, Contestant]) -> tuple[Contestant, ...]:
     """Those that the settings name, with as much of their grids."""
     if settings.choices is not None and settings.choices < 1:
         raise LabError(f"choices is {settings.choices}, expected at least 1, or none for the whole grids")
@@ -179,7 +179,7 @@ def digits_contestants() -> Mapping[str, Contestant]:
 def network(encoder: Sequence[int], activation: type[nn.Module], start: str) -> nn.Sequential:
     """The encoder and its mirror image; linear in the code and in the logits of the pixels, as both papers have it."""
     layers: list[nn.Module] = []
-    for place, (inputs, outputs) in enumerate(pairwise(mirrored(encoder)), start=1):
+    for place, (inputs, outputs) in enumerate(pairwise(mirror_sizes(encoder)), start=1):
         linear = nn.Linear(inputs, outputs)
         STARTS[start](linear)
         layers += [linear] if place == len(encoder) - 1 else [linear, activation()]

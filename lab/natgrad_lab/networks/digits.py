@@ -13,7 +13,13 @@ from torch import nn
 from natgrad_lab.data import digits
 from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Race, Task, labelled, reconstructed
-from natgrad_lab.experiments.models import categorical_divergence, gaussian_divergence, mirrored, mistakes, perceptron
+from natgrad_lab.experiments.models import (
+    categorical_divergence,
+    gaussian_divergence,
+    mirror_sizes,
+    mistakes,
+    perceptron,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def autoencoder() -> Task:
     return Task(
         name="autoencoder",
         title="Autoencoder 64-100-50-10-50-100-64, tanh",
-        model=lambda: perceptron(mirrored([64, 100, 50, 10]), nn.Tanh),
+        model=lambda: perceptron(mirror_sizes([64, 100, 50, 10]), nn.Tanh),
         data=lambda: reconstructed(digits().flat()),
         criterion=nn.MSELoss(),
         scale=64 / 2,  # from the mean over pixels to half the squared error of an image

@@ -9,7 +9,13 @@ from torch import nn
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Race, Task, labelled, reconstructed
-from natgrad_lab.experiments.models import bernoulli_divergence, categorical_divergence, mirrored, mistakes, perceptron
+from natgrad_lab.experiments.models import (
+    bernoulli_divergence,
+    categorical_divergence,
+    mirror_sizes,
+    mistakes,
+    perceptron,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def autoencoder() -> Task:
     return Task(
         name="autoencoder",
         title="Autoencoder 784-500-250-30-250-500-784, tanh",
-        model=lambda: perceptron(mirrored([784, 500, 250, 30]), nn.Tanh),
+        model=lambda: perceptron(mirror_sizes([784, 500, 250, 30]), nn.Tanh),
         data=lambda: reconstructed(fashion_mnist().flat()),
         criterion=nn.BCEWithLogitsLoss(),
         scale=784.0,  # from the mean over pixels to the cross-entropy of an image

@@ -261,13 +261,13 @@ class PolicyRace:
     def __call__(self, run: Run) -> Numbers:
         choices = CHOICES[run.settings.env][self.contestant.name]
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
-        best = max(range(len(tuned)), key=lambda i: judged(tuned[i]))
+        best = max(range(len(tuned)), key=lambda i: judge_tuning_run(tuned[i]))
         player = self.contestant.build(run.settings, choices[best], run.seed)
         curve = list(played(player, run, run.settings.looks(run.settings.steps)))
         return {"choice": choices[best].words, "batch": player.batch, "curve": curve}
 
 
-def judged(tuned: Numbers) -> float:
+def judge_tuning_run(tuned: Numbers) -> float:
     """What a tuning run is worth: its last look, and the training return where looks are equal."""
     test, train = (-math.inf if tuned[key] is None else tuned[key] for key in ("test", "train"))
     return test + 1e-3 * max(train, -1e6)

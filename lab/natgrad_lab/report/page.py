@@ -31,7 +31,7 @@ def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], de
     return fill(
         "html.j2",
         summary=summary,
-        title=summary.title or titled(summary.experiment, order),
+        title=summary.title or write_title(summary.experiment, order),
         lead=lead(summary.results),
         method=method(summary),
         order=order,
@@ -42,7 +42,7 @@ def render(summary: Summary, drawn: dict[str, list[Drawn]], order: list[str], de
     )
 
 
-def titled(experiment: str, order: list[str]) -> str:
+def write_title(experiment: str, order: list[str]) -> str:
     """A title that lists the contestants."""
     return f"{experiment.capitalize()}: {' against '.join(order[:1])} beside {' and '.join(order[1:])}"
 

@@ -73,7 +73,7 @@ def pair_all(raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence
 def pair_of(a: str, b: str, raced: Mapping[str, Sequence[Record]], paper: Mapping[str, Sequence[float | None]]) -> Pair:
     """Two contestants."""
     error, train, test = (difference(raced[a], raced[b], name) for name in ("test_error", "train_loss", "test_loss"))
-    return Pair(a, b, error, train, test, published(paper, a, b))
+    return Pair(a, b, error, train, test, find_published_difference(paper, a, b))
 
 
 def difference(first: Sequence[Record], second: Sequence[Record], name: str) -> Mean:
@@ -87,7 +87,7 @@ def by_seed(records: Sequence[Record], name: str) -> dict[int, float]:
     return {record.header["seed"]: final(record, name) for record in records}
 
 
-def published(paper: Mapping[str, Sequence[float | None]], first: str, second: str) -> float | None:
+def find_published_difference(paper: Mapping[str, Sequence[float | None]], first: str, second: str) -> float | None:
     """The paper's difference in test error, where it has both."""
     a, b = (paper.get(name, (None, None))[1] for name in (first, second))
     return None if a is None or b is None else a - b

@@ -173,15 +173,15 @@ def result(task: dict[str, Any], records: Sequence[Record]) -> Result | None:
         verdict="",
         note=task.get("note", ""),
     )
-    return _paired(made, task, raced) if "tuned_on" in task else _ranked(made)
+    return _pair_races(made, task, raced) if "tuned_on" in task else _rank_entries(made)
 
 
-def _ranked(made: Result) -> Result:
+def _rank_entries(made: Result) -> Result:
     entries = sorted(made.entries, key=lambda e: math.inf if e.train_loss.middle is None else e.train_loss.middle)
     return replace(made, entries=tuple(entries), verdict=verdict(entries, made.unit, made.seconds, made.steps))
 
 
-def _paired(made: Result, task: dict[str, Any], raced: dict[str, list[Record]]) -> Result:
+def _pair_races(made: Result, task: dict[str, Any], raced: dict[str, list[Record]]) -> Result:
     paper = task["paper"] or {}
     pairs = pair_all(raced, paper)
     return replace(
@@ -202,7 +202,7 @@ def entry(name: str, raced: Sequence[Record], tuned: Sequence[Record], target: f
     return Entry(
         name=name,
         choice=raced[0].header["choice"],
-        grid=tuple(_tried(r, chosen) for r in sorted(tuned, key=lambda r: r.header["index"])),
+        grid=tuple(_count_tried(r, chosen) for r in sorted(tuned, key=lambda r: r.header["index"])),
         records=tuple(raced),
         train_loss=Spread(tuple(_finite(final_loss(run)) for run in raced)),
         test_loss=Spread(tuple(row.get("test_loss") for row in last)),
@@ -266,14 +266,14 @@ def verdict(entries: Sequence[Entry], unit: str, seconds: float | None, steps: i
     ours = next((e for name in OURS for e in entries if e.name == name), best)
     for other in entries:
         if other is not ours and (other is best or ours is best):
-            said.append(_compared(ours, other))
+            said.append(_compare_entries(ours, other))
     if seconds is not None:
         said.append(_per_step(entries, ours, steps))
-    said.append(_tested(entries))
+    said.append(_find_test_winner(entries))
     return " ".join(sentence for sentence in said if sentence)
 
 
-def _tested(entries: Sequence[Entry]) -> str:
+def _find_test_winner(entries: Sequence[Entry]) -> str:
     """Who has the lowest test loss, if that is another than the first of the training loss and its seeds are below."""
     best = entries[0].test_loss
     for other in entries[1:]:
@@ -287,7 +287,7 @@ def _tested(entries: Sequence[Entry]) -> str:
     return ""
 
 
-def _compared(ours: Entry, other: Entry) -> str:
+def _compare_entries(ours: Entry, other: Entry) -> str:
     a, b = ours.train_loss, other.train_loss
     if a.middle is None or b.middle is None:
         return f"{capital((ours if a.middle is None else other).name)} broke down."
@@ -313,7 +313,7 @@ def _per_step(entries: Sequence[Entry], ours: Entry, steps: int) -> str:
     return f"Step for step, after {plural(steps, 'step')}: {told}."
 
 
-def _tried(record: Record, chosen: int) -> Tried:
+def _count_tried(record: Record, chosen: int) -> Tried:
     header, last = record.header, final_row(record)
     return Tried(header["choice"], final_loss(record), last["step"], header["index"] == chosen, last.get("valid_error"))
 

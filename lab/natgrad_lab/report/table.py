@@ -34,7 +34,7 @@ def _cells(entry: Entry, with_error: bool) -> list[Cell]:
         count(entry.steps),
         count(entry.steps_to_target),
         short(entry.seconds_to_target.middle),
-        chosen(entry.choice),
+        write_choice(entry.choice),
     ]
     return [(entry.name, ""), *losses, *((word, "") for word in words)]
 
@@ -51,7 +51,7 @@ def _beside(entry: Entry, result: Result) -> list[Cell]:
         (share(error), ""),
         (count(entry.steps), ""),
         (short(seconds.middle), ""),
-        (chosen(entry.choice), ""),
+        (write_choice(entry.choice), ""),
     ]
 
 
@@ -98,17 +98,17 @@ def grid(result: Result) -> Rows:
     """Every choice of every contestant, for the page; the last cell tells which was chosen."""
     validated = bool(result.pairs)
     heads = ["contestant", "choice", "training loss", *(["validation error"] if validated else []), "steps", ""]
-    body = [_tried(entry.name, one, validated) for entry in result.entries for one in entry.grid]
-    return heads, body + [_untuned(entry, len(heads)) for entry in result.entries if not entry.grid]
+    body = [_describe_tried(entry.name, one, validated) for entry in result.entries for one in entry.grid]
+    return heads, body + [_mark_untuned(entry, len(heads)) for entry in result.entries if not entry.grid]
 
 
-def _untuned(entry: Entry, cells: int) -> list[Cell]:
-    words = [entry.name, chosen(entry.choice), *["-"] * (cells - 3), "not tuned"]
+def _mark_untuned(entry: Entry, cells: int) -> list[Cell]:
+    words = [entry.name, write_choice(entry.choice), *["-"] * (cells - 3), "not tuned"]
     return [(word, "") for word in words]
 
 
-def _tried(name: str, one: Tried, validated: bool) -> list[Cell]:
-    words = [name, chosen(one.choice), short(one.loss), *([share(one.valid_error)] if validated else [])]
+def _describe_tried(name: str, one: Tried, validated: bool) -> list[Cell]:
+    words = [name, write_choice(one.choice), short(one.loss), *([share(one.valid_error)] if validated else [])]
     return [(word, "") for word in (*words, str(one.steps), "chosen" if one.chosen else "")]
 
 
@@ -127,7 +127,7 @@ def count(numbers: Spread) -> str:
     return "-" if numbers.middle is None else f"{numbers.middle:.0f}"
 
 
-def chosen(choice: dict[str, float]) -> str:
+def write_choice(choice: dict[str, float]) -> str:
     """A point of a grid in words."""
     words = {"batch": lambda v: f"batch {v:g}" if v else "all examples"}
     return ", ".join(words.get(name, lambda v, n=name: f"{n} {v:g}")(value) for name, value in choice.items())
@@ -139,10 +139,10 @@ def terminal(result: Result) -> Table:
     Args:
         result: A task's numbers.
     """
-    return _paired(result) if result.pairs else _ranked(result)
+    return _write_pairs(result) if result.pairs else _write_ranks(result)
 
 
-def _paired(result: Result) -> Table:
+def _write_pairs(result: Result) -> Table:
     table = Table(
         title=result.title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
     )
@@ -155,7 +155,7 @@ def _paired(result: Result) -> Table:
     return table
 
 
-def _ranked(result: Result) -> Table:
+def _write_ranks(result: Result) -> Table:
     table = Table(
         title=result.title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
     )

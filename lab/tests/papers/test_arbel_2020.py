@@ -14,11 +14,11 @@ from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
 from natgrad_lab.papers.arbel_2020.toy import (
     Settings,
+    count_steps_to_level,
     descend,
     fisher_direction,
     problem,
     rank,
-    reached,
     relative_error,
 )
 
@@ -67,8 +67,8 @@ def test_wasserstein_steps_forget_the_coordinates_and_others_do_not():
 
 def test_runs_that_break_off_rank_last():
     s = replace(FEW, steps=2, level=0.5)
-    assert reached([1.0, 0.6, 0.4], s) == 2
-    assert reached([1.0, 0.4], s) is None
+    assert count_steps_to_level([1.0, 0.6, 0.4], s) == 2
+    assert count_steps_to_level([1.0, 0.4], s) is None
     assert rank([1.0, 0.6, 0.4], s) < rank([1.0, 0.9, 0.8], s) < rank([1.0, float("nan")], s)
 
 

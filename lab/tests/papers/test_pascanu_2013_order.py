@@ -191,7 +191,9 @@ def test_matching_ends_within_the_tolerance_or_says_so():
 
 
 def test_rates_that_diverge_are_left_out(monkeypatch):
-    monkeypatch.setattr(order, "reached", lambda run, direction, rates, advance: [float("nan")] * len(rates))
+    monkeypatch.setattr(
+        order, "measure_last_losses", lambda run, direction, rates, advance: [float("nan")] * len(rates)
+    )
     with pytest.raises(LabError, match="diverges: change rate"):
         match(Run(TINY, earlier={"level": {"loss": 1.0}}), TINY.natural(3.0))
 

@@ -187,7 +187,7 @@ def descents(run: Run) -> Numbers:
             run.advance((place + number / len(RATES)) / len(METHODS))
             tried[rate] = descend(s, task, name, rate, run.seed)
         best = min(tried, key=lambda rate: rank(tried[rate]["losses"], s))
-        found[name] = tried[best] | {"rate": best, "reached": reached(tried[best]["losses"], s)}
+        found[name] = tried[best] | {"rate": best, "reached": count_steps_to_level(tried[best]["losses"], s)}
     return found
 
 
@@ -209,7 +209,7 @@ def descend(s: Settings, task: Problem, name: str, rate: float, seed: int) -> Nu
     return {"losses": losses, "means": means}
 
 
-def reached(losses: list[float], s: Settings) -> int | None:
+def count_steps_to_level(losses: list[float], s: Settings) -> int | None:
     """Steps until the loss is below its level, and stays finite."""
     below = [step for step, loss in enumerate(losses) if loss < s.level * losses[0]]
     return below[0] if below and len(losses) == s.steps + 1 else None
@@ -217,7 +217,7 @@ def reached(losses: list[float], s: Settings) -> int | None:
 
 def rank(losses: list[float], s: Settings) -> tuple[float, float]:
     """Steps to the level, then the last loss; runs that broke off come last."""
-    count = reached(losses, s)
+    count = count_steps_to_level(losses, s)
     whole = len(losses) == s.steps + 1 and math.isfinite(losses[-1])
     return (math.inf if count is None else count, losses[-1] if whole else math.inf)
 

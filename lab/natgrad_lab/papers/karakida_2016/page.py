@@ -57,7 +57,7 @@ def degraded(found: Numbers, level: float) -> int:
     return sum(s is not None and not e < level for s, e in zip(steps, final(found), strict=True))
 
 
-def pooled(told: Findings, piece: str) -> tuple[list[int | None], list[float]]:
+def pool_seeds(told: Findings, piece: str) -> tuple[list[int | None], list[float]]:
     """Steps to the level and final errors of all models from all seeds."""
     steps: list[int | None] = []
     ends: list[float] = []
@@ -69,7 +69,7 @@ def pooled(told: Findings, piece: str) -> tuple[list[int | None], list[float]]:
 
 def seconds(told: Findings, piece: str) -> float | None:
     """Mean steps to the level of the models that reach it, times the seconds of a step; None without either."""
-    steps = [s for s in pooled(told, piece)[0] if s is not None]
+    steps = [s for s in pool_seeds(told, piece)[0] if s is not None]
     costs = told.of("cost")
     return statistics.mean(steps) * costs[0][NAMES[piece][1]] if steps and costs else None
 
@@ -92,7 +92,7 @@ def _lead(told: Findings) -> str:
 
 
 def _sentence(told: Findings, piece: str) -> str:
-    steps, _ = pooled(told, piece)
+    steps, _ = pool_seeds(told, piece)
     there = [s for s in steps if s is not None]
     when = f", after {statistics.mean(there):,.0f} steps on average" if there else ""
     return f"{NAMES[piece][0]}: {len(there)} of {len(steps)} runs below {told.settings.level:g}{when}."
@@ -120,13 +120,13 @@ def _sections(told: Findings) -> tuple[Section, ...]:
     free = ("ours", "ours-single", "tuned-sgd", "tuned-adam", "tuned-sgd-single")
     tables = _table(told, free, False), _costs(told)
     title = f"At the paper's rate, {told.settings.rate:g}"
-    printed = Section(title, _printed(told), (_table(told, PRINTED, True),), _curves(told, PRINTED))
+    printed = Section(title, _write_terminal_text(told), (_table(told, PRINTED, True),), _curves(told, PRINTED))
     ours = Section("With rates of their own", _against(told), tables, _curves(told, free))
     return (printed, ours)
 
 
-def _printed(told: Findings) -> str:
-    steps = {p: [s for s in pooled(told, p)[0] if s is not None] for p in ("sgd", "eq4")}
+def _write_terminal_text(told: Findings) -> str:
+    steps = {p: [s for s in pool_seeds(told, p)[0] if s is not None] for p in ("sgd", "eq4")}
     if not all(steps.values()):
         return "One of the two methods of the paper has not reached the level in its steps."
     ratio = statistics.mean(steps["sgd"]) / statistics.mean(steps["eq4"])
@@ -139,7 +139,7 @@ def _printed(told: Findings) -> str:
 def _against(told: Findings) -> str:
     ours = {p: seconds(told, p) for p in ("ours", "ours-single")}
     theirs = {p: seconds(told, p) for p in ("tuned-sgd", "tuned-adam", "tuned-sgd-single")}
-    known = {p: t for p, t in theirs.items() if t is not None and all(s is not None for s in pooled(told, p)[0])}
+    known = {p: t for p, t in theirs.items() if t is not None and all(s is not None for s in pool_seeds(told, p)[0])}
     if ours["ours"] is None or not known:
         return "No tuned method reached the level from every initial condition, or costs are not measured yet."
     best = min(known, key=lambda p: known[p])
@@ -163,7 +163,7 @@ def _table(told: Findings, pieces: tuple[str, ...], paper: bool) -> Table:
 
 
 def _row(told: Findings, piece: str, base: float | None, paper: bool) -> tuple[str | tuple[str, str], ...]:
-    steps, ends = pooled(told, piece)
+    steps, ends = pool_seeds(told, piece)
     there, finite = [s for s in steps if s is not None], [e for e in ends if math.isfinite(e)]
     taken = seconds(told, piece)
     error = f"{statistics.mean(finite):.2f} ± {statistics.pstdev(finite):.2f}" if finite else "-"

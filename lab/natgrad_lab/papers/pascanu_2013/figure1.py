@@ -126,7 +126,7 @@ def surfaces(run: Run, reading: str) -> Numbers:
         where[str(int(name) + 1)] = points[min(s.later, len(points) - 1)]
     return {
         "ticks": ticks.tolist(),
-        "error": rounded(error),
+        "error": round_numbers(error),
         "around": {name: around(unit, torch.tensor(at, dtype=torch.float64)) for name, at in where.items()},
     }
 
@@ -137,7 +137,7 @@ def around(unit: Unit, at: Tensor) -> Numbers:
     reach = 1.3 * sorted(max(abs(c) for c in taken) for taken in steps.values())[-2]
     ticks = torch.linspace(-reach, reach, 41, dtype=torch.float64)
     kl = over(lambda delta: unit.divergence(point(at), point(at + delta)), ticks, ticks)
-    return {"at": at.tolist(), "ticks": ticks.tolist(), "kl": rounded(kl), "steps": steps}
+    return {"at": at.tolist(), "ticks": ticks.tolist(), "kl": round_numbers(kl), "steps": steps}
 
 
 def over(function: Callable[[Tensor], Tensor], b: Tensor, w: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def over(function: Callable[[Tensor], Tensor], b: Tensor, w: Tensor) -> Tensor:
     return torch.func.vmap(torch.func.vmap(function))(grid)
 
 
-def rounded(values: Tensor) -> list[list[float]]:
+def round_numbers(values: Tensor) -> list[list[float]]:
     """Five digits, which is plenty for a picture."""
     return [[float(f"{value:.5g}") for value in row] for row in values.tolist()]
 

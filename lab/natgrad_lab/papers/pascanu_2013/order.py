@@ -133,7 +133,9 @@ def measure(run: Run, direction: Direction, rate: float) -> Numbers:
     return {"rate": rate, "variance": variance.tolist(), "loss": loss.tolist(), "error": wrong.tolist()}
 
 
-def reached(run: Run, direction: Direction, rates: list[float], advance: Callable[[float], None]) -> list[float]:
+def measure_last_losses(
+    run: Run, direction: Direction, rates: list[float], advance: Callable[[float], None]
+) -> list[float]:
     """Held-out loss at the end of the stream for every rate, a mean over the tuning seeds."""
     s: Settings = run.settings
     seeds = [s.tuning_seed + n for n in range(TUNING_SEEDS) for _ in rates]
@@ -148,7 +150,7 @@ def reached(run: Run, direction: Direction, rates: list[float], advance: Callabl
 def level(run: Run) -> Numbers:
     """The held-out loss that MSGD ends with at its rate: what the others' rates are matched to."""
     rate = run.settings.rate
-    return {"rate": rate, "loss": reached(run, gradient, [rate], run.advance)[0]}
+    return {"rate": rate, "loss": measure_last_losses(run, gradient, [rate], run.advance)[0]}
 
 
 def match(run: Run, direction: NaturalDirection) -> Numbers:
@@ -160,7 +162,7 @@ def match(run: Run, direction: NaturalDirection) -> Numbers:
     target, scale = run.earlier["level"]["loss"], s.rate * direction.damping  # of MSGD, where the damping is all
     rates, tried = [scale * 20 ** (n / 4) / 2 for n in range(5)], {}
     for number in range(ROUNDS):
-        losses_ = reached(run, direction, rates, lambda f, n=number: run.advance((n + f) / ROUNDS))
+        losses_ = measure_last_losses(run, direction, rates, lambda f, n=number: run.advance((n + f) / ROUNDS))
         tried.update((rate, loss) for rate, loss in zip(rates, losses_, strict=True) if math.isfinite(loss))
         if not tried:
             raise LabError(f"every rate from {rates[0]:.3g} to {rates[-1]:.3g} diverges: change rate or the damping")
@@ -193,12 +195,20 @@ def pieces(settings: Settings) -> tuple[Piece, ...]:
         Piece("rate-paper", f"Matching the rate, damping {paper.damping:g}", lambda run: match(run, paper), False),
         Piece("rate-small", f"Matching the rate, damping {small.damping:g}", lambda run: match(run, small), False),
         Piece("msgd", "MSGD", lambda run: measure(run, gradient, settings.rate)),
-        Piece("paper", f"Natural gradient, damping {paper.damping:g}", lambda run: measured(run, paper, "rate-paper")),
-        Piece("small", f"Natural gradient, damping {small.damping:g}", lambda run: measured(run, small, "rate-small")),
+        Piece(
+            "paper",
+            f"Natural gradient, damping {paper.damping:g}",
+            lambda run: measure_direction(run, paper, "rate-paper"),
+        ),
+        Piece(
+            "small",
+            f"Natural gradient, damping {small.damping:g}",
+            lambda run: measure_direction(run, small, "rate-small"),
+        ),
     )
 
 
-def measured(run: Run, direction: NaturalDirection, matched: str) -> Numbers:
+def measure_direction(run: Run, direction: NaturalDirection, matched: str) -> Numbers:
     """The protocol at the rate that was matched."""
     return measure(run, direction, run.earlier[matched]["rate"])
 
