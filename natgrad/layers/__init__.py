@@ -13,7 +13,7 @@ from natgrad.layers.hearing import Heard, Pass, hear, hear_rows, is_asking
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
 from natgrad.layers.model_layers import GraphLeaves, ModelLayers
-from natgrad.layers.moments import Seen, layer_bias_rows, layer_squares, layer_units
+from natgrad.layers.moments import Mixed, Seen, layer_bias_rows, layer_squares, layer_units
 from natgrad.layers.pieces import Room
 from natgrad.layers.recalibration import recalibrate
 from natgrad.layers.registry import register
@@ -28,6 +28,7 @@ __all__ = [
     "Layer",
     "Layout",
     "MatrixProduct",
+    "Mixed",
     "ModelLayers",
     "Pass",
     "Room",

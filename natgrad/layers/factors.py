@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,14 +25,17 @@ from natgrad.layers.moments import (
 from natgrad.layers.pieces import Room, cut, diagonal_like
 from natgrad.linalg import KroneckerEigen
 
+AddUp = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
-def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
+
+def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) -> dict[str, Tensor]:
     """K-FAC's factors of one pass, S = E[delta delta^T] on the left and A = E[a a^T] on the right; or exact blocks.
 
     Args:
         seen: What the pass told of the layer.
         reduce: True to take positions together: means of inputs, sums of derivatives.
         room: How large a factor may be; a larger one is cut into blocks.
+        add_up: Sums over all processes of a few numbers, by name.
 
     Returns:
         "left" and "right", shape (G, n, n); for one group (n, n), its diagonal (n,), or its blocks: (k, 1, s, s) on the
@@ -38,7 +43,7 @@ def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
         where experts saw different shares of the positions.
     """
     if isinstance(seen, Mixed):
-        return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share)
+        return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share, add_up)
     if seen.single:
         return {"blocks": layer_units(seen)}
     if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
@@ -61,17 +66,19 @@ def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
     return {"left": left, "right": right}
 
 
-def mixed_factors(parts: list[dict[str, Tensor]], share: float) -> dict[str, Tensor]:
+def mixed_factors(parts: list[dict[str, Tensor]], share: float, add_up: AddUp = dict) -> dict[str, Tensor]:
     """One Kronecker product for a sum of several: the one with the same partial traces.
 
-    L = sum_p L_p tr R_p and R = sum_p R_p tr L_p, over the sum's trace: exact where all parts agree in one factor.
+    L = sum_p L_p tr R_p and R = sum_p R_p tr L_p, over the sum's trace: exact where all parts agree in one factor. The
+    traces are those of all processes, so that their sums of L and R are those of one process.
     """
-    left, right = (
-        add_factors([part[side] * trace(part[other]) for part in parts])
-        for side, other in (("left", "right"), ("right", "left"))
-    )
-    whole = trace(left)
-    return {"left": left / share, "right": right * share / torch.where(whole > 0, whole, 1)}
+    own = torch.stack([torch.stack([trace(part["left"]), trace(part["right"])]) for part in parts])
+    told = add_up({"traces": own, "share": own.new_tensor(share)})
+    lefts, rights = told["traces"].unbind(1)
+    left = add_factors([part["left"] * rights[i] for i, part in enumerate(parts)])
+    right = add_factors([part["right"] * lefts[i] for i, part in enumerate(parts)])
+    whole = lefts @ rights
+    return {"left": left / told["share"], "right": right * told["share"] / torch.where(whole > 0, whole, 1)}
 
 
 def add_factors(parts: list[Tensor]) -> Tensor:

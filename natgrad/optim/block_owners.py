@@ -112,12 +112,12 @@ class Owners:
 
     # statistics
 
-    def exchange(self, key: str) -> tuple[Exchange | None, Solve | None]:
-        """How a block's statistics are added up, and how what its owner alone computes comes to all."""
+    def exchange(self, key: str) -> tuple[Exchange | None, Solve | None, Exchange | None]:
+        """How a block's statistics are added up, how what its owner alone computes comes to all; `exchanging`'s own."""
         if not self.is_shared:
-            return None, None
+            return None, None, None
         owner = self.of[key]
-        return partial(self._sum_statistics, owner), partial(self._solve, owner)
+        return partial(self._sum_statistics, owner), partial(self._solve, owner), self.ranks.sum_entries
 
     def _sum_statistics(self, owner: int, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums for all processes, or for the owner alone: first within the node, then between its owners."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.layers import GraphLeaves, Layer, Seen
+from natgrad.layers import GraphLeaves, Layer, Mixed, Seen
 from natgrad.lost_processes import listen_for_questions, naming_lost
 from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
@@ -322,6 +323,7 @@ class Roll:
         names: Rows by parameter without a layer.
         refused: Layers that did not explain the gradients of some process.
         tokens: Matrices that some process looked rows up in, and did nothing else with.
+        parts: How many passes a matrix had where it was used most, of those that were used more than once.
     """
 
     failed: bool
@@ -329,36 +331,49 @@ class Roll:
     names: dict[str, int]
     refused: set[str]
     tokens: set[str]
+    parts: Mapping[str, int]
 
 
 def call_roll(
     ranks: Ranks,
-    device: torch.device,
     layers: Sequence[str],
     names: Sequence[str],
     heard: Mapping[str, bool] | None,
-    squares: Sequence[str] = (),
+    squares: Collection[str] = (),
     rows: int = 0,
     tokens: Collection[str] = (),
+    parts: Mapping[str, int] = MappingProxyType({}),
 ) -> Roll:
     """Agree on one pass. heard: this process's layers, and whether they explained its gradients; None: it failed."""
     known: Mapping[str, bool] = {} if heard is None else heard
     entries: list[int] = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
     entries += [known.get(key) is False for key in layers]
     entries += [key in tokens for key in layers]
+    entries += [parts.get(key, 1) > 1 for key in layers]
     entries += [rows if name in squares else 0 for name in names]
     failed, *found = entries
     if ranks.size > 1:
-        failed, *found = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=device)))
+        failed, *found = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=ranks.device)))
     size = len(layers)
-    used, refused, looked = (found[i * size : (i + 1) * size] for i in range(3))
+    used, refused, looked, mixed = (found[i * size : (i + 1) * size] for i in range(4))
+    several = [key for key, count in zip(layers, mixed, strict=True) if count]
     return Roll(
         bool(failed),
         {key: count for key, count in zip(layers, used, strict=True) if count},
-        {name: count for name, count in zip(names, found[3 * size :], strict=True) if count},
+        {name: count for name, count in zip(names, found[4 * size :], strict=True) if count},
         {key for key, count in zip(layers, refused, strict=True) if count},
         {key for key, count in zip(layers, looked, strict=True) if count},
+        dict(zip(several, find_largest(ranks, [parts.get(key, 1) for key in several]), strict=True)),
     )
+
+
+def find_largest(ranks: Ranks, counts: Sequence[int]) -> list[int]:
+    """The largest of each count over all processes."""
+    if ranks.size == 1 or not counts:
+        return list(counts)
+    table = torch.zeros(ranks.size, len(counts), dtype=torch.int64, device=ranks.device)
+    table[ranks.rank] = torch.tensor(counts, dtype=torch.int64, device=ranks.device)
+    return list_numbers(ranks.sum(table).amax(0))
 
 
 def unheard(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
@@ -370,3 +385,12 @@ def unheard(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen
     deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents
     counts = like.new_zeros(groups) if layer.is_routed else None
     return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0, counts)
+
+
+def match_parts(seen: Seen, count: int, cotangents: int, like: Tensor) -> Seen:
+    """The same pass in as many parts as another process has, zeros in place of those that are not there."""
+    parts = seen.split_parts()
+    if len(parts) >= count:
+        return seen
+    parts = parts + [unheard(seen.layer, cotangents, like, False)] * (count - len(parts))
+    return Mixed(seen.layer, parts, seen.share)

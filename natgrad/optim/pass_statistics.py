@@ -31,7 +31,7 @@ from natgrad.layers import (
 )
 from natgrad.metrics import fisher
 from natgrad.optim.aligned_passes import AlignedPasses
-from natgrad.optim.distributed import Ranks, call_roll, unheard
+from natgrad.optim.distributed import Ranks, call_roll, match_parts, unheard
 from natgrad.optim.error_size import ErrorSize, find_error_size
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading, Span, line_up, sign_examples, sum_scores
@@ -130,7 +130,7 @@ class Reader:
         if self.ranks.size > 1:
             self.span = None
             self._line_up(0, 0)
-            call_roll(self.ranks, self._device, list(self.layers.by_key), list(self.named), None)
+            call_roll(self.ranks, list(self.layers.by_key), list(self.named), None)
 
     def _own(
         self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None
@@ -277,8 +277,9 @@ class Reader:
         """The part of a reading that all processes take the same way."""
         layers, tokens = self.layers.by_key, {one.key for one in own.layers if one.by_token}
         span = self._line_up(own.rows, 1)
+        parts = {one.key: len(one.split_parts()) for one in own.layers}
         roll = call_roll(
-            self.ranks, self._device, list(layers), list(self.named), answers, list(own.squares), own.rows, tokens
+            self.ranks, list(layers), list(self.named), answers, list(own.squares), own.rows, tokens, parts
         )
         if roll.failed:
             return None
@@ -293,6 +294,10 @@ class Reader:
             if key in seen
             else unheard(layer, cotangents, self._zeros(layer.layout.names[0]), key in roll.tokens)
             for key, layer in kept.items()
+        ]
+        passed = [
+            match_parts(one, roll.parts.get(one.key, 1), cotangents, self._zeros(one.layer.layout.names[0]))
+            for one in passed
         ]
         squares = {name: own.squares.get(name, self._zeros(name)) for name in roll.names if name not in held}
         exchange, span = (self.ranks.sum_entries, span) if self.ranks.size > 1 else (None, None)

@@ -12,7 +12,7 @@ from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer
 from natgrad.linalg import KroneckerEigen, eigh
 from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
-from natgrad.structures.running_average import accumulate_total, exchange_sums, solve_once
+from natgrad.structures.running_average import accumulate_total, add_up_now, exchange_sums, solve_once
 
 PART = 8
 """One in so many eigenvectors, those of the largest eigenvalues, is looked at first."""
@@ -73,7 +73,9 @@ class Kronecker(Layerwise):
         return math.inf if self.reduce else max(FEWEST, self.rows * max(layer.layout.matrix_shape[1:]))
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulate_statistics(before, layer_factors(seen, self.reduce, Room(self.largest, self.budget)), decay)
+        return accumulate_statistics(
+            before, layer_factors(seen, self.reduce, Room(self.largest, self.budget), add_up_now), decay
+        )
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -144,7 +146,9 @@ class EigenKronecker(Layerwise):
         if seen.single:
             return accumulate_statistics(before, layer_factors(seen, self.reduce, room), decay)
         moments = None if before is None else {side: before[side] for side in ("left", "right")}
-        fresh = {side: moment for side, moment in layer_factors(seen, self.reduce, room).items() if side in SIDES}
+        fresh = {
+            side: moment for side, moment in layer_factors(seen, self.reduce, room, add_up_now).items() if side in SIDES
+        }
         totals = accumulate_statistics(moments, fresh, decay)
         vectors = {side: self._vectors(side, totals, before) for side in ("left", "right")}
         kept = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}

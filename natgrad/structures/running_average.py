@@ -16,8 +16,8 @@ from natgrad.structures.base import Memory
 Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Solve = Callable[[Callable[[], Tensor], Tensor], Tensor]
 
-Shared = tuple[Exchange | None, Solve | None]
-_SHARED: ScopedValue[Shared] = ScopedValue("natgrad_shared", (None, None))
+Shared = tuple[Exchange | None, Solve | None, Exchange | None]
+_SHARED: ScopedValue[Shared] = ScopedValue("natgrad_shared", (None, None, None))
 
 
 def accumulate_total(before: Tensor | None, fresh: Tensor, decay: float, *, reuse: bool = False) -> Tensor:
@@ -62,20 +62,29 @@ def average_tensor(memory: Memory | None, fresh: Tensor, decay: float, names: li
     return total / weight, {"total": total, "weight": weight, "names": names}
 
 
-def exchanging(exchange: Exchange | None, solve: Solve | None = None) -> Holding[Shared]:
-    """Inside, `exchange_sums` and `solve_once` are these.
+def exchanging(
+    exchange: Exchange | None, solve: Solve | None = None, add_up: Exchange | None = None
+) -> Holding[Shared]:
+    """Inside, `exchange_sums`, `solve_once` and `add_up_now` are these.
 
     Args:
         exchange: This process's sums, by name -> those of all. None: there is one process.
         solve: A function of totals and a tensor like its result -> the result, computed by one process for all.
+        add_up: As exchange, of a few numbers that this process's sums are made with. None: as exchange.
     """
-    return _SHARED.holding((exchange, solve))
+    return _SHARED.holding((exchange, solve, add_up or exchange))
 
 
 def exchange_sums(fresh: dict[str, Tensor]) -> dict[str, Tensor]:
     """Statistics that add over examples, added up over the processes; as they are where there is only one."""
     exchange = _SHARED.get()[0]
     return fresh if exchange is None else exchange(fresh)
+
+
+def add_up_now(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A few numbers that add over examples, added up over all processes before this one's statistics are made."""
+    add_up = _SHARED.get()[2]
+    return numbers if add_up is None else add_up(numbers)
 
 
 def solve_once(make: Callable[[], Tensor], like: Tensor) -> Tensor:

@@ -39,6 +39,30 @@ class Net(nn.Module):
         return self.out((self.norm(self.conv(x.unsqueeze(1)).flatten(1)) * self.scale).tanh())
 
 
+class Tied(nn.Module):
+    """(b, 5) tokens -> logits of the next, by the table that looks tokens up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(self.mix(self.table(tokens)).tanh(), self.table.weight)
+
+
+def train_tied(recipe: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """One matrix in two roles. At the second step a process has no examples, and statistics of neither."""
+    model, tokens = seeded(Tied), (3 * X[:, :5]).long() % 7
+    outer = DistributedDataParallel(model) if count_ranks() > 1 else model
+    opt = recipe(outer, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.ExactLabels(), **options)
+    for step in range(3):
+        own = tokens[shard((EVEN, EMPTY)[step % 2])]
+        opt.zero_grad()
+        opt.loss(outer(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten()).backward()
+        opt.step()
+    return {"flat": flat(model), "kl": opt.state_report().kl}
+
+
 def shard(sizes: Sequence[int]) -> slice:
     """This process's examples; all where there is one."""
     if count_ranks() == 1:
@@ -65,7 +89,7 @@ def train(
 
 def with_outside_loss() -> dict[str, Any]:
     """A penalty that `opt.loss` does not know of: how its curvature is measured does not depend on the split either."""
-    model = seeded(Net)
+    model: Any = seeded(Net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     opt = ng.kfac(outer, nn.CrossEntropyLoss(), estimate=ng.ExactLabels(), momentum=0.0)
     for _ in range(6):
@@ -87,6 +111,8 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "class weights": partial(train, ng.kfac, [UNEVEN], weight=WEIGHTS, rule=MeasuredLength()),
     "judged": partial(train, ng.kfac, [EMPTY], **JUDGED),
     "outside loss": with_outside_loss,
+    "a tied table": partial(train_tied, ng.kfac, share="memory"),
+    "a tied table, ekfac": partial(train_tied, ng.ekfac),
 }
 
 
