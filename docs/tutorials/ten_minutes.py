@@ -2,7 +2,8 @@
 # # Ten minutes with ng.kfac
 #
 # Train a classifier with Adam, change two lines, and train it with the natural gradient. Then look at what the
-# optimiser did.
+# optimiser did. The tutorials draw with matplotlib, and this one takes its data from scikit-learn:
+# `pip install matplotlib scikit-learn`.
 
 # %% [markdown]
 # ## The data
