@@ -62,6 +62,18 @@ def measure_norm(
     return torch_linalg.vector_norm(x, dim=dim, keepdim=keepdim, dtype=dtype)
 
 
+def as_tensor_like(value: object, like: Tensor) -> Tensor:
+    """A number, sequence or tensor in the dtype and on the device of another tensor.
+
+    `torch.as_tensor(.1).to(like)` would round the number to float32 on its way to float64.
+
+    Args:
+        value: What `torch.as_tensor` takes.
+        like: Of the dtype and on the device wanted.
+    """
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+
 def split_tensor(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """The tensor in parts of these sizes along `dim`: views.
 

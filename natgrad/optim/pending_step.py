@@ -32,7 +32,7 @@ from natgrad.optim.running_averages import (
 from natgrad.optim.schedule import Clock, compare_kl, follow_fall, follow_signal, keep_form, recent_form, trust_form
 from natgrad.optim.step_length import Stride, measure_form
 from natgrad.rules import BlockPoint, BlockStep, ErrorScale, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
-from natgrad.typed_torch import list_numbers, measure_norm
+from natgrad.typed_torch import as_tensor_like, list_numbers, measure_norm
 from natgrad.whole_tensors import WholeTensors, write_whole
 
 Directions = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]
@@ -350,7 +350,7 @@ class Attempt:
         p, decay = self.values[name], self.groups[name]["weight_decay"]
         start = p * (1 - self._lr(name) * decay) if decay else p
         part = vector.parts[name].to(p.dtype)
-        return torch.addcmul(start, part, torch.as_tensor(vector.factor(name, part)).to(p))
+        return torch.addcmul(start, part, as_tensor_like(vector.factor(name, part), p))
 
     def finite(self) -> bool:
         """Whether no parameter would become NaN or infinite; entries that are so already, and stay, do no harm."""

@@ -12,7 +12,7 @@ from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian
 from natgrad.layers import Heard, Seen
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.readings import Reading
-from natgrad.typed_torch import list_numbers
+from natgrad.typed_torch import as_tensor_like, list_numbers
 
 SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
 SLOWEST = 0.5  # that the ratio falls to, per measurement
@@ -115,8 +115,8 @@ def pool_form(
     like, share = next(iter(steps.values())), sum_share(sample)
     squares, sums, names = squares_and_sums(sample, steps, named)
     covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)
-    sums = torch.stack([torch.as_tensor(one).to(like) for one in sums]) if sums else like.new_zeros(0)
-    found = ranks.sum(torch.cat([share * torch.as_tensor(squares).to(like).reshape(1), share**0.5 * sums, covered]))
+    sums = torch.stack([as_tensor_like(one, like) for one in sums]) if sums else like.new_zeros(0)
+    found = ranks.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
     form = found[0] + found[1 : 1 + len(sums)].square().sum()
     parts = zip(promised.values(), list_numbers(found[1 + len(sums) :]) if promised else [], strict=True)
     whole = [value.to(form) for value, processes in parts if processes > 0]

@@ -16,7 +16,7 @@ from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory
 from natgrad.rules.quadratic import Quadratic, Step
 from natgrad.rules.step_rules import scale_usual
-from natgrad.typed_torch import torch_linalg
+from natgrad.typed_torch import as_tensor_like, torch_linalg
 
 POLISH = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -144,7 +144,7 @@ class SpectralDescent(Rule):
         """
         bound = torch.zeros_like(like) + model.nats * self.kl_share
         if model.bounded:
-            loss = torch.as_tensor(model.loss).to(like)
+            loss = as_tensor_like(model.loss, like)
             bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
         return bound.clamp(max=scale_usual(model.options.get("max_kl", math.inf), model))
 

@@ -15,6 +15,7 @@ from natgrad.applications.flows.expectation import Function
 from natgrad.families import ExponentialFamily
 from natgrad.keyword_settings import Group, read_groups
 from natgrad.lapack import solve_or_nan
+from natgrad.typed_torch import as_tensor_like
 
 Field = Callable[[Tensor], Tensor]  # of points (..., n) -> (..., n)
 
@@ -191,7 +192,7 @@ def flow(
         return known[place]
 
     def evaluate_field(x: np.ndarray) -> np.ndarray:
-        xi = torch.as_tensor(x.copy()).to(start)
+        xi = as_tensor_like(x.copy(), start)
         if not bool(_is_inside(family, chart, xi)):
             troubles.append("edge")
             return np.full_like(x, np.nan)
@@ -207,14 +208,12 @@ def flow(
 
     at_rest.terminal = True  # type: ignore[attr-defined]
     solved = integrator.solve(right_hand_side, end, start, wanted, at_rest)
-    points = torch.as_tensor(np.ascontiguousarray(solved.y.T)).to(start)
+    points = as_tensor_like(np.ascontiguousarray(solved.y.T), start)
     values = function(chart.theta(points)).detach() if len(points) else start.new_zeros(0)
     status = {0: "end", 1: "rest"}.get(solved.status) or (troubles[-1] if troubles else "stuck")
     if bool((~torch.isfinite(values)).any()):
         status = "not finite"
-    return Trajectory(
-        torch.as_tensor(solved.t).to(start), points, values, status, _describe_ending(status, solved, end)
-    )
+    return Trajectory(as_tensor_like(solved.t, start), points, values, status, _describe_ending(status, solved, end))
 
 
 def _is_inside(family: ExponentialFamily, chart: FlowCoordinates, xi: Tensor) -> Tensor:

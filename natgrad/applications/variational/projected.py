@@ -14,6 +14,7 @@ from natgrad.applications.variational.quadrature import GaussHermite
 from natgrad.applications.variational.targets import LOG_2PI, Moments, Target, require_no_batch
 from natgrad.lapack import require_factor
 from natgrad.linalg import safe_cutoff
+from natgrad.typed_torch import as_tensor_like
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class Projected(Target):
         """f at the quadrature nodes (order, N), its standard deviations (N,), the nodes (order, 1), their weights."""
         a = self.rows.to(mean)
         turned = a * root if root.dim() == 1 else a @ root
-        deviation = (turned.square().sum(1) + torch.as_tensor(self.variance).to(mean)).sqrt()
+        deviation = (turned.square().sum(1) + as_tensor_like(self.variance, mean)).sqrt()
         nodes, weights = (part.to(mean) for part in GaussHermite(self.order).at(1, 0))
-        return a @ mean + torch.as_tensor(self.offset).to(mean) + nodes * deviation, deviation, nodes, weights
+        return a @ mean + as_tensor_like(self.offset, mean) + nodes * deviation, deviation, nodes, weights
 
     def _entries(self, f: Tensor, deviation: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""
@@ -108,7 +109,7 @@ class Projected(Target):
 
     def _prior(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
         """E_q log N(z; prior), and the prior's precision (d, d)."""
-        precision = torch.as_tensor(self.precision).to(mean)
+        precision = as_tensor_like(self.precision, mean)
         if precision.dim() < 2:
             precision = torch.diag_embed(precision.expand(len(mean)))
         gap = mean - self.mean

@@ -13,6 +13,7 @@ from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.targets import LogDensity, LogJoint, Target, is_batched
 from natgrad.lapack import require_factor
 from natgrad.linalg import all_finite
+from natgrad.typed_torch import as_tensor_like
 
 
 def as_mean(start: Any) -> Tensor:
@@ -72,7 +73,7 @@ def as_precision(covariance: Tensor | float, mean: Tensor, diagonal: bool) -> Te
     Raises:
         ValueError: If the covariance has another shape, or is not positive definite.
     """
-    given, d = torch.as_tensor(covariance).to(mean), len(mean)
+    given, d = as_tensor_like(covariance, mean), len(mean)
     if given.shape not in ((), (d,), (d, d)) or (diagonal and given.dim() == 2):
         wanted = f"a number or ({d},)" + ("" if diagonal else f" or ({d}, {d})")
         raise ValueError(f"covariance has shape {tuple(given.shape)}, expected {wanted}")
