@@ -9,14 +9,10 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
-import io
 import os
-import runpy
-import signal
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -96,22 +92,6 @@ def enter(rank: int, size: int, folder: str, module: str, function: str, args: t
 
 SERVERS: list[Connection] = []
 """The connection to this process's server, once there is one."""
-
-
-def run_script(path: str, folder: str, seconds: int) -> str:
-    """What a script prints, run as `python path` in a folder. To be called apart: it ends with the process.
-
-    Args:
-        path: The script.
-        folder: Where it runs.
-        seconds: After which the process is killed.
-    """
-    signal.alarm(seconds)
-    os.chdir(folder)
-    sys.argv = [path]
-    with redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(path, run_name="__main__")
-    return printed.getvalue()
 
 
 def call_apart(module: str, function: str, *args: Any, needed: Sequence[str] = ()) -> Any:
