@@ -111,9 +111,8 @@ class Attempt:
         name = block.layout.names[0]
         number, l2 = float(self.groups[name]["damping"]), float(self.groups[name]["l2"])
         level = damping.amount(number, operator if damping.per_block else whole) + l2
-        if (
-            damping.of_whole
-        ):  # curvatures of the layers before a regression's last ones grow with the square of its unit
+        if damping.of_whole:
+            # curvatures of the layers before a regression's last ones grow with the square of its unit
             unit = self.errors.scale(self.clock["error"]) if self.errors else ErrorScale()
             level += damping.of_whole * number * float(whole.mean_eigenvalue()) / unit.of(name) ** 2
         if name in self.outside.levels:
