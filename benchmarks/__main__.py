@@ -42,7 +42,7 @@ class Choices:
     seconds: float | None = None
 
     @property
-    def searched(self) -> range:
+    def search_seeds(self) -> range:
         """The seeds of searches."""
         return self.seeds or range(10)
 
@@ -111,53 +111,58 @@ def learning_table(repeats: int) -> None:
 def search_functions(choices: Choices) -> None:
     from benchmarks import search  # needs cma, which no other table does
 
-    title = f"Evaluations to 1e-8, {said(choices.searched)}"
-    stream(title, search.figures(choices.searched), search.HEADS)
-    stream(f"{title}, XNES", search.natural_figures(choices.searched), (*search.HEADS[:2], "cmaes.XNES"))
+    title = f"Evaluations to 1e-8, {said(choices.search_seeds)}"
+    stream(title, search.figures(choices.search_seeds), search.HEADS)
+    stream(f"{title}, XNES", search.natural_figures(choices.search_seeds), (*search.HEADS[:2], "cmaes.XNES"))
 
 
 def search_surrogate(choices: Choices) -> None:
     from benchmarks import search
 
-    title = f"Evaluations to 1e-8 with a quadratic model, {said(choices.searched)}; kept in {search.KNOWN}"
-    stream(title, search.surrogate_figures(choices.searched), search.SURROGATE_HEADS)
+    title = f"Evaluations to 1e-8 with a quadratic model, {said(choices.search_seeds)}; kept in {search.KNOWN}"
+    stream(title, search.surrogate_figures(choices.search_seeds), search.SURROGATE_HEADS)
 
 
 def search_bbob(choices: Choices) -> None:
     from benchmarks import search
 
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
-    title = f"BBOB to 1e-8 in 5-d and 20-d, {said(choices.searched)}; f15 with BIPOP, others begun again where they end"
-    stream(title, search.bbob_figures(choices.searched, cases), search.BBOB_HEADS)
+    title = (
+        f"BBOB to 1e-8 in 5-d and 20-d, {said(choices.search_seeds)}; f15 with BIPOP, others begun again where they end"
+    )
+    stream(title, search.bbob_figures(choices.search_seeds, cases), search.BBOB_HEADS)
 
 
 def search_bits(choices: Choices) -> None:
     from benchmarks import search_bits
 
-    stream(f"Bits and categories, {said(choices.searched)}", search_bits.figures(choices.searched), search_bits.HEADS)
+    stream(
+        f"Bits and categories, {said(choices.search_seeds)}",
+        search_bits.figures(choices.search_seeds),
+        search_bits.HEADS,
+    )
 
 
 def search_pbo(choices: Choices) -> None:
     from benchmarks import search_pbo
 
-    title = (
-        f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations, {said(choices.searched)}; kept in {search_pbo.KNOWN}"
-    )
-    stream(title, search_pbo.figures(choices.searched), search_pbo.HEADS)
+    budget = f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations"
+    title = f"{budget}, {said(choices.search_seeds)}; kept in {search_pbo.KNOWN}"
+    stream(title, search_pbo.figures(choices.search_seeds), search_pbo.HEADS)
 
 
 def search_landscapes(choices: Choices) -> None:
     from benchmarks import search_landscapes
 
-    title = f"{search_landscapes.BUDGET} evaluations, {said(choices.searched)}; kept in {search_landscapes.KNOWN}"
-    stream(title, search_landscapes.figures(choices.searched), search_landscapes.HEADS)
+    title = f"{search_landscapes.BUDGET} evaluations, {said(choices.search_seeds)}; kept in {search_landscapes.KNOWN}"
+    stream(title, search_landscapes.figures(choices.search_seeds), search_landscapes.HEADS)
 
 
 def search_noise(choices: Choices) -> None:
     from benchmarks import search_noise
 
-    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {said(choices.searched)}"
-    stream(title, search_noise.figures(choices.searched), search_noise.HEADS)
+    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {said(choices.search_seeds)}"
+    stream(title, search_noise.figures(choices.search_seeds), search_noise.HEADS)
 
 
 def search_cost(choices: Choices) -> None:

@@ -60,15 +60,15 @@ def figures(steps: int = STEPS) -> Iterator[tuple[str, ...]]:
     """A row per model and set of data."""
     for name in energies.MODELS:
         for which in range(3):
-            ends = {rate: raced(name, which, f"adam {rate:g}", adam(rate), steps) for rate in RATES}
+            ends = {rate: recall_race(name, which, f"adam {rate:g}", adam(rate), steps) for rate in RATES}
             best = min(RATES, key=lambda rate: last(ends[rate]))
-            own = raced(name, which, "ang", ours, steps)
+            own = recall_race(name, which, "ang", ours, steps)
             lowest = min(v for v in own if not math.isnan(v))
             theirs = f"{ends[best][-1]:.4g} ({best:g})"
             yield f"{name} {which}", f"{own[0]:.4g}", theirs, f"{own[-1]:.4g}", f"{lowest:.4g}"
 
 
-def raced(name: str, which: int, method: str, build: Build, steps: int) -> list[float]:
+def recall_race(name: str, which: int, method: str, build: Build, steps: int) -> list[float]:
     """`race`, or what it said in an earlier run."""
     return keep_result(KNOWN, f"{name} {which} {method} {steps}", lambda: race(name, which, build, steps))
 

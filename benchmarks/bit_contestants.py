@@ -47,10 +47,10 @@ class CountedProblem:
 
     @property
     def over(self) -> bool:
-        return self.count >= self.budget or self.reached
+        return self.count >= self.budget or self.has_reached
 
     @property
-    def reached(self) -> bool:
+    def has_reached(self) -> bool:
         """True once the minimum has been seen."""
         return self.best <= self.least + 1e-9 * max(1.0, abs(self.least))
 

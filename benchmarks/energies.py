@@ -86,17 +86,17 @@ def make(name: str, which: int) -> Task:
 def ica_task(which: int, g: torch.Generator, r: Draw) -> Task:
     scales = torch.tensor([0.3, 0.5, 1, 1, 1, 1, 2, 3])
     sources = [laplace(g, 3000, 8), student(g, 5, 3000, 8), laplace(g, 3000, 8) * scales][which]
-    return Task(Batched(ica), {"W": r(8, 8) / 8**0.5}, shuffled(sources @ r(8, 8)))
+    return Task(Batched(ica), {"W": r(8, 8) / 8**0.5}, shuffle_rows(sources @ r(8, 8)))
 
 
 def products_task(which: int, g: torch.Generator, r: Draw) -> Task:
     x = [table("diabetes"), table("cancer"), laplace(g, 3000, 10) @ (r(10, 10) / 3)][which]
     n = x.shape[1]
-    return Task(Batched(products), {"W": r(2 * n, n) / n**0.5, "nu": torch.zeros(2 * n)}, shuffled(x))
+    return Task(Batched(products), {"W": r(2 * n, n) / n**0.5, "nu": torch.zeros(2 * n)}, shuffle_rows(x))
 
 
 def two_layer_task(which: int, g: torch.Generator, r: Draw) -> Task:
-    return Task(TwoLayer(), {"W": 0.5 * r(8, 8), "V": 0.5 * r(8, 8)}, shuffled(common_scales(4000, 8, which)))
+    return Task(TwoLayer(), {"W": 0.5 * r(8, 8), "V": 0.5 * r(8, 8)}, shuffle_rows(common_scales(4000, 8, which)))
 
 
 def mixture_task(which: int, g: torch.Generator, r: Draw) -> Task:
@@ -104,12 +104,12 @@ def mixture_task(which: int, g: torch.Generator, r: Draw) -> Task:
     x = [plane("ring", 0), components(3, [0, 1, 2, 3]), white(blobs)][which]
     n = x.shape[1]
     start = {"w": torch.zeros(6), "m": (2 if which == 0 else 1) * r(6, n), "s": torch.zeros(6, n)}
-    return Task(Batched(mixture), start, shuffled(x))
+    return Task(Batched(mixture), start, shuffle_rows(x))
 
 
 def mlp_task(which: int, g: torch.Generator, r: Draw) -> Task:
     net = nn.Sequential(nn.Linear(2, 16), nn.Softplus(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, 1))
-    return Task(net, {}, shuffled(plane(["moons", "circles", "ring"][which], which)))
+    return Task(net, {}, shuffle_rows(plane(["moons", "circles", "ring"][which], which)))
 
 
 def harmonium_task(which: int, g: torch.Generator, r: Draw) -> Task:
@@ -117,7 +117,7 @@ def harmonium_task(which: int, g: torch.Generator, r: Draw) -> Task:
     x = [ring, components(10, list(range(10))), laplace(g, 3000, 8) @ r(8, 8) / 3][which]
     n = x.shape[1]
     start = {"b": torch.zeros(n), "s": torch.zeros(n), "W": 0.1 * r(12, n), "c": torch.zeros(12)}
-    return Task(Batched(harmonium), start, shuffled(x))
+    return Task(Batched(harmonium), start, shuffle_rows(x))
 
 
 def torus_task(which: int, g: torch.Generator, r: Draw) -> Task:
@@ -128,13 +128,13 @@ def torus_task(which: int, g: torch.Generator, r: Draw) -> Task:
         x = torch.cat([x[:, :2], x[:, :2] + 0.4 * r(2500, 2)], 1)
     n = x.shape[1]
     start = {"k": torch.zeros(n), "l": torch.zeros(n), "A": 0.1 * r(n, n), "B": 0.1 * r(n, n)}
-    return Task(Batched(torus), start, shuffled(x))
+    return Task(Batched(torus), start, shuffle_rows(x))
 
 
 def precision_task(which: int, g: torch.Generator, r: Draw) -> Task:
     spread = torch.diag(10 ** torch.linspace(-1, 1, 8))
     mixes = [r(8, 8) / 3, spread @ torch.linalg.qr(r(8, 8))[0], torch.eye(8) + 0.5]
-    return Task(Batched(precision), {"L": torch.eye(8) + 0.1 * r(8, 8)}, shuffled(r(3000, 8) @ mixes[which]))
+    return Task(Batched(precision), {"L": torch.eye(8) + 0.1 * r(8, 8)}, shuffle_rows(r(3000, 8) @ mixes[which]))
 
 
 def quartic_task(which: int, g: torch.Generator, r: Draw) -> Task:
@@ -144,14 +144,14 @@ def quartic_task(which: int, g: torch.Generator, r: Draw) -> Task:
     bounded = z / (1 + z.abs()) @ r(n, n)
     cubes = (2 * torch.rand(2500, n, generator=g) - 1) @ (torch.eye(n) + 0.3 * r(n, n))
     x = [modes, bounded, cubes][which]
-    return Task(Batched(quartic), {"q": torch.zeros(n), "A": 0.1 * r(n, n), "h": torch.zeros(n)}, shuffled(x))
+    return Task(Batched(quartic), {"q": torch.zeros(n), "A": 0.1 * r(n, n), "h": torch.zeros(n)}, shuffle_rows(x))
 
 
 def smooth_task(which: int, g: torch.Generator, r: Draw) -> Task:
     x = [laplace(g, 2500, 4) @ r(4, 4), table("diabetes")[:, :6], student(g, 4, 2500, 5)][which]
     n = x.shape[1]
     start = {"a": torch.zeros(n), "m": torch.zeros(n), "W": torch.eye(n) + 0.1 * r(n, n)}
-    return Task(Batched(smooth), start, shuffled(x))
+    return Task(Batched(smooth), start, shuffle_rows(x))
 
 
 MODELS: dict[str, Callable[[int, torch.Generator, Draw], Task]] = {
@@ -177,7 +177,7 @@ def white(x: Any) -> Tensor:
     return (x - x.mean(0)) / x.std(0).clamp_min(1e-6)
 
 
-def shuffled(x: Tensor) -> Tensor:
+def shuffle_rows(x: Tensor) -> Tensor:
     return x[torch.randperm(len(x), generator=generator(0))]
 
 

@@ -64,13 +64,13 @@ def theirs(method: Callable[..., Any], matrix: Tensor, rhs: Tensor, damping: flo
     met: list[int] = []
     count = 0
 
-    def seen(x: np.ndarray) -> None:
+    def count_product(x: np.ndarray) -> None:
         nonlocal count
         count += 1
         if not met and np.linalg.norm(b - dense @ x) <= RTOL * np.linalg.norm(b):
             met.append(count)
 
-    method(operator, b, rtol=1e-15, maxiter=MOST, callback=seen)
+    method(operator, b, rtol=1e-15, maxiter=MOST, callback=count_product)
     if not met:
         return f"not met after {count}", float("nan")
     start = time.process_time()
@@ -90,11 +90,11 @@ def report(repeats: int = 5) -> list[tuple[str, ...]]:
             partial(theirs, cg),
         ]
         turns = [[contestant(matrix, rhs, damping) for contestant in contestants] for _ in range(repeats)]
-        rows.append((name, *(told([turn[i] for turn in turns]) for i in range(len(contestants)))))
+        rows.append((name, *(write_answers([turn[i] for turn in turns]) for i in range(len(contestants)))))
     return rows
 
 
-def told(answers: list[Answer]) -> str:
+def write_answers(answers: list[Answer]) -> str:
     """Products, and the median of the milliseconds."""
     words, seconds = answers[0][0], median(answer[1] for answer in answers)
     return words if math.isnan(seconds) else f"{words} ({1000 * seconds:.0f} ms)"

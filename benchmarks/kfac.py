@@ -102,7 +102,7 @@ def cycles(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, Ra
         spent = dict.fromkeys(steps, 0.0)
         for _ in range(CYCLE):
             for name, step in steps.items():
-                spent[name] += timed(step)
+                spent[name] += measure_time(step)
         for name, milliseconds in spent.items():
             times[name].append(milliseconds)
     kept = {name: values[1:] for name, values in times.items()}
@@ -114,7 +114,7 @@ def report(work: Training, repeats: int, names: Iterable[str] = CONTESTANTS) -> 
     """Rows (optimizer, its step in SGD steps), SGD's own in milliseconds."""
     steps = {name: iteration(work, CONTESTANTS[name]) for name in names}
     found = cycles(steps, repeats)
-    milliseconds = statistics.median(timed(steps["SGD"]) for _ in range(5))
+    milliseconds = statistics.median(measure_time(steps["SGD"]) for _ in range(5))
     return [(name, f"{milliseconds:.0f} ms" if name == "SGD" else str(r)) for name, r in found.items()]
 
 
@@ -139,13 +139,13 @@ def first_steps(work: Training, names: Iterable[str] = AT_FIRST) -> list[tuple[s
     spent = {name: list[float]() for name in steps}
     for _ in range(FIRST):
         for name, step in steps.items():
-            spent[name].append(timed(step))
+            spent[name].append(measure_time(step))
     base = spent.pop("SGD")
     parts = (slice(None), slice(10), slice(-10, None))
     return [(name, *(f"{sum(took[part]) / sum(base[part]):.2f}" for part in parts)) for name, took in spent.items()]
 
 
-def timed(step: Callable[[], object]) -> float:
+def measure_time(step: Callable[[], object]) -> float:
     """Processor milliseconds of one call."""
     start = time.process_time()
     step()

@@ -51,7 +51,7 @@ class Run:
     rows: list[tuple[float, float, float]]
 
     @property
-    def reached(self) -> float:
+    def seconds_to_goal(self) -> float:
         """Seconds to the goal, infinite if it was not reached."""
         return next((seconds for seconds, loss, _ in self.rows if loss <= GOAL), float("inf"))
 
@@ -89,7 +89,11 @@ def report() -> list[tuple[str, ...]]:
     rows = []
     for name, make in CONTESTANTS.items():
         runs = [run(make, seed) for seed in SEEDS]
-        figures = ([r.reached for r in runs], [r.final for r in runs], [min(row[2] for row in r.rows) for r in runs])
+        figures = (
+            [r.seconds_to_goal for r in runs],
+            [r.final for r in runs],
+            [min(row[2] for row in r.rows) for r in runs],
+        )
         rows.append((name, *(spread(values) for values in figures)))
         print("  ".join(rows[-1]), flush=True)  # progress
     return rows

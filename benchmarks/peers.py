@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from natgrad_lab.experiments import Choice, Contestant, contestants
-from natgrad_lab.experiments.contestants import FAMILY, grid, structured
+from natgrad_lab.experiments.contestants import FAMILY, apply_recipe, grid
 
 RATES: dict[str, tuple[float, ...]] = {
     "adam": (5e-4, 1e-3, 3e-3, 6e-3, 0.012),
@@ -41,7 +41,7 @@ def contestant(name: str, batch: int, rates: Sequence[float] | None = None, but:
     """One by its name, with a falling rate. but: matrices that are Adam's where Muon has the rest."""
     if name in FAMILY:
         title, recipe = FAMILY[name]
-        return replace(structured(title, recipe, grid(batch=(batch,))), falls=falling)
+        return replace(apply_recipe(title, recipe, grid(batch=(batch,))), falls=falling)
     return replace(made(name, batch, widen(rates or RATES[name]), but), falls=falling)
 
 

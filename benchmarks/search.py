@@ -153,23 +153,22 @@ def surrogate_figures(seeds: range, dims: tuple[int, ...] = (5, 10)) -> Iterator
     """Evaluations with a quadratic model of f, beside pycma's."""
     for problem in (p for d in dims for p in problems(d)):
         cells: list[str] = []
-        for contestant in (assisted, assisted_peer):
+        for key, contestant in (("assisted", search_with_surrogate), ("assisted_peer", search_with_pycma)):
             counts = [
-                keep_result(KNOWN, f"{problem.name} {contestant.__name__} {seed}", partial(contestant, problem, seed))
-                for seed in seeds
+                keep_result(KNOWN, f"{problem.name} {key} {seed}", partial(contestant, problem, seed)) for seed in seeds
             ]
             reached = [count for count in counts if count is not None]
             cells += [f"{len(reached)} of {len(counts)}", spread(reached)]
         yield problem.name, *cells
 
 
-def assisted(problem: Problem, seed: int) -> int | None:
+def search_with_surrogate(problem: Problem, seed: int) -> int | None:
     """Evaluations up to the target with `surrogate=True`."""
     result = solve(problem, seed, surrogate=True, maxfevals=20_000)
     return result.nfev if result.success else None
 
 
-def assisted_peer(problem: Problem, seed: int) -> int | None:
+def search_with_pycma(problem: Problem, seed: int) -> int | None:
     """Evaluations up to the target by pycma's `fmin_lq_surr2`."""
     x0 = problem.x0(torch.Generator().manual_seed(1000 + seed)).numpy().astype(float)
     count, reached = 0, 0

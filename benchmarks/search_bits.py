@@ -188,7 +188,7 @@ def categories(X: Tensor) -> Tensor:
     return (X != 1).sum(1).to(torch.float64)
 
 
-def mixed(X: Tensor) -> Tensor:
+def sum_mixed(X: Tensor) -> Tensor:
     """Five reals, three integers to rank in the next columns, five categories: 0 at the minimum."""
     return X[:, :5].square().sum(1) + (X[:, 5:8] - 3).square().sum(1) + categories(X[:, 8:])
 
@@ -212,7 +212,7 @@ def category_rows() -> list[Row]:
             "5 reals, 3 integers, 5 categories of 5 to 1e-8",
             "",
             "",
-            lambda s: reached_at(mixed_search(s), mixed, 1e-8, 20_000),
+            lambda s: reached_at(mixed_search(s), sum_mixed, 1e-8, 20_000),
         ),
     ]
 

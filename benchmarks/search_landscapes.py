@@ -104,7 +104,7 @@ def run(number: int, contestant: str, seed: int) -> tuple[bool, float, int]:
     """Whether the minimum was found, the best value, and after how many evaluations it came."""
     problem = PROBLEMS[number](seed)
     CONTESTANTS[contestant](problem, seed)
-    return problem.reached, problem.best, problem.found
+    return problem.has_reached, problem.best, problem.found
 
 
 def kept_run(number: int, contestant: str, seed: int) -> Any:

@@ -120,7 +120,7 @@ def carry_out(request: Request, console: Console) -> None:
             show(folder, console)
 
 
-def named(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
+def choose_contestants(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
     """Contestants by the words of the command line."""
     among = dict(zip((*contestants_of_ours(), *PEERS), task.contestants, strict=True))
     return tuple(one for word, one in among.items() if word in words)
@@ -128,18 +128,18 @@ def named(task: Task, words: Sequence[str]) -> tuple[Contestant, ...]:
 
 def throw_away(folder: Folder, task: Task, request: Request) -> None:
     """Delete the finished runs of those who are to run again."""
-    for one in named(task, request.redo):
+    for one in choose_contestants(task, request.redo):
         for path in folder.records.glob(f"{task.name}.{one.slug}.*"):
             path.unlink()
 
 
 def run(runner: Runner, task: Task, request: Request) -> None:
     """Tune those who are tuned, then race everybody from every seed."""
-    asked = replace(task, contestants=named(task, request.methods))
-    many = sum((len(one.grid) - 2 * BEYOND if one.tuned else 0) + request.seeds for one in asked.contestants)
-    runner.watcher.planned({task.name: (many, runner.race.budget(runner.settings, task))})
+    asked = replace(task, contestants=choose_contestants(task, request.methods))
+    many = sum((len(one.grid) - 2 * BEYOND if one.has_choices else 0) + request.seeds for one in asked.contestants)
+    runner.watcher.show_plan({task.name: (many, runner.race.budget(runner.settings, task))})
     pool = asked.data()
-    best = {one.name: tune(runner, asked, one, pool) if one.tuned else 0 for one in asked.contestants}
+    best = {one.name: tune(runner, asked, one, pool) if one.has_choices else 0 for one in asked.contestants}
     for seed in range(request.seeds):
         for one in asked.contestants:
             runner.carry_out(Job(asked, one, best[one.name], seed, "race"), pool)

@@ -105,7 +105,7 @@ def sigmoid() -> Task:
     return replace(made, name="sigmoid", title="digits, six layers of sigmoids")
 
 
-def scaled(kind: str, gamma: float) -> Task:
+def scaled_blocks(kind: str, gamma: float) -> Task:
     """Blocks x + gamma f(norm(x))."""
     dim = -1 if kind == "convolution" else 1
 
@@ -149,7 +149,9 @@ WORKLOADS: dict[str, Workload] = {
     "sigmoid": Workload(sigmoid, 256, (300,), ()),
     "survival": Workload(lambda: survival.tasks(survival.Settings(methods="adam"))[0], 128, (200,), (), ("4.weight",)),
 } | {
-    f"{name}-{gamma:g}": Workload(partial(scaled, kind, gamma), 64, (150,), (), but=("symbol.weight", "head.weight"))
+    f"{name}-{gamma:g}": Workload(
+        partial(scaled_blocks, kind, gamma), 64, (150,), (), but=("symbol.weight", "head.weight")
+    )
     for name, kind in (("convnext", "convolution"), ("eva", "attention"), ("mamba", "scan"))
     for gamma in (1e-6, 1e-3, 1.0)
 }

@@ -33,7 +33,9 @@ def classifier(batch: int = 512) -> Training:
 def convolutional(batch: int = 256) -> Training:
     """Three 3x3 convolutions of 32, 64 and 64 channels on 28x28, each with BatchNorm, a rectifier and pooling."""
     inputs, targets = torch.rand(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
-    return Training("CNN", lambda: nn.Sequential(*pooled([1, 32, 64, 64])), nn.CrossEntropyLoss(), inputs, targets)
+    return Training(
+        "CNN", lambda: nn.Sequential(*stack_pooled([1, 32, 64, 64])), nn.CrossEntropyLoss(), inputs, targets
+    )
 
 
 def autoencoder(batch: int = 500) -> Training:
@@ -65,7 +67,7 @@ def dense(sizes: list[int], activation: type[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*[part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), activation())][:-1])
 
 
-def pooled(channels: list[int]) -> Iterator[nn.Module]:
+def stack_pooled(channels: list[int]) -> Iterator[nn.Module]:
     """Convolution, norm, rectifier and pooling; then classes, from 3x3 pixels."""
     for a, b in pairwise(channels):
         yield from (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))

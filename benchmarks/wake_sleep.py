@@ -21,10 +21,13 @@ HEADS = ("Adam / plain", "natural / plain", "exact blocks / plain")
 
 def report(cycles: int) -> list[tuple[str, ...]]:
     """Rows: a machine, its batch, and the ratios."""
-    return [(f"{'-'.join(map(str, sizes))}, batch {batch}", *measured(sizes, batch, cycles)) for sizes, batch in SIZES]
+    return [
+        (f"{'-'.join(map(str, sizes))}, batch {batch}", *measure_machine(sizes, batch, cycles))
+        for sizes, batch in SIZES
+    ]
 
 
-def measured(sizes: list[int], batch: int, cycles: int) -> list[str]:
+def measure_machine(sizes: list[int], batch: int, cycles: int) -> list[str]:
     """One machine. Exact blocks of the widest one take gigabytes and are left out."""
     x = (torch.rand(batch, sizes[0], generator=torch.Generator().manual_seed(0)) < 0.2).float()
     works = {

@@ -190,11 +190,11 @@ def report(folder: Path) -> None:
     """
     from rich.console import Console
 
-    from natgrad_lab.report import build, printed
+    from natgrad_lab.report import build, render_terminal
 
     numbers, page = build(folder)
     console = Console()
-    for part in printed(numbers):
+    for part in render_terminal(numbers):
         console.print(part, highlight=False)
     console.print(f"Report: {page}", soft_wrap=True, highlight=False)
 

@@ -30,7 +30,7 @@ def plural(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """a; a and b; a, b and c.
 
     Args:

@@ -53,7 +53,7 @@ class EnergyContestant:
         return likelihood(machine) if self.loss == "pseudo-likelihood" else matching(machine)
 
 
-def preconditioned(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+def build_preconditioned(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
     """One step of CG per batch: the preconditioner gives the direction, a product with the metric its length."""
     return ng.NaturalGradient(
         params, ng.ratio_metric(machine), lr=rate, damping=DAMPING, solver=ng.CG(max_steps=1),
@@ -61,31 +61,31 @@ def preconditioned(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float
     )  # fmt: skip
 
 
-def truncated(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+def build_truncated(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
     """Ten steps of CG per batch, without a preconditioner."""
     return ng.NaturalGradient(
         params, ng.ratio_metric(machine), lr=rate, damping=DAMPING, solver=ng.CG(max_steps=10), warm_start=0.5
     )
 
 
-def adam(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+def build_adam(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
     """torch's Adam."""
     return torch.optim.Adam(params.values(), lr=rate)
 
 
-def sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
+def build_sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
     """torch's SGD with momentum .9."""
     return torch.optim.SGD(params.values(), lr=rate, momentum=0.9)
 
 
 DAMPING = 1e-3
 CONTESTANTS = {
-    "ratio matching, natural": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), preconditioned),
-    "ratio matching, natural, CG alone": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), truncated),
-    "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), adam),
-    "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), sgd),
-    "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), adam),
-    "pseudo-likelihood, SGD": EnergyContestant("pseudo-likelihood", (0.03, 0.1, 0.3), sgd),
+    "ratio matching, natural": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), build_preconditioned),
+    "ratio matching, natural, CG alone": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), build_truncated),
+    "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), build_adam),
+    "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), build_sgd),
+    "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), build_adam),
+    "pseudo-likelihood, SGD": EnergyContestant("pseudo-likelihood", (0.03, 0.1, 0.3), build_sgd),
 }
 
 

@@ -53,11 +53,11 @@ def _lead(findings: Findings) -> str:
 def write_step_counts(runs: Sequence[Numbers], scale: str, loss: str) -> tuple[str, str]:
     """Natural steps and gradient steps over the seeds, as ranges."""
     cells = [run[scale][loss] for run in runs]
-    ours = [taken(cell["natural"]) for cell in cells]
+    ours = [count_steps_to_goal(cell["natural"]) for cell in cells]
     return write_range(ours), write_range([cell["descent"] for cell in cells])
 
 
-def taken(gaps: Sequence[float | None]) -> int | None:
+def count_steps_to_goal(gaps: Sequence[float | None]) -> int | None:
     """Steps until the goal; None for a run that diverged, which ends with a KL that is far or not a number."""
     return len(gaps) - 1 if gaps[-1] is not None and gaps[-1] < 1 else None
 
@@ -80,7 +80,7 @@ def _exact(findings: Findings) -> Section:
             ours, theirs = write_step_counts(runs, scale, loss)
             rows.append((f"scale {scale}, {loss}", ours, theirs))
     for scale in scales if more else ():
-        ends = write_range([taken(run[scale]) for run in more])
+        ends = write_range([count_steps_to_goal(run[scale]) for run in more])
         rows.append((f"scale {scale}, ratio matching, {findings.settings.more} units", ends, "not run"))
     table = Table(
         f"Steps to KL {findings.settings.goal:g}",

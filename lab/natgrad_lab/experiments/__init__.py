@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from natgrad_lab.experiments.base import Budget, Choice, Contestant, Examples, Job, LabError, Race, Task
-from natgrad_lab.experiments.metric_data import another_batch, joined_by_unlabelled, unlabelled
+from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.race import Interrupted, Silence, Watcher, interruptible
 from natgrad_lab.experiments.race import execute as execute_race
 from natgrad_lab.experiments.records import Folder
@@ -48,15 +48,15 @@ __all__ = [
     "Task",
     "Training",
     "Watcher",
-    "another_batch",
     "describe_settings",
+    "draw_another_batch",
+    "draw_unlabelled",
     "execute",
     "find",
     "interruptible",
-    "joined_by_unlabelled",
+    "join_unlabelled",
     "override",
     "run",
-    "unlabelled",
 ]
 
 EXPERIMENTS = {

@@ -47,7 +47,7 @@ class Contestant:
     needs: str | None = None
 
     @property
-    def tuned(self) -> bool:
+    def has_choices(self) -> bool:
         """Whether there is anything to choose: one choice races as it is."""
         return len(self.grid) > 1
 
@@ -161,7 +161,7 @@ class Examples:
         return ("train", "test") if self.valid_x is None else ("train", "valid", "test")
 
 
-def labelled(split: Split) -> Examples:
+def pair_with_labels(split: Split) -> Examples:
     """Examples whose targets are the labels.
 
     Args:
@@ -170,7 +170,7 @@ def labelled(split: Split) -> Examples:
     return Examples(split.train_x, split.train_y, split.test_x, split.test_y)
 
 
-def reconstructed(split: Split) -> Examples:
+def pair_with_inputs(split: Split) -> Examples:
     """Examples whose targets are the inputs themselves.
 
     Args:
@@ -201,20 +201,20 @@ class Budget:
             raise LabError(f"seconds is {self.seconds}, expected a positive number of training seconds per run")
         if self.steps is not None and self.steps < 1:
             raise LabError(f"steps is {self.steps}, expected a positive number, or none for no bound")
-        if not self.timed and self.steps is None:
+        if not self.is_timed and self.steps is None:
             raise LabError("steps is none and nothing bounds the seconds: expected a number of one of them")
         if self.evaluations < 1 or self.looked_at < 1:
             raise LabError("evaluations and looked_at are counts, expected at least 1")
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         """Whether seconds end a run."""
         return self.seconds < math.inf
 
     @property
     def growth(self) -> float:
         """Of the number of steps, from one of the early evaluations to the next."""
-        return 1.4 if self.timed else 2.0
+        return 1.4 if self.is_timed else 2.0
 
     def spent(self, steps: int, seconds: float) -> float:
         """The share of the run that is over, by what ends it first.
@@ -232,7 +232,7 @@ class Budget:
             steps: Taken so far.
             seconds: Of training so far.
         """
-        if self.timed:
+        if self.is_timed:
             return int(seconds // (self.seconds / self.evaluations))
         assert self.steps is not None
         return steps * self.evaluations // self.steps

@@ -51,7 +51,7 @@ def krylov_subspace(grid: Iterable[Choice]) -> Contestant:
     return Contestant("Krylov subspace", tuple(grid), build)
 
 
-def structured(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: Iterable[Choice]) -> Contestant:
+def apply_recipe(name: str, recipe: Callable[..., torch.optim.Optimizer], grid: Iterable[Choice]) -> Contestant:
     """A recipe with one block per layer: `ng.kfac` and its family.
 
     Args:
@@ -72,7 +72,7 @@ def kfac(grid: Iterable[Choice]) -> Contestant:
     Args:
         grid: Of batch, and arguments of the recipe.
     """
-    return structured("K-FAC", ng.kfac, grid)
+    return apply_recipe("K-FAC", ng.kfac, grid)
 
 
 FAMILY = {
@@ -92,7 +92,7 @@ def by_default(batch: int) -> dict[str, Contestant]:
     Args:
         batch: The number of examples per step, the only thing that is said.
     """
-    return {key: structured(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
+    return {key: apply_recipe(name, recipe, grid(batch=(batch,))) for key, (name, recipe) in FAMILY.items()}
 
 
 def adam(grid: Iterable[Choice], betas: tuple[float, float] = (0.9, 0.999)) -> Contestant:

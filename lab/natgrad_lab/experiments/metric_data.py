@@ -17,7 +17,7 @@ from natgrad_lab.experiments.base import Examples, LabError, Rows
 Observes = Callable[[Examples, Rows, int, int], Tensor]
 
 
-def another_batch(size: int) -> Observes:
+def draw_another_batch(size: int) -> Observes:
     """So many training inputs that are not in the gradient's batch. LabError where fewer are left.
 
     Args:
@@ -32,7 +32,7 @@ def another_batch(size: int) -> Observes:
     return observes
 
 
-def unlabelled(size: int) -> Observes:
+def draw_unlabelled(size: int) -> Observes:
     """So many inputs without labels.
 
     Args:
@@ -45,7 +45,7 @@ def unlabelled(size: int) -> Observes:
     return observes
 
 
-def joined_by_unlabelled(size: int) -> Observes:
+def join_unlabelled(size: int) -> Observes:
     """The gradient's own inputs, and so many without labels behind them.
 
     Args:

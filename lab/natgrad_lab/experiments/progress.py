@@ -98,26 +98,26 @@ class Progress:
     ) -> None:
         self.screen.__exit__(kind, error, trace)
 
-    def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
+    def show_plan(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
         self.runs = sum(number for number, _ in runs.values())
         self.ahead = sum(number * weight(budget) for number, budget in runs.values())
         self.budgets = {task: budget for task, (_, budget) in runs.items()}
         self.begun = time.monotonic()
 
-    def started(self, job: Job) -> None:
+    def show_start(self, job: Job) -> None:
         self._turn_to(job)
         before = self.lines[job.contestant.name]
         budget = job.within(self.budgets[job.task.name])
-        steps = None if budget.timed else budget.steps
+        steps = None if budget.is_timed else budget.steps
         self.lines[job.contestant.name] = Line(_phase(job), steps, best=before.best)
         self._draw(force=True)
 
-    def moved(self, job: Job, row: Row) -> None:
+    def show_step(self, job: Job, row: Row) -> None:
         line = self.lines[job.contestant.name]
         line.step, line.seconds, line.loss = row["step"], row["seconds"], row.get("train_loss", line.loss)
         self._draw()
 
-    def ended(self, job: Job, record: Record, fresh: bool) -> None:
+    def show_end(self, job: Job, record: Record, fresh: bool) -> None:
         self._turn_to(job)
         self.done += 1
         self.ahead -= self.seconds
@@ -168,7 +168,7 @@ class Progress:
 
 def weight(budget: Budget) -> float:
     """What a run counts for in the time to go: its seconds, or 1 where steps end it."""
-    return budget.seconds if budget.timed else 1.0
+    return budget.seconds if budget.is_timed else 1.0
 
 
 class PieceProgress:
@@ -193,9 +193,9 @@ class PieceProgress:
         ended = state.fraction == 1.0
         if ended:
             took = "read from its record" if state.seconds is None else f"{state.seconds:.1f} s"
-            self.screen.say(f"{state.done}/{state.total} {_titled(state)}: {took}")
+            self.screen.say(f"{state.done}/{state.total} {_write_title(state)}: {took}")
         if self.screen.due(force=ended):
-            self.screen.draw(Text(_titled(state), style="bold"), self._bar(state))
+            self.screen.draw(Text(_write_title(state), style="bold"), self._bar(state))
 
     def _bar(self, state: State) -> Table:
         now = time.monotonic()
@@ -215,7 +215,7 @@ def _bar(done: float, total: int, words: str, spent: float, left: str) -> Table:
     return grid
 
 
-def _titled(state: State) -> str:
+def _write_title(state: State) -> str:
     return f"{state.piece.title}, seed {state.seed}" if state.piece.repeated else state.piece.title
 
 

@@ -34,7 +34,7 @@ class Interrupted(Exception):
 class Watcher(Protocol):
     """What is told of the progress of a race."""
 
-    def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
+    def show_plan(self, runs: Mapping[str, tuple[int, Budget]]) -> None:
         """Before the first run.
 
         Args:
@@ -42,7 +42,7 @@ class Watcher(Protocol):
         """
         ...
 
-    def started(self, job: Job) -> None:
+    def show_start(self, job: Job) -> None:
         """A run begins.
 
         Args:
@@ -50,7 +50,7 @@ class Watcher(Protocol):
         """
         ...
 
-    def moved(self, job: Job, row: Row) -> None:
+    def show_step(self, job: Job, row: Row) -> None:
         """A step was taken.
 
         Args:
@@ -59,7 +59,7 @@ class Watcher(Protocol):
         """
         ...
 
-    def ended(self, job: Job, record: Record, fresh: bool) -> None:
+    def show_end(self, job: Job, record: Record, fresh: bool) -> None:
         """A run is over.
 
         Args:
@@ -73,13 +73,13 @@ class Watcher(Protocol):
 class Silence(Watcher):
     """A watcher that says nothing."""
 
-    def planned(self, runs: Mapping[str, tuple[int, Budget]]) -> None: ...
+    def show_plan(self, runs: Mapping[str, tuple[int, Budget]]) -> None: ...
 
-    def started(self, job: Job) -> None: ...
+    def show_start(self, job: Job) -> None: ...
 
-    def moved(self, job: Job, row: Row) -> None: ...
+    def show_step(self, job: Job, row: Row) -> None: ...
 
-    def ended(self, job: Job, record: Record, fresh: bool) -> None: ...
+    def show_end(self, job: Job, record: Record, fresh: bool) -> None: ...
 
 
 @dataclass
@@ -95,20 +95,20 @@ class Runner:
 
     def carry_out(self, job: Job, pool: Examples) -> Record:
         """The record of a job: read where it is finished, continued where it was put down, run where it is new."""
-        fresh = not self.folder.finished(job.name)
+        fresh = not self.folder.has_finished(job.name)
         if fresh:
             if self.stopped():
                 raise Interrupted
             self._warm_up(job, pool)
-            self.watcher.started(job)
+            self.watcher.show_start(job)
             self._train(job, pool)
         record = self.folder.read(job.name)
-        self.watcher.ended(job, record, fresh)
+        self.watcher.show_end(job, record, fresh)
         return record
 
     def _warm_up(self, job: Job, pool: Examples) -> None:
         pair, budget = (job.task.name, job.contestant.name), self.race.budget(self.settings, job.task)
-        if budget.timed and pair not in self.warm:
+        if budget.is_timed and pair not in self.warm:
             warm_up(job, budget, pool, self.settings.device)
             self.warm.add(pair)
 
@@ -130,9 +130,9 @@ class Runner:
         saved, rows = time.monotonic(), []
         for row in training:
             rows.append(row)
-            self.watcher.moved(training.job, row)
+            self.watcher.show_step(training.job, row)
             late = time.monotonic() - saved > CHECKPOINT_EVERY
-            stop = self.stopped() and not training.finished
+            stop = self.stopped() and not training.is_finished
             if late or stop or len(rows) >= FLUSH_EVERY:
                 writer.rows(rows)
                 rows = []
@@ -182,7 +182,7 @@ def execute(
     runs = {task.name: (count_runs(task, len(seeds)), race.budget(settings, task)) for task in tasks}
     folder = Folder(path)
     folder.settle(plan(race, tasks, settings))
-    watcher.planned(runs)
+    watcher.show_plan(runs)
     runner = Runner(folder, race, settings, watcher, stopped)
     with threads(settings.threads):
         for task in tasks:
@@ -206,7 +206,7 @@ def tuning(task: Task, seed: int) -> Iterator[Job]:
 
     LabError when the grids of those that are tuned differ in size.
     """
-    tuned = [contestant for contestant in task.contestants if contestant.tuned]
+    tuned = [contestant for contestant in task.contestants if contestant.has_choices]
     sizes = {contestant.name: len(contestant.grid) for contestant in tuned}
     if len(set(sizes.values())) > 1:
         raise LabError(
@@ -219,7 +219,7 @@ def tuning(task: Task, seed: int) -> Iterator[Job]:
 
 def count_runs(task: Task, seeds: int) -> int:
     """How many runs a task has: the grids, and every contestant from every seed."""
-    return sum((len(contestant.grid) if contestant.tuned else 0) + seeds for contestant in task.contestants)
+    return sum((len(contestant.grid) if contestant.has_choices else 0) + seeds for contestant in task.contestants)
 
 
 def choose(tried: Sequence[Record], by: str = "train_loss") -> int:

@@ -74,7 +74,7 @@ class Folder:
         """(finished, under way, checkpoint) of a run."""
         return tuple(self.records / f"{name}.{ending}" for ending in ("jsonl", "part", "checkpoint"))  # type: ignore[return-value]
 
-    def finished(self, name: str) -> bool:
+    def has_finished(self, name: str) -> bool:
         return self.paths(name)[0].exists()
 
     def read(self, name: str) -> Record:

@@ -61,7 +61,7 @@ def fill(settings: Any, values: Mapping[str, Any]) -> None:
             raise LabError(f"{key} is {getattr(settings, key)}, expected a number of at least 1")
 
 
-def known(size: int | None) -> int:
+def require_size(size: int | None) -> int:
     """A size that `fill` has given its value."""
     assert size is not None
     return size

@@ -26,15 +26,15 @@ from natgrad_lab.experiments.workers import WorkerTask, beside
 Numbers = dict[str, Any]  # what JSON has: numbers, texts, lists and dicts of them
 
 
-def unheard(fraction: float) -> None:
+def ignore_progress(fraction: float) -> None:
     """Progress that nobody watches."""
 
 
-def unwatched(state: State) -> None:
+def ignore_state(state: State) -> None:
     """A study that nobody watches."""
 
 
-def unasked() -> bool:
+def never_stop() -> bool:
     """A study that nobody stops."""
     return False
 
@@ -55,7 +55,7 @@ class Run:
     settings: Any
     seed: int = 0
     earlier: Mapping[str, Numbers] = field(default_factory=dict)
-    advance: Callable[[float], None] = unheard
+    advance: Callable[[float], None] = ignore_progress
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Worker:
             piece, seed = tasks[name]
             self.watch(State(piece, seed, min(fraction, 0.999), self.done, self.total))
 
-        sent = dataclasses.replace(self, watch=unwatched, stopped=unasked)  # what is told and asked stays here
+        sent = dataclasses.replace(self, watch=ignore_state, stopped=never_stop)  # what is told and asked stays here
         beside(
             [WorkerTask(name, partial(sent._alone, *one)) for name, one in tasks.items()],
             processes,

@@ -49,15 +49,15 @@ class Training:
         self.steps, self.seconds, self.evaluated, self.finite = 0, 0.0, -1, True
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the budget is spent, or the loss no longer finite."""
         out_of_steps = self.budget.steps is not None and self.steps >= self.budget.steps
         return not self.finite or out_of_steps or self.seconds >= self.budget.seconds
 
     def __iter__(self) -> Iterator[Row]:
         if self.evaluated < 0:
-            yield self._evaluated({"step": 0, "epoch": 0.0, "seconds": 0.0})
-        while not self.finished:
+            yield self._add_evaluation({"step": 0, "epoch": 0.0, "seconds": 0.0})
+        while not self.is_finished:
             yield self.advance()
 
     def advance(self) -> Row:
@@ -69,7 +69,7 @@ class Training:
         row |= report(self.optimizer)
         if before is not None:
             row["kl_measured"] = self.job.task.divergence(before, self._probe()).item()
-        return self._evaluated(row) if self._due(marks) else row
+        return self._add_evaluation(row) if self._due(marks) else row
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors and plain values."""
@@ -137,9 +137,9 @@ class Training:
 
     def _due(self, marks: int) -> bool:
         passed = self.budget.marks(self.steps, self.seconds) > marks
-        return self.finished or passed or self.steps >= max(1, self.evaluated * self.budget.growth)
+        return self.is_finished or passed or self.steps >= max(1, self.evaluated * self.budget.growth)
 
-    def _evaluated(self, row: Row) -> Row:
+    def _add_evaluation(self, row: Row) -> Row:
         self.evaluated = self.steps
         task, examples, many = self.job.task, self.examples, self.budget.looked_at
         for part in examples.parts:

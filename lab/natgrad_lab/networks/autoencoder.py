@@ -17,7 +17,7 @@ from torch import nn
 
 from natgrad_lab.data import Split, curves, digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, reconstructed
+from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence, mirror_sizes, squared_error
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
@@ -104,7 +104,7 @@ def task(images: ImageSet, encoder: Sequence[int], settings: Settings, among: tu
         name=images.name,
         title=f"{images.title}, autoencoder {'-'.join(map(str, encoder))}-..., {settings.activation}",
         model=lambda: network(encoder, ACTIVATIONS[settings.activation], settings.start),
-        data=lambda: reconstructed(images.data().flat()),
+        data=lambda: pair_with_inputs(images.data().flat()),
         criterion=nn.BCEWithLogitsLoss(),
         scale=float(encoder[0]),  # from the mean over pixels to the cross-entropy of an image
         unit="nats per image",

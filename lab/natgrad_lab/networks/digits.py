@@ -12,7 +12,7 @@ from torch import nn
 
 from natgrad_lab.data import digits
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Race, Task, labelled, reconstructed
+from natgrad_lab.experiments.base import Race, Task, pair_with_inputs, pair_with_labels
 from natgrad_lab.experiments.models import (
     categorical_divergence,
     gaussian_divergence,
@@ -46,7 +46,7 @@ def classifier() -> Task:
         name="classifier",
         title="Classifier 64-128-128-10, tanh",
         model=lambda: perceptron([64, 128, 128, 10], nn.Tanh),
-        data=lambda: labelled(digits().flat()),
+        data=lambda: pair_with_labels(digits().flat()),
         criterion=nn.CrossEntropyLoss(),
         unit="nats per image",
         divergence=categorical_divergence,
@@ -69,7 +69,7 @@ def autoencoder() -> Task:
         name="autoencoder",
         title="Autoencoder 64-100-50-10-50-100-64, tanh",
         model=lambda: perceptron(mirror_sizes([64, 100, 50, 10]), nn.Tanh),
-        data=lambda: reconstructed(digits().flat()),
+        data=lambda: pair_with_inputs(digits().flat()),
         criterion=nn.MSELoss(),
         scale=64 / 2,  # from the mean over pixels to half the squared error of an image
         unit="half squared error per image",

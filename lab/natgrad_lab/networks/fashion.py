@@ -8,7 +8,7 @@ from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Race, Task, labelled, reconstructed
+from natgrad_lab.experiments.base import Race, Task, pair_with_inputs, pair_with_labels
 from natgrad_lab.experiments.models import (
     bernoulli_divergence,
     categorical_divergence,
@@ -42,7 +42,7 @@ def classifier() -> Task:
         name="classifier",
         title="Classifier 784-500-250-10, tanh",
         model=lambda: perceptron([784, 500, 250, 10], nn.Tanh),
-        data=lambda: labelled(fashion_mnist().flat()),
+        data=lambda: pair_with_labels(fashion_mnist().flat()),
         criterion=nn.CrossEntropyLoss(),
         unit="nats per image",
         divergence=categorical_divergence,
@@ -63,7 +63,7 @@ def autoencoder() -> Task:
         name="autoencoder",
         title="Autoencoder 784-500-250-30-250-500-784, tanh",
         model=lambda: perceptron(mirror_sizes([784, 500, 250, 30]), nn.Tanh),
-        data=lambda: reconstructed(fashion_mnist().flat()),
+        data=lambda: pair_with_inputs(fashion_mnist().flat()),
         criterion=nn.BCEWithLogitsLoss(),
         scale=784.0,  # from the mean over pixels to the cross-entropy of an image
         unit="nats per image",

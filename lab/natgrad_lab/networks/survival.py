@@ -47,7 +47,7 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
     if settings.patients < 4:
         raise LabError(f"patients is {settings.patients}, expected at least 4")
     likelihood = HAZARDS[settings.hazard]
-    best = bound(settings.patients)
+    best = compute_true_loss(settings.patients)
     return (
         Task(
             name="survival",
@@ -135,7 +135,7 @@ def truth(x: Tensor) -> Tensor:
     return torch.stack([risk - 0.7, 0.3 + 0.3 * torch.tanh(x[:, 5])], dim=1)
 
 
-def bound(many: int) -> float:
+def compute_true_loss(many: int) -> float:
     """The loss of the truth on the test part."""
     examples = patients(many)
     return HAZARDS["weibull"](truth(examples.test_x), examples.test_y).item()

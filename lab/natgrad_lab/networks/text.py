@@ -39,7 +39,7 @@ def docstrings(source: str) -> list[str]:
     return [text for node in nodes if (text := ast.get_docstring(node))]
 
 
-def encoded(text: str) -> Tensor:
+def encode_text(text: str) -> Tensor:
     """Numbers in SYMBOLS, (n,) int64; other characters are dropped."""
     place = {symbol: number for number, symbol in enumerate(SYMBOLS)}
     return torch.tensor([place[symbol] for symbol in text if symbol in place])
@@ -50,7 +50,7 @@ def windows(text: str, length: int, test: float = 0.1) -> Examples:
 
     test: the share of the text, its end, that is kept for testing.
     """
-    symbols = encoded(text)
+    symbols = encode_text(text)
     n = (len(symbols) - 1) // length
     cut = n - int(test * n)
     if not 0 < cut < n:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from natgrad_lab.data import Split, digits, mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, reconstructed
+from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, pair_with_inputs
 from natgrad_lab.experiments.models import bernoulli_divergence
 
 DATA = {"mnist": mnist, "digits": digits}
@@ -48,7 +48,7 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
             name="vae",
             title=f"Variational autoencoder {pixels}-{settings.hidden}-{settings.code}",
             model=lambda: VAE(pixels, settings.hidden, settings.code),
-            data=lambda: reconstructed(images(settings.data)),
+            data=lambda: pair_with_inputs(images(settings.data)),
             criterion=nn.BCEWithLogitsLoss(),
             scale=float(pixels),  # from the mean over pixels to the cross-entropy of an image
             unit="nats per image",

@@ -248,7 +248,7 @@ class PolicyTuning:
 
     def __call__(self, run: Run) -> Numbers:
         player = self.contestant.build(run.settings, self.choice, TUNING_SEED)
-        *_, last = played(player, run, [run.settings.tuning])
+        *_, last = learn_to_marks(player, run, [run.settings.tuning])
         return {"choice": self.choice.words, **last}
 
 
@@ -263,7 +263,7 @@ class PolicyRace:
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
         best = max(range(len(tuned)), key=lambda i: judge_tuning_run(tuned[i]))
         player = self.contestant.build(run.settings, choices[best], run.seed)
-        curve = list(played(player, run, run.settings.looks(run.settings.steps)))
+        curve = list(learn_to_marks(player, run, run.settings.looks(run.settings.steps)))
         return {"choice": choices[best].words, "batch": player.batch, "curve": curve}
 
 
@@ -273,7 +273,7 @@ def judge_tuning_run(tuned: Numbers) -> float:
     return test + 1e-3 * max(train, -1e6)
 
 
-def played(player: Player, run: Run, marks: list[int]) -> Iterator[Numbers]:
+def learn_to_marks(player: Player, run: Run, marks: list[int]) -> Iterator[Numbers]:
     """Learn, and look at the last update before each mark: no more steps are taken than the mark says."""
     seconds, updates = [], 0
     for mark in marks:

@@ -20,7 +20,7 @@ from natgrad_lab.report.study import Outcome
 from natgrad_lab.report.summary import Result, Summary, summarise
 from natgrad_lab.report.table import terminal
 
-__all__ = ["Outcome", "Summary", "build", "printed", "summarise", "terminal"]
+__all__ = ["Outcome", "Summary", "build", "render_terminal", "summarise", "terminal"]
 
 
 def build(path: Path) -> tuple[Summary | Outcome, Path]:
@@ -43,7 +43,7 @@ def build(path: Path) -> tuple[Summary | Outcome, Path]:
 
 
 @singledispatch
-def printed(numbers: Summary | Outcome) -> Iterable[RenderableType]:
+def render_terminal(numbers: Summary | Outcome) -> Iterable[RenderableType]:
     """What a terminal shows of a report: tables and verdicts.
 
     Args:
@@ -70,14 +70,14 @@ def _study(folder: Folder) -> tuple[Outcome, Path]:
 BUILDERS = {"race": _race, "study": _study}
 
 
-@printed.register
+@render_terminal.register
 def _printed_race(numbers: Summary) -> Iterator[RenderableType]:
     for result in numbers.results:
         yield terminal(result)
         yield result.verdict + "\n"
 
 
-printed.register(Outcome, study.spoken)
+render_terminal.register(Outcome, study.spoken)
 
 
 def _draw(result: Result, order: list[str], place: Path) -> list[Drawn]:

@@ -12,7 +12,7 @@ from natgrad_lab.report.paired import DECIDED
 from natgrad_lab.report.summary import Result, Summary, lead
 from natgrad_lab.report.table import differences, grid, rows
 from natgrad_lab.report.template import Provenance, fill
-from natgrad_lab.words import listed, plural, short
+from natgrad_lab.words import join_words, plural, short
 
 DASHES = ("none", "9 3", "4 3", "7 2 2 2", "2 2", "1 2", "10 2 3 2", "5 2 1 2 1 2", "13 4", "4 1")
 
@@ -73,7 +73,7 @@ def _race_method(summary: Summary) -> str:
             f"Nobody was tuned: every contestant ran for {bound} from {seeds}. Evaluation does not count as training."
         )
     untuned = [entry.name for entry in entries if not entry.grid]
-    but = f" but {listed(untuned)}, not tuned at all," if untuned else ""
+    but = f" but {join_words(untuned)}, not tuned at all," if untuned else ""
     return (
         f"Every contestant{but} was tuned over {plural(choices, 'choice')}, each trained once for {bound}, from a seed "
         f"that the race does not use; the choice with the lowest training loss then ran from {seeds}. Evaluation does "

@@ -93,7 +93,7 @@ def find_published_difference(paper: Mapping[str, Sequence[float | None]], first
     return None if a is None or b is None else a - b
 
 
-def told(raced: Mapping[str, Sequence[Record]], pairs: Sequence[Pair]) -> str:
+def write_verdict(raced: Mapping[str, Sequence[Record]], pairs: Sequence[Pair]) -> str:
     """The verdict: who has the lowest mean test error, from whom that can be told apart, and how it suits the paper."""
     means = {name: Mean(tuple(by_seed(records, "test_error").values())) for name, records in raced.items()}
     best = min(means, key=lambda name: means[name].mean)
@@ -104,9 +104,9 @@ def told(raced: Mapping[str, Sequence[Record]], pairs: Sequence[Pair]) -> str:
     above = [_other(pair, best) for pair in mine if pair.lower == best]
     level = [_other(pair, best) for pair in mine if pair.lower is None]
     if above:
-        said.append(f"Higher by more than two standard errors of the paired difference: {listed(above)}.")
+        said.append(f"Higher by more than two standard errors of the paired difference: {join_names(above)}.")
     if level:
-        said.append(f"Not told apart from it: {listed(level)}.")
+        said.append(f"Not told apart from it: {join_names(level)}.")
     said.append(_beside_the_paper(pairs))
     return " ".join(sentence for sentence in said if sentence)
 
@@ -141,6 +141,6 @@ def spread(numbers: Mean) -> str:
     return f"{100 * numbers.mean:.2f} %{error}"
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """a; b; c: the names have commas."""
     return "; ".join(names)

@@ -16,7 +16,7 @@ import numpy as np
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.race import final_loss, final_row
 from natgrad_lab.experiments.records import Folder, Record
-from natgrad_lab.report.paired import Pair, balance, pair_all, told
+from natgrad_lab.report.paired import Pair, balance, pair_all, write_verdict
 from natgrad_lab.words import capital, factor, plural, short, unique
 
 OURS = ("K-FAC", "natural gradient")  # whom a verdict is about: the first of them that is in the race
@@ -35,7 +35,7 @@ class Spread:
         return value if math.isfinite(value) else None
 
     @property
-    def known(self) -> list[float]:
+    def known_values(self) -> list[float]:
         return [v for v in self.values if v is not None]
 
 
@@ -186,7 +186,7 @@ def _pair_races(made: Result, task: dict[str, Any], raced: dict[str, list[Record
     pairs = pair_all(raced, paper)
     return replace(
         made,
-        verdict=told(raced, pairs),
+        verdict=write_verdict(raced, pairs),
         tuned_on=task["tuned_on"],
         pairs=pairs,
         paper=paper,
@@ -279,9 +279,9 @@ def _find_test_winner(entries: Sequence[Entry]) -> str:
     for other in entries[1:]:
         test = other.test_loss
         if (
-            test.known
-            and best.known
-            and max(test.known) < min(min(e.test_loss.known) for e in entries if e is not other)
+            test.known_values
+            and best.known_values
+            and max(test.known_values) < min(min(e.test_loss.known_values) for e in entries if e is not other)
         ):
             return f"On the test part {other.name} ends lowest: {short(test.middle)} against {short(best.middle)}."
     return ""
@@ -293,8 +293,8 @@ def _compare_entries(ours: Entry, other: Entry) -> str:
         return f"{capital((ours if a.middle is None else other).name)} broke down."
     ahead = a.middle <= b.middle
     low, high = (a, b) if ahead else (b, a)
-    one = len(low.known) < 2 or len(high.known) < 2
-    if not one and max(low.known) >= min(high.known):
+    one = len(low.known_values) < 2 or len(high.known_values) < 2
+    if not one and max(low.known_values) >= min(high.known_values):
         return f"{capital(ours.name)} and {other.name} ({short(b.middle)}) are level: their seeds overlap."
     times = (high.middle or math.inf) / max(low.middle or 0.0, 1e-300)
     certainty = ", on one seed" if one else ""

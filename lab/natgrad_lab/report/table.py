@@ -44,10 +44,10 @@ def _beside(entry: Entry, result: Result) -> list[Cell]:
     seconds = Spread(tuple(record.end["seconds"] for record in entry.records))
     return [
         (entry.name, ""),
-        averaged(entry.train_loss),
+        write_mean(entry.train_loss),
         (short(loss), ""),
-        averaged(entry.test_loss),
-        averaged(entry.test_error, 100, " %"),
+        write_mean(entry.test_loss),
+        write_mean(entry.test_error, 100, " %"),
         (share(error), ""),
         (count(entry.steps), ""),
         (short(seconds.middle), ""),
@@ -55,11 +55,11 @@ def _beside(entry: Entry, result: Result) -> list[Cell]:
     ]
 
 
-def averaged(numbers: Spread | None, times: float = 1, unit: str = "") -> Cell:
+def write_mean(numbers: Spread | None, times: float = 1, unit: str = "") -> Cell:
     """The mean over seeds, and its standard error."""
-    if numbers is None or len(numbers.known) < len(numbers.values):
+    if numbers is None or len(numbers.known_values) < len(numbers.values):
         return "-", ""
-    mean = Mean(tuple(numbers.known))
+    mean = Mean(tuple(numbers.known_values))
     words = (lambda value: f"{times * value:.2f}") if unit else short
     return words(mean.mean) + unit, f"± {words(mean.error)}" if math.isfinite(mean.error) else ""
 
@@ -78,15 +78,15 @@ def _difference(pair: Pair) -> list[Cell]:
     return [
         (pair.first, ""),
         (pair.second, ""),
-        signed(pair.train_loss, lambda value: short(abs(value))),
-        signed(pair.test_loss, lambda value: short(abs(value))),
-        signed(error, lambda value: f"{100 * abs(value):.2f}"),
+        write_difference(pair.train_loss, lambda value: short(abs(value))),
+        write_difference(pair.test_loss, lambda value: short(abs(value))),
+        write_difference(error, lambda value: f"{100 * abs(value):.2f}"),
         (paper, ""),
         (lower, ""),
     ]
 
 
-def signed(numbers: Mean, words: Callable[[float], str]) -> Cell:
+def write_difference(numbers: Mean, words: Callable[[float], str]) -> Cell:
     """A difference with its sign, and its standard error."""
     if not math.isfinite(numbers.mean):
         return "-", ""
@@ -175,7 +175,7 @@ def _write_ranks(result: Result) -> Table:
 
 def between(numbers: Spread) -> str:
     """The range over seeds; nothing for one seed."""
-    known = numbers.known
+    known = numbers.known_values
     return f"{short(min(known))} – {short(max(known))}" if len(known) > 1 else ""
 
 

@@ -12,7 +12,7 @@ from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad.spaces import Space
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
-from natgrad_lab.energies.boltzmann_page import taken, write_range
+from natgrad_lab.energies.boltzmann_page import count_steps_to_goal, write_range
 from natgrad_lab.energies.boltzmann_ratio import STUDY, Settings, best, field, laplacian
 from natgrad_lab.experiments import LabError, Run, execute
 from natgrad_lab.report import build
@@ -67,9 +67,9 @@ def test_steps_are_counted_to_the_goal():
 
 
 def test_diverged_runs_are_told_apart():
-    assert taken([1.0, 0.5, 1e-5]) == 2
-    assert taken([1.0, 2e4]) is None
-    assert taken([1.0, None]) is None
+    assert count_steps_to_goal([1.0, 0.5, 1e-5]) == 2
+    assert count_steps_to_goal([1.0, 2e4]) is None
+    assert count_steps_to_goal([1.0, None]) is None
     assert write_range([3, 5, None]) == "3 to 5, 1 of 3 never"
     assert write_range([None]) == "never"
     assert best({"0.1": 2.0, "0.3": 1.0, "1.0": None}) == 0.3

@@ -11,7 +11,7 @@ from torch import nn
 import natgrad as ng
 from natgrad_lab.experiments import Budget, Contestant, Interrupted, Job, LabError, Race, Task, Training, execute
 from natgrad_lab.experiments.contestants import sgd
-from natgrad_lab.experiments.metric_data import another_batch, joined_by_unlabelled, unlabelled
+from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.race import choose, final
 from natgrad_lab.experiments.records import Record
 from natgrad_lab.papers.pascanu_2013.shared import Falling, divide
@@ -45,9 +45,9 @@ def truncated(name, observes, **rest):
 def contestants():
     return (
         replace(sgd([{"batch": 4, "lr": 0.1}, {"batch": 4, "lr": 0.5}], momentum=0.0), steps=9),
-        truncated("other", another_batch(6), schedule=Falling(2, 1.0)),
-        truncated("unlabelled", unlabelled(6)),
-        truncated("joined", joined_by_unlabelled(3)),
+        truncated("other", draw_another_batch(6), schedule=Falling(2, 1.0)),
+        truncated("unlabelled", draw_unlabelled(6)),
+        truncated("joined", join_unlabelled(3)),
     )
 
 
@@ -100,7 +100,7 @@ def test_every_contestant_runs_its_own_number_of_steps(tmp_path):
 def test_another_batch_has_nothing_of_the_gradient_s():
     numbered = replace(examples(), train_x=torch.arange(30.0)[:, None])
     rows = torch.tensor([3, 7, 20])
-    draws = [another_batch(9)(numbered, rows, seed, step) for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    draws = [draw_another_batch(9)(numbered, rows, seed, step) for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0))]
     for draw in draws:
         assert len(draw.unique()) == 9
         assert not set(draw[:, 0].tolist()) & {3.0, 7.0, 20.0}
@@ -111,7 +111,7 @@ def test_another_batch_has_nothing_of_the_gradient_s():
 
 def test_unlabelled_inputs_come_alone_or_behind_the_batch():
     rows = torch.tensor([3, 7, 20])
-    alone, joined = (draw(4)(pool(), rows, 0, 0) for draw in (unlabelled, joined_by_unlabelled))
+    alone, joined = (draw(4)(pool(), rows, 0, 0) for draw in (draw_unlabelled, join_unlabelled))
     assert (alone[:, 0] >= 100).all()
     assert torch.equal(joined[:3], pool().train_x[rows])
     assert torch.equal(joined[3:], alone)
@@ -138,10 +138,10 @@ def test_the_metric_is_taken_where_the_contestant_says():
 @pytest.mark.parametrize(
     ("draw", "has", "said"),
     [
-        (another_batch(25), pool, "asks for 25 examples besides the gradient's, and there are 22"),
-        (unlabelled(13), pool, "there are 12"),
-        (unlabelled(3), examples, "expected Examples.unlabelled_x"),
-        (joined_by_unlabelled(3), examples, "expected Examples.unlabelled_x"),
+        (draw_another_batch(25), pool, "asks for 25 examples besides the gradient's, and there are 22"),
+        (draw_unlabelled(13), pool, "there are 12"),
+        (draw_unlabelled(3), examples, "expected Examples.unlabelled_x"),
+        (join_unlabelled(3), examples, "expected Examples.unlabelled_x"),
     ],
 )
 def test_missing_data_is_refused_in_a_sentence(draw, has, said):
@@ -154,7 +154,7 @@ def test_the_rate_is_held_and_falls():
     assert schedule(1) == schedule(200) == 1
     assert schedule(220) == 0.5
     assert schedule(2000) == 1 / 91
-    assert schedule.slowed(20)(4400) == 0.5
+    assert schedule.slow_down(20)(4400) == 0.5
 
 
 def test_a_schedule_sets_the_rate_of_every_step():

@@ -65,7 +65,7 @@ class Counter(Silence):
     def __init__(self):
         self.fresh = 0
 
-    def ended(self, job, record, fresh):
+    def show_end(self, job, record, fresh):
         self.fresh += fresh
 
 
@@ -129,9 +129,9 @@ def test_run_in_memory_gives_the_rows_of_the_record(tmp_path):
 
 def test_a_contestant_with_one_choice_is_not_tuned(tmp_path):
     import natgrad as ng
-    from natgrad_lab.experiments.contestants import grid, structured
+    from natgrad_lab.experiments.contestants import apply_recipe, grid
 
-    plain = structured("K-FAC", ng.kfac, grid(batch=(8,)))
+    plain = apply_recipe("K-FAC", ng.kfac, grid(batch=(8,)))
     folder = execute(race(task(among=(plain, contestants()[1]))), Settings(), [0], tmp_path)
     assert sorted(losses(folder)) == [
         "rings.adam.seed-0",
@@ -145,9 +145,9 @@ def test_the_choice_s_other_keys_are_arguments_of_a_structured_recipe():
     from torch import nn
 
     import natgrad as ng
-    from natgrad_lab.experiments.contestants import grid, structured
+    from natgrad_lab.experiments.contestants import apply_recipe, grid
 
     (choice,) = grid(batch=(8,), damping=(0.7,), update_every=(3,))
-    opt = structured("K-FAC", ng.kfac, [choice]).build(nn.Linear(2, 2), nn.CrossEntropyLoss(), choice)
+    opt = apply_recipe("K-FAC", ng.kfac, [choice]).build(nn.Linear(2, 2), nn.CrossEntropyLoss(), choice)
     assert opt.param_groups[0]["damping"] == 0.7
     assert opt.update_every == 3

@@ -81,7 +81,7 @@ def test_a_run_that_breaks_down_stops():
         next(made.model.parameters()).fill_(float("nan"))
     rows = list(made)
     assert len(rows) == 2
-    assert made.finished
+    assert made.is_finished
     assert not made.finite
 
 
@@ -142,7 +142,7 @@ def test_a_rate_falls_with_the_share_of_the_steps(index):
     made = Training(Job(task(), falling, 0, 0, "race"), BUDGET, examples())
     first = made.optimizer.param_groups[0]["lr"]
     rates = []
-    while not made.finished:
+    while not made.is_finished:
         made.advance()
         rates.append(made.optimizer.param_groups[0]["lr"] / first)
     assert rates == pytest.approx([1 - step / BUDGET.steps for step in range(BUDGET.steps)])

@@ -146,7 +146,7 @@ def test_the_race_as_it_is_registered():
     assert [one.name for one in tasks] == ["mnist", "curves"]
     for one in tasks:
         assert {len(contestant.grid) for contestant in one.contestants} == {1, 4}
-        assert {contestant.name for contestant in one.contestants if not contestant.tuned} == STRUCTURED
+        assert {contestant.name for contestant in one.contestants if not contestant.has_choices} == STRUCTURED
     budgets = [RACE.budget(Settings(), one).seconds for one in tasks]
     assert budgets == [60.0, 20.0]
     assert tasks[1].model()(torch.zeros(1, 784)).shape == (1, 784)

@@ -21,7 +21,7 @@ MODULES = {"llama_text": llama_text, "vit_cifar": vit_cifar, "vae_mnist": vae_mn
 def test_the_races_as_they_are_registered(name):
     assert find(name) is MODULES[name].RACE
     for one in MODULES[name].tasks(MODULES[name].Settings()):
-        assert len({len(contestant.grid) for contestant in one.contestants if contestant.tuned}) == 1
+        assert len({len(contestant.grid) for contestant in one.contestants if contestant.has_choices}) == 1
 
 
 # A Llama.
@@ -193,7 +193,7 @@ def test_the_truth_scores_better_than_a_constant():
     examples = survival.patients(2000)
     weibull = survival.HAZARDS["weibull"]
     constant = survival.truth(examples.test_x).mean(0).expand(len(examples.test_x), 2)
-    assert survival.bound(2000) < weibull(constant, examples.test_y)
+    assert survival.compute_true_loss(2000) < weibull(constant, examples.test_y)
 
 
 @pytest.mark.parametrize("hazard", survival.HAZARDS)
@@ -216,7 +216,7 @@ def test_the_natural_gradient_finds_the_law_of_survival():
         losses[-1].backward()
         opt.step()
         falling.step()
-    assert losses[0] - losses[-1] > 0.7 * (losses[0] - survival.bound(2000))
+    assert losses[0] - losses[-1] > 0.7 * (losses[0] - survival.compute_true_loss(2000))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from natgrad_lab.experiments import Examples, LabError, execute, find
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
 from natgrad_lab.networks import char_transformer as char
 from natgrad_lab.networks import fashion_cnn as fashion
-from natgrad_lab.networks.text import SYMBOLS, documentation, encoded, windows
+from natgrad_lab.networks.text import SYMBOLS, documentation, encode_text, windows
 from natgrad_lab.papers.ang_2020 import cifar
 from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
 from natgrad_lab.report import summarise
@@ -67,7 +67,7 @@ def test_a_library_without_sources_is_refused(tmp_path):
 
 
 def test_characters_are_numbers_and_others_are_dropped():
-    assert "".join(SYMBOLS[i] for i in encoded("Of a: é.\n")) == "Of a: .\n"
+    assert "".join(SYMBOLS[i] for i in encode_text("Of a: é.\n")) == "Of a: .\n"
 
 
 def test_windows_follow_one_another_and_targets_are_one_character_on():
@@ -75,8 +75,8 @@ def test_windows_follow_one_another_and_targets_are_one_character_on():
     found = windows(text, 10, test=0.2)
     assert found.train_x.shape == found.train_y.shape == (8, 10)
     assert found.test_x.shape == (2, 10)
-    assert torch.equal(torch.cat([found.train_x, found.test_x]).flatten(), encoded(text)[:100])
-    assert torch.equal(torch.cat([found.train_y, found.test_y]).flatten(), encoded(text)[1:])
+    assert torch.equal(torch.cat([found.train_x, found.test_x]).flatten(), encode_text(text)[:100])
+    assert torch.equal(torch.cat([found.train_y, found.test_y]).flatten(), encode_text(text)[1:])
 
 
 def test_a_text_that_is_too_short_is_refused():
@@ -191,7 +191,7 @@ def assert_all_stepped(folder):
 def test_the_races_as_they_are_registered(name, module):
     assert find(name) is module.RACE
     for one in module.tasks(module.Settings()):
-        tuned = {len(contestant.grid) for contestant in one.contestants if contestant.tuned}
+        tuned = {len(contestant.grid) for contestant in one.contestants if contestant.has_choices}
         assert len(tuned) == 1
 
 

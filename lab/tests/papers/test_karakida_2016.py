@@ -14,7 +14,7 @@ from natgrad.applications import TwoLayer
 from natgrad.applications.two_layer import gradients
 from natgrad.positive_parameters import Positive, Square, positive
 from natgrad_lab.experiments import LabError, Run, execute, find, override
-from natgrad_lab.papers.karakida_2016.page import degraded, reached
+from natgrad_lab.papers.karakida_2016.page import count_degraded, find_first_steps
 from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, Settings, learn, rank
 from natgrad_lab.papers.karakida_2016.two_layer_data import isa, starts
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
@@ -123,8 +123,8 @@ def test_starts_are_the_same_model_for_both_links() -> None:
 
 def test_steps_to_the_level_are_read_from_the_record() -> None:
     found = {"steps": [0, 10, 20], "errors": [[-1.0, -2.0, None], [-29.0, -3.0, -30.0], [-27.0, -4.0, -31.0]]}
-    assert reached(found, -28.0) == [10, None, 10]
-    assert degraded(found, -28.0) == 1
+    assert find_first_steps(found, -28.0) == [10, None, 10]
+    assert count_degraded(found, -28.0) == 1
     assert rank({**found, "errors": [[-1.0], [-29.0], [-30.0]]}, -28.0) == (0, 10, -30.0)
     missed, steps, last = rank({**found, "errors": [[-1.0], [math.nan], [math.nan]]}, -28.0)
     assert (missed, steps, last) == (1, math.inf, math.inf)

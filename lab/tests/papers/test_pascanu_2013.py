@@ -11,7 +11,7 @@ from torch import nn
 
 from natgrad_lab.experiments import LabError, execute, find
 from natgrad_lab.experiments.models import Convolution, convolutional
-from natgrad_lab.papers.pascanu_2013.faces import standardised
+from natgrad_lab.papers.pascanu_2013.faces import standardise_images
 from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
 from natgrad_lab.report import summarise
 
@@ -130,8 +130,8 @@ def test_pooling_before_the_activation_is_pooling_after_it():
 
 def test_faces_have_mean_zero_and_variance_one():
     faces = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)) * 3 + 1
-    made = standardised(faces)
+    made = standardise_images(faces)
     assert made.shape == (4, 1, 6, 6)
     torch.testing.assert_close(made.mean((1, 2, 3)), torch.zeros(4), rtol=0, atol=1e-6)
     torch.testing.assert_close(made.square().mean((1, 2, 3)), torch.ones(4))
-    assert standardised(torch.ones(1, 6, 6)).isfinite().all()
+    assert standardise_images(torch.ones(1, 6, 6)).isfinite().all()

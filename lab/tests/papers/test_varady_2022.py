@@ -16,7 +16,7 @@ from natgrad_lab.experiments.study import findings
 from natgrad_lab.figures import draw
 from natgrad_lab.papers.varady_2022 import data, runs
 from natgrad_lab.papers.varady_2022.data import bits, lines
-from natgrad_lab.papers.varady_2022.page import curve, reached, tell
+from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
 from natgrad_lab.papers.varady_2022.runs import (
     CONTESTANTS,
     DIGITS,
@@ -81,12 +81,12 @@ def test_training_on_lines_raises_the_exact_likelihood():
     settings = replace(SMALL, sizes="6-1", batch=20, samples=5)
     natural = next(one for one in CONTESTANTS if one.name == "nrws")
     training = WakeSleepTraining(settings, natural, WakeSleepChoice(0.3, 0.0), seed=0)
-    start = training.bound(training.bits.test)
+    start = training.estimate_bound(training.bits.test)
     assert start == pytest.approx(9 * math.log(0.5), abs=0.5)
     for _ in training.epochs(6, Run(settings)):
         pass
     assert training.sound()
-    assert -math.log(12) > training.bound(training.bits.test) > start + 1.5
+    assert -math.log(12) > training.estimate_bound(training.bits.test) > start + 1.5
     assert len(training.images()) == runs.PICTURES
 
 
@@ -121,8 +121,8 @@ def test_a_race_takes_the_setting_that_was_best_and_is_sound():
 
 def test_levels_are_reached_where_the_curve_says():
     run = {"curve": [{"epoch": e, "seconds": 2.0 * e, "bound": b} for e, b in enumerate((-9.0, None, -5.0, -4.0))]}
-    assert reached(run, -5.0) == (2.0, 4.0)
-    assert reached(run, -1.0) == (math.inf, math.inf)
+    assert find_first_epoch(run, -5.0) == (2.0, 4.0)
+    assert find_first_epoch(run, -1.0) == (math.inf, math.inf)
     assert np.isnan(curve(run)[2][1])
 
 

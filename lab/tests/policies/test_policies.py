@@ -25,8 +25,8 @@ from natgrad_lab.policies.runs import (
     PolicyRace,
     PolicyTuning,
     Settings,
+    learn_to_marks,
     look,
-    played,
 )
 
 SMALL = replace(PENDULUM.settings(), steps=200, tuning=100, envs=2, marks="150", episodes=1, peers=False)
@@ -58,7 +58,7 @@ def test_all_contestants_have_as_many_settings():
 def test_a_player_never_acts_more_than_the_mark_says():
     player = NatgradPlayer(SMALL, QUICK, 0)
     assert math.isnan(player.recent())
-    looks = list(played(player, Run(SMALL), [100, 150, 300]))
+    looks = list(learn_to_marks(player, Run(SMALL), [100, 150, 300]))
     assert [one["steps"] for one in looks] == [64, 128, 256]
     assert [one["mark"] for one in looks] == [100, 150, 300]
     assert looks[0]["seconds"] < looks[2]["seconds"]
@@ -100,5 +100,5 @@ def test_the_peer_plays_by_the_same_rules():
     player = runs.Peer(
         SMALL, PolicyChoice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0
     )
-    looks = list(played(player, Run(SMALL), [64, 200]))
+    looks = list(learn_to_marks(player, Run(SMALL), [64, 200]))
     assert [one["steps"] for one in looks] == [64, 192]

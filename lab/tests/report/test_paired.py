@@ -10,11 +10,11 @@ from small_races import contestants, task
 from natgrad_lab.experiments import Race, execute
 from natgrad_lab.experiments.records import Record
 from natgrad_lab.papers.pascanu_2013.shared import divide
-from natgrad_lab.report import build, printed, summarise
+from natgrad_lab.report import build, render_terminal, summarise
 from natgrad_lab.report.page import beyond
-from natgrad_lab.report.paired import Mean, balance, pair_all, told
+from natgrad_lab.report.paired import Mean, balance, pair_all, write_verdict
 from natgrad_lab.report.summary import Spread
-from natgrad_lab.report.table import averaged, signed
+from natgrad_lab.report.table import write_difference, write_mean
 
 PAPER = {"SGD-momentum": (0.05, 0.3), "Adam": (None, 0.2), "natural gradient": (None, None)}
 
@@ -88,14 +88,14 @@ def test_what_seeds_share_cancels():
 def test_the_verdict_goes_the_way_of_the_numbers(published, agrees, said):
     raced = {"a": runs([0.1, 0.2, 0.3]), "b": runs([0.21, 0.29, 0.4]), "c": runs([0.1, 0.22, 0.29])}
     pairs = pair_all(raced, published)
-    words = told(raced, pairs)
+    words = write_verdict(raced, pairs)
     assert pairs[0].agrees is agrees
     assert words.startswith("A has the lowest mean test error, 20.00 % ± 5.77.")
     assert "Higher by more than two standard errors of the paired difference: b." in words
     assert "Not told apart from it: c." in words
     assert said in words
     turned = {"a": raced["b"], "b": raced["a"]}
-    assert told(turned, pair_all(turned, published)).startswith("B has the lowest")
+    assert write_verdict(turned, pair_all(turned, published)).startswith("B has the lowest")
     assert balance(pairs).startswith("Of 3 differences in test error, 2 exceed two standard errors.")
 
 
@@ -103,23 +103,23 @@ def test_one_seed_decides_nothing():
     raced = {"a": runs([0.1]), "b": runs([0.9])}
     assert pair_all(raced, {})[0].lower is None
     assert beyond(1) == 1.0
-    assert averaged(Spread((0.25,)), 100, " %") == ("25.00 %", "")
+    assert write_mean(Spread((0.25,)), 100, " %") == ("25.00 %", "")
 
 
 def test_contestants_without_a_common_seed_are_not_compared():
     late = [Record({**r.header, "seed": r.header["seed"] + 5}, r.rows, r.end) for r in runs([0.1, 0.2])]
     pair = pair_all({"a": runs([0.3, 0.4]), "b": late}, {})[0]
     assert pair.lower is None
-    assert signed(pair.test_error, str) == ("-", "")
+    assert write_difference(pair.test_error, str) == ("-", "")
 
 
 def test_a_run_that_broke_down_is_not_compared():
     raced = {"a": runs([0.1, 0.2]), "b": runs([0.3, 0.4], end="not finite")}
     pair = pair_all(raced, {})[0]
     assert pair.lower is None
-    assert signed(pair.test_error, str) == ("-", "")
-    assert told(raced, [pair]).startswith("A has the lowest")
-    assert told({"b": raced["b"]}, []) == "Every contestant broke down."
+    assert write_difference(pair.test_error, str) == ("-", "")
+    assert write_verdict(raced, [pair]).startswith("A has the lowest")
+    assert write_verdict({"b": raced["b"]}, []) == "Every contestant broke down."
 
 
 def test_two_standard_errors_are_passed_by_chance_as_often_as_the_page_says():
@@ -139,6 +139,6 @@ def test_the_page_shows_our_numbers_beside_the_paper_s(folder):
     assert "the lowest validation error" in page
     assert "validation error</th>" in page
     assert {"rings-error-steps", "rings-loss-steps"} <= {p.stem for p in (folder.path / "plots").glob("*.png")}
-    table, verdict = printed(numbers)
+    table, verdict = render_terminal(numbers)
     assert [column.header for column in table.columns][1:4] == ["train loss", "paper", "test error"]
     assert "has the lowest mean test error" in verdict

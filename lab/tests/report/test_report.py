@@ -10,7 +10,7 @@ from small_races import Settings, contestants, race, task
 
 import natgrad as ng
 from natgrad_lab.experiments import LabError, execute
-from natgrad_lab.experiments.contestants import grid, sgd, structured
+from natgrad_lab.experiments.contestants import apply_recipe, grid, sgd
 from natgrad_lab.experiments.race import final_loss
 from natgrad_lab.experiments.records import Record
 from natgrad_lab.figures import DARK, PALETTE
@@ -19,7 +19,7 @@ from natgrad_lab.report.page import DASHES
 from natgrad_lab.report.plots import DASHES as LINES
 from natgrad_lab.report.plots import Plot, band
 from natgrad_lab.report.summary import Spread, entry, lead, loss_after, verdict
-from natgrad_lab.words import listed, short
+from natgrad_lab.words import join_words, short
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_the_page_says_what_was_done(folder, page):
 
 
 def test_who_was_not_tuned_is_said(tmp_path):
-    untuned = structured("K-FAC", ng.kfac, grid(batch=(8,)))
+    untuned = apply_recipe("K-FAC", ng.kfac, grid(batch=(8,)))
     made = execute(race(task(among=(*contestants()[:2], untuned))), Settings(), [0, 1], tmp_path)
     summary, page = build(made.path)
     assert summary.missing == 0
@@ -252,7 +252,7 @@ def test_numbers_are_short(value, text):
 
 @pytest.mark.parametrize(("words", "text"), [("", ""), ("a", "a"), ("ab", "a and b"), ("abc", "a, b and c")])
 def test_words_are_listed(words, text):
-    assert listed(list(words)) == text
+    assert join_words(list(words)) == text
 
 
 def test_contestants_keep_their_colours_in_every_order(folder, page):

@@ -16,7 +16,7 @@ from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
 from natgrad_lab.experiments.base import Contestant, Examples, LabError, Race, Task
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
-from natgrad_lab.experiments.settings import fill, known
+from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
 
 METHODS = ("kfac", "online_ng", "diagonal", "sgd", "adam")
@@ -52,12 +52,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         fill(self, LARGE if self.full else SMALL)
-        per_epoch = known(self.images) // self.batch if self.batch > 0 else 0
+        per_epoch = require_size(self.images) // self.batch if self.batch > 0 else 0
         if per_epoch < 1:
             raise LabError(f"batch is {self.batch}, expected 1 to {self.images}, the number of images")
         if self.side not in (8, 16, 32):
             raise LabError(f"side is {self.side}, expected 8, 16 or 32")
-        fill(self, {"steps": known(self.epochs) * per_epoch, "evaluations": known(self.epochs)})
+        fill(self, {"steps": require_size(self.epochs) * per_epoch, "evaluations": require_size(self.epochs)})
 
 
 def tasks(settings: Settings) -> tuple[Task, ...]:
@@ -72,14 +72,14 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
 
 def dense(settings: Settings) -> Task:
     """Figure 2."""
-    depth, growth = known(settings.dense_depth), known(settings.growth)
+    depth, growth = require_size(settings.dense_depth), require_size(settings.growth)
     title = f"Figure 2: DenseNet-{depth}, growth {growth}"
     return task("densenet", title, lambda: dense_net(depth, growth), settings)
 
 
 def wide(settings: Settings) -> Task:
     """Figure 3."""
-    depth, width = known(settings.wide_depth), known(settings.width)
+    depth, width = require_size(settings.wide_depth), require_size(settings.width)
     title = f"Figure 3: WideResNet-{depth}-{width}"
     return task("wide_resnet", title, lambda: wide_resnet(depth, width), settings)
 
@@ -90,7 +90,7 @@ def task(name: str, title: str, model: Callable[[], nn.Module], settings: Settin
         name=name,
         title=f"{title}, {settings.images} images of {settings.side} x {settings.side}",
         model=model,
-        data=lambda: images(known(settings.images), known(settings.side)),
+        data=lambda: images(require_size(settings.images), require_size(settings.side)),
         criterion=nn.CrossEntropyLoss(),
         unit="nats per image",
         divergence=categorical_divergence,

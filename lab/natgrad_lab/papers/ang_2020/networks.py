@@ -17,7 +17,7 @@ def dense_net(depth: int, growth: int, classes: int = 10) -> nn.Sequential:
         raise LabError(f"depth is {depth}, expected 3 n + 4 for a DenseNet: 7, 10, 13, 16, 19, 22 ...")
     channels, layers = 2 * growth, list[nn.Module]()
     for block in range(3):
-        layers += [nn.Sequential(*activated(channels, channels, 1), nn.AvgPool2d(2))] if block else []
+        layers += [nn.Sequential(*activate_and_convolve(channels, channels, 1), nn.AvgPool2d(2))] if block else []
         for _ in range((depth - 4) // 3):
             layers.append(Joined(channels, growth))
             channels += growth
@@ -44,7 +44,7 @@ class Joined(nn.Module):
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
-        self.convolution = nn.Sequential(*activated(channels, growth, 3))
+        self.convolution = nn.Sequential(*activate_and_convolve(channels, growth, 3))
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.cat([images, self.convolution(images)], 1)
@@ -55,7 +55,9 @@ class Residual(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.convolutions = nn.Sequential(*activated(inputs, outputs, 3, stride), *activated(outputs, outputs, 3))
+        self.convolutions = nn.Sequential(
+            *activate_and_convolve(inputs, outputs, 3, stride), *activate_and_convolve(outputs, outputs, 3)
+        )
         same = inputs == outputs and stride == 1
         self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
@@ -68,7 +70,7 @@ def start(channels: int) -> nn.Conv2d:
     return nn.Conv2d(3, channels, 3, padding=1, bias=False)
 
 
-def activated(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Module, ...]:
+def activate_and_convolve(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Module, ...]:
     """Batch norm, rectifier, convolution."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     return nn.BatchNorm2d(inputs), nn.ReLU(), convolution

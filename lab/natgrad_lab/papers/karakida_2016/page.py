@@ -34,7 +34,7 @@ PAPER = {  # test error, steps to -28, time
 }
 
 
-def reached(found: Numbers, level: float) -> list[int | None]:
+def find_first_steps(found: Numbers, level: float) -> list[int | None]:
     """For every model the first step at which its test error lay below the level; None where it never did."""
     points = list(zip(found["steps"], found["errors"], strict=True))
     models = range(len(found["errors"][0]))
@@ -51,9 +51,9 @@ def final(found: Numbers) -> list[float]:
     return [math.inf if e is None or not math.isfinite(e) else e for e in found["errors"][-1]]
 
 
-def degraded(found: Numbers, level: float) -> int:
+def count_degraded(found: Numbers, level: float) -> int:
     """How many models had reached the level and ended above it."""
-    steps = reached(found, level)
+    steps = find_first_steps(found, level)
     return sum(s is not None and not e < level for s, e in zip(steps, final(found), strict=True))
 
 
@@ -62,7 +62,7 @@ def pool_seeds(told: Findings, piece: str) -> tuple[list[int | None], list[float
     steps: list[int | None] = []
     ends: list[float] = []
     for found in told.of(piece):
-        steps += reached(found, told.settings.level)
+        steps += find_first_steps(found, told.settings.level)
         ends += final(found)
     return steps, ends
 
@@ -169,7 +169,7 @@ def _row(told: Findings, piece: str, base: float | None, paper: bool) -> tuple[s
     error = f"{statistics.mean(finite):.2f} ± {statistics.pstdev(finite):.2f}" if finite else "-"
     count = f"{statistics.mean(there):,.0f} ± {statistics.pstdev(there):,.0f}" if there else "-"
     time = "-" if taken is None or not base else f"{taken / base:.3g}"
-    back = sum(degraded(found, told.settings.level) for found in told.of(piece))
+    back = sum(count_degraded(found, told.settings.level) for found in told.of(piece))
     small = PAPER.get(piece, ("", "", "")) if paper else ("", "", "")
     rates = sorted({f"rate {found['rate']:g}" for found in told.of(piece) if "rate" in found})
     return (

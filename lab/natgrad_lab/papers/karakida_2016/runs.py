@@ -138,7 +138,7 @@ def ours_single(run: Run) -> Learner:
     return NatgradLearner(TwoLayer(), many(run, positive), method=replace(ng.Averaged(), every=run.settings.every))
 
 
-def fixed(made: Made, steps: str, batch: str | None, points: int) -> Callable[[Run], Numbers]:
+def run_learner(made: Made, steps: str, batch: str | None, points: int) -> Callable[[Run], Numbers]:
     """A piece of work: one learner, so many steps, test errors at so many points."""
 
     def work(run: Run) -> Numbers:
@@ -152,7 +152,7 @@ def fixed(made: Made, steps: str, batch: str | None, points: int) -> Callable[[R
     return work
 
 
-def tuned(kind: str) -> Callable[[Run], Numbers]:
+def choose_rate(kind: str) -> Callable[[Run], Numbers]:
     """A piece of work: all rates at once, and the one that most models reach the level with, then soonest."""
 
     def work(run: Run) -> Numbers:
@@ -181,7 +181,7 @@ def of_models(found: Numbers, start: int, stop: int) -> Numbers:
 
 def rank(found: Numbers, level: float) -> tuple[int, float, float]:
     """How many models missed the level, the mean steps of those that reached it, the mean error at the end."""
-    reached = page.reached(found, level)
+    reached = page.find_first_steps(found, level)
     steps = [one for one in reached if one is not None]
     last = [e if math.isfinite(e) else math.inf for e in found["errors"][-1]]
     return len(reached) - len(steps), statistics.mean(steps) if steps else math.inf, statistics.mean(last)
@@ -222,30 +222,30 @@ def beside_others(name: str, title: str, work: Callable[[Run], Numbers]) -> Piec
 
 
 PRINTED = (
-    beside_others("sgd", "SGD at the paper's rate", fixed(descent, "descent_steps", None, 150)),
-    beside_others("eq4", "ANG, eq. 4, at the paper's rate", fixed(first_order, "natural_steps", None, 90)),
-    beside_others("exact", "ANG, exact, at the paper's rate", fixed(exact, "natural_steps", None, 90)),
+    beside_others("sgd", "SGD at the paper's rate", run_learner(descent, "descent_steps", None, 150)),
+    beside_others("eq4", "ANG, eq. 4, at the paper's rate", run_learner(first_order, "natural_steps", None, 90)),
+    beside_others("exact", "ANG, exact, at the paper's rate", run_learner(exact, "natural_steps", None, 90)),
 )
 
 
 def table1_pieces(settings: Settings) -> tuple[Piece, ...]:
     """The longest first, beside one another; the costs last, while nothing else runs."""
-    square = beside_others("exact-square", "ANG, exact, V = v²", fixed(exact_square, "natural_steps", None, 90))
+    square = beside_others("exact-square", "ANG, exact, V = v²", run_learner(exact_square, "natural_steps", None, 90))
     return (
         *PRINTED,
         *((square,) if settings.square else ()),
-        beside_others("tuned-adam", "Adam, tuned", tuned("Adam")),
-        beside_others("tuned-sgd", "SGD, tuned", tuned("SGD")),
-        beside_others("tuned-sgd-single", "SGD, tuned, single examples", tuned("SGD, single")),
-        beside_others("ours-single", "ng.ang, single examples", fixed(ours_single, "our_single", None, 80)),
-        beside_others("ours", "ng.ang, batches", fixed(ours, "our_steps", "batch", 60)),
+        beside_others("tuned-adam", "Adam, tuned", choose_rate("Adam")),
+        beside_others("tuned-sgd", "SGD, tuned", choose_rate("SGD")),
+        beside_others("tuned-sgd-single", "SGD, tuned, single examples", choose_rate("SGD, single")),
+        beside_others("ours-single", "ng.ang, single examples", run_learner(ours_single, "our_single", None, 80)),
+        beside_others("ours", "ng.ang, batches", run_learner(ours, "our_steps", "batch", 60)),
         Piece("cost", "Seconds per step", cost, False),
     )
 
 
 def figure1_pieces(settings: Settings) -> tuple[Piece, ...]:
     """The paper's two curves, the exact update, and ours."""
-    ours_too = beside_others("ours-single", "ng.ang, single examples", fixed(ours_single, "our_single", None, 80))
+    ours_too = beside_others("ours-single", "ng.ang, single examples", run_learner(ours_single, "our_single", None, 80))
     return (*PRINTED, ours_too)
 
 

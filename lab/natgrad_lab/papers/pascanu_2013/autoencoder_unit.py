@@ -82,10 +82,10 @@ def step(unit: Unit, at: Tensor, method: str) -> Tensor:
 
 def at_many(unit: Unit, at: Tensor, method: str) -> Tensor:
     """`step` at many points (k, 2) at once, from the definitions."""
-    return torch.func.vmap(lambda a: _closed(unit, a, method))(at)
+    return torch.func.vmap(lambda a: _take_closed_step(unit, a, method))(at)
 
 
-def _closed(unit: Unit, at: Tensor, method: str) -> Tensor:
+def _take_closed_step(unit: Unit, at: Tensor, method: str) -> Tensor:
     g = gradient(unit, at)
     if method == "gradient descent":
         return RATES[method] * g

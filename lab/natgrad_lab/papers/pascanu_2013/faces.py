@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from natgrad_lab.data import fer2013
 from natgrad_lab.experiments.base import Contestant, Examples, Race, Task
-from natgrad_lab.experiments.metric_data import another_batch, joined_by_unlabelled
+from natgrad_lab.experiments.metric_data import draw_another_batch, join_unlabelled
 from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
-from natgrad_lab.experiments.settings import fill, known
+from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
     DIFFERENT,
     JOINED,
     MSGD,
     SAME,
     Falling,
-    adapted,
-    constant,
     divide,
     kullback,
+    list_adapted_choices,
+    list_constant_choices,
     msgd,
 )
 
@@ -70,8 +70,8 @@ class Settings:
 
 def tasks(settings: Settings) -> tuple[Task, ...]:
     """One task, as Table 1's third row."""
-    filters, first, second = known(settings.filters), known(settings.first), known(settings.second)
-    convolution = Convolution(filters, 12, known(settings.pooling), known(settings.stride))
+    filters, first, second = require_size(settings.filters), require_size(settings.first), require_size(settings.second)
+    convolution = Convolution(filters, 12, require_size(settings.pooling), require_size(settings.stride))
     return (
         Task(
             name="faces",
@@ -83,7 +83,7 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
             unit="nats per image",
             divergence=categorical_divergence,
             error=mistakes,
-            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
+            contestants=contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -102,11 +102,11 @@ def faces() -> Examples:
     """Faces as (n, 1, 48, 48), each with mean 0 and variance 1: lighting differs more than expression."""
     split = fer2013()
     assert split.unlabelled_x is not None
-    train, test, more = (standardised(x) for x in (split.train_x, split.test_x, split.unlabelled_x))
+    train, test, more = (standardise_images(x) for x in (split.train_x, split.test_x, split.unlabelled_x))
     return Examples(train, split.train_y, test, split.test_y, unlabelled_x=more)
 
 
-def standardised(images: Tensor) -> Tensor:
+def standardise_images(images: Tensor) -> Tensor:
     """(n, h, w) -> (n, 1, h, w), every image with mean 0 and variance 1."""
     centred = images - images.mean((1, 2), keepdim=True)
     return (centred / centred.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-3))[:, None]
@@ -114,13 +114,13 @@ def standardised(images: Tensor) -> Tensor:
 
 def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Three choices each; the Fisher metrics share theirs, so that only their data differ. The paper's is the first."""
-    schedule = Falling(known(settings.hold), settings.fall)
-    points = [*adapted(batch, (1.0, 8.0), (1.0, 1.0)), *constant(batch, (1.0, 1.0))]
+    schedule = Falling(require_size(settings.hold), settings.fall)
+    points = [*list_adapted_choices(batch, (1.0, 8.0), (1.0, 1.0)), *list_constant_choices(batch, (1.0, 1.0))]
     given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}
     return (
-        msgd(max(1, batch // 10), (0.1, 0.05, 0.02), 20 * steps, schedule.slowed(20)),
-        kullback(JOINED, points, observes=joined_by_unlabelled(known(settings.unlabelled)), **given),
-        kullback(DIFFERENT, points, observes=another_batch(batch), **given),
+        msgd(max(1, batch // 10), (0.1, 0.05, 0.02), 20 * steps, schedule.slow_down(20)),
+        kullback(JOINED, points, observes=join_unlabelled(require_size(settings.unlabelled)), **given),
+        kullback(DIFFERENT, points, observes=draw_another_batch(batch), **given),
         kullback(SAME, points, **given),
     )
 

@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Examples, Race, Task, labelled
-from natgrad_lab.experiments.metric_data import another_batch
+from natgrad_lab.experiments.base import Contestant, Examples, Race, Task, pair_with_labels
+from natgrad_lab.experiments.metric_data import draw_another_batch
 from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
-from natgrad_lab.experiments.settings import fill, known
+from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
     COVARIANCE,
     DIFFERENT,
     MSGD,
     SAME,
     Falling,
-    adapted,
-    constant,
     covariance,
     divide,
     kullback,
+    list_adapted_choices,
+    list_constant_choices,
     msgd,
 )
 
@@ -65,7 +65,7 @@ class Settings:
 
 def tasks(settings: Settings) -> tuple[Task, ...]:
     """One task, as Table 1's second row."""
-    filters, hidden = known(settings.filters), known(settings.hidden)
+    filters, hidden = require_size(settings.filters), require_size(settings.hidden)
     convolutions = Convolution(filters, 5, 2), Convolution(2 * filters, 5, 2)
     return (
         Task(
@@ -78,7 +78,7 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
             unit="nats per image",
             divergence=categorical_divergence,
             error=mistakes,
-            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
+            contestants=contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -95,19 +95,19 @@ NOTE = (
 def images() -> Examples:
     """The digits as (n, 1, 28, 28)."""
     split = mnist()
-    return labelled(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))
+    return pair_with_labels(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))
 
 
 def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Three choices each; the two Fisher metrics share theirs, so that only their data differ."""
-    schedule = Falling(known(settings.hold), settings.fall)
-    points = [*adapted(batch, (0.5, 5.0), (1.0, 5.0)), *constant(batch, (1.0, 0.3))]
+    schedule = Falling(require_size(settings.hold), settings.fall)
+    points = [*list_adapted_choices(batch, (0.5, 5.0), (1.0, 5.0)), *list_constant_choices(batch, (1.0, 0.3))]
     given = {"products": settings.products, "floor": settings.floor, "schedule": schedule}
     return (
-        msgd(max(1, batch // 10), (0.2, 0.1, 0.05), 20 * steps, schedule.slowed(20)),
-        kullback(DIFFERENT, points, observes=another_batch(batch), **given),
+        msgd(max(1, batch // 10), (0.2, 0.1, 0.05), 20 * steps, schedule.slow_down(20)),
+        kullback(DIFFERENT, points, observes=draw_another_batch(batch), **given),
         kullback(SAME, points, **given),
-        covariance(constant(batch, (1.0, 0.1), (0.3, 0.1), (0.1, 0.1)), schedule),
+        covariance(list_constant_choices(batch, (1.0, 0.1), (0.3, 0.1), (0.1, 0.1)), schedule),
     )
 
 

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Race, Task, labelled
-from natgrad_lab.experiments.metric_data import another_batch, unlabelled
+from natgrad_lab.experiments.base import Contestant, Race, Task, pair_with_labels
+from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
-from natgrad_lab.experiments.settings import fill, known
+from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.pascanu_2013.shared import (
     COVARIANCE,
     DIFFERENT,
     MSGD,
     SAME,
     UNLABELLED,
-    adapted,
-    constant,
     covariance,
     divide,
     kullback,
+    list_adapted_choices,
+    list_constant_choices,
     msgd,
 )
 
@@ -68,14 +68,14 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
         Task(
             name="restricted-mnist",
             title=f"MNIST with {settings.labelled:,} labels, 784-{settings.hidden}-10, tanh",
-            model=lambda: perceptron([784, known(settings.hidden), 10], nn.Tanh),
-            data=lambda: labelled(mnist().flat()),
+            model=lambda: perceptron([784, require_size(settings.hidden), 10], nn.Tanh),
+            data=lambda: pair_with_labels(mnist().flat()),
             draw=lambda pool, seed: divide(pool, seed, settings.validation, settings.labelled),
             criterion=nn.CrossEntropyLoss(),
             unit="nats per image",
             divergence=categorical_divergence,
             error=mistakes,
-            contestants=contestants(settings, known(settings.batch), known(settings.steps)),
+            contestants=contestants(settings, require_size(settings.batch), require_size(settings.steps)),
             tuned_on="valid_error",
             paper=TABLE_1,
             note=NOTE,
@@ -92,16 +92,18 @@ NOTE = (
 def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Six choices each; the Fisher metrics share theirs, so that only their data differ. The paper's are among them."""
     points = [
-        *constant(batch, (0.1, 0.01), (0.3, 0.1), (1.0, 1.0)),
-        *adapted(batch, (5.0, 2.0), (1.0, 2.0), (1.0, 0.2)),
+        *list_constant_choices(batch, (0.1, 0.01), (0.3, 0.1), (1.0, 1.0)),
+        *list_adapted_choices(batch, (5.0, 2.0), (1.0, 2.0), (1.0, 0.2)),
     ]
     given = {"products": settings.products, "floor": settings.floor}
     return (
         msgd(max(1, batch // 10), (1.0, 2.0, 0.5, 0.2, 0.1, 0.05), 20 * steps),
-        kullback(UNLABELLED, points, observes=unlabelled(batch), **given),
-        kullback(DIFFERENT, points, observes=another_batch(batch), **given),
+        kullback(UNLABELLED, points, observes=draw_unlabelled(batch), **given),
+        kullback(DIFFERENT, points, observes=draw_another_batch(batch), **given),
         kullback(SAME, points, **given),
-        covariance(constant(batch, (5.0, 0.1), (1.0, 0.1), (0.2, 0.1), (1.0, 1.0), (0.2, 0.01), (0.05, 0.01))),
+        covariance(
+            list_constant_choices(batch, (5.0, 0.1), (1.0, 0.1), (0.2, 0.1), (1.0, 1.0), (0.2, 0.01), (0.05, 0.01))
+        ),
     )
 
 

@@ -34,7 +34,7 @@ class Falling:
     hold: int
     fall: float
 
-    def slowed(self, times: int) -> Falling:
+    def slow_down(self, times: int) -> Falling:
         """The same course over so many times as many updates."""
         return Falling(self.hold * times, self.fall * times)
 
@@ -89,12 +89,12 @@ def damping(choice: Choice, floor: float) -> float | ng.LevenbergMarquardt:
     return choice["damping"]
 
 
-def constant(batch: int, *pairs: tuple[float, float]) -> list[Choice]:
+def list_constant_choices(batch: int, *pairs: tuple[float, float]) -> list[Choice]:
     """Choices of (rate, constant damping)."""
     return [{"batch": batch, "lr": rate, "damping": level} for rate, level in pairs]
 
 
-def adapted(batch: int, *pairs: tuple[float, float]) -> list[Choice]:
+def list_adapted_choices(batch: int, *pairs: tuple[float, float]) -> list[Choice]:
     """Choices of (rate, damping from which Levenberg-Marquardt starts)."""
     return [{"batch": batch, "lr": rate, ADAPTED: start} for rate, start in pairs]
 

@@ -44,7 +44,7 @@ def curve(run: Numbers) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return epochs, seconds, bounds
 
 
-def reached(run: Numbers, level: float) -> tuple[float, float]:
+def find_first_epoch(run: Numbers, level: float) -> tuple[float, float]:
     """(epochs, seconds) at which a run's bound first is at least `level`; infinite where it never is."""
     epochs, seconds, bounds = curve(run)
     hit = np.flatnonzero(bounds >= level)
@@ -81,8 +81,8 @@ def _race(races: dict[str, list[Numbers]], data: str) -> Section:
 def _verdict(races: dict[str, list[Numbers]], level: float | None) -> str:
     if level is None or "nrws" not in races:
         return "The baseline, RWS with Adam, or NRWS has not run yet."
-    ours = [reached(run, level) for run in races["nrws"]]
-    theirs = [reached(run, level) for run in races[BASELINE]]
+    ours = [find_first_epoch(run, level) for run in races["nrws"]]
+    theirs = [find_first_epoch(run, level) for run in races[BASELINE]]
     epochs, seconds = (median(o[i] for o in ours) / median(t[i] for t in theirs) for i in (0, 1))
     if not math.isfinite(epochs):
         return f"NRWS does not reach {level:.2f}, where RWS with Adam ends, in most runs."
@@ -94,7 +94,7 @@ def _verdict(races: dict[str, list[Numbers]], level: float | None) -> str:
 
 def _row(name: str, runs: list[Numbers], level: float | None) -> tuple[str | Cell, ...]:
     bests = final(runs)
-    times = [reached(run, level) if level is not None else (math.inf, math.inf) for run in runs]
+    times = [find_first_epoch(run, level) if level is not None else (math.inf, math.inf) for run in runs]
     each = [1000 * run["curve"][-1]["seconds"] / run["steps"] for run in runs]
     return (
         NAMES[name],

@@ -193,7 +193,11 @@ class WakeSleepTuning:
         for _ in training.epochs(run.settings.tuning, run):
             if not training.sound():
                 break
-        return {"choice": str(self.choice), "valid": training.bound(training.bits.valid), "seconds": training.seconds}
+        return {
+            "choice": str(self.choice),
+            "valid": training.estimate_bound(training.bits.valid),
+            "seconds": training.seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,7 @@ class WakeSleepTraining:
         """Whether no step failed so far."""
         return self.trainer.failures == 0
 
-    def bound(self, x: Tensor) -> float:
+    def estimate_bound(self, x: Tensor) -> float:
         """Nats per example, from the same draws every time."""
         generator = torch.Generator(self.settings.device).manual_seed(0)
         samples = self.settings.evaluation or None
@@ -265,7 +269,7 @@ class WakeSleepTraining:
 
     def point(self, epoch: float) -> Numbers:
         """One point of the learning curve."""
-        return {"epoch": epoch, "seconds": self.seconds, "bound": self.bound(self.bits.test)}
+        return {"epoch": epoch, "seconds": self.seconds, "bound": self.estimate_bound(self.bits.test)}
 
     def images(self) -> list[list[float]]:
         """Probabilities of the visible units in a few dreams."""
