@@ -15,19 +15,16 @@ from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import RankExchange, join_operator
 
 
-def join_moment(processes: RankExchange, moment: Pullback, share: float, counted: Tensor | None) -> Operator:
-    """S over the walkers of all processes, about their common mean or about zero.
+def join_moment(processes: RankExchange, moment: Pullback, share: float, counted: Tensor) -> Operator:
+    """S over the walkers of all processes, about their common mean.
 
     Args:
         processes: What exchanges.
         moment: E[O O^T] over this process's walkers.
         share: What these weigh, their sum of weights or their number.
-        counted: The columns whose means are taken out, as `Centred` takes them, of this process's walkers; None: S is
-            about zero.
+        counted: The columns whose means are taken out, as `Centred` takes them, of this process's walkers.
     """
     joined = join_operator(processes.ranks, moment, moment.linearization.space, share)
-    if counted is None:
-        return joined
     return Centred(cast("Any", joined), processes.gather_rows(joined.shares[processes.rank] ** 0.5 * counted))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,17 +11,18 @@ from torch import Tensor
 from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
+from natgrad.applications.vmc.measured_length import Prepared, ReconfigurationOptimizer
 from natgrad.checks import check_number, check_positive, check_share
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
-from natgrad.metrics import GeometricTensor, Metric, geometric_tensor, lay_out_amplitudes
+from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
 from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import NaturalGradient, RankExchange
-from natgrad.pure import Model, RandomState, check_examples_apart
+from natgrad.pure import check_examples_apart
 from natgrad.rules import Rule, TrustRegion
 from natgrad.shown_tables import write_choices
 from natgrad.solvers import Auto, Solver, Spring
-from natgrad.spaces import Params, trainable
+from natgrad.spaces import trainable
 from natgrad.structures import Dense, Exact, Structure
 
 
@@ -51,8 +52,8 @@ def stochastic_reconfiguration(
         momentum: mu of SPRING, in [0, 1): how much of the last direction stays where the samples say nothing.
         clip: Local energies count in F up to this many mean absolute deviations from their median, as in FermiNet (5
             there); the reported energy is of all. None: as they are, which lattice models need.
-        structure: `ng.Kronecker()` and its like for large nets: K-FAC, of the moment about zero instead of the mean.
-            Default `ng.Exact()`.
+        structure: `ng.Kronecker()` and its like for large nets: K-FAC, of the moment about zero instead of the mean,
+            with the length that S itself gives its direction. Default `ng.Exact()`.
         solver: Default `ng.Auto()`, by shape.
         rule: Default `ng.TrustRegion(radius=0.1)`, which bounds a step in nats of |psi|^2; `ng.Rate()` does not.
         group: The processes of `torch.distributed` that each have walkers of their own: F, S and the energy are those
@@ -86,7 +87,7 @@ def stochastic_reconfiguration(
     inner = solver or Auto()
     centred = structure is None or isinstance(structure, (Exact, Dense))
     metric = Prepared(geometric_tensor(psi, centred=centred, outputs=psi.take_moving))
-    optimizer = NaturalGradient(
+    optimizer = ReconfigurationOptimizer(
         trainable(psi),
         metric,
         lr,
@@ -98,34 +99,6 @@ def stochastic_reconfiguration(
         group=group,
     )
     return StochasticReconfiguration(psi, optimizer, clip)
-
-
-@dataclass(eq=False)
-class Prepared(Metric):
-    """A metric whose operator at this step's samples is known already, since the gradient came from it.
-
-    Args:
-        metric: Which S.
-        operator: S at the samples; None: it is computed when it is asked for.
-    """
-
-    metric: GeometricTensor
-    operator: Operator | None = None
-    needs_targets = True
-
-    @property
-    def is_joined(self) -> bool:  # type: ignore[override]
-        """True while its operator is known, which the processes have joined."""
-        return self.operator is not None
-
-    @property
-    def model(self) -> Model:
-        """What returns log psi."""
-        return self.metric.model
-
-    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        known = self.operator
-        return self.metric.at(params, inputs, random=random) if known is None else known
 
 
 class StochasticReconfiguration:
@@ -214,19 +187,19 @@ class StochasticReconfiguration:
 
     def _set_gradients(
         self, metric: GeometricTensor, states: Tensor, local_energies: Tensor, weights: Tensor | None
-    ) -> Operator | None:
-        """F into the parameters' `.grad`; S at the same point, if it comes from the same graph."""
+    ) -> Operator:
+        """F into the parameters' `.grad`; S at the same point, from the same graph."""
         processes, params = self.processes, trainable(self.psi)
         share = float(len(states)) if weights is None or processes.size == 1 else float(weights.sum())
         with processes.failing_together(self.psi.device):
             own = weights if weights is None or processes.size == 1 else weights / share
-            operator = metric.at(params, (states, own))
-            moment = operator.moment if isinstance(operator, Centred) else operator
+            operator = replace(metric, centred=True).at(params, (states, own))
+            assert isinstance(operator, Centred)
+            moment = operator.moment
             assert isinstance(moment, Pullback)
             check_amplitudes(moment.outputs, states)
         if processes.size > 1:
-            counted = operator.counted if isinstance(operator, Centred) else None
-            operator = join_moment(processes, moment, share, counted)
+            operator = join_moment(processes, moment, share, operator.counted)
         gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
         place = sum(int(one) for (one,) in processes.share_numbers([len(states)], states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
@@ -234,7 +207,7 @@ class StochasticReconfiguration:
         gradient = moment.linearization.space.unflatten(vector)
         for name, p in params.items():
             p.grad = gradient[name]
-        return operator if metric.centred else None  # a structure by layers listens to a pass of its own
+        return operator
 
     def _gather_energies(self, local_energies: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The local energies of all processes, with their weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -155,6 +156,57 @@ def test_kronecker_blocks_lower_the_energy(name):
         _, p, local = enumerate_state(psi, h, states)
         sr.step(states, local, p, enumerated=True)
     assert sr.energies[-1].mean < sr.energies[0].mean - 0.1
+
+
+def convolution() -> ng.LogAmplitude:
+    """log psi of eight spins on a ring, the same at every translation."""
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(i, 4, 3, padding=1, padding_mode="circular") for i in (1, 4)]
+    return ng.LogAmplitude(
+        nn.Sequential(nn.Unflatten(1, (1, 8)), layers[0], nn.Tanh(), layers[1], nn.Tanh(), SumUp()).double()
+    )
+
+
+class SumUp(nn.Module):
+    """All but the first axis, summed."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values.flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Kronecker(reduce=True)])
+def test_blocks_of_a_convolution_take_their_length_from_s(structure):
+    # positions of a translation-invariant psi move together, which blocks do not see: energies rose by several units
+    h = ng.vmc.TransverseIsing(8, field=2.0)
+    sr = ng.stochastic_reconfiguration(convolution(), lr=0.05, damping=1e-2, structure=structure)
+    search = ng.vmc.GroundState(h, ng.vmc.Enumerated(h.space), sr)
+    search.run(15)
+    energies = [one.mean for one in search.energies]
+    assert all(after < before for before, after in itertools.pairwise(energies))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_structures_step_ends_where_the_quadratic_with_s_is_lowest_along_it(momentum):
+    psi, states = WAVES["real log psi"](), all_spins()
+    _, p, local = enumerate_real(psi, states)
+    choices = {"structure": ng.Kronecker(), "rule": ng.Rate(), "damping": DAMPING, "momentum": momentum}
+    sr = ng.stochastic_reconfiguration(psi, lr=1.0, **choices)
+    step = torch.zeros_like(flat_parameters(psi))
+    for _ in range(2):  # the second has a momentum
+        o, last = log_derivatives(psi, states).real, step
+        o = o - (p.unsqueeze(1) * o).sum(0)
+        step = moved(psi, sr, states, local, p, enumerated=True)
+        pulled = (o.mT * p) @ (local - p @ local) - DAMPING * momentum * last
+        slope, form = -(step @ pulled), step @ ((o.mT * p) @ o + DAMPING * torch.eye(len(step), dtype=F64)) @ step
+        assert_close(slope, form)
+        assert sr.state_report().kl == pytest.approx(2 * float(step @ ((o.mT * p) @ o) @ step))
+        _, p, local = enumerate_real(psi, states)
+
+
+def enumerate_real(psi: ng.LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The state of a real Hamiltonian with its probabilities and local energies."""
+    vector, p, local = enumerate_state(psi, draw_hermitian(len(states), real=True), states)
+    return vector, p, local.real
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
