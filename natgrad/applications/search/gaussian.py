@@ -14,6 +14,7 @@ from natgrad.applications.search.convergence import ConvergenceMonitor, Toleranc
 from natgrad.applications.search.domain import Domain, as_bounds, as_integer_mask, as_point, as_scales, round_bounds
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.integer_margin import keep_integer_margin, move_repeats
+from natgrad.applications.search.integer_neighbours import TriedNeighbours
 from natgrad.applications.search.model import GaussianModel, State
 from natgrad.applications.search.ranking import Ranking
 from natgrad.linalg import all_finite
@@ -23,6 +24,9 @@ Bounds = tuple[Any, Any] | list[Any] | Tensor | None
 
 FAR = 1e4  # deviations at which candidates have to be finite
 OVERFLOW = "overflow: the next step would leave the range of the numbers; f seems to fall without end"
+NEIGHBOURS = "converged: every integer point next to the best one was evaluated, and none is better"
+STALLED = ("stagnation", "condition")
+"""Ends before which a search of integers alone evaluates the neighbours of its best point."""
 
 
 class GaussianSearch(Search):
@@ -87,6 +91,8 @@ class GaussianSearch(Search):
         if self.domain.mixed:
             self._state["stretch"] = torch.ones_like(start)
             self._keep_margin()
+        self._neighbours = TriedNeighbours(self.domain.lower, self.domain.upper) if bool(integer.all()) else None
+        self._stalled: str | None = None
         self._asked: tuple[Tensor, Tensor, Tensor] | None = None
         chosen = Tolerances() if tolerances is None else tolerances
         # a better integer comes with a chance of about 1 / popsize in a generation: equal values say less
@@ -123,6 +129,8 @@ class GaussianSearch(Search):
         if self.domain.mixed:
             domain = self.domain
             points = move_repeats(points, self.mean, domain.integer, domain.lower, domain.upper, self._generator)
+        if self._neighbours is not None and self.asks_for_neighbours:
+            points = self._neighbours.put_untried(points)
         self._asked = (points, normals, steps)
         return points.clone()
 
@@ -150,7 +158,19 @@ class GaussianSearch(Search):
         return self.sigma * (torch.ones_like(self._state["mean"]) if variances is None else variances.sqrt())
 
     def stop(self) -> str | None:
-        return OVERFLOW if self._overflown else self.model.trouble(self._state) or self._monitor.reason_to_stop()
+        if self._overflown:
+            return OVERFLOW
+        if self._neighbours is None or self._stalled is None:
+            return self._find_reason()
+        return f"{NEIGHBOURS} ({self._stalled})" if self._neighbours.is_minimum() else None
+
+    @property
+    def asks_for_neighbours(self) -> bool:
+        """True while a search of integers evaluates the neighbours of its best point, at its end."""
+        return self._stalled is not None
+
+    def _find_reason(self) -> str | None:
+        return self.model.trouble(self._state) or self._monitor.reason_to_stop()
 
     def measures(self) -> dict[str, float]:
         """`sigma`, and the `condition` number of the covariance where it is known."""
@@ -166,6 +186,8 @@ class GaussianSearch(Search):
             "counts": (self.nfev, self.nit, self.popsize),
             "watch": self._monitor.state_dict(),
             "overflown": self._overflown,
+            "neighbours": None if self._neighbours is None else self._neighbours.state_dict(),
+            "stalled": self._stalled,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,6 +205,9 @@ class GaussianSearch(Search):
         self.nfev, self.nit, _ = state["counts"]
         self._monitor.load_state_dict(state["watch"])
         self._overflown = state.get("overflown", False)
+        if self._neighbours is not None and state.get("neighbours") is not None:
+            self._neighbours.load_state_dict(state["neighbours"])
+        self._stalled = state.get("stalled")
 
     def _dim(self) -> int:
         return len(self.best.x)
@@ -204,6 +229,20 @@ class GaussianSearch(Search):
         if self.domain.mixed:
             self._keep_margin()
         self._monitor.record(values, self._largest_deviation(), self._state)
+        if self._neighbours is not None:
+            self._watch_neighbours(self._neighbours, points)
+
+    def _watch_neighbours(self, neighbours: TriedNeighbours, points: Tensor) -> None:
+        """Note whether the search of integers stalls: it ends when no neighbour is better, and goes on from one."""
+        if self._stalled is not None:
+            if torch.equal(self.best.x, neighbours.best):
+                neighbours.record(points)
+                return
+            self._stalled = None
+        why = self._find_reason()
+        if why is not None and why.split(":")[0] in STALLED:
+            self._stalled = why
+            neighbours.start(self.best.x)
 
     def _can_draw(self) -> bool:
         """True if all numbers of the state are finite, and candidates far from the mean are, too."""

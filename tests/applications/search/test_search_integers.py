@@ -161,3 +161,53 @@ def test_most_runs_find_a_minimum_two_steps_away():
         )
         found += result.x.tolist() == [0.0] * 3
     assert found >= 2
+
+
+def test_a_search_of_integers_ends_with_success_where_no_neighbour_is_better():
+    """A valley of integers: the deviations need not shrink to nothing, so that no tolerance tells it from a stall."""
+
+    def valley(X: Tensor) -> Tensor:
+        return 100 * (X[:, 1] - X[:, 0] ** 2) ** 2 + (1 - X[:, 0]) ** 2
+
+    result = ng.minimize(valley, [0.0, 0.0], 2.0, integers=range(2), seed=1)
+    assert result.fun == 0
+    assert result.success, result.message
+
+
+def test_a_search_of_integers_that_stalls_asks_for_the_neighbours_of_its_best_point():
+    def build() -> ng.GaussianSearch:
+        search = ng.GaussianSearch([0.0, 0.0], 1.0, popsize=4, seed=0, integers=range(2), bounds=(-1, 3))
+        search._monitor._find_reason = lambda *_: "stagnation: neither the best nor the median value got better"
+        return search
+
+    search = build()
+    search.tell(torch.tensor([[0.0, -1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 3.0]]), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert search.stop() is None
+    again = build()
+    again.load_state_dict(search.state_dict())
+    X = again.ask()
+    assert X[:3].tolist() == [[-1.0, -1.0], [1.0, -1.0], [0.0, 0.0]]  # (0, -2) lies beyond a bound
+    again.tell(X, torch.tensor([1.0, 0.5, 1.0, 1.0]))  # a better one: its neighbours are next
+    X = again.ask()
+    assert again.stop() is None
+    assert X[:3].tolist() == [[0.0, -1.0], [2.0, -1.0], [1.0, 0.0]]
+    again.tell(X, torch.ones(4))
+    assert str(again.stop()).startswith("converged: every integer point next to the best one")
+
+
+def test_with_a_surrogate_the_neighbours_have_true_values():
+    seen = []
+
+    def f(X: Tensor) -> Tensor:
+        seen.extend(X.tolist())
+        return (X - 1).square().sum(1)
+
+    search = ng.GaussianSearch([0.0, 0.0], 1.0, seed=1, integers=range(2))
+    usual = search._monitor._find_reason
+    late = "stagnation: neither the best nor the median value got better"
+    search._monitor._find_reason = lambda *now: late if search.nit >= 10 else usual(*now)
+    result = ng.minimize(f, search, surrogate=True, vectorized=True, maxfevals=5000)
+    assert result.success, result.message
+    assert result.x.tolist() == [1.0, 1.0]
+    assert all(point in seen for point in ([0.0, 1.0], [2.0, 1.0], [1.0, 0.0], [1.0, 2.0]))
+    assert result.nfev == len(seen)
