@@ -17,7 +17,7 @@ from natgrad.pure import PureModel, as_call
 
 
 @dataclass(frozen=True)
-class Workload:
+class ProductWorkload:
     """A network, a batch and its loss."""
 
     name: str
@@ -26,14 +26,14 @@ class Workload:
     targets: Tensor
 
 
-def mlp(batch: int = 500) -> Workload:
+def mlp(batch: int = 500) -> ProductWorkload:
     """784-1000-500-250-30 with tanh, classes out."""
     sizes = [784, 1000, 500, 250, 30]
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())][:-1]
-    return Workload("MLP 784-1000-500-250-30", nn.Sequential(*layers), torch.rand(batch, 784), labels(batch, 30))
+    return ProductWorkload("MLP 784-1000-500-250-30", nn.Sequential(*layers), torch.rand(batch, 784), labels(batch, 30))
 
 
-def cnn(batch: int = 128) -> Workload:
+def cnn(batch: int = 128) -> ProductWorkload:
     """Two 3x3 convolutions of 16 and 32 channels with pooling on 28x28, and a linear layer."""
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -45,7 +45,7 @@ def cnn(batch: int = 128) -> Workload:
         nn.Flatten(),
         nn.Linear(32 * 49, 10),
     )
-    return Workload("CNN 16-32 on 28x28", model, torch.rand(batch, 1, 28, 28), labels(batch, 10))
+    return ProductWorkload("CNN 16-32 on 28x28", model, torch.rand(batch, 1, 28, 28), labels(batch, 10))
 
 
 def labels(batch: int, classes: int) -> Tensor:
@@ -53,20 +53,20 @@ def labels(batch: int, classes: int) -> Tensor:
     return torch.randint(0, classes, (batch,))
 
 
-def gradient_of(work: Workload) -> Callable[[], object]:
+def gradient_of(work: ProductWorkload) -> Callable[[], object]:
     """One forward and backward pass."""
     params, loss = list(work.model.parameters()), nn.CrossEntropyLoss()
     return lambda: torch.autograd.grad(loss(work.model(work.inputs), work.targets), params)
 
 
-def pullback(work: Workload, linearise_after: int | None) -> Pullback:
+def pullback(work: ProductWorkload, linearise_after: int | None) -> Pullback:
     """The Fisher with a chosen way of products."""
     family = ng.Categorical()
     outputs = OutputMap(PureModel(work.model, as_call(work.inputs)), family.rows)
     return Pullback(Linearization(outputs, ng.trainable(work.model), linearise_after), family)
 
 
-def fresh_product(work: Workload, vector: Tensor) -> Callable[[], object]:
+def fresh_product(work: ProductWorkload, vector: Tensor) -> Callable[[], object]:
     """The same product with a graph of its own each time, through torch.func."""
     family, params = ng.Categorical(), {k: p.detach() for k, p in work.model.named_parameters()}
     space = ng.Space(params)
@@ -80,7 +80,7 @@ def fresh_product(work: Workload, vector: Tensor) -> Callable[[], object]:
     return product
 
 
-def report(work: Workload, repeats: int) -> list[tuple[str, str, str]]:
+def report(work: ProductWorkload, repeats: int) -> list[tuple[str, str, str]]:
     """Rows (what, multiples of a gradient, peak memory in multiples of a gradient's)."""
     cached, linear = pullback(work, None), pullback(work, 1)
     vector = torch.randn(cached.size)

@@ -42,7 +42,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Workload:
+class ScalingWorkload:
     """A model, and how many examples a process has of it in a step."""
 
     name: str
@@ -62,20 +62,20 @@ class Workload:
         return {layer.key: cost_of(layer.layout, structure.inverted_sizes(layer)) for layer in layers}
 
 
-def gpt2(name: str, width: int, depth: int, batch: int, places: int = 1024) -> Workload:
+def gpt2(name: str, width: int, depth: int, batch: int, places: int = 1024) -> ScalingWorkload:
     sizes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     block = [Matrix(o, i, places) for o, i in sizes]
-    return Workload(name, (Matrix(50257, width, places, False, True), *block * depth), batch)
+    return ScalingWorkload(name, (Matrix(50257, width, places, False, True), *block * depth), batch)
 
 
-def llama(name: str, width: int, inner: int, depth: int, batch: int, places: int = 4096) -> Workload:
+def llama(name: str, width: int, inner: int, depth: int, batch: int, places: int = 4096) -> ScalingWorkload:
     sizes = [*[(width, width)] * 4, (inner, width), (inner, width), (width, inner)]
     block = [Matrix(o, i, places, False) for o, i in sizes]
     ends = Matrix(32000, width, places, False, True), Matrix(32000, width, places, False)
-    return Workload(name, (*ends, *block * depth), batch)
+    return ScalingWorkload(name, (*ends, *block * depth), batch)
 
 
-def resnet50(batch: int) -> Workload:
+def resnet50(batch: int) -> ScalingWorkload:
     """Its convolutions, as matrices over unfolded patches."""
     found, inputs, side = [Matrix(64, 147, 112**2, False)], 64, 56
     for width, repeats in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -85,22 +85,24 @@ def resnet50(batch: int) -> Workload:
             found += [Matrix(4 * width, width, side**2, False)]
             found += [Matrix(4 * width, inputs, side**2, False)] if k == 0 else []
             inputs = 4 * width
-    return Workload("resnet50", (*found, Matrix(1000, 2048, 1)), batch)
+    return ScalingWorkload("resnet50", (*found, Matrix(1000, 2048, 1)), batch)
 
 
-def perceptron(widths: Sequence[int], batch: int, name: str = "perceptron") -> Workload:
+def perceptron(widths: Sequence[int], batch: int, name: str = "perceptron") -> ScalingWorkload:
     pairs = pairwise(widths)
-    return Workload(name, tuple(Matrix(o, i, 1) for i, o in pairs), batch)
+    return ScalingWorkload(name, tuple(Matrix(o, i, 1) for i, o in pairs), batch)
 
 
-def transformer(width: int, depth: int, batch: int) -> Workload:
+def transformer(width: int, depth: int, batch: int) -> ScalingWorkload:
     """The laboratory's, over characters."""
     sizes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     ends = Matrix(65, width, 64, False, True), Matrix(64, width, 64, False, True), Matrix(65, width, 64)
-    return Workload(f"transformer {depth} x {width}", (*ends, *[Matrix(o, i, 64) for o, i in sizes] * depth), batch)
+    return ScalingWorkload(
+        f"transformer {depth} x {width}", (*ends, *[Matrix(o, i, 64) for o, i in sizes] * depth), batch
+    )
 
 
-WORKLOADS: dict[str, Callable[[], Workload]] = {
+WORKLOADS: dict[str, Callable[[], ScalingWorkload]] = {
     "autoencoder": lambda: perceptron([784, 1000, 500, 250, 30, 250, 500, 1000, 784], 256, "autoencoder"),
     "transformer": lambda: transformer(128, 2, 64),
     "resnet50": lambda: resnet50(64),
@@ -207,7 +209,7 @@ class Mesh:
 
 
 def predict(
-    load: Workload,
+    load: ScalingWorkload,
     machine: Machine,
     ranks: int,
     share: str,
@@ -276,7 +278,7 @@ def kept_numbers(layer: Matrix) -> float:
     return found + (layer.outputs if layer.table else 0)
 
 
-def describe(load: Workload, machine: Machine, ranks: Iterable[int], mesh: Mesh, **every: int) -> list[str]:
+def describe(load: ScalingWorkload, machine: Machine, ranks: Iterable[int], mesh: Mesh, **every: int) -> list[str]:
     """Rows of a table."""
     rows = list[str]()
     for size in ranks:

@@ -18,7 +18,7 @@ from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
-from benchmarks.scaling import Machine, Workload, perceptron, predict
+from benchmarks.scaling import Machine, ScalingWorkload, perceptron, predict
 from natgrad.lapack import invert_or_nan
 
 LOAD = perceptron([512] * 9, 64)
@@ -68,7 +68,7 @@ def measure_sum(numbers: int, times: int) -> float:
     return (time.process_time() - start) / times
 
 
-def build(load: Workload) -> nn.Sequential:
+def build(load: ScalingWorkload) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [part for m in load.layers for part in (nn.Linear(m.inputs, m.outputs), nn.Tanh())]
     return nn.Sequential(*layers[:-1])

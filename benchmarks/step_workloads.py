@@ -34,7 +34,7 @@ SUMMED: Rates = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """A task and its budgets.
 
     make(): the task; its own contestants are not looked at. but: matrices that are Adam's where Muon has the rest.
@@ -51,19 +51,21 @@ class Workload:
 
 
 def characters(layers: int, width: int) -> Task:
-    return char_transformer.tasks(char_transformer.Settings(methods="adam", layers=layers, width=width))[0]
+    return char_transformer.tasks(char_transformer.CharTransformerSettings(methods="adam", layers=layers, width=width))[
+        0
+    ]
 
 
 def llama(tied: bool) -> Task:
-    return llama_text.tasks(llama_text.Settings(methods="adam", tied=tied))[0]
+    return llama_text.tasks(llama_text.LlamaTextSettings(methods="adam", tied=tied))[0]
 
 
 def cifar(network: str) -> Task:
-    return vit_cifar.tasks(vit_cifar.Settings(methods="adam", networks=network))[0]
+    return vit_cifar.tasks(vit_cifar.VitCifarSettings(methods="adam", networks=network))[0]
 
 
 def deep(data: str, start: str) -> Task:
-    return autoencoder.tasks(autoencoder.Settings(methods="adam", data=data, start=start))[0]
+    return autoencoder.tasks(autoencoder.AutoencoderSettings(methods="adam", data=data, start=start))[0]
 
 
 def table(name: str, regression: bool, widths: tuple[int, ...], activation: type[nn.Module] = nn.Tanh) -> Task:
@@ -127,29 +129,37 @@ def scaled_blocks(kind: str, gamma: float) -> Task:
 
 
 TEXT, LLAMA = ("symbol.weight", "place.weight", "head.weight"), ("symbol.weight", "head.weight")
-WORKLOADS: dict[str, Workload] = {
-    "char": Workload(lambda: characters(2, 128), 32, (200, 400), (30.0,), TEXT, looked_at=64),
-    "char-wide": Workload(lambda: characters(4, 192), 32, (200,), (), TEXT, looked_at=64),
-    "llama": Workload(lambda: llama(False), 32, (200,), (30.0,), LLAMA, looked_at=64),
-    "llama-tied": Workload(lambda: llama(True), 32, (200,), (), LLAMA, looked_at=64),
-    "fashion-cnn": Workload(
-        lambda: fashion_cnn.tasks(fashion_cnn.Settings(methods="adam"))[0], 128, (150, 600), (15.0,), ("9.weight",)
+WORKLOADS: dict[str, StepWorkload] = {
+    "char": StepWorkload(lambda: characters(2, 128), 32, (200, 400), (30.0,), TEXT, looked_at=64),
+    "char-wide": StepWorkload(lambda: characters(4, 192), 32, (200,), (), TEXT, looked_at=64),
+    "llama": StepWorkload(lambda: llama(False), 32, (200,), (30.0,), LLAMA, looked_at=64),
+    "llama-tied": StepWorkload(lambda: llama(True), 32, (200,), (), LLAMA, looked_at=64),
+    "fashion-cnn": StepWorkload(
+        lambda: fashion_cnn.tasks(fashion_cnn.FashionCnnSettings(methods="adam"))[0],
+        128,
+        (150, 600),
+        (15.0,),
+        ("9.weight",),
     ),
-    "resnet": Workload(lambda: cifar("resnet"), 64, (150,), (60.0,), ("head.weight",), looked_at=250),
-    "vit": Workload(lambda: cifar("vit"), 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
-    "autoencoder": Workload(lambda: deep("mnist", "torch"), 500, (80,), (60.0,), rates=SUMMED),
-    "autoencoder-glorot": Workload(lambda: deep("mnist", "glorot"), 500, (80,), (60.0,), rates=SUMMED),
-    "curves": Workload(lambda: deep("curves", "torch"), 500, (80,), (30.0,), rates=SUMMED),
-    "digits-autoencoder": Workload(lambda: deep("digits", "torch"), 256, (200,), (), rates=SUMMED),
-    "vae": Workload(lambda: vae_mnist.tasks(vae_mnist.Settings(methods="adam"))[0], 128, (300,), (20.0,), rates=SUMMED),
-    "digits": Workload(lambda: table("digits", False, (64, 128, 128, 10)), 256, (100,), ()),
-    "wine": Workload(lambda: table("wine", False, (13, 32, 32, 3)), 64, (60,), ()),
-    "cancer": Workload(lambda: table("breast_cancer", False, (30, 32, 32, 2)), 64, (60,), ()),
-    "diabetes": Workload(lambda: table("diabetes", True, (10, 32, 32, 1)), 64, (60,), ()),
-    "sigmoid": Workload(sigmoid, 256, (300,), ()),
-    "survival": Workload(lambda: survival.tasks(survival.Settings(methods="adam"))[0], 128, (200,), (), ("4.weight",)),
+    "resnet": StepWorkload(lambda: cifar("resnet"), 64, (150,), (60.0,), ("head.weight",), looked_at=250),
+    "vit": StepWorkload(lambda: cifar("vit"), 64, (200,), (60.0,), ("place", "head.weight"), looked_at=250),
+    "autoencoder": StepWorkload(lambda: deep("mnist", "torch"), 500, (80,), (60.0,), rates=SUMMED),
+    "autoencoder-glorot": StepWorkload(lambda: deep("mnist", "glorot"), 500, (80,), (60.0,), rates=SUMMED),
+    "curves": StepWorkload(lambda: deep("curves", "torch"), 500, (80,), (30.0,), rates=SUMMED),
+    "digits-autoencoder": StepWorkload(lambda: deep("digits", "torch"), 256, (200,), (), rates=SUMMED),
+    "vae": StepWorkload(
+        lambda: vae_mnist.tasks(vae_mnist.VaeSettings(methods="adam"))[0], 128, (300,), (20.0,), rates=SUMMED
+    ),
+    "digits": StepWorkload(lambda: table("digits", False, (64, 128, 128, 10)), 256, (100,), ()),
+    "wine": StepWorkload(lambda: table("wine", False, (13, 32, 32, 3)), 64, (60,), ()),
+    "cancer": StepWorkload(lambda: table("breast_cancer", False, (30, 32, 32, 2)), 64, (60,), ()),
+    "diabetes": StepWorkload(lambda: table("diabetes", True, (10, 32, 32, 1)), 64, (60,), ()),
+    "sigmoid": StepWorkload(sigmoid, 256, (300,), ()),
+    "survival": StepWorkload(
+        lambda: survival.tasks(survival.SurvivalSettings(methods="adam"))[0], 128, (200,), (), ("4.weight",)
+    ),
 } | {
-    f"{name}-{gamma:g}": Workload(
+    f"{name}-{gamma:g}": StepWorkload(
         partial(scaled_blocks, kind, gamma), 64, (150,), (), but=("symbol.weight", "head.weight")
     )
     for name, kind in (("convnext", "convolution"), ("eva", "attention"), ("mamba", "scan"))

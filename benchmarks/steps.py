@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from benchmarks.products import Workload, cnn, mlp
+from benchmarks.products import ProductWorkload, cnn, mlp
 from benchmarks.timing import ratios
 
 PRODUCTS = 10
@@ -21,17 +21,17 @@ HEADS = ("step / gradient", "products", "their share of it")
 class Setting:
     """A workload, its loss, and on how many of its examples a smaller metric is taken."""
 
-    work: Workload
+    work: ProductWorkload
     criterion: nn.Module
     some: int
 
 
-def autoencoder(batch: int = 1000) -> Workload:
+def autoencoder(batch: int = 1000) -> ProductWorkload:
     """784-1000-500-250-30-250-500-1000-784 with tanh, on random grey pixels."""
     sizes = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())][:-1]
     images = torch.rand(batch, 784)
-    return Workload("Autoencoder 784-1000-500-250-30-...", nn.Sequential(*layers), images, images)
+    return ProductWorkload("Autoencoder 784-1000-500-250-30-...", nn.Sequential(*layers), images, images)
 
 
 def settings() -> list[Setting]:

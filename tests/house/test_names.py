@@ -16,9 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HIDDEN_IMPORTS = 0  # names that a folder takes from another one, which does not list them in its `__all__`
-NAMESAKES = 0  # names of classes that are defined twice
+NAMESAKES = 0  # names of classes that are defined twice in one package
 PARTICIPLES = 0  # functions named `merged`, `told`, ...: say what is merged into what, with a verb
-BESIDE = ("lab/natgrad_lab", "benchmarks")  # whose functions are held to the same number
+BESIDE = ("lab/natgrad_lab", "benchmarks")  # held to the same numbers, each package by itself
 
 IRREGULAR = re.compile(
     "bent|bound|built|caught|chosen|drawn|felt|found|given|held|kept|known|laid|lost|met|paid|seen|sent|shown|sold|taken|"
@@ -90,18 +90,14 @@ def test_folders_share_what_they_list():
     assert len(found) <= HIDDEN_IMPORTS, f"{len(found)} names: {found}"
 
 
-def test_a_class_has_one_home():
-    found = sorted(namesakes(TREES))
+@pytest.mark.parametrize("package", ["natgrad", *BESIDE])
+def test_a_class_has_one_home(package: str):
+    found = sorted(namesakes(sources(package)))
     assert len(found) <= NAMESAKES, f"{len(found)} names: {found}"
 
 
-def test_functions_are_verbs():
-    found = participles(TREES)
-    assert len(found) <= PARTICIPLES, f"{len(found)} names: {found}"
-
-
-@pytest.mark.parametrize("package", BESIDE)
-def test_functions_beside_are_verbs(package: str):
+@pytest.mark.parametrize("package", ["natgrad", *BESIDE])
+def test_functions_are_verbs(package: str):
     found = participles(sources(package))
     assert len(found) <= PARTICIPLES, f"{len(found)} names: {found}"
 

@@ -28,7 +28,7 @@ FLOORS = (1.0, 0.1, 0.01, 0.001)  # the lowest eigenvalue of the field's precisi
 
 
 @dataclass(frozen=True)
-class Settings:
+class BoltzmannRatioSettings:
     """What `--set` can change. In full size: data=mnist seconds=120."""
 
     units: int = 6  # of the machine that is learnt from its exact distribution
@@ -66,7 +66,7 @@ class Settings:
 
 def exact(run: Run) -> Numbers:
     """For every scale and loss: KL after each natural step, and how many steps gradient descent takes."""
-    s: Settings = run.settings
+    s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
     for place, scale in enumerate(SCALES):
         known = ExactMachine(s.units, scale, run.seed)
@@ -79,7 +79,7 @@ def exact(run: Run) -> Numbers:
 
 def compare_directions(run: Run, known: ExactMachine, loss: str, begun: float) -> Numbers:
     """Both directions on one loss; gradient descent at the best of ten rates."""
-    s: Settings = run.settings
+    s: BoltzmannRatioSettings = run.settings
     rates = torch.tensor(RATES, dtype=torch.float64)
     taken = descend(known, loss, rates, s.goal, s.steps, lambda: run.advance(begun))
     reached = [(count, rate) for count, rate in zip(taken, RATES, strict=True) if count is not None]
@@ -94,7 +94,7 @@ def compare_directions(run: Run, known: ExactMachine, loss: str, begun: float) -
 
 def larger(run: Run) -> Numbers:
     """Natural steps of ratio matching on a larger machine, couplings scaled to drive each unit as strongly."""
-    s: Settings = run.settings
+    s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
     for place, scale in enumerate(SCALES):
         run.advance(place / len(SCALES))
@@ -110,7 +110,7 @@ def field(run: Run) -> Numbers:
 
 def recover_optimum(run: Run, floor: float, begun: float) -> Numbers:
     """From the identity to the optimum; distances are relative to the optimum's length."""
-    s: Settings = run.settings
+    s: BoltzmannRatioSettings = run.settings
     model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))
     truth = laplacian(model, floor)
     x = model.condense(model.sample(truth, s.examples, generator=torch.Generator().manual_seed(run.seed)))
@@ -153,7 +153,7 @@ def descent(run: Run, curvature: Tensor, error: Tensor, rate: float, close: floa
 
 def choice(run: Run) -> Numbers:
     """Every contestant's best rate, by its own loss on the last training images after a part of the seconds."""
-    s: Settings = run.settings
+    s: BoltzmannRatioSettings = run.settings
     shown = images(s.data, s.looked_at)
     held = min(1000, len(shown.train) // 5)
     apart = Images(shown.train[:-held], shown.train[-held:], shown.side)
@@ -177,7 +177,7 @@ def best(tried: Numbers) -> float:
 
 def race(run: Run) -> Numbers:
     """Test losses over seconds of every contestant at its rate, and draws from what it has learnt."""
-    s: Settings = run.settings
+    s: BoltzmannRatioSettings = run.settings
     shown, found = images(s.data, s.looked_at), {}
     for place, (name, one) in enumerate(CONTESTANTS.items()):
         points: list[Numbers] = []
@@ -189,7 +189,7 @@ def race(run: Run) -> Numbers:
     return {"side": shown.side, "contestants": found, "real": shown.test[:: len(shown.test) // 8][:8].int().tolist()}
 
 
-def pieces(settings: Settings) -> tuple[Piece, ...]:
+def pieces(settings: BoltzmannRatioSettings) -> tuple[Piece, ...]:
     """The exact machines, the field, and the images: first the rates, then the race."""
     return (
         Piece("exact", f"{settings.units} spins, exact", exact),
@@ -203,7 +203,7 @@ def pieces(settings: Settings) -> tuple[Piece, ...]:
 STUDY = Study(
     "boltzmann_ratio",
     "Boltzmann machines by ratio matching and a Gauss-Markov field: exact, then on digits",
-    Settings,
+    BoltzmannRatioSettings,
     pieces,
     boltzmann_page.tell,
     seeds=3,

@@ -31,7 +31,7 @@ GRID, HELD_OUT, SHOWN = 60, 1000, 40
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScoreEnergySettings:
     """What `--set` can change."""
 
     tasks: str = "rings,spiral,digits"  # and mnist, where its data are
@@ -104,7 +104,7 @@ def network(name: str, variables: int, width: int, seed: int) -> nn.Module:
         return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
-def optimizers(s: Settings) -> dict[str, Callable[[nn.Module], Any]]:
+def optimizers(s: ScoreEnergySettings) -> dict[str, Callable[[nn.Module], Any]]:
     """The methods by name: two lines apart."""
     rule = NoiseAware(move=s.move, noise=s.signal, spectral=SpectralDescent(damping=s.whitening))
     return {
@@ -118,7 +118,7 @@ def training(run: Run, task: str, method: str) -> Numbers:
 
     A curve's points are seconds, steps, loss, and the distance from the exact score where that is known.
     """
-    s: Settings = run.settings
+    s: ScoreEnergySettings = run.settings
     draw, test = source(task)
     noise = s.noise if task in ("rings", "spiral") else s.image_noise
     energy = network(task, test.shape[1], s.width, run.seed)
@@ -209,7 +209,7 @@ def round_numbers(tensor: Tensor) -> list[Any]:
     return tensor.mul(1000).round().div(1000).tolist()
 
 
-def pieces(s: Settings) -> tuple[Piece, ...]:
+def pieces(s: ScoreEnergySettings) -> tuple[Piece, ...]:
     """One per task and method."""
     return tuple(
         Piece(f"{task} {method}", f"{task}, {method}", lambda run, t=task, m=method: training(run, t, m))
@@ -221,7 +221,7 @@ def pieces(s: Settings) -> tuple[Piece, ...]:
 STUDY = Study(
     name="score_energy_net",
     summary="energy networks by denoising score matching: rings, a spiral, digits; K-FAC beside Adam",
-    settings=Settings,
+    settings=ScoreEnergySettings,
     pieces=pieces,
     tell=score_energy_page.tell,
     seeds=1,

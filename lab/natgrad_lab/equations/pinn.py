@@ -15,7 +15,7 @@ from torch.func import functional_call, vmap
 
 import natgrad as ng
 from natgrad_lab.equations import pinn_page
-from natgrad_lab.equations.problems import Problem, heat, inverse, poisson
+from natgrad_lab.equations.problems import EquationProblem, heat, inverse, poisson
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Findings, Numbers, Piece, Run, Study
 
@@ -23,7 +23,7 @@ GRID = 51
 
 
 @dataclass(frozen=True)
-class Settings:
+class PinnSettings:
     """What `--set` can change."""
 
     seconds: float = 6.0  # of CPU time per method
@@ -41,7 +41,9 @@ class Settings:
             raise LabError(f"width is {self.width}, expected at least 1")
 
 
-def by_residuals(problem: Problem, unknowns: dict[str, Any], s: Settings, draw: Callable[[], Any]) -> Iterator[None]:
+def by_residuals(
+    problem: EquationProblem, unknowns: dict[str, Any], s: PinnSettings, draw: Callable[[], Any]
+) -> Iterator[None]:
     """`ng.residuals` as it comes."""
     opt = ng.residuals(unknowns, problem.terms)
     while True:
@@ -49,7 +51,9 @@ def by_residuals(problem: Problem, unknowns: dict[str, Any], s: Settings, draw: 
         yield
 
 
-def by_adam(problem: Problem, unknowns: dict[str, Any], s: Settings, draw: Callable[[], Any]) -> Iterator[None]:
+def by_adam(
+    problem: EquationProblem, unknowns: dict[str, Any], s: PinnSettings, draw: Callable[[], Any]
+) -> Iterator[None]:
     """Adam on the same loss, its rate on a cosine to zero over the seconds."""
     net = unknowns["u"]
     parameters = [*net.parameters(), *([unknowns["k"]] if "k" in unknowns else [])]
@@ -63,7 +67,7 @@ def by_adam(problem: Problem, unknowns: dict[str, Any], s: Settings, draw: Calla
         yield
 
 
-def mean_squares(problem: Problem, unknowns: dict[str, Any], points: Any) -> Tensor:
+def mean_squares(problem: EquationProblem, unknowns: dict[str, Any], points: Any) -> Tensor:
     """The loss by torch.func alone: the sum of the terms' mean squares."""
     net, params = unknowns["u"], dict(unknowns["u"].named_parameters())
     given = [unknowns["k"]] if "k" in unknowns else []
@@ -82,9 +86,9 @@ def mean_squares(problem: Problem, unknowns: dict[str, Any], points: Any) -> Ten
 METHODS = {"ng.residuals": by_residuals, "Adam": by_adam}
 
 
-def solve(make: Callable[[], Problem], method: str, run: Run) -> Numbers:
+def solve(make: Callable[[], EquationProblem], method: str, run: Run) -> Numbers:
     """Relative error against CPU seconds and steps; solution and error field on a grid at the end."""
-    s: Settings = run.settings
+    s: PinnSettings = run.settings
     problem, generator = make(), torch.Generator().manual_seed(run.seed)
     unknowns = problem.unknowns(run.seed, s.width)
     fixed = problem.draw(generator)
@@ -119,25 +123,25 @@ def grid() -> Tensor:
     return torch.stack(torch.meshgrid(ticks, ticks, indexing="xy"), -1).view(-1, 2)
 
 
-def relative_error(problem: Problem, unknowns: dict[str, Any]) -> float:
+def relative_error(problem: EquationProblem, unknowns: dict[str, Any]) -> float:
     """|u - exact| / |exact| on the grid."""
     exact = problem.solution(grid())
     with torch.no_grad():
         return float((unknowns["u"](grid()).squeeze(1) - exact).norm() / exact.norm())
 
 
-def pieces(make: Callable[[], Problem], s: Settings) -> tuple[Piece, ...]:
+def pieces(make: Callable[[], EquationProblem], s: PinnSettings) -> tuple[Piece, ...]:
     """One per method."""
     return tuple(Piece(method, method, partial(solve, make, method)) for method in METHODS)
 
 
-def make_study(name: str, make: Callable[[], Problem], summary: str) -> Study:
+def make_study(name: str, make: Callable[[], EquationProblem], summary: str) -> Study:
     """The study of one problem."""
 
     def tell(findings: Findings) -> Any:
         return pinn_page.tell(findings, summary, make().axes, make().coefficient, tuple(METHODS))
 
-    return Study(name=name, summary=summary, settings=Settings, pieces=partial(pieces, make), tell=tell, seeds=3)
+    return Study(name=name, summary=summary, settings=PinnSettings, pieces=partial(pieces, make), tell=tell, seeds=3)
 
 
 POISSON = make_study("pinn_poisson", poisson, "Poisson's equation on a square by a network: ng.residuals beside Adam")

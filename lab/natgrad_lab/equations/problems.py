@@ -16,7 +16,7 @@ Points = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Problem:
+class EquationProblem:
     """An equation with its conditions.
 
     terms: for `ng.residuals`. draw: a generator -> points of every term. solution: points (b, 2) -> values (b,).
@@ -53,13 +53,13 @@ def on_edges(count: int, sides: tuple[int, ...], generator: torch.Generator) -> 
     return x
 
 
-def poisson() -> Problem:
+def poisson() -> EquationProblem:
     """-Laplace u = 2 pi^2 sin(pi x) sin(pi y), u = 0 on the edges."""
 
     def exact(x: Tensor) -> Tensor:
         return torch.sin(math.pi * x).prod(-1)
 
-    return Problem(
+    return EquationProblem(
         {"inside": lambda u, x: ng.laplacian(u, x) + 2 * math.pi**2 * exact(x), "boundary": lambda u, x: u(x)},
         lambda g: {"inside": uniform(400, g), "boundary": on_edges(120, (0, 1, 2, 3), g)},
         exact,
@@ -67,13 +67,13 @@ def poisson() -> Problem:
     )
 
 
-def heat() -> Problem:
+def heat() -> EquationProblem:
     """u_t = u_xx / 4 from u = sin(pi x), u = 0 at both ends."""
 
     def exact(x: Tensor) -> Tensor:
         return torch.exp(-(math.pi**2) * x[..., 1] / 4) * torch.sin(math.pi * x[..., 0])
 
-    return Problem(
+    return EquationProblem(
         {
             "inside": lambda u, x: ng.time_derivative(u, x) - ng.laplacian(u, x, dims=[0]) / 4,
             "conditions": lambda u, x: u(x) - exact(x),
@@ -84,7 +84,7 @@ def heat() -> Problem:
     )
 
 
-def inverse() -> Problem:
+def inverse() -> EquationProblem:
     """The same with an unknown k in place of 1 / 4, from 100 measured values of u inside."""
     forward = heat()
     k = 0.25
@@ -93,7 +93,7 @@ def inverse() -> Problem:
         sensors = uniform(100, g)
         return forward.draw(g) | {"data": (sensors, forward.solution(sensors))}
 
-    return Problem(
+    return EquationProblem(
         {
             "inside": lambda u, k, x: ng.time_derivative(u, x) - k * ng.laplacian(u, x, dims=[0]),
             "conditions": lambda u, k, x: u(x) - forward.solution(x),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from natgrad_lab.experiments.base import LabError
@@ -42,11 +43,24 @@ def describe_settings(kind: type) -> list[tuple[str, str, str]]:
     """
     comments: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
-        for line in inspect.getsource(base).splitlines():
-            if found := re.match(r"    (\w+): [^#]*#\s*(.+)", line):
-                comments[found[1]] = found[2]
+        with contextlib.suppress(OSError):  # a class of `change_defaults` has no source
+            for line in inspect.getsource(base).splitlines():
+                if found := re.match(r"    (\w+): [^#]*#\s*(.+)", line):
+                    comments[found[1]] = found[2]
     defaults = {one.name: one.default for one in fields(kind)}
     return [(name, "none" if value is None else str(value), comments.get(name, "")) for name, value in defaults.items()]
+
+
+def change_defaults(kind: type, **defaults: Any) -> type:
+    """A class of the same settings with other defaults.
+
+    Args:
+        kind: A frozen dataclass.
+        **defaults: Field -> value.
+    """
+    hints = get_type_hints(kind)
+    changed = [(key, hints[key], value) for key, value in defaults.items()]
+    return make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
 
 
 def fill(settings: Any, values: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ GROUPS["all"] = tuple(dict.fromkeys(GROUPS["structures"] + GROUPS["matrix_free"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class AutoencoderSettings:
     """What `--set` can change."""
 
     seconds: float = 60.0  # of training per run on MNIST, a third of it on the curves, a thirtieth on the digits
@@ -46,7 +46,7 @@ class Settings:
     choices: int | None = None  # the first of every grid that are tried; none for all
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: AutoencoderSettings) -> tuple[Task, ...]:
     """Those of the data that the settings name."""
     words = settings.data.split(",")
     check("activation", settings.activation, ACTIVATIONS)
@@ -56,19 +56,19 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
     return tuple(build(settings) for name, build in TASKS.items() if name in words)
 
 
-def of_mnist(settings: Settings) -> Task:
+def of_mnist(settings: AutoencoderSettings) -> Task:
     """784-1000-500-250-30 and back."""
     images = ImageSet("mnist", "MNIST", mnist, mean_image=206, entropy=46)
     return task(images, [784, 1000, 500, 250, 30], settings, select_contestants(settings, mnist_contestants()))
 
 
-def of_curves(settings: Settings) -> Task:
+def of_curves(settings: AutoencoderSettings) -> Task:
     """784-400-200-100-50-25-6 and back."""
     images = ImageSet("curves", "Curves", curves, mean_image=125, entropy=40, share=1 / 3)
     return task(images, [784, 400, 200, 100, 50, 25, 6], settings, select_contestants(settings, curves_contestants()))
 
 
-def of_digits(settings: Settings) -> Task:
+def of_digits(settings: AutoencoderSettings) -> Task:
     """64-100-50-10 and back: for a quick look, without any file of data."""
     images = ImageSet("digits", "Digits", digits, mean_image=27, entropy=14, share=1 / 30)
     return task(images, [64, 100, 50, 10], settings, select_contestants(settings, digits_contestants()))
@@ -98,7 +98,9 @@ class ImageSet:
     share: float = 1.0
 
 
-def task(images: ImageSet, encoder: Sequence[int], settings: Settings, among: tuple[Contestant, ...]) -> Task:
+def task(
+    images: ImageSet, encoder: Sequence[int], settings: AutoencoderSettings, among: tuple[Contestant, ...]
+) -> Task:
     """Cross-entropy of every pixel, summed over an image: the Fisher of Bernoulli variables."""
     return Task(
         name=images.name,
@@ -117,7 +119,7 @@ def task(images: ImageSet, encoder: Sequence[int], settings: Settings, among: tu
     )
 
 
-def select_contestants(settings: Settings, among: Mapping[str, Contestant]) -> tuple[Contestant, ...]:
+def select_contestants(settings: AutoencoderSettings, among: Mapping[str, Contestant]) -> tuple[Contestant, ...]:
     """Those that the settings name, with as much of their grids."""
     if settings.choices is not None and settings.choices < 1:
         raise LabError(f"choices is {settings.choices}, expected at least 1, or none for the whole grids")
@@ -216,7 +218,7 @@ def check(name: str, word: str, known: Mapping[str, object]) -> None:
 RACE = Race(
     "autoencoder",
     "Deep autoencoders on MNIST and drawn curves (needs the data)",
-    Settings,
+    AutoencoderSettings,
     tasks,
     title="Deep autoencoders: the natural gradient beside Adam, Muon, SOAP and SGD",
 )

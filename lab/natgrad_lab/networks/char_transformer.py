@@ -21,7 +21,7 @@ from natgrad_lab.networks.text import SYMBOLS, documentation, windows
 
 
 @dataclass(frozen=True)
-class Settings:
+class CharTransformerSettings:
     """What `--set` can change."""
 
     seconds: float = 20.0  # of training per run
@@ -38,7 +38,7 @@ class Settings:
     length: int = 64  # characters of a window
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: CharTransformerSettings) -> tuple[Task, ...]:
     """One task: cross-entropy of the next character."""
     return (
         Task(
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
     def __init__(self, symbols: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.symbol, self.place = nn.Embedding(symbols, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TextBlock(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, symbols)
 
     def forward(self, characters: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(hidden)).mT
 
 
-class Block(nn.Module):
+class TextBlock(nn.Module):
     """x + attention(norm x), then x + perceptron(norm x), on (b, t, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -112,7 +112,7 @@ class Block(nn.Module):
 RACE = Race(
     "char_transformer",
     "A small transformer on Python's own documentation",
-    Settings,
+    CharTransformerSettings,
     tasks,
     title="A small transformer: the natural gradient beside Adam, Muon, SOAP and SGD",
 )

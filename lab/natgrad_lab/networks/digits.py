@@ -23,7 +23,7 @@ from natgrad_lab.experiments.models import (
 
 
 @dataclass(frozen=True)
-class Settings:
+class DigitsSettings:
     """What `--set` can change."""
 
     seconds: float = 3.5  # of training per autoencoder run, 0.6 of it per classifier run: three minutes in all
@@ -35,7 +35,7 @@ class Settings:
     device: str = "cpu"
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: DigitsSettings) -> tuple[Task, ...]:
     """The classifier and the autoencoder."""
     return classifier(), autoencoder()
 
@@ -88,7 +88,7 @@ def autoencoder() -> Task:
 RACE = Race(
     "digits",
     "A classifier and an autoencoder on scikit-learn's digits",
-    Settings,
+    DigitsSettings,
     tasks,
     title="The natural gradient on digits: K-FAC and truncated Newton beside Adam and SGD",
 )

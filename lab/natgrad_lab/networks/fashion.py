@@ -19,7 +19,7 @@ from natgrad_lab.experiments.models import (
 
 
 @dataclass(frozen=True)
-class Settings:
+class FashionSettings:
     """What `--set` can change."""
 
     seconds: float = 30.0  # of training per run; chosen so that the whole takes about half an hour on two cores
@@ -31,7 +31,7 @@ class Settings:
     device: str = "cpu"
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: FashionSettings) -> tuple[Task, ...]:
     """The classifier and the autoencoder."""
     return classifier(), autoencoder()
 
@@ -78,4 +78,4 @@ def autoencoder() -> Task:
     )
 
 
-RACE = Race("fashion", "The race of `digits` on Fashion-MNIST (needs the data)", Settings, tasks)
+RACE = Race("fashion", "The race of `digits` on Fashion-MNIST (needs the data)", FashionSettings, tasks)

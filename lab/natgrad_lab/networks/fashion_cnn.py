@@ -18,7 +18,7 @@ from natgrad_lab.experiments.models import categorical_divergence, mistakes
 
 
 @dataclass(frozen=True)
-class Settings:
+class FashionCnnSettings:
     """What `--set` can change."""
 
     seconds: float = 20.0  # of training per run
@@ -32,7 +32,7 @@ class Settings:
     filters: int = 16  # of the first convolution; the second has twice as many
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: FashionCnnSettings) -> tuple[Task, ...]:
     """One task: cross-entropy of ten classes."""
     return (
         Task(
@@ -82,7 +82,7 @@ def among() -> Mapping[str, Contestant]:
 RACE = Race(
     "fashion_cnn",
     "A convolutional network with batch norm on Fashion-MNIST (needs the data)",
-    Settings,
+    FashionCnnSettings,
     tasks,
     title="A convolutional network with batch norm: the natural gradient beside Adam, Muon, SOAP and SGD",
 )

@@ -22,7 +22,7 @@ from natgrad_lab.networks.text import SYMBOLS
 
 
 @dataclass(frozen=True)
-class Settings:
+class LlamaTextSettings:
     """What `--set` can change."""
 
     seconds: float = 20.0  # of training per run
@@ -41,7 +41,7 @@ class Settings:
     tied: bool = False  # whether the logits' matrix is the embedding's
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: LlamaTextSettings) -> tuple[Task, ...]:
     """One task: cross-entropy of the next character."""
     tied = ", tied" if settings.tied else ""
     return (
@@ -85,7 +85,7 @@ class Llama(nn.Module):
                 "groups that divide the heads"
             )
         self.symbol = nn.Embedding(symbols, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, groups) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(LlamaBlock(width, heads, groups) for _ in range(layers)))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, symbols, bias=False)
         if tied:
             nn.init.normal_(self.symbol.weight, std=width**-0.5)  # torch's own would make logits of size width^1/2
@@ -95,7 +95,7 @@ class Llama(nn.Module):
         return self.head(self.norm(self.blocks(self.symbol(characters)))).mT
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """x + attention(norm x), then x + SwiGLU(norm x), on (b, t, width), without biases."""
 
     def __init__(self, width: int, heads: int, groups: int) -> None:
@@ -138,7 +138,7 @@ def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
 RACE = Race(
     "llama_text",
     "A small Llama on Python's own documentation",
-    Settings,
+    LlamaTextSettings,
     tasks,
     title="A small Llama: the natural gradient beside Adam, Muon, SOAP and SGD",
 )

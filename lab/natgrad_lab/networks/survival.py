@@ -25,7 +25,7 @@ COVARIATES = 12
 
 
 @dataclass(frozen=True)
-class Settings:
+class SurvivalSettings:
     """What `--set` can change."""
 
     seconds: float = 5.0  # of training per run
@@ -40,7 +40,7 @@ class Settings:
     patients: int = 8000  # to train on; a quarter as many to test
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: SurvivalSettings) -> tuple[Task, ...]:
     """One task: the negative log likelihood of times and events."""
     if settings.hazard not in HAZARDS:
         raise LabError(f"hazard is {settings.hazard!r}, expected one of {', '.join(HAZARDS)}")
@@ -164,7 +164,7 @@ def among() -> Mapping[str, Contestant]:
 RACE = Race(
     "survival",
     "Times to an event under a hazard of the user's own",
-    Settings,
+    SurvivalSettings,
     tasks,
     title="Survival: the natural gradient beside Adam, Muon, SOAP and SGD",
 )

@@ -22,7 +22,7 @@ DATA = {"mnist": mnist, "digits": digits}
 
 
 @dataclass(frozen=True)
-class Settings:
+class VaeSettings:
     """What `--set` can change."""
 
     seconds: float = 20.0  # of training per run
@@ -38,7 +38,7 @@ class Settings:
     data: str = "mnist"  # or digits, which need no file
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: VaeSettings) -> tuple[Task, ...]:
     """One task: the negative evidence lower bound."""
     if settings.data not in DATA:
         raise LabError(f"data is {settings.data!r}, expected one of {', '.join(DATA)}: use --set data=digits")
@@ -105,7 +105,7 @@ def divergence_from_prior(posterior: Tensor) -> Tensor:
 RACE = Race(
     "vae_mnist",
     "A variational autoencoder, half its loss unknown to the metric (needs the data)",
-    Settings,
+    VaeSettings,
     tasks,
     title="A variational autoencoder: the natural gradient beside Adam, Muon, SOAP and SGD",
 )

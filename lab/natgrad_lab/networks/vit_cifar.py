@@ -21,7 +21,7 @@ from natgrad_lab.experiments.models import categorical_divergence, mistakes
 
 
 @dataclass(frozen=True)
-class Settings:
+class VitCifarSettings:
     """What `--set` can change."""
 
     seconds: float = 60.0  # of training per run
@@ -41,7 +41,7 @@ class Settings:
     blocks: int = 3  # of each of ResNet's three stages: 6 blocks + 2 layers, so that 3 makes ResNet-20
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: VitCifarSettings) -> tuple[Task, ...]:
     """Cross-entropy of ten classes, by the networks that the settings name."""
     known = {"vit": of_vit, "resnet": of_resnet}
     words = settings.networks.split(",")
@@ -51,19 +51,21 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
     return tuple(build(settings) for name, build in known.items() if name in words)
 
 
-def of_vit(settings: Settings) -> Task:
+def of_vit(settings: VitCifarSettings) -> Task:
     """Patches as tokens."""
     title = f"CIFAR-10, vision transformer of {settings.layers} layers, width {settings.width}"
     return task("vit", title, lambda: ViT(settings), settings, but=("place", "head.weight"))
 
 
-def of_resnet(settings: Settings) -> Task:
+def of_resnet(settings: VitCifarSettings) -> Task:
     """Convolutions with batch norm and short cuts."""
     title = f"CIFAR-10, ResNet-{6 * settings.blocks + 2}"
     return task("resnet", title, lambda: resnet(settings.filters, settings.blocks), settings, but=("head.weight",))
 
 
-def task(name: str, title: str, model: Callable[[], nn.Module], settings: Settings, but: tuple[str, ...]) -> Task:
+def task(
+    name: str, title: str, model: Callable[[], nn.Module], settings: VitCifarSettings, but: tuple[str, ...]
+) -> Task:
     """The task of one network. but: the matrices that are Adam's where Muon has the rest."""
     return Task(
         name=name,
@@ -100,12 +102,12 @@ def among(but: tuple[str, ...]) -> Mapping[str, Contestant]:
 class ViT(nn.Module):
     """Images (b, 3, 32, 32) -> logits of the classes, from the mean over patches. Dosovitskiy et al. 2021."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: VitCifarSettings) -> None:
         super().__init__()
         width, side = settings.width, 32 // settings.patch
         self.patches = nn.Conv2d(3, width, settings.patch, stride=settings.patch)
         self.place = nn.Parameter(0.02 * torch.randn(side * side, width))
-        self.blocks = nn.Sequential(*(Block(width, settings.heads) for _ in range(settings.layers)))
+        self.blocks = nn.Sequential(*(ImageBlock(width, settings.heads) for _ in range(settings.layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -113,7 +115,7 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(tokens)).mean(1))
 
 
-class Block(nn.Module):
+class ImageBlock(nn.Module):
     """x + attention(norm x), then x + perceptron(norm x), on (b, t, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -139,13 +141,13 @@ def resnet(filters: int, blocks: int) -> nn.Sequential:
     for stage in range(3):
         for place in range(blocks):
             outputs = filters * 2**stage
-            layers.append(Residual(channels, outputs, stride=2 if stage and not place else 1))
+            layers.append(ResNetBlock(channels, outputs, stride=2 if stage and not place else 1))
             channels = outputs
     parts = {"body": nn.Sequential(*layers), "mean": nn.AdaptiveAvgPool2d(1), "rows": nn.Flatten()}
     return nn.Sequential(OrderedDict(parts, head=nn.Linear(channels, 10)))
 
 
-class Residual(nn.Module):
+class ResNetBlock(nn.Module):
     """relu(short cut + two convolutions with batch norm); the short cut drops pixels and adds channels of zeros."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -168,7 +170,7 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 RACE = Race(
     "vit_cifar",
     "A small vision transformer on CIFAR-10, or ResNet-20 (needs the data)",
-    Settings,
+    VitCifarSettings,
     tasks,
     title="A vision transformer and ResNet-20: the natural gradient beside Adam, Muon, SOAP and SGD",
 )

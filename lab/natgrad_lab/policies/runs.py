@@ -18,6 +18,7 @@ import numpy as np
 
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.settings import change_defaults
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.policies import page
 
@@ -27,7 +28,7 @@ RECENT = 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class PolicyRaceSettings:
     """env: of gymnasium.   steps: of all environments together.   tuning: steps of a tuning run.   envs: that a
     contestant acts in.   marks: steps at which the policy is looked at, comma-separated.   episodes: of a look.
     peers: whether sb3-contrib's runs where it is installed.
@@ -96,7 +97,7 @@ class Player(Protocol):
 class NatgradPlayer:
     """`ng.TRPO`."""
 
-    def __init__(self, settings: Settings, choice: PolicyChoice, seed: int) -> None:
+    def __init__(self, settings: PolicyRaceSettings, choice: PolicyChoice, seed: int) -> None:
         gym = gymnasium()
         envs = [gym.make(settings.env) for _ in range(settings.envs)]
         self.agent = ng.TRPO(None, envs, seed=seed, **choice.arguments)
@@ -125,7 +126,7 @@ class NatgradPlayer:
 class Peer:
     """TRPO of sb3-contrib. `total`: steps per update; `scaled`: observations and rewards by VecNormalize."""
 
-    def __init__(self, settings: Settings, choice: PolicyChoice, seed: int) -> None:
+    def __init__(self, settings: PolicyRaceSettings, choice: PolicyChoice, seed: int) -> None:
         from sb3_contrib import TRPO  # a peer, only where it is installed  # pyright: ignore[reportMissingImports]
         from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
         from stable_baselines3.common.vec_env import VecNormalize  # pyright: ignore[reportMissingImports]
@@ -170,7 +171,7 @@ class PolicyContestant:
 
     name: str
     title: str
-    build: Callable[[Settings, PolicyChoice, int], Player]
+    build: Callable[[PolicyRaceSettings, PolicyChoice, int], Player]
     peer: bool = False
 
 
@@ -222,13 +223,13 @@ CHOICES: dict[str, dict[str, tuple[PolicyChoice, ...]]] = {
 }
 
 
-def contestants(settings: Settings) -> list[PolicyContestant]:
+def contestants(settings: PolicyRaceSettings) -> list[PolicyContestant]:
     """Those that can run: peers where they are installed."""
     there = settings.peers and importlib.util.find_spec("sb3_contrib") is not None
     return [one for one in CONTESTANTS if there or not one.peer]
 
 
-def pieces(settings: Settings) -> tuple[Piece, ...]:
+def pieces(settings: PolicyRaceSettings) -> tuple[Piece, ...]:
     """Tuning runs of every contestant, then the races."""
     found, able = [], contestants(settings)
     for one in able:
@@ -294,7 +295,7 @@ def learn_to_marks(player: Player, run: Run, marks: list[int]) -> Iterator[Numbe
         }
 
 
-def look(player: Player, settings: Settings) -> list[float]:
+def look(player: Player, settings: PolicyRaceSettings) -> list[float]:
     """Returns of whole episodes without exploration, one from each of the same beginnings for everybody."""
     envs = [gymnasium().make(settings.env) for _ in range(settings.episodes)]
     observations = np.stack([env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)])
@@ -319,9 +320,7 @@ def gymnasium() -> Any:
 
 def study(name: str, env: str, summary: str, **defaults: Any) -> Study:
     """The study of one environment: the settings' defaults are its own."""
-    values = {"env": env, **defaults}
-    fields = {key: type(value) for key, value in values.items()}
-    kind = dataclass(frozen=True)(type("Settings", (Settings,), {"__annotations__": fields, **values}))
+    kind = change_defaults(PolicyRaceSettings, env=env, **defaults)
     return Study(f"policy_{name}", summary, kind, pieces, page.tell, seeds=5)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.settings import change_defaults
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.quantum import page
 
@@ -27,7 +28,7 @@ LOOKS = 60
 
 
 @dataclass(frozen=True)
-class Settings:
+class GroundStateSettings:
     """system: ising, or a molecule.   spins: of the chain.   samples: per step.   steps: at most.   seconds: of one
     thread of the CPU, at most.   draws: of the energy at the end.   rates: of Adam that are tried, comma-separated.
     """
@@ -59,7 +60,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Problem:
+class GroundStateProblem:
     """A Hamiltonian with a fresh network, its sampler and what is known of it."""
 
     hamiltonian: Any
@@ -69,25 +70,29 @@ class Problem:
     clip: float | None = None
 
 
-def build_ising(settings: Settings, seed: int) -> Problem:
+def build_ising(settings: GroundStateSettings, seed: int) -> GroundStateProblem:
     """The closed chain at its critical field with an RBM; the exact energy by Lanczos."""
     h = vmc.TransverseIsing(settings.spins, field=1.0)
     psi = ng.LogAmplitude(vmc.RBM(settings.spins, seed=seed, dtype=torch.float64))
-    return Problem(h, psi, vmc.Metropolis(h.space, samples=settings.samples, seed=seed), vmc.lowest_energy(h))
+    return GroundStateProblem(
+        h, psi, vmc.Metropolis(h.space, samples=settings.samples, seed=seed), vmc.lowest_energy(h)
+    )
 
 
-def build_molecule(molecule: ng.vmc.Molecule, exact: float) -> Callable[[Settings, int], Problem]:
+def build_molecule(molecule: ng.vmc.Molecule, exact: float) -> Callable[[GroundStateSettings, int], GroundStateProblem]:
     """A molecule with the antisymmetric network."""
 
-    def build(settings: Settings, seed: int) -> Problem:
+    def build(settings: GroundStateSettings, seed: int) -> GroundStateProblem:
         net = vmc.AntisymmetricNet(molecule, seed=seed, dtype=torch.float64)
         psi = ng.LogAmplitude(net, head=vmc.read_sign)
-        return Problem(molecule, psi, vmc.Metropolis(molecule, samples=settings.samples, seed=seed), exact, 5.0)
+        return GroundStateProblem(
+            molecule, psi, vmc.Metropolis(molecule, samples=settings.samples, seed=seed), exact, 5.0
+        )
 
     return build
 
 
-SYSTEMS: dict[str, Callable[[Settings, int], Problem]] = {
+SYSTEMS: dict[str, Callable[[GroundStateSettings, int], GroundStateProblem]] = {
     "ising": build_ising,
     "helium": build_molecule(ng.vmc.Molecule.helium(), -2.903724),
     "H2": build_molecule(ng.vmc.Molecule.hydrogen_molecule(), -1.174476),
@@ -106,7 +111,7 @@ class Stepper(Protocol):
 class Reconfigured:
     """`ng.stochastic_reconfiguration`. Molecules take steps that shrink to a fifth."""
 
-    def __init__(self, problem: Problem, momentum: float) -> None:
+    def __init__(self, problem: GroundStateProblem, momentum: float) -> None:
         self.lr, self.falls = (0.05, False) if problem.clip is None else (0.5, True)
         sr = ng.stochastic_reconfiguration(problem.psi, self.lr, 1e-3, momentum, clip=problem.clip)
         self.search = vmc.GroundState(problem.hamiltonian, problem.sampler, sr)
@@ -121,7 +126,7 @@ class Reconfigured:
 class AdamSearch:
     """torch's Adam on the energy's gradient, 2 Re Cov(O, e), with a rate that falls to a tenth."""
 
-    def __init__(self, problem: Problem, rate: float) -> None:
+    def __init__(self, problem: GroundStateProblem, rate: float) -> None:
         self.problem, self.rate = problem, rate
         self.adam = torch.optim.Adam(problem.psi.parameters(), lr=rate)
 
@@ -147,7 +152,7 @@ def clip_energies(local: Tensor, width: float | None) -> Tensor:
     return local.clamp(centre - reach, centre + reach)
 
 
-def pieces(settings: Settings) -> tuple[Piece, ...]:
+def pieces(settings: GroundStateSettings) -> tuple[Piece, ...]:
     """Adam's rates, then everybody from every seed."""
     rates = settings.adam_rates()
     found = [Piece(f"tune-{i}", f"Adam at {rate:g}", AdamTuning(rate), repeated=False) for i, rate in enumerate(rates)]
@@ -192,7 +197,7 @@ class Reconfiguration:
         return train(problem, Reconfigured(problem, self.momentum), run)
 
 
-def train(problem: Problem, stepper: Stepper, run: Run) -> Numbers:
+def train(problem: GroundStateProblem, stepper: Stepper, run: Run) -> Numbers:
     """Steps until the budget is spent, then the energy that was reached: by enumeration where that is possible."""
     settings, curve, spent, step = run.settings, [], 0.0, 0
     every = max(1, settings.steps // LOOKS)
@@ -217,7 +222,7 @@ def train(problem: Problem, stepper: Stepper, run: Run) -> Numbers:
     }
 
 
-def measure(problem: Problem, draws: int) -> ng.vmc.EnergyEstimate:
+def measure(problem: GroundStateProblem, draws: int) -> ng.vmc.EnergyEstimate:
     """The energy of psi as it is."""
     small = isinstance(problem.hamiltonian, vmc.Hamiltonian)
     sampler = vmc.Enumerated(problem.hamiltonian.space) if small else problem.sampler
@@ -227,9 +232,7 @@ def measure(problem: Problem, draws: int) -> ng.vmc.EnergyEstimate:
 
 def study(name: str, summary: str, **defaults: Any) -> Study:
     """The study of one system: the settings' defaults are its own."""
-    fields = {key: type(value) for key, value in defaults.items()}
-    kind = dataclass(frozen=True)(type("Settings", (Settings,), {"__annotations__": fields, **defaults}))
-    return Study(f"vmc_{name}", summary, kind, pieces, page.tell, seeds=5)
+    return Study(f"vmc_{name}", summary, change_defaults(GroundStateSettings, **defaults), pieces, page.tell, seeds=5)
 
 
 ISING = study("ising", "Transverse Ising chain: natural gradient beside Adam, five minutes", system="ising")

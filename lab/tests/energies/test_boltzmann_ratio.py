@@ -13,11 +13,13 @@ from natgrad.spaces import Space
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
 from natgrad_lab.energies.boltzmann_page import count_steps_to_goal, write_range
-from natgrad_lab.energies.boltzmann_ratio import STUDY, Settings, best, field, laplacian
+from natgrad_lab.energies.boltzmann_ratio import STUDY, BoltzmannRatioSettings, best, field, laplacian
 from natgrad_lab.experiments import LabError, Run, execute
 from natgrad_lab.report import build
 
-FEW = Settings(units=3, more=3, steps=400, field=2, examples=50, seconds=0.05, looked_at=20, sweeps=2, batch=20)
+FEW = BoltzmannRatioSettings(
+    units=3, more=3, steps=400, field=2, examples=50, seconds=0.05, looked_at=20, sweeps=2, batch=20
+)
 
 
 def known() -> ExactMachine:
@@ -168,4 +170,4 @@ def test_the_study_ends_in_a_page(tmp_path):
 )
 def test_settings_are_checked(options, words):
     with pytest.raises(LabError, match=words):
-        Settings(**options)
+        BoltzmannRatioSettings(**options)

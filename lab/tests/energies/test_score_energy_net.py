@@ -11,11 +11,20 @@ import torch
 import natgrad as ng
 from natgrad_lab.energies.exact_scores import curve as trace
 from natgrad_lab.energies.exact_scores import exact_score
-from natgrad_lab.energies.score_energy_net import Settings, held_out, network, optimizers, rings, source, spiral, step
+from natgrad_lab.energies.score_energy_net import (
+    ScoreEnergySettings,
+    held_out,
+    network,
+    optimizers,
+    rings,
+    source,
+    spiral,
+    step,
+)
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
 
-FEW = Settings(tasks="rings,digits", seconds=0.05, batch=20, width=8)
+FEW = ScoreEnergySettings(tasks="rings,digits", seconds=0.05, batch=20, width=8)
 
 
 def test_rings_and_arms_lie_where_they_should():

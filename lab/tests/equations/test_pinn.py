@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.func import vmap
 
-from natgrad_lab.equations.pinn import Settings, mean_squares
+from natgrad_lab.equations.pinn import PinnSettings, mean_squares
 from natgrad_lab.equations.problems import heat, inverse, poisson
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
 
-FEW = Settings(seconds=0.05, width=8)
+FEW = PinnSettings(seconds=0.05, width=8)
 PROBLEMS = {"pinn_poisson": poisson, "pinn_heat": heat, "pinn_inverse": inverse}
 
 

@@ -10,9 +10,19 @@ from torch import nn
 from natgrad_lab.data import curves, strokes
 from natgrad_lab.experiments import Job, LabError, Training, contestants, execute, find
 from natgrad_lab.experiments.models import squared_error
-from natgrad_lab.networks.autoencoder import GROUPS, RACE, STARTS, ImageSet, Settings, network, of_digits, sparse, task
+from natgrad_lab.networks.autoencoder import (
+    GROUPS,
+    RACE,
+    STARTS,
+    AutoencoderSettings,
+    ImageSet,
+    network,
+    of_digits,
+    sparse,
+    task,
+)
 
-TINY = Settings(steps=2, looked_at=20, seconds=60.0)
+TINY = AutoencoderSettings(steps=2, looked_at=20, seconds=60.0)
 KEYS = {"hessian_free", "krylov_subspace", "adam", "muon", "sgd", *contestants.FAMILY}
 GRID = contestants.grid
 
@@ -142,40 +152,40 @@ def test_the_loss_is_the_cross_entropy_of_an_image():
 
 def test_the_race_as_it_is_registered():
     assert find("autoencoder") is RACE
-    tasks = RACE.tasks(Settings())
+    tasks = RACE.tasks(AutoencoderSettings())
     assert [one.name for one in tasks] == ["mnist", "curves"]
     for one in tasks:
         assert {len(contestant.grid) for contestant in one.contestants} == {1, 4}
         assert {contestant.name for contestant in one.contestants if not contestant.has_choices} == STRUCTURED
-    budgets = [RACE.budget(Settings(), one).seconds for one in tasks]
+    budgets = [RACE.budget(AutoencoderSettings(), one).seconds for one in tasks]
     assert budgets == [60.0, 20.0]
     assert tasks[1].model()(torch.zeros(1, 784)).shape == (1, 784)
 
 
 def test_data_and_methods_are_words():
-    (one,) = RACE.tasks(Settings(data="digits", methods="sgd,kfac"))
+    (one,) = RACE.tasks(AutoencoderSettings(data="digits", methods="sgd,kfac"))
     assert one.name == "digits"
     assert [contestant.name for contestant in one.contestants] == ["K-FAC", "SGD-momentum"]
-    both = RACE.tasks(Settings(data="curves,digits", methods="matrix_free,kfac"))
+    both = RACE.tasks(AutoencoderSettings(data="curves,digits", methods="matrix_free,kfac"))
     assert [len(one.contestants) for one in both] == [6, 6]
 
 
 def test_grids_can_be_cut_short():
-    (one,) = RACE.tasks(Settings(data="mnist", methods="adam,kfac", choices=2))
+    (one,) = RACE.tasks(AutoencoderSettings(data="mnist", methods="adam,kfac", choices=2))
     assert [len(contestant.grid) for contestant in one.contestants] == [1, 2]
     with pytest.raises(LabError, match="choices is 0, expected at least 1"):
-        RACE.tasks(Settings(choices=0))
+        RACE.tasks(AutoencoderSettings(choices=0))
 
 
 @pytest.mark.parametrize(("key", "word"), [("activation", "softmax"), ("start", "zeros"), ("data", "letters")])
 def test_an_unknown_word_is_refused(key, word):
     with pytest.raises(LabError, match=f"{key} is '{word}', expected one of"):
-        RACE.tasks(replace(Settings(), **{key: word}))
+        RACE.tasks(replace(AutoencoderSettings(), **{key: word}))
 
 
 def test_an_unknown_method_is_refused_with_those_that_there_are():
     with pytest.raises(LabError, match=r"methods has the word 'newton', expected words among structures, .*, kfac, "):
-        RACE.tasks(Settings(methods="kfac,newton"))
+        RACE.tasks(AutoencoderSettings(methods="kfac,newton"))
 
 
 def test_a_package_that_is_missing_is_named_or_done_without():
@@ -188,7 +198,7 @@ def test_a_package_that_is_missing_is_named_or_done_without():
 
 
 def test_groups_name_contestants():
-    among = of_digits(Settings(methods="all")).contestants
+    among = of_digits(AutoencoderSettings(methods="all")).contestants
     assert set(GROUPS["all"]) >= KEYS
     assert len({contestant.slug for contestant in among}) == len(among)
 

@@ -20,7 +20,7 @@ MODULES = {"llama_text": llama_text, "vit_cifar": vit_cifar, "vae_mnist": vae_mn
 @pytest.mark.parametrize("name", MODULES)
 def test_the_races_as_they_are_registered(name):
     assert find(name) is MODULES[name].RACE
-    for one in MODULES[name].tasks(MODULES[name].Settings()):
+    for one in MODULES[name].tasks(MODULES[name].RACE.settings()):
         assert len({len(contestant.grid) for contestant in one.contestants if contestant.has_choices}) == 1
 
 
@@ -76,7 +76,7 @@ def test_sizes_that_do_not_divide_are_refused(sizes):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_contestant_reads_a_text_with_a_llama(tmp_path, tied):
-    settings = llama_text.Settings(
+    settings = llama_text.LlamaTextSettings(
         **SMALL, methods="kfac,adam,muon,soap,sgd", width=8, heads=2, groups=1, length=6, tied=tied
     )
     text = windows("".join(SYMBOLS[i * i % 90] for i in range(300)), 6)
@@ -95,7 +95,7 @@ def test_resnet_20_has_20_layers_with_weights():
 
 
 def test_a_short_cut_adds_channels_of_zeros():
-    block = vit_cifar.Residual(2, 4, stride=2).eval()
+    block = vit_cifar.ResNetBlock(2, 4, stride=2).eval()
     nn.init.zeros_(block.norm2.weight)
     x = torch.rand(1, 2, 6, 6)
     found = block(x)
@@ -105,7 +105,7 @@ def test_a_short_cut_adds_channels_of_zeros():
 
 def test_every_contestant_sees_pictures_with_both_networks(tmp_path):
     sizes = {"layers": 1, "width": 6, "heads": 2, "patch": 8, "filters": 2, "blocks": 1}
-    settings = vit_cifar.Settings(**SMALL, methods="kfac,adam,muon,soap,sgd", networks="vit,resnet", **sizes)
+    settings = vit_cifar.VitCifarSettings(**SMALL, methods="kfac,adam,muon,soap,sgd", networks="vit,resnet", **sizes)
     folder = execute(race_of(vit_cifar, settings, pictures(3, 32), 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
     assert {record.header["task"] for record in folder.read_all()} == {"vit", "resnet"}
@@ -113,7 +113,7 @@ def test_every_contestant_sees_pictures_with_both_networks(tmp_path):
 
 def test_an_unknown_network_is_refused():
     with pytest.raises(LabError, match="networks has the word 'lenet', expected words among vit, resnet"):
-        vit_cifar.tasks(vit_cifar.Settings(networks="lenet"))
+        vit_cifar.tasks(vit_cifar.VitCifarSettings(networks="lenet"))
 
 
 # A variational autoencoder.
@@ -138,7 +138,7 @@ def test_evaluations_of_a_variational_autoencoder_agree_and_training_passes_do_n
 
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")
 def test_every_contestant_compresses_digits(tmp_path):
-    settings = vae_mnist.Settings(**SMALL, methods=ALL, data="digits", hidden=6, code=2)
+    settings = vae_mnist.VaeSettings(**SMALL, methods=ALL, data="digits", hidden=6, code=2)
     folder = execute(race_of(vae_mnist, settings, eights(), 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
     starts = [record.rows[0]["train_loss"] for record in folder.read_all()]
@@ -152,7 +152,7 @@ def eights():
 
 def test_unknown_images_are_refused():
     with pytest.raises(LabError, match="data is 'faces', expected one of mnist, digits"):
-        vae_mnist.tasks(vae_mnist.Settings(data="faces"))
+        vae_mnist.tasks(vae_mnist.VaeSettings(data="faces"))
 
 
 # Survival.
@@ -198,13 +198,13 @@ def test_the_truth_scores_better_than_a_constant():
 
 @pytest.mark.parametrize("hazard", survival.HAZARDS)
 def test_every_contestant_predicts_survival(tmp_path, hazard):
-    settings = survival.Settings(**{**SMALL, "steps": 3}, methods=ALL, hazard=hazard, patients=200)
+    settings = survival.SurvivalSettings(**{**SMALL, "steps": 3}, methods=ALL, hazard=hazard, patients=200)
     folder = execute(race_of(survival, settings, survival.patients(200), 64), settings, [0], tmp_path)
     assert_all_stepped(folder)
 
 
 def test_the_natural_gradient_finds_the_law_of_survival():
-    (task,) = survival.tasks(survival.Settings(methods="kfac"))
+    (task,) = survival.tasks(survival.SurvivalSettings(methods="kfac"))
     torch.manual_seed(0)
     model, examples, steps = task.model(), survival.patients(2000), 30
     opt = ng.kfac(model, task.criterion)
@@ -225,7 +225,7 @@ def test_the_natural_gradient_finds_the_law_of_survival():
 )
 def test_bad_survival_settings_are_refused(given, message):
     with pytest.raises(LabError, match=message):
-        survival.tasks(survival.Settings(**given))
+        survival.tasks(survival.SurvivalSettings(**given))
 
 
 def test_targets_that_are_no_times_are_refused():

@@ -150,21 +150,21 @@ def test_mistakes_and_divergence_along_another_dimension():
 
 
 def test_every_contestant_reads_a_text(tmp_path):
-    settings = char.Settings(**SMALL, methods=ALL, width=8, heads=2, length=6)
+    settings = char.CharTransformerSettings(**SMALL, methods=ALL, width=8, heads=2, length=6)
     text = windows("".join(SYMBOLS[i * i % 90] for i in range(300)), 6)
     folder = execute(race_of(char, settings, text, 8), settings, [0], tmp_path)
     assert_all_stepped(folder)
 
 
 def test_every_contestant_sees_clothes(tmp_path):
-    settings = fashion.Settings(**SMALL, methods=ALL, filters=2)
+    settings = fashion.FashionCnnSettings(**SMALL, methods=ALL, filters=2)
     folder = execute(race_of(fashion, settings, pictures(1, 28), 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
 
 
 def test_both_networks_of_the_report_and_its_figures(tmp_path):
     sizes = {"dense_depth": 7, "growth": 2, "wide_depth": 10, "width": 1, "images": 32, "side": 8, "batch": 16}
-    settings = cifar.Settings(**sizes, epochs=1, looked_at=16)
+    settings = cifar.AngCifarSettings(**sizes, epochs=1, looked_at=16)
     assert (settings.steps, settings.evaluations) == (2, 1)
     folder = execute(race_of(cifar, settings, pictures(3, 8), 16), settings, [0], tmp_path)
     assert_all_stepped(folder)
@@ -190,13 +190,13 @@ def assert_all_stepped(folder):
 )
 def test_the_races_as_they_are_registered(name, module):
     assert find(name) is module.RACE
-    for one in module.tasks(module.Settings()):
+    for one in module.tasks(module.RACE.settings()):
         tuned = {len(contestant.grid) for contestant in one.contestants if contestant.has_choices}
         assert len(tuned) == 1
 
 
 def test_an_embedding_and_the_logits_are_not_muon_s():
-    settings = char.Settings()
+    settings = char.CharTransformerSettings()
     (one,) = char.tasks(settings)
     (muon,) = [contestant for contestant in one.contestants if contestant.name == "Muon and Adam"]
     model = one.model()
@@ -216,9 +216,9 @@ def test_an_embedding_and_the_logits_are_not_muon_s():
 )
 def test_bad_sizes_are_refused(given, message):
     with pytest.raises(LabError, match=message):
-        cifar.Settings(**given)
+        cifar.AngCifarSettings(**given)
 
 
 def test_an_unknown_network_is_refused():
     with pytest.raises(LabError, match="networks has the word 'lenet', expected words among densenet, wide_resnet"):
-        cifar.tasks(cifar.Settings(networks="lenet"))
+        cifar.tasks(cifar.AngCifarSettings(networks="lenet"))

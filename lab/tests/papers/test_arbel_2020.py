@@ -13,7 +13,7 @@ from natgrad.geometry import Wasserstein
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
 from natgrad_lab.papers.arbel_2020.toy import (
-    Settings,
+    ArbelSettings,
     count_steps_to_level,
     descend,
     fisher_direction,
@@ -22,7 +22,7 @@ from natgrad_lab.papers.arbel_2020.toy import (
     relative_error,
 )
 
-FEW = Settings(draws=2, samples=40, steps=3)
+FEW = ArbelSettings(draws=2, samples=40, steps=3)
 
 
 def test_the_loss_is_the_squared_distance_of_the_geometry():

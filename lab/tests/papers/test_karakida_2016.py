@@ -15,7 +15,7 @@ from natgrad.applications.two_layer import gradients
 from natgrad.positive_parameters import Positive, Square, positive
 from natgrad_lab.experiments import LabError, Run, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import count_degraded, find_first_steps
-from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, Settings, learn, rank
+from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, KarakidaSettings, learn, rank
 from natgrad_lab.papers.karakida_2016.two_layer_data import isa, starts
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
@@ -138,7 +138,7 @@ def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
             assert examples.shape == (3, 2, 8)
 
     still: Learner = Still()
-    settings = override(Settings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
+    settings = override(KarakidaSettings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
     assert learn(Run(settings), still, 100, 2, 5)["steps"] == [0, 5, 10]
 
 
@@ -159,7 +159,7 @@ def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
 
 
 def test_a_part_is_told_too(tmp_path) -> None:
-    settings = override(Settings, SMALL)
+    settings = override(KarakidaSettings, SMALL)
     folder = execute(TABLE1, settings, range(1), tmp_path)
     for record in folder.records.glob("*.json"):
         if not record.name.startswith("sgd"):
@@ -171,4 +171,4 @@ def test_a_part_is_told_too(tmp_path) -> None:
 @pytest.mark.parametrize("wrong", ["runs=0", "rate=0", "dtype=int8", "tuned_steps=1"])
 def test_wrong_settings_are_told(wrong: str) -> None:
     with pytest.raises(LabError, match=wrong.split("=")[0]):
-        override(Settings, [wrong])
+        override(KarakidaSettings, [wrong])

@@ -13,7 +13,7 @@ from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
 from natgrad_lab.papers.koster_2010.natural_images import (
-    Settings,
+    KosterSettings,
     coherence,
     extent,
     likeness,
@@ -22,7 +22,7 @@ from natgrad_lab.papers.koster_2010.natural_images import (
     training,
 )
 
-FEW = Settings(photographs="embedded", size=6, keep=8, patches=1200, batch=20, seconds=0.05, metric_batch=10)
+FEW = KosterSettings(photographs="embedded", size=6, keep=8, patches=1200, batch=20, seconds=0.05, metric_batch=10)
 
 
 def gratings(*angles: float) -> torch.Tensor:

@@ -8,9 +8,17 @@ from torch.testing import assert_close
 
 from natgrad.families import Ising, MultivariateNormal
 from natgrad_lab.experiments import LabError, Run, execute, find
-from natgrad_lab.papers.malago_2023.flows import COVARIANCE, Settings, bowl, closed_mean, line_closed, quartic, toy
-from natgrad_lab.papers.malago_2023.points import Settings as Points
+from natgrad_lab.papers.malago_2023.flows import (
+    COVARIANCE,
+    MalagoFlowSettings,
+    bowl,
+    closed_mean,
+    line_closed,
+    quartic,
+    toy,
+)
 from natgrad_lab.papers.malago_2023.points import (
+    MalagoPointSettings,
     balls,
     descend,
     models,
@@ -22,8 +30,8 @@ from natgrad_lab.papers.malago_2023.points import (
 )
 from natgrad_lab.report import build
 
-FEW = Settings(starts=2, steps=8, lattice=3, span=0.4)
-LITTLE = Points(problems=2, starts=2, bits=3, time=1.0)
+FEW = MalagoFlowSettings(starts=2, steps=8, lattice=3, span=0.4)
+LITTLE = MalagoPointSettings(problems=2, starts=2, bits=3, time=1.0)
 
 
 def test_functions_are_those_of_the_slides():
@@ -53,7 +61,7 @@ def test_balls_are_level_lines_of_the_kl():
     other = torch.tensor([[-0.5, 1.7]], dtype=torch.float64)
     thetas = [family.from_mean_covariance(x[:1], x[1:].square().unsqueeze(0)) for x in (at, other[0])]
     assert_close(normal_kl(at, other)[0], family.kl(*thetas))
-    found = balls(Run(Points()))["balls"]
+    found = balls(Run(MalagoPointSettings()))["balls"]
     for one in found[:3]:
         centre, ball = (torch.tensor(one[key], dtype=torch.float64) for key in ("centre", "ball"))
         kl = normal_kl(centre, ball)
@@ -61,7 +69,7 @@ def test_balls_are_level_lines_of_the_kl():
 
 
 def test_polarization_flows_go_where_they_must():
-    found = simplex_flows(Run(Points()))
+    found = simplex_flows(Run(MalagoPointSettings()))
     for name, ways in found.items():
         values = [[polarization(torch.tensor(p)).item() for p in (way[0], way[-1])] for way in ways]
         assert all((b >= a) == ("ascent" in name) or abs(a - b) < 1e-6 for a, b in values)
@@ -86,7 +94,7 @@ def test_the_theorem_counts():
 @pytest.mark.parametrize("name", ["toy", "polynomials", "quadratic", "kl_balls", "polarization", "convergence"])
 def test_every_figure_has_a_page(name, tmp_path):
     study = find(f"malago_2023_{name}")
-    few = FEW if study.settings is Settings else LITTLE
+    few = FEW if study.settings is MalagoFlowSettings else LITTLE
     execute(study, few, [0], tmp_path / name)
     told, page = build(tmp_path / name)
     text = page.read_text()
@@ -97,8 +105,8 @@ def test_every_figure_has_a_page(name, tmp_path):
 
 def test_bad_settings_are_told():
     with pytest.raises(LabError, match="starts"):
-        Settings(starts=1)
+        MalagoFlowSettings(starts=1)
     with pytest.raises(LabError, match="radius"):
-        Points(radius=0.0)
+        MalagoPointSettings(radius=0.0)
     with pytest.raises(LabError, match="bits"):
-        Points(bits=20)
+        MalagoPointSettings(bits=20)

@@ -7,12 +7,12 @@ import torch
 
 from natgrad_lab.experiments import LabError, Run, execute
 from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, point, step
-from natgrad_lab.papers.pascanu_2013.figure1 import STUDY, Settings, ending, path, starts
+from natgrad_lab.papers.pascanu_2013.figure1 import STUDY, AutoencoderUnitSettings, ending, path, starts
 from natgrad_lab.papers.pascanu_2013.figure1_page import observed_elsewhere, observed_shorter, steps_to_best
 from natgrad_lab.report import build
 from natgrad_lab.report.study import outcome
 
-FEW = Settings(points=5, steps=6, continued=5, lattice=3)
+FEW = AutoencoderUnitSettings(points=5, steps=6, continued=5, lattice=3)
 
 
 def units():
@@ -124,4 +124,4 @@ def test_steps_to_the_best_error_are_counted():
 )
 def test_settings_are_checked(wrong, said):
     with pytest.raises(LabError, match=said):
-        Settings(**wrong)
+        AutoencoderUnitSettings(**wrong)

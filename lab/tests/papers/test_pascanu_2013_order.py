@@ -12,12 +12,12 @@ from natgrad_lab.experiments import LabError, Run, execute
 from natgrad_lab.experiments.study import Findings, Found
 from natgrad_lab.papers.pascanu_2013 import deformed, order
 from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, ImageSource, Stream, number
-from natgrad_lab.papers.pascanu_2013.order import STUDY, ParallelTraining, Settings, crossing, match, measure
+from natgrad_lab.papers.pascanu_2013.order import STUDY, OrderSettings, ParallelTraining, crossing, match, measure
 from natgrad_lab.papers.pascanu_2013.order_page import fading, margin, ratios, shows, tell
 from natgrad_lab.papers.pascanu_2013.parallel import NaturalDirection, Perceptrons, gradient, losses, step
 from natgrad_lab.report import build
 
-TINY = Settings(
+TINY = OrderSettings(
     side=4, hidden=3, batch=6, segments=3, steps=2, runs=2, held_out=20, tolerance=0.5, rate=0.1, threads=None
 )
 
@@ -235,7 +235,7 @@ def told(**variances):
         for seed, variance in enumerate(by_seed):
             numbers = {"rate": 0.1, "variance": variance, "loss": [1.0], "error": [0.5]}
             found.append(Found({"piece": piece, "seed": seed}, numbers))
-    return tell(Findings(Settings(), tuple(found)))
+    return tell(Findings(OrderSettings(), tuple(found)))
 
 
 LOW, HIGH = [[1.0, 1.0], [1.1, 1.1], [0.9, 0.9]], [[2.0, 2.0], [2.2, 2.2], [1.8, 1.8]]
@@ -278,7 +278,7 @@ def test_what_the_matching_leaves_open_is_not_a_finding():
 )
 def test_settings_are_checked(wrong, said):
     with pytest.raises(LabError, match=said):
-        Settings(**wrong)
+        OrderSettings(**wrong)
 
 
 def test_omniglot_s_stream_holds_out_writers(monkeypatch):

@@ -21,14 +21,14 @@ from natgrad_lab.papers.varady_2022.runs import (
     CONTESTANTS,
     DIGITS,
     LINES,
-    Settings,
+    VaradySettings,
     WakeSleepChoice,
     WakeSleepRace,
     WakeSleepTraining,
     WakeSleepTuning,
 )
 
-SMALL = Settings(data="lines", sizes="4-1", epochs=2, batch=100, samples=3, evaluation=0, tuning=1)
+SMALL = VaradySettings(data="lines", sizes="4-1", epochs=2, batch=100, samples=3, evaluation=0, tuning=1)
 
 
 def test_every_study_is_found_with_its_own_defaults():
@@ -152,5 +152,5 @@ def test_a_whole_study_tells_its_story(tmp_path):
 )
 def test_settings_that_will_not_do(given, words):
     with pytest.raises(LabError) as caught:
-        Settings(**given)
+        VaradySettings(**given)
     assert all(word in str(caught.value) for word in words)

@@ -23,8 +23,8 @@ from natgrad_lab.policies.runs import (
     NatgradPlayer,
     PolicyChoice,
     PolicyRace,
+    PolicyRaceSettings,
     PolicyTuning,
-    Settings,
     learn_to_marks,
     look,
 )
@@ -48,7 +48,7 @@ def test_every_study_is_found_with_its_own_environment():
 @pytest.mark.parametrize("change", [{"env": "Hopper"}, {"steps": 0}, {"episodes": 0}, {"marks": "soon"}])
 def test_settings_that_will_not_do(change: dict):
     with pytest.raises(LabError, match=next(iter(change))):
-        replace(Settings(), **change)
+        replace(PolicyRaceSettings(), **change)
 
 
 def test_all_contestants_have_as_many_settings():

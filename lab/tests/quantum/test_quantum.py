@@ -10,7 +10,7 @@ from natgrad_lab.experiments import EXPERIMENTS, LabError, Run, execute, find
 from natgrad_lab.experiments.study import findings
 from natgrad_lab.figures import draw
 from natgrad_lab.quantum.page import gap, tell
-from natgrad_lab.quantum.runs import HELIUM, ISING, SYSTEMS, Reconfiguration, Settings
+from natgrad_lab.quantum.runs import HELIUM, ISING, SYSTEMS, GroundStateSettings, Reconfiguration
 
 SMALL = replace(ISING.settings(), spins=4, samples=50, steps=5, rates="0.01,0.05")
 
@@ -23,7 +23,7 @@ def test_every_study_is_found_with_its_own_system():
 @pytest.mark.parametrize("change", [{"system": "neon"}, {"steps": 0}, {"samples": -1}, {"rates": "fast"}])
 def test_settings_that_will_not_do(change: dict):
     with pytest.raises(LabError, match=next(iter(change))):
-        replace(Settings(), **change)
+        replace(GroundStateSettings(), **change)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -25,7 +25,7 @@ SMALL = {"images": 2000, "side": 16, "epochs": 8, "dense_depth": 10, "growth": 8
 
 
 @dataclass(frozen=True)
-class Settings:
+class AngCifarSettings:
     """What `--set` can change. full=true is nearer to the report's size; what stays none is taken from there or here.
 
     The report says DenseNet-19, WideResNet and 50 epochs, and nothing of growth, width, batch or augmentation (none
@@ -60,7 +60,7 @@ class Settings:
         fill(self, {"steps": require_size(self.epochs) * per_epoch, "evaluations": require_size(self.epochs)})
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: AngCifarSettings) -> tuple[Task, ...]:
     """One for each network."""
     built = {"densenet": dense, "wide_resnet": wide}
     words = settings.networks.split(",")
@@ -70,21 +70,21 @@ def tasks(settings: Settings) -> tuple[Task, ...]:
     return tuple(build(settings) for name, build in built.items() if name in words)
 
 
-def dense(settings: Settings) -> Task:
+def dense(settings: AngCifarSettings) -> Task:
     """Figure 2."""
     depth, growth = require_size(settings.dense_depth), require_size(settings.growth)
     title = f"Figure 2: DenseNet-{depth}, growth {growth}"
     return task("densenet", title, lambda: dense_net(depth, growth), settings)
 
 
-def wide(settings: Settings) -> Task:
+def wide(settings: AngCifarSettings) -> Task:
     """Figure 3."""
     depth, width = require_size(settings.wide_depth), require_size(settings.width)
     title = f"Figure 3: WideResNet-{depth}-{width}"
     return task("wide_resnet", title, lambda: wide_resnet(depth, width), settings)
 
 
-def task(name: str, title: str, model: Callable[[], nn.Module], settings: Settings) -> Task:
+def task(name: str, title: str, model: Callable[[], nn.Module], settings: AngCifarSettings) -> Task:
     """Cross-entropy of ten classes, and the precision that the report plots."""
     return Task(
         name=name,
@@ -127,7 +127,7 @@ def among(batch: int) -> Mapping[str, Contestant]:
 RACE = Race(
     "ang_2020_cifar",
     "Ang 2020, figures 2 and 3: DenseNet and WideResNet on CIFAR-10 (needs the data)",
-    Settings,
+    AngCifarSettings,
     tasks,
     title="Ang 2020, figures 2 and 3: image classifiers on CIFAR-10",
 )

@@ -34,7 +34,7 @@ def wide_resnet(depth: int, width: int, classes: int = 10) -> nn.Sequential:
     channels, layers = 16, list[nn.Module]()
     for group in range(3):
         for block in range((depth - 4) // 6):
-            layers.append(Residual(channels, 16 * width * 2**group, stride=2 if group and not block else 1))
+            layers.append(PreActivationBlock(channels, 16 * width * 2**group, stride=2 if group and not block else 1))
             channels = 16 * width * 2**group
     return nn.Sequential(start(16), *layers, *read_out(channels, classes))
 
@@ -50,7 +50,7 @@ class Joined(nn.Module):
         return torch.cat([images, self.convolution(images)], 1)
 
 
-class Residual(nn.Module):
+class PreActivationBlock(nn.Module):
     """The input, or a 1 x 1 convolution of it where the shape changes, plus two convolutions."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:

@@ -27,7 +27,7 @@ METHODS = page.METHODS
 
 
 @dataclass(frozen=True)
-class Settings:
+class ArbelSettings:
     """What `--set` can change."""
 
     draws: int = 20  # of the gradient and of the samples, per point of the error's table
@@ -61,7 +61,7 @@ def independent(params: dict[str, Tensor], z: Tensor) -> Tensor:
 
 def errors(run: Run) -> Numbers:
     """|d - g| / |g| of the kernelised natural gradient d for random gradients g, in every dimension."""
-    s: Settings = run.settings
+    s: ArbelSettings = run.settings
     found: Numbers = {}
     generator = torch.Generator().manual_seed(run.seed)
     for place, d in enumerate(DIMENSIONS):
@@ -72,7 +72,7 @@ def errors(run: Run) -> Numbers:
     return found
 
 
-def relative_error(s: Settings, d: int, n: int, generator: torch.Generator) -> float:
+def relative_error(s: ArbelSettings, d: int, n: int, generator: torch.Generator) -> float:
     """One draw of samples, basis and gradient; as many functions as the paper takes, d floor(sqrt(n))."""
     params = {"mean": torch.zeros(d, dtype=torch.float64), "deviations": torch.ones(d, dtype=torch.float64)}
     z = torch.randn(n, d, generator=generator, dtype=torch.float64)
@@ -89,7 +89,7 @@ def relative_error(s: Settings, d: int, n: int, generator: torch.Generator) -> f
 
 
 @dataclass(frozen=True)
-class Problem:
+class ToyProblem:
     """A start, a target N(goal, spread) and coordinates xi with (mean, B) = turn @ xi."""
 
     start: Tensor  # xi, (d + d^2,)
@@ -125,7 +125,7 @@ class Problem:
         return (mean - self.goal).square().sum() + B.square().sum() + self.spread.trace() - 2 * crossed
 
 
-def problem(d: int, condition: float, seed: int) -> Problem:
+def problem(d: int, condition: float, seed: int) -> ToyProblem:
     """A narrow normal three away from a broad, slanted one."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -139,17 +139,17 @@ def problem(d: int, condition: float, seed: int) -> Problem:
     slant = draw(d, d)
     spread = slant @ slant.mT / d + 0.3 * torch.eye(d, dtype=torch.float64)
     first = torch.cat([3 * away / away.norm(), (0.2 * torch.eye(d, dtype=torch.float64)).flatten()])
-    return Problem(solve_or_nan(turn, first), turn, torch.zeros(d, dtype=torch.float64), spread)
+    return ToyProblem(solve_or_nan(turn, first), turn, torch.zeros(d, dtype=torch.float64), spread)
 
 
-Direction = Callable[[Problem, Tensor, Tensor, Tensor], Tensor]
+Direction = Callable[[ToyProblem, Tensor, Tensor, Tensor], Tensor]
 
 
-def directions(s: Settings, generator: torch.Generator) -> dict[str, Direction]:
+def directions(s: ArbelSettings, generator: torch.Generator) -> dict[str, Direction]:
     """direction(problem, xi, gradient, z) by name."""
     kernel = {"kernel": RBF(), "basis": s.d * math.isqrt(s.samples), "generator": generator}
 
-    def transport(task: Problem, xi: Tensor, g: Tensor, z: Tensor, **kernelised: object) -> Tensor:
+    def transport(task: ToyProblem, xi: Tensor, g: Tensor, z: Tensor, **kernelised: object) -> Tensor:
         metric = ng.transport_metric(task.model, **kernelised)  # pyright: ignore[reportArgumentType]
         return ng.natural_gradient(metric.at({"xi": xi}, z), g, damping=DAMPING).value
 
@@ -161,7 +161,7 @@ def directions(s: Settings, generator: torch.Generator) -> dict[str, Direction]:
     }
 
 
-def fisher_direction(task: Problem, xi: Tensor, g: Tensor) -> Tensor:
+def fisher_direction(task: ToyProblem, xi: Tensor, g: Tensor) -> Tensor:
     """The natural gradient of N(mean, B B^T) by Fisher's metric: the Hessian of the KL divergence from xi."""
     with torch.no_grad():
         mean, B = task.parts(xi)
@@ -178,7 +178,7 @@ def fisher_direction(task: Problem, xi: Tensor, g: Tensor) -> Tensor:
 
 def descents(run: Run) -> Numbers:
     """For each method the losses at its best rate, and the path of the mean."""
-    s: Settings = run.settings
+    s: ArbelSettings = run.settings
     task = problem(s.d, s.condition, run.seed)
     found: Numbers = {"goal": task.goal.tolist(), "spread": task.spread.tolist()}
     for place, name in enumerate(METHODS):
@@ -191,7 +191,7 @@ def descents(run: Run) -> Numbers:
     return found
 
 
-def descend(s: Settings, task: Problem, name: str, rate: float, seed: int) -> Numbers:
+def descend(s: ArbelSettings, task: ToyProblem, name: str, rate: float, seed: int) -> Numbers:
     """Losses and means of one run; it ends where the loss is not finite or far above the first."""
     generator = torch.Generator().manual_seed(seed)
     direction, xi = directions(s, generator)[name], task.start
@@ -209,13 +209,13 @@ def descend(s: Settings, task: Problem, name: str, rate: float, seed: int) -> Nu
     return {"losses": losses, "means": means}
 
 
-def count_steps_to_level(losses: list[float], s: Settings) -> int | None:
+def count_steps_to_level(losses: list[float], s: ArbelSettings) -> int | None:
     """Steps until the loss is below its level, and stays finite."""
     below = [step for step, loss in enumerate(losses) if loss < s.level * losses[0]]
     return below[0] if below and len(losses) == s.steps + 1 else None
 
 
-def rank(losses: list[float], s: Settings) -> tuple[float, float]:
+def rank(losses: list[float], s: ArbelSettings) -> tuple[float, float]:
     """Steps to the level, then the last loss; runs that broke off come last."""
     count = count_steps_to_level(losses, s)
     whole = len(losses) == s.steps + 1 and math.isfinite(losses[-1])
@@ -225,7 +225,7 @@ def rank(losses: list[float], s: Settings) -> tuple[float, float]:
 STUDY = Study(
     name="arbel_2020_toy",
     summary="the kernelised Wasserstein metric on normals: its error, and descents beside Fisher's metric",
-    settings=Settings,
+    settings=ArbelSettings,
     pieces=lambda settings: (
         Piece("errors", "Error of the natural gradient", errors, repeated=False),
         Piece("descents", "Descents by four metrics", descents),

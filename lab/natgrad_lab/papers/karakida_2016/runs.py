@@ -34,7 +34,7 @@ RATES = {  # as many for each: the rates that are tried
 
 
 @dataclass(frozen=True)
-class Settings:
+class KarakidaSettings:
     """What `--set` can change. A seed is one set of data with its initial conditions."""
 
     runs: int = 10  # initial conditions, as in the paper
@@ -69,7 +69,7 @@ class Settings:
 
 def many(run: Run, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
     """The initial conditions of this seed, `times` over."""
-    s: Settings = run.settings
+    s: KarakidaSettings = run.settings
     first = starts(run.seed, s.runs, link)
     return {name: p.repeat(times, 1, 1).to(s.device, DTYPES[s.dtype]) for name, p in first.items()}
 
@@ -80,7 +80,7 @@ def learn(run: Run, learner: Learner, steps: int, batch: int, every: int) -> Num
     All models see one stream of examples, drawn with replacement. Returns {"steps": [...], "errors": [one list per
     point]}: NaN where a model diverged.
     """
-    s: Settings = run.settings
+    s: KarakidaSettings = run.settings
     data = isa(run.seed, s.examples + s.held_out).to(s.device, DTYPES[s.dtype])
     train, test = data[: s.examples], data[s.examples :]
     generator = torch.Generator().manual_seed(run.seed)
@@ -156,7 +156,7 @@ def choose_rate(kind: str) -> Callable[[Run], Numbers]:
     """A piece of work: all rates at once, and the one that most models reach the level with, then soonest."""
 
     def work(run: Run) -> Numbers:
-        s: Settings = run.settings
+        s: KarakidaSettings = run.settings
         rates, single = RATES[kind], kind.endswith("single")
         each = torch.tensor(rates, dtype=DTYPES[s.dtype], device=s.device).repeat_interleave(s.runs).view(-1, 1, 1)
         link: Positive | Square = SQUARE if kind.startswith("SGD") else positive
@@ -189,7 +189,7 @@ def rank(found: Numbers, level: float) -> tuple[int, float, float]:
 
 def cost(run: Run) -> Numbers:
     """Seconds per step of every method, all models at once; medians over rounds in which they take turns."""
-    s: Settings = run.settings
+    s: KarakidaSettings = run.settings
     data = isa(run.seed, s.examples).to(s.device, DTYPES[s.dtype])
     rates = torch.full((s.runs, 1, 1), 1e-6, dtype=DTYPES[s.dtype])
     learners: dict[str, tuple[Learner, int, int]] = {
@@ -228,7 +228,7 @@ PRINTED = (
 )
 
 
-def table1_pieces(settings: Settings) -> tuple[Piece, ...]:
+def table1_pieces(settings: KarakidaSettings) -> tuple[Piece, ...]:
     """The longest first, beside one another; the costs last, while nothing else runs."""
     square = beside_others("exact-square", "ANG, exact, V = v²", run_learner(exact_square, "natural_steps", None, 90))
     return (
@@ -243,7 +243,7 @@ def table1_pieces(settings: Settings) -> tuple[Piece, ...]:
     )
 
 
-def figure1_pieces(settings: Settings) -> tuple[Piece, ...]:
+def figure1_pieces(settings: KarakidaSettings) -> tuple[Piece, ...]:
     """The paper's two curves, the exact update, and ours."""
     ours_too = beside_others("ours-single", "ng.ang, single examples", run_learner(ours_single, "our_single", None, 80))
     return (*PRINTED, ours_too)
@@ -252,7 +252,7 @@ def figure1_pieces(settings: Settings) -> tuple[Piece, ...]:
 TABLE1 = Study(
     "karakida_2016_table1",
     "Natural gradient of score matching against SGD and Adam, plain and tuned (Table 1)",
-    Settings,
+    KarakidaSettings,
     table1_pieces,
     page.table1,
     seeds=1,
@@ -261,7 +261,7 @@ TABLE1 = Study(
 FIGURE1 = Study(
     "karakida_2016_figure1",
     "Natural gradient of score matching leaves the plateau (Fig. 1)",
-    Settings,
+    KarakidaSettings,
     figure1_pieces,
     page.figure1,
     seeds=1,

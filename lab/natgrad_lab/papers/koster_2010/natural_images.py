@@ -28,7 +28,7 @@ GAUGE = 0.1  # added to a patch's norm, in units of the mean norm, before dividi
 
 
 @dataclass(frozen=True)
-class Settings:
+class KosterSettings:
     """What `--set` can change."""
 
     photographs: str = "kodak"  # or embedded: two that come with scikit-learn
@@ -72,7 +72,7 @@ class Patches:
     dewhitening: Tensor
 
 
-def patches(s: Settings, seed: int) -> Patches:
+def patches(s: KosterSettings, seed: int) -> Patches:
     """Patches from random places, without their mean, divided by their norm, whitened by principal components."""
     generator = torch.Generator().manual_seed(seed)
     images = PHOTOGRAPHS[s.photographs]()
@@ -110,7 +110,7 @@ class Graphed(TwoLayer):
         return None
 
 
-def optimizers(s: Settings) -> dict[str, Callable[[dict[str, Tensor], TwoLayer], Any]]:
+def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoLayer], Any]]:
     """The methods, by name."""
     return {
         "natural gradient": lambda params, model: ng.NaturalGradient(
@@ -129,7 +129,7 @@ def optimizers(s: Settings) -> dict[str, Callable[[dict[str, Tensor], TwoLayer],
 
 def training(run: Run, method: str) -> Numbers:
     """Loss on held-out patches against CPU seconds and steps, and the filters at the end."""
-    s: Settings = run.settings
+    s: KosterSettings = run.settings
     data, params, model = patches(s, run.seed), start(s.keep, run.seed), Graphed()
     opt = optimizers(s)[method](params, model)
     generator = torch.Generator().manual_seed(run.seed)
@@ -162,7 +162,7 @@ def held_out(model: TwoLayer, params: dict[str, Tensor], data: Patches) -> float
         return torch.stack([model.loss(params, part) for part in data.test.split(100)]).mean().item()
 
 
-def looks(params: dict[str, Tensor], data: Patches, s: Settings) -> Numbers:
+def looks(params: dict[str, Tensor], data: Patches, s: KosterSettings) -> Numbers:
     """What excites every feature most, in pixels, its orientation and extent; and the pooling weights."""
     W, V = params["W"].detach(), params["V"].detach().exp()
     features = W @ data.dewhitening.mT  # (keep, size^2)
@@ -208,7 +208,7 @@ def likeness(images: Tensor, V: Tensor) -> Tensor:
     return (pairs * cosines).sum() / pairs.sum()
 
 
-def pieces(s: Settings) -> tuple[Piece, ...]:
+def pieces(s: KosterSettings) -> tuple[Piece, ...]:
     """One per method."""
     names = s.methods.split(",")
     return tuple(Piece(name, f"{name}, {s.seconds:g} s", lambda run, n=name: training(run, n)) for name in names)
@@ -217,7 +217,7 @@ def pieces(s: Settings) -> tuple[Piece, ...]:
 STUDY = Study(
     name="koster_2010_natural_images",
     summary="Koster & Hyvarinen's two-layer model on photographs: filters like simple cells",
-    settings=Settings,
+    settings=KosterSettings,
     pieces=pieces,
     tell=page.tell,
     seeds=1,

@@ -59,7 +59,7 @@ def bowl(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MalagoFlowSettings:
     """What `--set` can change."""
 
     starts: int = 4  # per axis; not given in the lectures
@@ -105,7 +105,7 @@ def toy_same(run: Run) -> Numbers:
 
 def _grid(run: Run, cases: dict, maximise: bool) -> Numbers:
     """{case: {kind: [{points, values, status}]}} from a lattice of starts in the case's view."""
-    s: Settings = run.settings
+    s: MalagoFlowSettings = run.settings
     span = s.span / 3 if maximise else s.span  # over the line all is over sooner
     times, found = span * torch.linspace(0, 1, s.steps, dtype=torch.float64) ** 2.5, {}  # dense where flows are fast
     for place, (name, (family, f, chart, view)) in enumerate(cases.items()):
@@ -171,7 +171,7 @@ def moments() -> FlowCoordinates:
 
 def plane_flows(run: Run) -> Numbers:
     """Ascent of the two-dimensional quadratic from means around the optimum, beside the closed form."""
-    s: Settings = run.settings
+    s: MalagoFlowSettings = run.settings
     times = torch.linspace(0, s.span, s.steps, dtype=torch.float64).square() / s.span  # dense where it starts
     value, chart, optimum = expected_value(PLANE, bowl, nodes=2), moments(), solve_or_nan(2 * BOWL, SLOPE)
     angles = torch.arange(2 * s.starts, dtype=torch.float64) * torch.pi / s.starts
@@ -196,7 +196,7 @@ def closed_mean(mean: Tensor, times: Tensor) -> Tensor:
 
 
 def _study(name: str, summary: str, pieces: tuple[Piece, ...], tell: Callable[[Findings], Story]) -> Study:
-    return Study(name, summary, Settings, lambda settings: pieces, tell, seeds=1)
+    return Study(name, summary, MalagoFlowSettings, lambda settings: pieces, tell, seeds=1)
 
 
 def tell_toy(findings: Findings) -> Story:

@@ -22,7 +22,7 @@ from natgrad_lab.papers.malago_2023.page import QUIET, panel
 
 
 @dataclass(frozen=True)
-class Settings:
+class MalagoPointSettings:
     """What `--set` can change."""
 
     radius: float = 0.02  # of the balls, in nats; the lectures' epsilon
@@ -231,7 +231,7 @@ def descend(model: Ising, values: Tensor, theta: Tensor, time: float, h: float =
 
 def theorem(run: Run) -> Numbers:
     """Random pairwise problems: how many starts end at the optimum, model by model."""
-    s: Settings = run.settings
+    s: MalagoPointSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)
     whole, counts = Ising(s.bits), {}
     weights = torch.randn(s.problems, whole.size, dtype=torch.float64, generator=generator)
@@ -339,7 +339,7 @@ def _bars(runs: Sequence[Numbers]) -> Callable[[Figure], None]:
 BALLS = Study(
     "malago_2023_kl_balls",
     "Balls of constant KL around univariate normals",
-    Settings,
+    MalagoPointSettings,
     lambda settings: (Piece("balls", "Balls", balls, False),),
     tell_balls,
     seeds=1,
@@ -347,7 +347,7 @@ BALLS = Study(
 POLARIZATION = Study(
     "malago_2023_polarization",
     "Flows of the polarization over three camps",
-    Settings,
+    MalagoPointSettings,
     lambda settings: (Piece("flows", "Flows", simplex_flows, False),),
     tell_polarization,
     seeds=1,
@@ -355,7 +355,7 @@ POLARIZATION = Study(
 CONVERGENCE = Study(
     "malago_2023_convergence",
     "Natural flows on random problems: independent bits, a chain, and a model that holds f",
-    Settings,
+    MalagoPointSettings,
     lambda settings: (Piece("theorem", "Random problems", theorem),),
     tell_convergence,
 )

@@ -41,7 +41,7 @@ REDUCED |= {"batch": 240, "unlabelled": 120, "steps": 50, "hold": 25}
 
 
 @dataclass(frozen=True)
-class Settings:
+class FacesSettings:
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
     full: bool = False
@@ -68,7 +68,7 @@ class Settings:
         fill(self, PAPER if self.full else REDUCED)
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: FacesSettings) -> tuple[Task, ...]:
     """One task, as Table 1's third row."""
     filters, first, second = require_size(settings.filters), require_size(settings.first), require_size(settings.second)
     convolution = Convolution(filters, 12, require_size(settings.pooling), require_size(settings.stride))
@@ -112,7 +112,7 @@ def standardise_images(images: Tensor) -> Tensor:
     return (centred / centred.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-3))[:, None]
 
 
-def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
+def contestants(settings: FacesSettings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Three choices each; the Fisher metrics share theirs, so that only their data differ. The paper's is the first."""
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (1.0, 8.0), (1.0, 1.0)), *list_constant_choices(batch, (1.0, 1.0))]
@@ -128,7 +128,7 @@ def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant,
 RACE = Race(
     "pascanu_2013_faces",
     "Pascanu & Bengio 2013, Table 1: faces, with unlabelled ones in the metric",
-    Settings,
+    FacesSettings,
     tasks,
     title="Pascanu & Bengio 2013, Table 1: faces",
 )

@@ -25,7 +25,7 @@ SIGNS = {"printed": -1.0, "other": 1.0}
 
 
 @dataclass(frozen=True)
-class Settings:
+class AutoencoderUnitSettings:
     """What `--set` can change."""
 
     points: int = 20  # inputs, at equal quantiles of a normal distribution; not given in the paper
@@ -67,7 +67,7 @@ class Settings:
 
 def paths(run: Run, reading: str) -> Numbers:
     """Every method's path from both starting points: {"1": {method: {...}}, "3": ...}."""
-    s: Settings = run.settings
+    s: AutoencoderUnitSettings = run.settings
     unit, methods = s.unit(reading), (*METHODS, "Newton, |H|")
     found: Numbers = {}
     for number, (name, start) in enumerate(s.starts.items()):
@@ -116,7 +116,7 @@ def ending(unit: Unit, at: Tensor) -> str:
 
 def surfaces(run: Run, reading: str) -> Numbers:
     """The error over the window, and at [1] to [4] the KL with the four steps from there."""
-    s: Settings = run.settings
+    s: AutoencoderUnitSettings = run.settings
     unit, ticks = s.unit(reading), torch.linspace(-s.window, s.window, 81, dtype=torch.float64)
     error = over(lambda at: unit.error(point(at)), ticks, ticks)
     travelled = {name: one["natural gradient"]["points"] for name, one in run.earlier[f"paths-{reading}"].items()}
@@ -153,7 +153,7 @@ def round_numbers(values: Tensor) -> list[list[float]]:
 
 def starts(run: Run, reading: str) -> Numbers:
     """How often the paper's two observations hold over a lattice of starting points, and where the paths end."""
-    s: Settings = run.settings
+    s: AutoencoderUnitSettings = run.settings
     unit, ticks = s.unit(reading), torch.linspace(-s.window, s.window, s.lattice, dtype=torch.float64)
     at = torch.cartesian_prod(ticks, ticks)
     length = {method: at_many(unit, at, method).norm(dim=1) for method in METHODS}
@@ -203,7 +203,7 @@ def saddles(unit: Unit, at: Tensor) -> float:
     return (still & (low < 0) & (high > 0)).double().mean().item()
 
 
-def pieces(settings: Settings) -> tuple[Piece, ...]:
+def pieces(settings: AutoencoderUnitSettings) -> tuple[Piece, ...]:
     """Paths, surfaces and counts, for both readings."""
     return tuple(
         Piece(f"{name}-{reading}", f"{title}, {reading} sign", lambda run, w=work, r=reading: w(run, r), False)
@@ -219,7 +219,7 @@ def pieces(settings: Settings) -> tuple[Piece, ...]:
 STUDY = Study(
     "pascanu_2013_figure1",
     "Four methods' paths on the error surface of a one-unit autoencoder (Fig. 1)",
-    Settings,
+    AutoencoderUnitSettings,
     pieces,
     figure1_page.tell,
     seeds=1,

@@ -40,7 +40,7 @@ REDUCED = {"filters": 8, "hidden": 128, "batch": 200, "steps": 40, "hold": 20}
 
 
 @dataclass(frozen=True)
-class Settings:
+class MnistSettings:
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
     full: bool = False
@@ -63,7 +63,7 @@ class Settings:
         fill(self, PAPER if self.full else REDUCED)
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: MnistSettings) -> tuple[Task, ...]:
     """One task, as Table 1's second row."""
     filters, hidden = require_size(settings.filters), require_size(settings.hidden)
     convolutions = Convolution(filters, 5, 2), Convolution(2 * filters, 5, 2)
@@ -98,7 +98,7 @@ def images() -> Examples:
     return pair_with_labels(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))
 
 
-def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
+def contestants(settings: MnistSettings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Three choices each; the two Fisher metrics share theirs, so that only their data differ."""
     schedule = Falling(require_size(settings.hold), settings.fall)
     points = [*list_adapted_choices(batch, (0.5, 5.0), (1.0, 5.0)), *list_constant_choices(batch, (1.0, 0.3))]
@@ -114,7 +114,7 @@ def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant,
 RACE = Race(
     "pascanu_2013_mnist",
     "Pascanu & Bengio 2013, Table 1: a convolutional network, metric on another batch or the same",
-    Settings,
+    MnistSettings,
     tasks,
     title="Pascanu & Bengio 2013, Table 1: MNIST",
 )

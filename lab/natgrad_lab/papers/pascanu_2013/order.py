@@ -32,7 +32,7 @@ from natgrad_lab.papers.pascanu_2013.parallel import (
 
 
 @dataclass(frozen=True)
-class Settings:
+class OrderSettings:
     """What `--set` can change. The paper's own size: hidden=500 batch=512 steps=3193 rate=.1 side=28 data=omniglot."""
 
     data: str = "mnist"  # deformed; or omniglot, 62 characters of it. The paper: NISTP, 62 classes, not to be had
@@ -88,7 +88,7 @@ Draw = Callable[[int], list[tuple[int, int]]]  # step number -> (seed, draw) of 
 class ParallelTraining:
     """R runs side by side, each with its own seed, draws and rate."""
 
-    settings: Settings
+    settings: OrderSettings
     drawn_from: ImageSource
     seeds: list[int]
     draws: Draw
@@ -119,7 +119,7 @@ class ParallelTraining:
 
 def measure(run: Run, direction: Direction, rate: float) -> Numbers:
     """The whole protocol for one method: variance of the outputs for each segment, and how far the runs came."""
-    s: Settings = run.settings
+    s: OrderSettings = run.settings
     many = s.segments * s.runs
 
     def draws(number: int) -> list[tuple[int, int]]:
@@ -137,7 +137,7 @@ def measure_last_losses(
     run: Run, direction: Direction, rates: list[float], advance: Callable[[float], None]
 ) -> list[float]:
     """Held-out loss at the end of the stream for every rate, a mean over the tuning seeds."""
-    s: Settings = run.settings
+    s: OrderSettings = run.settings
     seeds = [s.tuning_seed + n for n in range(TUNING_SEEDS) for _ in rates]
     training = ParallelTraining(
         s, SOURCES[s.data](), seeds, lambda number: [(seed, 0) for seed in seeds], torch.tensor(rates * TUNING_SEEDS)
@@ -158,7 +158,7 @@ def match(run: Run, direction: NaturalDirection) -> Numbers:
 
     LabError when no rate tried comes as near as the tolerance.
     """
-    s: Settings = run.settings
+    s: OrderSettings = run.settings
     target, scale = run.earlier["level"]["loss"], s.rate * direction.damping  # of MSGD, where the damping is all
     rates, tried = [scale * 20 ** (n / 4) / 2 for n in range(5)], {}
     for number in range(ROUNDS):
@@ -187,7 +187,7 @@ def crossing(tried: dict[float, float], target: float) -> float:
     raise LabError(f"no two of the rates tried have the held-out loss {target:.4f} between them ({ends}): change rate")
 
 
-def pieces(settings: Settings) -> tuple[Piece, ...]:
+def pieces(settings: OrderSettings) -> tuple[Piece, ...]:
     """The level, the two matched rates, and the protocol for every method."""
     paper, small = settings.natural(settings.damping), settings.natural(settings.small_damping)
     return (
@@ -216,7 +216,7 @@ def measure_direction(run: Run, direction: NaturalDirection, matched: str) -> Nu
 STUDY = Study(
     "pascanu_2013_order",
     "How much each part of a stream shapes the model (Fig. 3; needs MNIST)",
-    Settings,
+    OrderSettings,
     pieces,
     order_page.tell,
 )

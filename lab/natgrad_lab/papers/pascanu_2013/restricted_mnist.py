@@ -41,7 +41,7 @@ REDUCED = {"hidden": 300, "labelled": 1000, "batch": 500, "steps": 100}
 
 
 @dataclass(frozen=True)
-class Settings:
+class RestrictedMnistSettings:
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
     full: bool = False
@@ -62,7 +62,7 @@ class Settings:
         fill(self, PAPER if self.full else REDUCED)
 
 
-def tasks(settings: Settings) -> tuple[Task, ...]:
+def tasks(settings: RestrictedMnistSettings) -> tuple[Task, ...]:
     """One task, as Table 1's first row."""
     return (
         Task(
@@ -89,7 +89,7 @@ NOTE = (
 )
 
 
-def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant, ...]:
+def contestants(settings: RestrictedMnistSettings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Six choices each; the Fisher metrics share theirs, so that only their data differ. The paper's are among them."""
     points = [
         *list_constant_choices(batch, (0.1, 0.01), (0.3, 0.1), (1.0, 1.0)),
@@ -110,7 +110,7 @@ def contestants(settings: Settings, batch: int, steps: int) -> tuple[Contestant,
 RACE = Race(
     "pascanu_2013_restricted_mnist",
     "Pascanu & Bengio 2013, Table 1: metrics on unlabelled data, another batch, the same",
-    Settings,
+    RestrictedMnistSettings,
     tasks,
     seeds=5,
     title="Pascanu & Bengio 2013, Table 1: restricted MNIST",

@@ -18,6 +18,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.applications.helmholtz import Classic, Reweighted
 from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.settings import change_defaults
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
@@ -29,7 +30,7 @@ PICTURES = 12
 
 
 @dataclass(frozen=True)
-class Settings:
+class VaradySettings:
     """data: lines, digits, mnist, fashion or faces.   sizes: hidden layers.   epochs, batch: of a run.   samples: draws
     of h per example.   evaluation: draws for the bound, 0 for the exact likelihood.   tuning: epochs of a tuning run.
     train, test: examples at most, none for all.   looks: at the test bound per epoch.   damping: of the natural
@@ -107,7 +108,7 @@ class WakeSleepContestant:
     small: tuple[WakeSleepChoice, ...]
     large: tuple[WakeSleepChoice, ...]
 
-    def choices(self, settings: Settings) -> tuple[WakeSleepChoice, ...]:
+    def choices(self, settings: VaradySettings) -> tuple[WakeSleepChoice, ...]:
         """The settings that are tried."""
         return self.small if settings.data in ("lines", "digits") else self.large
 
@@ -124,7 +125,7 @@ def _natural(algorithm: Any) -> Callable[..., ng.WakeSleep]:
     )
 
 
-def _adam(machine: ng.HelmholtzMachine, rate: float, settings: Settings, seed: int) -> ng.WakeSleep:
+def _adam(machine: ng.HelmholtzMachine, rate: float, settings: VaradySettings, seed: int) -> ng.WakeSleep:
     return ng.WakeSleep(machine, samples=settings.samples, optimizer=lambda p: torch.optim.Adam(p, rate), seed=seed)
 
 
@@ -169,7 +170,7 @@ CONTESTANTS = (
 )
 
 
-def pieces(settings: Settings) -> tuple[Piece, ...]:
+def pieces(settings: VaradySettings) -> tuple[Piece, ...]:
     """Tuning runs of every contestant, then its race."""
     found: list[Piece] = []
     running = [one for one in CONTESTANTS if one.name in settings.names()]
@@ -228,7 +229,9 @@ def looked_at(epochs: int) -> list[int]:
 class WakeSleepTraining:
     """One machine under training."""
 
-    def __init__(self, settings: Settings, contestant: WakeSleepContestant, choice: WakeSleepChoice, seed: int) -> None:
+    def __init__(
+        self, settings: VaradySettings, contestant: WakeSleepContestant, choice: WakeSleepChoice, seed: int
+    ) -> None:
         self.settings, self.choice = settings, choice
         self.bits: BitImages = bits(settings.data, settings.train, settings.test, settings.units == "signs")
         torch.manual_seed(seed)
@@ -288,9 +291,9 @@ def start_at_means(machine: ng.HelmholtzMachine, x: Tensor) -> None:
 
 def study(name: str, summary: str, seeds: int = 5, **defaults: Any) -> Study:
     """The study of one data set: the settings' defaults are its own."""
-    fields = {key: type(value) if value is not None else int | None for key, value in defaults.items()}
-    kind = dataclass(frozen=True)(type("Settings", (Settings,), {"__annotations__": fields, **defaults}))
-    return Study(f"varady_2022_{name}", summary, kind, pieces, page.tell, seeds=seeds)
+    return Study(
+        f"varady_2022_{name}", summary, change_defaults(VaradySettings, **defaults), pieces, page.tell, seeds=seeds
+    )
 
 
 LINES = study(
