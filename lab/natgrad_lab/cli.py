@@ -124,10 +124,13 @@ def show_settings(name: str) -> None:
 
     experiment = find(name)
     table = Table.grid(padding=(0, 3, 0, 1))
+    for overflow in ("ellipsis", "fold", "ellipsis"):  # a default is shown whole, since people copy it
+        table.add_column(overflow=overflow)
     for setting, default, comment in describe_settings(experiment.settings):
         table.add_row(f"[bold]{setting}[/]", default, comment)
     console = Console()
-    console.print(f"Settings of {name}, --set key=value; --seeds {experiment.seeds} by default:", highlight=False)
+    console.print(f"{name}: {experiment.summary}", highlight=False)
+    console.print(f"\nIts settings, --set key=value; --seeds {experiment.seeds} by default:", highlight=False)
     console.print(table, highlight=False)
 
 

@@ -120,6 +120,7 @@ def test_help_of_an_experiment_shows_its_settings_and_defaults():
     assert "Usage" in said.output
     for name in ("seconds", "steps", "evaluations"):
         assert name in said.output
+    assert find("digits").summary in " ".join(said.output.split())
     plain = natgrad("run", "--help")
     assert plain.exit_code == 0
     assert "evaluations" not in plain.output
@@ -129,6 +130,11 @@ def test_help_of_an_experiment_shows_its_settings_and_defaults():
 def test_comments_of_settings_are_their_help():
     rows = {name: (default, comment) for name, default, comment in describe_settings(find("malago_2023_toy").settings)}
     assert rows["lattice"] == ("25", "per axis, for basins")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_setting_is_explained(name):
+    assert [setting for setting, _, comment in describe_settings(find(name).settings) if not comment] == []
 
 
 def test_out_must_not_be_a_file(tmp_path):

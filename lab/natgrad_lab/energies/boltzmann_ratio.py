@@ -38,7 +38,7 @@ class BoltzmannRatioSettings:
     field: int = 8  # the field is a lattice of field x field
     examples: int = 5000  # drawn from the field
     data: str = "digits"  # or mnist: 784 pixels, 307,720 parameters
-    batch: int = 500
+    batch: int = 500  # images per step
     seconds: float = 6.0  # of training per run on images, processor time
     tuning: float = 0.4  # the part of it that a choice of rate gets
     looked_at: int = 2000  # test images

@@ -35,13 +35,21 @@ def override(kind: type, assignments: Iterable[str]) -> Any:
     return kind(**values)
 
 
+RECURRING = {  # what a setting of that name is wherever its own line does not say
+    "threads": "of torch; none: as many as it takes",
+    "device": "cpu, or a name such as cuda",
+    "tuning_seed": "of the runs over the grids; the race has seeds 0, 1, 2 ...",
+    "looked_at": "examples of each part per evaluation, at most",
+}
+
+
 def describe_settings(kind: type) -> list[tuple[str, str, str]]:
     """Name, default and comment of every setting, for help.
 
     Args:
-        kind: A dataclass whose fields have their comments on the same line.
+        kind: A dataclass whose fields have their comments on the same line, or a name in `RECURRING`.
     """
-    comments: dict[str, str] = {}
+    comments = dict(RECURRING)
     for base in reversed(kind.__mro__[:-1]):
         with contextlib.suppress(OSError):  # a class of `change_defaults` has no source
             for line in inspect.getsource(base).splitlines():

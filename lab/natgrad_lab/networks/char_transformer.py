@@ -32,9 +32,9 @@ class CharTransformerSettings:
     threads: int | None = 1
     device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
-    layers: int = 2
-    width: int = 128
-    heads: int = 4
+    layers: int = 2  # of the transformer
+    width: int = 128  # of the transformer
+    heads: int = 4  # of attention
     length: int = 64  # characters of a window
 
 

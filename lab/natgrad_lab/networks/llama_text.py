@@ -33,8 +33,8 @@ class LlamaTextSettings:
     threads: int | None = 1
     device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
-    layers: int = 2
-    width: int = 128
+    layers: int = 2  # of the transformer
+    width: int = 128  # of the transformer
     heads: int = 4  # of queries
     groups: int = 2  # of keys and values: heads / groups queries share one
     length: int = 64  # characters of a window

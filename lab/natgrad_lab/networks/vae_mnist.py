@@ -33,8 +33,8 @@ class VaeSettings:
     threads: int | None = 1
     device: str = "cpu"
     methods: str = "structures"  # or names of contestants such as kfac,adam
-    hidden: int = 400
-    code: int = 20
+    hidden: int = 400  # units of the hidden layers
+    code: int = 20  # dimensions of the code
     data: str = "mnist"  # or digits, which need no file
 
 

@@ -35,7 +35,7 @@ class VitCifarSettings:
     networks: str = "vit"  # or resnet, or vit,resnet
     layers: int = 4  # of the transformer
     width: int = 96  # of the transformer
-    heads: int = 3
+    heads: int = 3  # of attention
     patch: int = 4  # pixels of a patch's side
     filters: int = 16  # of ResNet's first stage
     blocks: int = 3  # of each of ResNet's three stages: 6 blocks + 2 layers, so that 3 makes ResNet-20

@@ -29,18 +29,15 @@ RECENT = 20
 
 @dataclass(frozen=True)
 class PolicyRaceSettings:
-    """env: of gymnasium.   steps: of all environments together.   tuning: steps of a tuning run.   envs: that a
-    contestant acts in.   marks: steps at which the policy is looked at, comma-separated.   episodes: of a look.
-    peers: whether sb3-contrib's runs where it is installed.
-    """
+    """What `--set` can change."""
 
-    env: str = "CartPole-v1"
-    steps: int = 100_000
-    tuning: int = 30_000
-    envs: int = 8
-    marks: str = "10000,20000,30000,45000,60000,80000,100000"
-    episodes: int = 20
-    peers: bool = True
+    env: str = "CartPole-v1"  # of gymnasium
+    steps: int = 100_000  # of all environments together
+    tuning: int = 30_000  # steps of a tuning run
+    envs: int = 8  # that a contestant acts in at once
+    marks: str = "10000,20000,30000,45000,60000,80000,100000"  # steps at which the policy is evaluated, comma-separated
+    episodes: int = 20  # of an evaluation
+    peers: bool = True  # run sb3-contrib's agents too, where it is installed
     threads: int | None = 1
     device: str = "cpu"
 

@@ -29,17 +29,15 @@ LOOKS = 60
 
 @dataclass(frozen=True)
 class GroundStateSettings:
-    """system: ising, or a molecule.   spins: of the chain.   samples: per step.   steps: at most.   seconds: of one
-    thread of the CPU, at most.   draws: of the energy at the end.   rates: of Adam that are tried, comma-separated.
-    """
+    """What `--set` can change."""
 
-    system: str = "ising"
-    spins: int = 10
-    samples: int = 400
-    steps: int = 300
-    seconds: float = 600.0
-    draws: int = 100
-    rates: str = "0.001,0.003,0.01,0.03"
+    system: str = "ising"  # ising, helium, H2 or LiH
+    spins: int = 10  # of the chain
+    samples: int = 400  # per step
+    steps: int = 300  # at most
+    seconds: float = 600.0  # of one thread of the processor, at most
+    draws: int = 100  # of the energy at the end
+    rates: str = "0.001,0.003,0.01,0.03"  # of Adam that are tried, comma-separated
     threads: int | None = 1
     device: str = "cpu"
 

@@ -32,22 +32,22 @@ class AngCifarSettings:
     here).
     """
 
-    full: bool = False
+    full: bool = False  # nearer to the report's size
     images: int | None = None  # of the training set, its first
     side: int | None = None  # pixels: 32, or 16, or 8 as means of neighbours
-    epochs: int | None = None
-    batch: int = 64
-    dense_depth: int | None = None
+    epochs: int | None = None  # of each run
+    batch: int = 64  # images per step
+    dense_depth: int | None = None  # layers of the DenseNet
     growth: int | None = None  # channels that a layer of the DenseNet adds
-    wide_depth: int | None = None
+    wide_depth: int | None = None  # layers of the WideResNet
     width: int | None = None  # times 16 channels in the WideResNet
     steps: int | None = None  # the end of every run; what stays none follows from the epochs
     evaluations: int | None = None  # at equal distances of steps; what stays none is once per epoch
-    looked_at: int = 2000
+    looked_at: int = 2000  # images of each part per evaluation, at most
     tuning_seed: int = 100
     threads: int | None = 1
     device: str = "cpu"
-    networks: str = "densenet,wide_resnet"
+    networks: str = "densenet,wide_resnet"  # which of the two, comma-separated
     methods: str = "report"  # or names of contestants such as kfac,adam
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class ArbelSettings:
 
     draws: int = 20  # of the gradient and of the samples, per point of the error's table
     bandwidth: float = 5.0  # of the error's kernel, in deviations; a descent has the median distance
-    regularization: float = 1e-10
+    regularization: float = 1e-10  # of the estimator's linear systems
     d: int = 2  # of the descent
     samples: int = 300  # per step of the descent
     condition: float = 30.0  # of the coordinates of the descent

@@ -49,7 +49,7 @@ class KarakidaSettings:
     our_steps: int = 600  # of ng.ang on batches
     our_single: int = 8000  # of ng.ang on single examples
     every: int = 10  # steps between factorisations, of ng.ang on single examples
-    dtype: str = "float32"
+    dtype: str = "float32"  # float32 or float64
     square: bool = False  # the exact update with V = v^2 too
     processes: int = 2  # pieces at a time, but for the costs
     threads: int | None = 1

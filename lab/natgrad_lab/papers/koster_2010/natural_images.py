@@ -34,17 +34,17 @@ class KosterSettings:
     photographs: str = "kodak"  # or embedded: two that come with scikit-learn
     size: int = 16  # side of a patch, in pixels
     keep: int = 80  # principal components kept of size^2 - 1; as many features and as many pooling units
-    patches: int = 50_000
-    batch: int = 100
-    methods: str = "natural gradient,Adam,SGD-momentum"
+    patches: int = 50_000  # cut from the photographs
+    batch: int = 100  # patches per step
+    methods: str = "natural gradient,Adam,SGD-momentum"  # who runs, comma-separated
     seconds: float = 60.0  # of CPU time per method
-    adam: float = 0.01
+    adam: float = 0.01  # learning rate of Adam
     sgd: float = 3e-4  # not tuned
-    natural: float = 0.5
+    natural: float = 0.5  # learning rate of the natural gradient
     damping: float = 10.0  # .1, 1 and 10 were tried for some seconds
-    radius: float = 0.1
-    products: int = 8
-    metric_batch: int = 100
+    radius: float = 0.1  # bound on a natural step's length
+    products: int = 8  # with the metric per step, at most
+    metric_batch: int = 100  # patches per step that the metric is taken on
     threads: int | None = 1
     device: str = "cpu"
 

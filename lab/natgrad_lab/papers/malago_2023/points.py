@@ -26,11 +26,11 @@ class MalagoPointSettings:
     """What `--set` can change."""
 
     radius: float = 0.02  # of the balls, in nats; the lectures' epsilon
-    problems: int = 20
+    problems: int = 20  # drawn at random
     starts: int = 5  # per problem
-    bits: int = 6
+    bits: int = 6  # of a problem
     spread: float = 0.5  # standard deviation of the natural parameters at the start; not given in the lectures
-    time: float = 40.0
+    time: float = 40.0  # the last time of a flow
     threads: int | None = 1
     device: str = "cpu"
 

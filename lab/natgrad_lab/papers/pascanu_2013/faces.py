@@ -44,7 +44,7 @@ REDUCED |= {"batch": 240, "unlabelled": 120, "steps": 50, "hold": 25}
 class FacesSettings:
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
-    full: bool = False
+    full: bool = False  # the paper's size
     filters: int | None = None  # 12 x 12 pixels
     stride: int | None = None  # the paper names neither stride nor pooling
     pooling: int | None = None  # without it 300 filters on 48 x 48 pixels would feed 400,000 values to the 2048 units

@@ -31,11 +31,11 @@ class AutoencoderUnitSettings:
     points: int = 20  # inputs, at equal quantiles of a normal distribution; not given in the paper
     mean: float = 1.0  # of the inputs; not given in the paper, chosen so that observation one shows at [3]
     std: float = 0.2  # of the inputs; not given in the paper, chosen with the mean
-    steps: int = 100
+    steps: int = 100  # of each method
     b1: float = 1.0  # the starting point [1]; not given in the paper
-    w1: float = 4.0
+    w1: float = 4.0  # its weight
     b3: float = 3.5  # the starting point [3]; not given in the paper
-    w3: float = -5.0
+    w3: float = -5.0  # its weight
     later: int = 3  # steps of the natural gradient from [1] to [2] and from [3] to [4]; not given in the paper
     continued: int = 10_000  # more steps of gradient descent, to see where it was going
     window: float = 6.0  # b and w from -window to window

@@ -43,7 +43,7 @@ REDUCED = {"filters": 8, "hidden": 128, "batch": 200, "steps": 40, "hold": 20}
 class MnistSettings:
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
-    full: bool = False
+    full: bool = False  # the paper's size
     filters: int | None = None  # of the first layer, 5 x 5 pixels; the second has twice as many
     hidden: int | None = None  # tanh units; the paper names neither non-linearity nor pooling (2 x 2 here)
     validation: int = 2000  # not given in the paper

@@ -39,13 +39,13 @@ class OrderSettings:
     side: int = 14  # images are reduced to side x side; the paper: 32
     hidden: int = 100  # the paper: 500
     batch: int = 128  # for the gradient and the metric; the paper: 512
-    segments: int = 10
+    segments: int = 10  # that the stream is cut into
     steps: int = 20  # per segment; the stream has twice as many segments. The paper: 3193
     runs: int = 5  # per segment
     held_out: int = 2000  # deformed images of the test part; the paper: 100,000
-    # of MSGD; the others' are matched to the held-out loss it leads to. The paper: .1 in 64,000 steps. In 400 steps .1
+    # The others' rates are matched to the held-out loss it leads to. The paper: .1 in 64,000 steps. In 400 steps .1
     # leaves the model near its start, where late segments weigh more: .8 goes as far as is stable (2 diverges)
-    rate: float = 0.8
+    rate: float = 0.8  # of MSGD
     damping: float = 3.0  # of the natural gradient, as in the paper
     small_damping: float = 0.1  # not in the paper; of 1, .3, .1, .03 the lowest held-out loss on tuning seeds
     tolerance: float = 0.002  # of the matched held-out loss, a fraction

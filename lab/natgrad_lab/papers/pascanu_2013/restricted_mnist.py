@@ -44,7 +44,7 @@ REDUCED = {"hidden": 300, "labelled": 1000, "batch": 500, "steps": 100}
 class RestrictedMnistSettings:
     """What `--set` can change. full=true is the paper's size; what stays none is taken from there or from here."""
 
-    full: bool = False
+    full: bool = False  # the paper's size
     hidden: int | None = None  # tanh units; the paper does not name the non-linearity
     labelled: int | None = None  # not given in the paper
     validation: int = 5000  # not given in the paper

@@ -31,25 +31,21 @@ PICTURES = 12
 
 @dataclass(frozen=True)
 class VaradySettings:
-    """data: lines, digits, mnist, fashion or faces.   sizes: hidden layers.   epochs, batch: of a run.   samples: draws
-    of h per example.   evaluation: draws for the bound, 0 for the exact likelihood.   tuning: epochs of a tuning run.
-    train, test: examples at most, none for all.   looks: at the test bound per epoch.   damping: of the natural
-    versions.   units: 01 or signs.   contestants: who runs, comma-separated, of ws, rws, rws-adam, nws, nrws.
-    """
+    """What `--set` can change."""
 
-    data: str = "digits"
-    sizes: str = "32-16"
-    epochs: int = 20
-    batch: int = 50
-    samples: int = 5
-    evaluation: int = 100
-    tuning: int = 8
-    train: int | None = None
-    test: int | None = None
-    looks: int = 1
-    damping: float = 0.03
-    units: str = "01"
-    contestants: str = "ws,rws,rws-adam,nws,nrws"
+    data: str = "digits"  # lines, digits, mnist, fashion or faces
+    sizes: str = "32-16"  # of the hidden layers, from the data upwards
+    epochs: int = 20  # of a run
+    batch: int = 50  # examples per step
+    samples: int = 5  # draws of the hidden units per example
+    evaluation: int = 100  # draws for the bound; 0: the exact likelihood
+    tuning: int = 8  # epochs of a tuning run
+    train: int | None = None  # training examples at most; none: all
+    test: int | None = None  # test examples at most; none: all
+    looks: int = 1  # at the test bound per epoch
+    damping: float = 0.03  # of the natural versions
+    units: str = "01"  # 01 or signs
+    contestants: str = "ws,rws,rws-adam,nws,nrws"  # who runs, comma-separated
     threads: int | None = 1
     device: str = "cpu"
 
