@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.lost_processes import naming_lost
 
@@ -20,6 +20,16 @@ def is_split(tensor: Any) -> bool:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """True for a module that `fully_shard` was called on. Nothing is imported for that either.
+
+    Args:
+        module: Any.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def gather_whole(tensor: Tensor) -> Tensor:

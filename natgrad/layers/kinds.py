@@ -7,7 +7,6 @@ positions: tokens, pixels of a convolution's output, 1 for a vector.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch.nn import functional
 from natgrad.densities import Score
 from natgrad.layers.layout import Layout
 from natgrad.spaces import Space
+from natgrad.whole_tensors import is_fully_sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,9 +233,8 @@ def layer_of(module: nn.Module, dot: str, space: Space) -> Layer | None:
 
 def type_of(module: nn.Module) -> type:
     """The module's class as it was before `fully_shard` made another of it, whose second base it is."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    split = fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
-    return type(module).__bases__[1] if split and len(type(module).__bases__) == 2 else type(module)
+    bases = type(module).__bases__
+    return bases[1] if is_fully_sharded(module) and len(bases) == 2 else type(module)
 
 
 def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from natgrad.optim.distributed import Ranks
 from natgrad.typed_torch import list_numbers
+from natgrad.whole_tensors import is_fully_sharded
 
 
 class AlignedPasses:
@@ -39,7 +39,7 @@ class AlignedPasses:
         if not self.ranks.averaged:
             yield
             return
-        modules = find_parts(self.model)
+        modules = list_sharded_modules(self.model)
         syncs = [(module, *read_settings(module, "reduce_grads", "all_reduce_grads")) for module in modules]
         for module in modules:  # what earlier backward passes left to be averaged is not theirs to average
             module.set_requires_gradient_sync(False, recurse=False)
@@ -67,16 +67,15 @@ class AlignedPasses:
         sums, squares = self.ranks.sum(torch.stack([own, own.square()]))
         if list_numbers(sums.square()) == list_numbers(self.ranks.size * squares):
             return
-        for module in find_parts(self.model):
+        for module in list_sharded_modules(self.model):
             self._kept.append((module, read_settings(module, "reshard_after_backward")[0]))
             module.unshard()
             module.set_reshard_after_backward(False, recurse=False)
 
 
-def find_parts(model: nn.Module) -> list[Any]:
+def list_sharded_modules(model: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was called on."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return [module for module in model.modules() if is_fully_sharded(module)]
 
 
 def read_settings(module: Any, *names: str) -> list[bool]:

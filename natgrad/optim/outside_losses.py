@@ -122,8 +122,8 @@ class Outside:
             return
         own = {n: own[n].to(g) / unit if n in own else torch.zeros_like(g) for n, g in gradients.items()}
         scale = fit_scale(own, gradients)
-        parts = find_parts(gradients, own, scale, blocks)
-        plain = find_parts(gradients, own, 1.0, blocks) if parts else []
+        parts = find_outside_blocks(gradients, own, scale, blocks)
+        plain = find_outside_blocks(gradients, own, 1.0, blocks) if parts else []
         if len(plain) < len(parts) or scale > 0.5:  # the other part leans on the fit: nothing was scaled
             scale, parts = 1.0, plain
         before, self.levels = self.levels, {}
@@ -159,7 +159,7 @@ def fit_scale(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> flo
     return max(inner / square, 0.0) if square > 0 else 0.0
 
 
-def find_parts(
+def find_outside_blocks(
     gradients: Mapping[str, Tensor], own: Mapping[str, Tensor], scale: float, blocks: Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The blocks of whose gradients a part is left when scale * own is taken away."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_models import train_batches
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -25,17 +26,6 @@ def dense(outputs: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, outputs))
 
 
-def train(opt: Any, model: nn.Module, x: Tensor, y: Tensor, steps: int) -> list[float]:
-    losses = list[float]()
-    for _ in range(steps):
-        opt.zero_grad()
-        loss = opt.loss(model(x), y)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def targets(x: Tensor) -> Tensor:
     return torch.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
 
@@ -44,7 +34,7 @@ def targets(x: Tensor) -> Tensor:
 def test_targets_in_any_unit_are_learnt(scale: float) -> None:
     x, model = draw(128, 4), dense()
     y = scale * (targets(x) + 3)
-    losses = train(ng.kfac(model, MSE), model, x, y, 40)
+    losses = train_batches(ng.kfac(model, MSE), model, [(x, y)] * 40)
     assert losses[-1] < 0.5 * float(y.var())  # the mean alone leaves all of it
 
 
@@ -53,7 +43,7 @@ def test_spectral_steps_of_the_last_layer_are_as_long_as_the_errors_are_large() 
     for scale in (1.0, 1e3):
         x, model = draw(64, 4), dense()
         start = [p.detach().clone() for p in model.parameters()]
-        train(ng.kfac(model, MSE, rule=SpectralDescent(kl_share=1e6)), model, x, scale * (targets(x) + 3), 1)
+        train_batches(ng.kfac(model, MSE, rule=SpectralDescent(kl_share=1e6)), model, [(x, scale * (targets(x) + 3))])
         moved.append(torch.stack([(p.detach() - q).norm() for p, q in zip(model.parameters(), start, strict=True)]))
     hidden, last = (moved[1] / moved[0]).split(2)
     torch.testing.assert_close(hidden, torch.ones(2), atol=0.2, rtol=0)
@@ -89,14 +79,14 @@ def test_layers_whose_outputs_are_the_models_are_found(
 ) -> None:
     opt = ng.kfac(model, criterion)
     x = draw(8, 4)
-    train(opt, model, x, draw(*model(x).shape), 1)
+    train_batches(opt, model, [(x, draw(*model(x).shape))])
     assert opt._reader.errors == ErrorSize(names, entries)
 
 
 def test_only_regressions_have_errors_with_a_size() -> None:
     model = dense(3)
     opt = ng.kfac(model, nn.CrossEntropyLoss())
-    train(opt, model, draw(8, 4), torch.arange(8) % 3, 1)
+    train_batches(opt, model, [(draw(8, 4), torch.arange(8) % 3)])
     assert opt._reader.errors is None
     assert trace_reshapes(draw(2)) == []
 
@@ -115,7 +105,7 @@ def test_bound_that_was_asked_for_is_in_nats() -> None:
     x, model = draw(64, 4), dense()
     opt = ng.kfac(model, MSE, max_kl=0.5)
     for _ in range(8):
-        train(opt, model, x, 1e3 * targets(x), 1)
+        train_batches(opt, model, [(x, 1e3 * targets(x))])
         assert opt.state_report().kl <= 0.5
 
 
@@ -124,9 +114,9 @@ def test_resumed_run_knows_the_size_of_errors() -> None:
     y = 1e3 * (targets(x) + 3)
     model = dense()
     opt = ng.kfac(model, MSE, update_every=20)
-    train(opt, model, x, y, 12)
+    train_batches(opt, model, [(x, y)] * 12)
     twin = dense()
     twin.load_state_dict(model.state_dict())
     other = ng.kfac(twin, MSE, update_every=20)
     other.load_state_dict(opt.state_dict())
-    assert train(opt, model, x, y, 3) == train(other, twin, x, y, 3)
+    assert train_batches(opt, model, [(x, y)] * 3) == train_batches(other, twin, [(x, y)] * 3)

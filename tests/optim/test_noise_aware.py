@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_models import train_batches
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,17 +60,6 @@ def test_whitened_second_moment_is_its_damped_share() -> None:
     assert torch.isfinite(whitener(torch.zeros(4, 4), False, 0.3)["inputs"]).all()
 
 
-def train(model: nn.Module, opt: Any, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    losses = []
-    for x, y in batches:
-        opt.zero_grad()
-        loss = opt.loss(model(x), y)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def test_a_spectral_step_is_the_written_out_one() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
@@ -77,7 +67,7 @@ def test_a_spectral_step_is_the_written_out_one() -> None:
     rule = SpectralDescent(length=0.1, damping=0.2, ahead=0.25, iterations=7)
     opt = ng.kfac(model, nn.MSELoss(), rule=rule, lr=0.5)
     before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
-    train(model, opt, [(x, y)])
+    train_batches(opt, model, [(x, y)])
     after = torch.cat([model.weight, model.bias[:, None]], 1).detach()
     ones = torch.cat([x, torch.ones(50, 1, dtype=F64)], 1)
     gradient = 2 * (ones @ before.mT - y).mT @ ones / 150
@@ -96,7 +86,7 @@ def test_the_move_of_a_layer_is_a_share_of_it() -> None:
         model[2].bias.zero_()
     opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=NoiseAware(move=0.01, kl_share=1e6), damping=1e-6)
     before = [p.detach().clone() for p in model.parameters()]
-    train(model, opt, [(draw(30, 6), torch.arange(30) % 3)])
+    train_batches(opt, model, [(draw(30, 6), torch.arange(30) % 3)])
     for first in (0, 2):
         moved = sum(
             (p.detach() - q).square().sum()
@@ -113,7 +103,7 @@ def test_without_its_bounds_the_rule_is_the_measured_length() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=rule)
-        found.append(train(model, opt, [(draw(30, 6, seed=k), torch.arange(30) % 3) for k in range(15)]))
+        found.append(train_batches(opt, model, [(draw(30, 6, seed=k), torch.arange(30) % 3) for k in range(15)]))
     assert found[0] == found[1]
 
 
@@ -153,12 +143,12 @@ def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that(
         for _ in range(40)
     ]
     model, opt = fresh()
-    train(model, opt, batches[:30])
+    train_batches(opt, model, batches[:30])
     assert 9 <= opt._clock["turned"] < 29
     again, other = fresh()
     again.load_state_dict(model.state_dict())
     other.load_state_dict(opt.state_dict())
-    assert train(again, other, batches[30:]) == train(model, opt, batches[30:])
+    assert train_batches(other, again, batches[30:]) == train_batches(opt, model, batches[30:])
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
@@ -185,7 +175,7 @@ def test_nearly_dead_branches_train(recipe: Any, gamma: float) -> None:
     x = draw(400, 8).float()
     y = (x[:, :3] * x[:, 3:6]).argmax(1)
     batches = [(x[k % 5 * 80 :][:80], y[k % 5 * 80 :][:80]) for k in range(60)]
-    losses = train(model, recipe(model, nn.CrossEntropyLoss(), rule=NoiseAware(), damping=SAFE), batches)
+    losses = train_batches(recipe(model, nn.CrossEntropyLoss(), rule=NoiseAware(), damping=SAFE), model, batches)
     assert max(losses) < 2 * losses[0]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -41,6 +41,18 @@ def iterate(opt: ng.NaturalGradient, model: nn.Module, x: Any, y: Any) -> None:
     opt.zero_grad()
     opt.loss(model(x), y).backward()
     opt.step()
+
+
+def train_batches(opt: Any, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """The loss at each batch (inputs, targets), before the step on it."""
+    losses = list[float]()
+    for x, y in batches:
+        opt.zero_grad()
+        loss = opt.loss(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def fisher_step(model: nn.Module, x: Tensor, family: Likelihood, gradient: Tensor, damping: float) -> Tensor:
