@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -255,6 +256,15 @@ def run_detached(call: Callable[[], Any]) -> Any:
     """
     with torch.enable_grad(), mark_evaluation():
         return map_tensors(call(), torch.detach)
+
+
+@contextmanager
+def run_uncompiled() -> Generator[None]:
+    """Inside, compiled models run as they were written."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        # torch 2.12 takes what was asked for above for a graph that was lost
+        warnings.filterwarnings("ignore", r"torch\.compile with fullgraph=True found no compiled frames", UserWarning)
+        yield
 
 
 def mark_evaluation() -> Holding[bool]:

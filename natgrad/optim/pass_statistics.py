@@ -35,7 +35,7 @@ from natgrad.optim.distributed import Ranks, call_roll, match_parts, unheard
 from natgrad.optim.error_size import ErrorSize, find_error_size
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading, Span, line_up, sign_examples, sum_scores
-from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples
+from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
 from natgrad.whole_tensors import zeros_whole
 
@@ -370,7 +370,7 @@ class Reader:
                 "was compiled and called before the optimizer was built, give the optimizer the compiled model, or "
                 "call torch.compiler.reset() once"
             )
-        with last.modes_of(self.model), torch.compiler.set_stance("force_eager"):
+        with last.modes_of(self.model), run_uncompiled():
             told = recall.follow(outputs)
             data = told.data()
             found = hear_metric(

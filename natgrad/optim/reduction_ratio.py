@@ -16,6 +16,7 @@ from natgrad.optim.flat_step import verdict
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.objective import Called, Objective, Reclose, replay_losses
 from natgrad.optim.schedule import Clock
+from natgrad.pure import run_uncompiled
 from natgrad.rules import Parts, Quadratic, Step, Vector
 from natgrad.spaces import Space
 
@@ -143,7 +144,7 @@ def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:
     stack, last = ExitStack(), recall.find_pass()
     if last is not None:
         stack.enter_context(last.modes_of(model))
-    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    stack.enter_context(run_uncompiled())
     return stack
 
 
