@@ -16,7 +16,7 @@ from natgrad.positive_parameters import Positive, Square, positive
 from natgrad_lab.experiments import LabError, Run, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import count_degraded, find_first_steps
 from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, KarakidaSettings, learn, rank
-from natgrad_lab.papers.karakida_2016.two_layer_data import isa, starts
+from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, draw_mixing, isa, starts
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
 from natgrad_lab.report import build
@@ -172,3 +172,20 @@ def test_a_part_is_told_too(tmp_path) -> None:
 def test_wrong_settings_are_told(wrong: str) -> None:
     with pytest.raises(LabError, match=wrong.split("=")[0]):
         override(KarakidaSettings, [wrong])
+
+
+def test_a_unit_that_pools_two_subspaces_is_counted_as_merged() -> None:
+    """Rows of W along the axes of the subspaces, pairwise: units 0 to 3 pool one pair each, or the first one two."""
+    mixing = draw_mixing(torch.Generator().manual_seed(3))
+    pools = torch.eye(4, dtype=F64).repeat_interleave(2, 1)
+    own = torch.cat([pools, 1e-3 * torch.ones(4, 8, dtype=F64)]).clamp(min=1e-6)
+    merged = own.clone()
+    merged[0, 2:4], merged[1] = 1.0, 1e-6
+    params = {"W": mixing.mT.repeat(2, 1, 1), "V": torch.stack([own, merged])}
+    assert count_units({**params, "V": positive.inverse(params["V"])}, positive, 3) == [(4, 0), (2, 1)]
+
+
+def test_starts_have_the_sizes_that_are_asked_for() -> None:
+    usual, other = starts(2, 3, Square()), starts(2, 3, Square(), 0.6, 0.25)
+    assert_close(other["W"], 2 * usual["W"], 1e-14)
+    assert_close(other["V"], usual["V"] / 2, 1e-12)

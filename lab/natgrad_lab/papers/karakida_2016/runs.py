@@ -21,7 +21,7 @@ from natgrad.positive_parameters import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.papers.karakida_2016 import page
-from natgrad_lab.papers.karakida_2016.two_layer_data import isa, starts
+from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, isa, starts
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -49,6 +49,8 @@ class KarakidaSettings:
     our_steps: int = 600  # of ng.ang on batches
     our_single: int = 8000  # of ng.ang on single examples
     every: int = 10  # steps between factorisations, of ng.ang on single examples
+    spread: float = 0.3  # standard deviation of W at first; not given in the paper
+    pooling: float = 1.0  # V is uniform between 0 and this at first; not given in the paper
     dtype: str = "float32"  # float32 or float64
     square: bool = False  # the exact update with V = v^2 too
     processes: int = 2  # pieces at a time, but for the costs
@@ -61,8 +63,9 @@ class KarakidaSettings:
                 raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.tuned_steps < 10 or self.our_single < 10:
             raise LabError("tuned_steps and our_single: expected at least 10")
-        if not self.rate > 0:
-            raise LabError(f"rate is {self.rate}, expected a positive number")
+        for name in ("rate", "spread", "pooling"):
+            if not getattr(self, name) > 0:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a positive number")
         if self.dtype not in DTYPES:
             raise LabError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
 
@@ -70,7 +73,7 @@ class KarakidaSettings:
 def many(run: Run, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
     """The initial conditions of this seed, `times` over."""
     s: KarakidaSettings = run.settings
-    first = starts(run.seed, s.runs, link)
+    first = starts(run.seed, s.runs, link, s.spread, s.pooling)
     return {name: p.repeat(times, 1, 1).to(s.device, DTYPES[s.dtype]) for name, p in first.items()}
 
 
@@ -147,7 +150,8 @@ def run_learner(made: Made, steps: str, batch: str | None, points: int) -> Calla
         learner = made(run)
         with torch.inference_mode():
             found = learn(run, learner, total, size, max(total // points, 1))
-        return found | {"batch": size, "refused": getattr(learner, "refused", 0)}
+        units = count_units(learner.params, learner.model.link, run.seed)
+        return found | {"batch": size, "refused": getattr(learner, "refused", 0), "units": units}
 
     return work
 
