@@ -37,9 +37,9 @@ EQUATIONS: dict[str, tuple[Callable[[], Equation], float]] = {
     "poisson100": (harmonic, 10.0),
     "heat": (lambda: heat(1), 6.0),
     "heat4": (lambda: heat(4), 10.0),
-    "burgers": (burgers, 10.0),
+    "burgers": (burgers, 20.0),
     "helmholtz": (helmholtz, 6.0),
-    "allen_cahn": (allen_cahn, 10.0),
+    "allen_cahn": (allen_cahn, 20.0),
     "cavity": (cavity, 10.0),
     "diffusion": (diffusion, 10.0),
 }

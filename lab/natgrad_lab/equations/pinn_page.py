@@ -7,23 +7,22 @@ from statistics import median
 import numpy as np
 from matplotlib.figure import Figure
 
+from natgrad_lab.equations.problems import EquationProblem
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, PALETTE
 
 
-def tell(
-    findings: Findings, summary: str, axes: tuple[str, str], coefficient: float | None, methods: tuple[str, ...]
-) -> Story:
+def tell(findings: Findings, summary: str, problem: EquationProblem, methods: tuple[str, ...]) -> Story:
     """One section, of the methods that are finished."""
     s = findings.settings
     told = {name: found for name in methods if (found := findings.of(name))}
     method = (
-        f"A network 2-{s.width}-1 with tanh in double precision, {s.seconds:g} CPU seconds of one thread for each "
-        f"method, the same points{', drawn anew at every step' if s.redraw else ''}. The error is relative, in L2, "
+        f"A network {'-'.join(map(str, (2, *[s.width] * s.depth, 1)))} with tanh in double precision, {s.seconds:g} "
+        f"CPU seconds of one thread for each method, {_say_points(s.redraw, problem)}. The error is relative, in L2, "
         f"on a grid. ng.residuals has no setting; Adam's rate {s.adam:g} falls on a cosine to zero."
     )
-    return Story(summary, _lead(told), method, (_section(told, axes, coefficient),) if told else ())
+    return Story(summary, _lead(told), method, (_section(told, problem),) if told else ())
 
 
 def last_error(found: list[Numbers]) -> float:
@@ -36,7 +35,14 @@ def _lead(told: dict[str, list[Numbers]]) -> str:
     return f"Relative error at the end: {said}."
 
 
-def _section(told: dict[str, list[Numbers]], axes: tuple[str, str], coefficient: float | None) -> Section:
+def _say_points(redraw: bool, problem: EquationProblem) -> str:
+    if redraw:
+        return "the same points, drawn anew at every step"
+    return "points drawn anew where residuals are large" if problem.adaptive else "the same points"
+
+
+def _section(told: dict[str, list[Numbers]], problem: EquationProblem) -> Section:
+    coefficient = problem.coefficient
     heads = ("", "relative error", "steps") + (("coefficient",) if coefficient is not None else ())
     rows = []
     for name, found in told.items():
@@ -49,7 +55,7 @@ def _section(told: dict[str, list[Numbers]], axes: tuple[str, str], coefficient:
         rows.append((*row, f"{median(o['k'] for o in found):.8f}") if coefficient is not None else row)
     title = "At the end: median, least and largest over seeds"
     title += "" if coefficient is None else f"; the coefficient is {coefficient}"
-    pictures = (_curve(told), _fields(told, axes))
+    pictures = (_curve(told), _fields(told, problem))
     return Section("Errors", "", (Table(title, heads, tuple(rows)),), pictures)
 
 
@@ -68,7 +74,9 @@ def _curve(told: dict[str, list[Numbers]]) -> Picture:
     return Picture("error-seconds", "Error against CPU seconds, a line per seed", fill)
 
 
-def _fields(told: dict[str, list[Numbers]], names: tuple[str, str]) -> Picture:
+def _fields(told: dict[str, list[Numbers]], problem: EquationProblem) -> Picture:
+    names, (across, upward) = problem.axes, problem.box
+
     def fill(figure: Figure) -> None:
         grid = figure.subplots(len(told), 2, squeeze=False)
         for (left, right), (method, found) in zip(grid, told.items(), strict=True):
@@ -76,10 +84,10 @@ def _fields(told: dict[str, list[Numbers]], names: tuple[str, str]) -> Picture:
                 values = np.array(found[0][key])
                 most = float(np.abs(values).max()) or 1.0
                 shades = {"cmap": "viridis"} if key == "solution" else {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
-                image = axes.imshow(values, origin="lower", extent=(0, 1, 0, 1), **shades)
+                image = axes.imshow(values, origin="lower", extent=(*across, *upward), aspect="auto", **shades)
                 bar = figure.colorbar(image, ax=axes, shrink=0.85)
                 bar.ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
-                axes.set(xlabel=names[0], ylabel=names[1], xticks=[0, 1], yticks=[0, 1])
+                axes.set(xlabel=names[0], ylabel=names[1], xticks=across, yticks=upward)
                 axes.set_title(title, fontsize=10)
 
     return Picture("fields", "The solution and its error, first seed", fill, (8.0, 3.3 * max(1, len(told))))

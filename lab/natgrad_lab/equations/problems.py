@@ -1,18 +1,24 @@
-"""Differential equations on the unit square with known solutions, as terms of `ng.residuals`."""
+"""Differential equations on a rectangle with known solutions, as terms of `ng.residuals`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.applications.residuals import HardConstraint, Periodic
+from natgrad_lab.equations.solutions import VISCOSITY, solve_allen_cahn, solve_burgers
 
 Points = dict[str, Any]
+Box = tuple[tuple[float, float], tuple[float, float]]
+SQUARE: Box = ((0.0, 1.0), (0.0, 1.0))
+WIDE: Box = ((-1.0, 1.0), (0.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,9 @@ class EquationProblem:
 
     terms: for `ng.residuals`. draw: a generator -> points of every term. solution: points (b, 2) -> values (b,).
     axes: names of the two coordinates. coefficient: the true value of a number to be found, None where there is none.
+    box: the rectangle. features: number of inputs of the network behind a first module, which `first` makes.
+    wrap: what makes conditions hold by construction. adaptive: the term whose points are drawn anew from time to time
+    where its residual is large; "": none.
     """
 
     terms: Mapping[str, Callable[..., Tensor]]
@@ -28,13 +37,20 @@ class EquationProblem:
     solution: Callable[[Tensor], Tensor]
     axes: tuple[str, str]
     coefficient: float | None = None
+    box: Box = SQUARE
+    first: Callable[[], nn.Module] | None = None
+    features: int = 2
+    wrap: Callable[[nn.Module], nn.Module] | None = None
+    adaptive: str = ""
 
-    def unknowns(self, seed: int, width: int) -> dict[str, Any]:
-        """A network of one hidden layer with tanh, and the coefficient, from a wrong value, where there is one."""
+    def unknowns(self, seed: int, width: int, depth: int = 1) -> dict[str, Any]:
+        """A network with tanh, and the coefficient, from a wrong value, where there is one."""
+        sizes = (self.features, *[width] * depth, 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            net = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1)).double()
-        found: dict[str, Any] = {"u": net}
+            layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())][:-1]
+            net: nn.Module = nn.Sequential(*([self.first()] if self.first else []), *layers).double()
+        found: dict[str, Any] = {"u": self.wrap(net) if self.wrap else net}
         if self.coefficient is not None:
             found["k"] = nn.Parameter(torch.ones((), dtype=torch.float64))
         return found
@@ -43,6 +59,11 @@ class EquationProblem:
 def uniform(count: int, generator: torch.Generator) -> Tensor:
     """Points of the unit square."""
     return torch.rand(count, 2, generator=generator, dtype=torch.float64)
+
+
+def widen(x: Tensor) -> Tensor:
+    """From the unit square to (-1, 1) x (0, 1)."""
+    return torch.stack([2 * x[:, 0] - 1, x[:, 1]], 1)
 
 
 def on_edges(count: int, sides: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -103,4 +124,64 @@ def inverse() -> EquationProblem:
         forward.solution,
         forward.axes,
         k,
+    )
+
+
+def helmholtz(k: float = 10.0) -> EquationProblem:
+    """Laplace u + k^2 u = f with u = sin(pi x) sin(2 pi y), 0 on the edges."""
+
+    def exact(x: Tensor) -> Tensor:
+        return torch.sin(math.pi * x[..., 0]) * torch.sin(2 * math.pi * x[..., 1])
+
+    def inside(u: Any, x: Tensor) -> Tensor:
+        return ng.laplacian(u, x) + k**2 * u(x) - (k**2 - 5 * math.pi**2) * exact(x)
+
+    return EquationProblem(
+        {"inside": inside, "boundary": lambda u, x: u(x)},
+        lambda g: {"inside": uniform(500, g), "boundary": on_edges(120, (0, 1, 2, 3), g)},
+        exact,
+        ("x", "y"),
+    )
+
+
+def burgers() -> EquationProblem:
+    """u_t + u u_x = .01 / pi u_xx from -sin(pi x), 0 at both ends by construction: a shock at x = 0 from t = .32 on."""
+
+    def start(x: Tensor) -> Tensor:
+        return -torch.sin(math.pi * x[..., :1])  # 0 at both ends, too
+
+    def inside(u: Any, x: Tensor) -> Tensor:
+        carried = u(x) * ng.grad(u, x)[0]
+        return ng.time_derivative(u, x) + carried - VISCOSITY * ng.laplacian(u, x, dims=[0])
+
+    return EquationProblem(
+        {"inside": inside},
+        lambda g: {"inside": widen(uniform(1200, g))},
+        solve_burgers,
+        ("x", "t"),
+        box=WIDE,
+        wrap=lambda net: HardConstraint(net, lambda x: x[:, 1:] * (1 - x[:, :1] ** 2), start),
+        adaptive="inside",
+    )
+
+
+def allen_cahn() -> EquationProblem:
+    """u_t = .0001 u_xx + 5 u - 5 u^3 from x^2 cos(pi x), periodic in x; u = start + t net by construction."""
+
+    def start(x: Tensor) -> Tensor:
+        return x[..., :1] ** 2 * torch.cos(math.pi * x[..., :1])
+
+    def inside(u: Any, x: Tensor) -> Tensor:
+        return ng.time_derivative(u, x) - 1e-4 * ng.laplacian(u, x, dims=[0]) - 5 * (u(x) - u(x) ** 3)
+
+    return EquationProblem(
+        {"inside": inside},
+        lambda g: {"inside": widen(uniform(1200, g))},
+        solve_allen_cahn,
+        ("x", "t"),
+        box=WIDE,
+        first=lambda: Periodic({0: 2.0}),
+        features=3,
+        wrap=lambda net: HardConstraint(net, lambda x: x[:, 1:], start),
+        adaptive="inside",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,15 +11,17 @@ import torch
 from torch.func import vmap
 
 from natgrad_lab.equations.pinn import PinnSettings, mean_squares
-from natgrad_lab.equations.problems import heat, inverse, poisson
+from natgrad_lab.equations.problems import EquationProblem, allen_cahn, burgers, heat, helmholtz, inverse, poisson
+from natgrad_lab.equations.solutions import solve_allen_cahn, split_allen_cahn
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
 
 FEW = PinnSettings(seconds=0.05, width=8)
-PROBLEMS = {"pinn_poisson": poisson, "pinn_heat": heat, "pinn_inverse": inverse}
+CLOSED = {"pinn_poisson": poisson, "pinn_heat": heat, "pinn_helmholtz": helmholtz, "pinn_inverse": inverse}
+PROBLEMS = CLOSED | {"pinn_burgers": burgers, "pinn_allen_cahn": allen_cahn}
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", CLOSED)
 def test_residuals_vanish_at_the_solution(name: str):
     problem = PROBLEMS[name]()
     given = [torch.tensor(problem.coefficient).double()] if problem.coefficient is not None else []
@@ -26,6 +29,26 @@ def test_residuals_vanish_at_the_solution(name: str):
         chosen = points if isinstance(points, tuple) else (points,)
         residual = vmap(lambda *point: problem.terms[term](problem.solution, *given, *point))(*chosen)  # noqa: B023
         assert float(residual.abs().max()) < 1e-12
+
+
+def test_the_residual_of_burgers_equation_vanishes_at_its_solution():
+    problem, x = burgers(), torch.tensor([[0.3, 0.2], [-0.7, 0.6], [0.02, 0.4], [0.9, 0.9]]).double()
+    residual = vmap(lambda point: problem.terms["inside"](problem.solution, point))(x)
+    assert float(residual.abs().max()) < 1e-8  # its terms are some units, at the shock up to a hundred
+
+
+def test_allen_and_cahns_solution_starts_right_and_does_not_depend_on_the_step():
+    x = torch.tensor([[0.3, 0.0], [-0.75, 0.0], [0.9, 0.0]]).double()
+    torch.testing.assert_close(solve_allen_cahn(x), x[:, 0] ** 2 * torch.cos(math.pi * x[:, 0]), atol=1e-4, rtol=0.0)
+    # the start has a corner at the ends of its period, of which 256 waves leave 5e-5
+    torch.testing.assert_close(split_allen_cahn(steps=400), split_allen_cahn(steps=200), atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("make", [burgers, allen_cahn])
+def test_conditions_by_construction_hold_from_the_start(make: Callable[[], EquationProblem]):
+    net, points = make().unknowns(0, 4, 2)["u"], torch.linspace(-1, 1, 9).double()[:, None]
+    start = torch.cat([points, torch.zeros_like(points)], 1)
+    torch.testing.assert_close(net(start).squeeze(1), make().solution(start), atol=1e-4, rtol=0.0)
 
 
 def test_both_methods_have_one_loss():
@@ -52,7 +75,7 @@ def test_the_page_tells_what_is_finished(name: str):
     assert study.tell(Findings(FEW, ())).sections == ()
 
 
-@pytest.mark.parametrize("options", [{"seconds": 0.0}, {"width": 0}, {"adam": -1.0}])
+@pytest.mark.parametrize("options", [{"seconds": 0.0}, {"width": 0}, {"depth": 0}, {"adam": -1.0}])
 def test_settings_say_what_is_wrong(options):
     with pytest.raises(LabError, match=next(iter(options))):
         replace(FEW, **options)
