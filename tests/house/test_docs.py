@@ -53,6 +53,13 @@ def test_code_with_other_packages_runs(page: Path, tmp_path: Path, monkeypatch: 
     run_page(page, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if needed_packages(p)], ids=name_of)
+def test_a_page_says_what_to_install(page: Path):
+    before_code = page.read_text(encoding="utf-8").partition("```python")[0]
+    installed = " ".join(re.findall(r"`pip install ([\w -]+)`", before_code))
+    assert [package for package in needed_packages(page) if package not in installed] == []
+
+
 def run_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the blocks of a page in order, as a reader types them, in an empty folder."""
     monkeypatch.chdir(tmp_path)
