@@ -203,6 +203,15 @@ def require_one_tensor(outputs: Any) -> Tensor:
     return outputs
 
 
+def require_tensor_targets(targets: Any) -> Tensor:
+    """The targets as the tensor that they are. TypeError for NumPy's arrays, lists and numbers."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(
+            f"targets is {type(targets).__name__}, expected a tensor: convert it with torch.as_tensor(targets)"
+        )
+    return targets
+
+
 def check_order(outputs: Any, targets: Any) -> None:
     """ValueError if the targets came first: they depend on parameters, and the outputs do not."""
     if needs_gradient(targets) and not needs_gradient(outputs):
@@ -219,6 +228,7 @@ def needs_gradient(tree: Any) -> bool:
 
 def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
     """ValueError unless outputs and targets have one shape: broadcasting would silently change the likelihood."""
+    require_tensor_targets(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}, expected {tuple(outputs.shape)} like the outputs; "

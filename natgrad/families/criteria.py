@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.families.base import Likelihood, SeparableLikelihood, check_order, require_one_tensor
+from natgrad.families.base import (
+    Likelihood,
+    SeparableLikelihood,
+    check_order,
+    require_one_tensor,
+    require_tensor_targets,
+)
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.pure import leaves, map_tensors
@@ -287,7 +293,7 @@ class IgnoringCategorical(Categorical):
     ignore_index: int = -100
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
-        if not targets.is_floating_point():
+        if not require_tensor_targets(targets).is_floating_point():
             targets = targets.masked_fill(targets == self.ignore_index, 0)
         super().check_targets(outputs, targets)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.checks import check_integer
-from natgrad.families.base import check_range, check_same_shape, require_one_tensor
+from natgrad.families.base import check_range, check_same_shape, require_one_tensor, require_tensor_targets
 from natgrad.families.cancellation import divergence_terms, exp_gap
 from natgrad.families.class_logits import (
     LOGITS,
@@ -330,7 +330,7 @@ class Categorical(NaturalLikelihood):
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         outputs = require_one_tensor(outputs)
-        if targets.is_floating_point():
+        if require_tensor_targets(targets).is_floating_point():
             if targets.dim() < outputs.dim():
                 raise ValueError(
                     f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected class numbers as integers; "

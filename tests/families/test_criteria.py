@@ -247,3 +247,12 @@ def test_any_convex_loss_has_its_own_hessian():
     assert_close(gauss_newton(model, cosh).at(params, (x, y)).dense(), expected, 1e-13)
     linear = gauss_newton(model, lambda r, t: (r * t).mean()).at(params, (x, y))
     assert not linear.dense().any()
+
+
+@pytest.mark.parametrize("convert", [Tensor.numpy, Tensor.tolist])
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.NLLLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()])
+def test_targets_that_are_no_tensor_are_refused(criterion: nn.Module, convert):
+    classes = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
+    targets = torch.tensor([0, 1]) if classes else torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"targets is (ndarray|list), expected a tensor: .*torch\.as_tensor"):
+        as_criterion(criterion).value(torch.zeros(2, 3), convert(targets))
