@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from natgrad.optim.state_report import StateReport, show
-from natgrad.rules import Rule
+from natgrad.rules import NoiseAware, Rule
 
 KEPT = 20  # steps that are looked back at
 FEW = 3  # steps before anything is said of their course
@@ -128,13 +128,19 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
         reason = f"a layer moves by at most {show(move)} of its size" if move < math.inf else "the rule found a length"
         yield f"{limited} of {count} steps were shortened to about {rate} of the proposal: {reason}."
         if move < math.inf:
-            rest = ", noise=0" if getattr(steps.rule, "noise", 1.0) == 0 else ""
-            rule = f"natgrad.rules.NoiseAware(move={show(2 * move)}{rest})"
+            rule = f"natgrad.rules.NoiseAware(move={show(2 * move)}{list_changed(steps.rule)})"
             yield f"Try: rule={rule} if the loss falls steadily but slowly."
     if cut + measured + limited == 0 and steps.last.rate >= WHOLE and count >= FEW:
         yield "Steps were taken whole: lr and the damping set their length, no bound did."
     if 0 < steps.lr < 0.01 and any(b < math.inf for b in steps.bounds):
         yield f"lr is {show(steps.lr)}: it multiplies a step whose length is found already; 1 is usual."
+
+
+def list_changed(rule: Rule) -> str:
+    """What of a rule's shares is not as `NoiseAware` has it, as arguments after another."""
+    usual, names = NoiseAware(), ("kl_share", "noise")
+    asked = {name: getattr(rule, name, getattr(usual, name)) for name in names}
+    return "".join(f", {name}={show(value)}" for name, value in asked.items() if value != getattr(usual, name))
 
 
 def tell_noise(steps: Steps) -> Iterator[str]:

@@ -25,15 +25,16 @@ class BlockOptions(TypedDict, total=False):
 
     Args:
         rule: How a direction becomes a step; default
-            `natgrad.rules.NoiseAware()` in `ng.kfac` and `ng.ekfac`, with noise=0 in the other recipes. Any rule but
-            `ng.SubspaceSearch`.
+            `natgrad.rules.NoiseAware()` in `ng.kfac` and `ng.ekfac`, with noise=0 and kl_share=0.05 in the other
+            recipes. Any rule but `ng.SubspaceSearch`.
         momentum: Decay of the gradient's running mean (bias-corrected), taken before the metric, so that the whole step
             is in today's metric; in [0, 1). Default 0.9, and 0 with `rule=ng.Momentum(...)`.
         damping: A strategy, which means what it means in `ng.NaturalGradient`. A number is short for
             `ng.Relative(number, per="block")`, a share of the mean eigenvalue of each block.
         max_kl: Most nats per example that a step moves, to second order on its own batch, default 10; steps that may be
             near it cost a forward pass. A setting of `ng.MeasuredLength` and `natgrad.rules.NoiseAware`.
-        kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. As max_kl.
+        kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. Default .2 in
+            `ng.kfac` and `ng.ekfac`, .05 in the other recipes. A setting of the same rules.
         weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
         l2: Of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient and in the metric.
         update_every: Steps between updates of the statistics, at most: at first one, and one more after each five

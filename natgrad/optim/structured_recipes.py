@@ -37,8 +37,8 @@ SAFE = Relative(0.03, per="block", whole=1.0)
 """Damping that does not vanish with a block that the loss hardly depends on."""
 NEAR, FAR = Relative(0.1, per="block", whole=0.1), Relative(0.3, per="block", whole=0.1)
 """The same for structures without dense factors, and for few directions."""
-NATURAL = NoiseAware(noise=0.0)
-"""Natural steps within a share of each layer, all along."""
+NATURAL = NoiseAware(kl_share=0.05, noise=0.0)
+"""Natural steps within a share of each layer, all along, and of less nats."""
 ROWS = 4
 """Rows of a pass that a factor is taken from, for each of its own."""
 

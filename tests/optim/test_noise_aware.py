@@ -99,7 +99,7 @@ def test_the_move_of_a_layer_is_a_share_of_it() -> None:
 
 def test_without_its_bounds_the_rule_is_the_measured_length() -> None:
     found = []
-    for rule in (MeasuredLength(), NoiseAware(move=math.inf, noise=0.0)):
+    for rule in (MeasuredLength(), NoiseAware(kl_share=0.05, move=math.inf, noise=0.0)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=rule)
