@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.applications.search.base import Search, as_popsize
 from natgrad.applications.search.black_box import BlackBox, Function, Pool
 from natgrad.applications.search.convergence import Tolerances
-from natgrad.applications.search.domain import as_point
+from natgrad.applications.search.domain import as_point, as_scales
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.gaussian import Bounds, GaussianSearch
 from natgrad.applications.search.model import GaussianModel
@@ -203,7 +203,7 @@ def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Resta
 
     Raises:
         ValueError: If sigma0 is missing, or an argument is given beside a search.
-        TypeError: If the model is none.
+        TypeError: If the model is none, or sigma0 holds no numbers.
     """
     if isinstance(x0, Search):
         others = {"sigma0": sigma0, "seed": seed, **chosen}
@@ -214,6 +214,7 @@ def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Resta
     if sigma0 is None:
         raise ValueError("sigma0 is missing: about a third of the distance at which the minimum may lie")
     start = as_point(x0, "x0")
+    as_scales(sigma0, start)  # checks it
     model = Full() if chosen["model"] is None else chosen["model"]
     if not isinstance(model, GaussianModel):
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")

@@ -213,6 +213,7 @@ def test_gradients_are_not_kept():
 
 WRONG = {
     "sigma0 missing": (lambda: ng.minimize(sphere, [0.0]), ValueError, "sigma0 is missing"),
+    "sigma0 text": (lambda: ng.minimize(sphere, [0.0], "1"), TypeError, "sigma0 is str, expected numbers"),
     "sigma0 zero": (lambda: ng.minimize(sphere, [0.0], 0.0), ValueError, "sigma0 is 0"),
     "sigma0 infinite": (lambda: ng.minimize(sphere, [0.0], math.inf), ValueError, "sigma0 is inf"),
     "ftarget NaN": (lambda: ng.minimize(sphere, [0.0], 1.0, ftarget=math.nan), ValueError, "ftarget is NaN"),
