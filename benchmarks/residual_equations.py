@@ -227,19 +227,26 @@ def poisson(dims: int, sizes: tuple[int, ...]) -> Equation:
     )
 
 
-def harmonic(dims: int = 100) -> Equation:
-    """Laplace u = 0 in the unit cube, u = x_1 x_2 + x_3 x_4 + ..., points anew (arXiv 2505.12149, a smaller net)."""
+def squares(dims: int = 100) -> Equation:
+    """Laplace u = 2 d in the unit cube, u = |x|^2, points anew (arXiv 2505.12149, a smaller net)."""
 
     def exact(x: Tensor) -> Tensor:
-        return (x[..., ::2] * x[..., 1::2]).sum(-1, keepdim=True)
+        return x.square().sum(-1, keepdim=True)
+
+    def inside(x: Tensor, jets: Jets) -> Tensor:
+        return jets.second[..., 0] - 2 * dims
 
     return Equation(
         f"Poisson, {dims} dimensions",
         ((dims, 64, 64, 1),),
-        {"inside": Piece(lambda x, jets: jets.second[..., 0], (tuple(range(dims)),)), "boundary": fit(exact)},
+        {
+            "inside": Piece(lambda x, jets: jets.second[..., 0] - 2 * dims, (tuple(range(dims)),)),
+            "boundary": fit(exact),
+        },
         lambda g: {"inside": uniform(100, dims, g), "boundary": on_faces(50, dims, g)},
         exact,
         test_points(4000, dims),
+        {"boundary": 40.0},
         anew=True,
     )
 

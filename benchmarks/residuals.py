@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 import natgrad as ng
-from benchmarks.residual_equations import Equation, Points, diffusion, harmonic, heat, helmholtz, poisson
+from benchmarks.residual_equations import Equation, Points, diffusion, heat, helmholtz, poisson, squares
 from benchmarks.residual_flows import allen_cahn, burgers, cavity
 from natgrad.linalg import cholesky
 
@@ -34,7 +34,7 @@ ADAM_EVERY, LBFGS_EVERY = 200, 5
 EQUATIONS: dict[str, tuple[Callable[[], Equation], float]] = {
     "poisson2": (lambda: poisson(2, (2, 32, 1)), 6.0),
     "poisson5": (lambda: poisson(5, (5, 40, 40, 1)), 10.0),
-    "poisson100": (harmonic, 10.0),
+    "poisson100": (squares, 10.0),
     "heat": (lambda: heat(1), 6.0),
     "heat4": (lambda: heat(4), 10.0),
     "burgers": (burgers, 20.0),
