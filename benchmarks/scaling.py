@@ -16,6 +16,7 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.layers.kinds import known_layers
+from natgrad.optim.arriving_sums import BUCKET, list_strips
 from natgrad.optim.block_owners import Cost, balance, cost_of
 from natgrad.spaces import Space, trainable
 
@@ -242,11 +243,14 @@ def predict(
     moments = sum(2.0 * t * ((0 if m.table else m.outputs**2) + (m.inputs + m.bias) ** 2) for m, t in positions)
     products = [2.0 * m.size * ((0 if m.table else m.outputs) + m.inputs + m.bias) for m in load.layers]
     statistics = machine.number * sum(kept_numbers(m) for m in load.layers)
-    update = statistics * (1 if memory else 2) if data > 1 else 0
+    sums = machine.number * sum(kept_numbers(m, sent=True) for m in load.layers)
+    update = sums + (0 if memory else statistics) if data > 1 else 0
     parts = 4.0 * load.size if memory and data > 1 else 0.0
     gathers = load.batch * sum(m.places * (m.inputs + m.outputs) for m in load.layers) * 2.0 if tensor > 1 else 0.0
     inner = replace(machine, node=min(machine.node, tensor))
-    summing = machine.exchange(statistics, data, len(load.layers), 1 if memory else 2)
+    summing = machine.exchange(
+        sums, data, max(sums / BUCKET, min(near, len(costs)) if memory else 1), 1 if memory else 2
+    )
     sending = machine.exchange(parts, near, min(near, len(costs))) if memory else 0.0
     if not memory:
         sending = machine.exchange(statistics, near, min(near, len(costs))) / invert_every
@@ -267,14 +271,16 @@ def predict(
     )
 
 
-def kept_numbers(layer: Matrix) -> float:
-    """Numbers of a layer's two factors, pieces where they are cut."""
+def kept_numbers(layer: Matrix, sent: bool = False) -> float:
+    """Numbers of a layer's two factors, pieces where they are cut. sent: of the strips that are sent of each."""
     found = 0.0
     for size in (layer.inputs,) if layer.table else (layer.outputs, layer.inputs + layer.bias):
         pieces = 1
         while -(-size // pieces) > ng.Kronecker().largest:
             pieces += 1
-        found += pieces * (-(-size // pieces)) ** 2
+        edge = -(-size // pieces)
+        strips = list_strips((edge, edge))
+        found += pieces * (sum((last - first) * last for first, last in strips) if sent else edge**2)
     return found + (layer.outputs if layer.table else 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -109,6 +109,26 @@ def warn_without_gradient(parameters: Iterable[Tensor], losses: int) -> None:
             "optimizer.step(), and optimizer.zero_grad() before loss.backward()",
             stacklevel=4,
         )
+
+
+def warn_of_strangers(strangers: Set[str], warned: Set[str]) -> set[str]:
+    """Say, once, which parameters have gradients and no statistics: a loss was added that was not the optimizer's.
+
+    Args:
+        strangers: Their names.
+        warned: Those that were told.
+
+    Returns:
+        Those that were told now too.
+    """
+    fresh = sorted(strangers - warned)
+    if fresh:
+        warnings.warn(
+            f"parameters {fresh} have a gradient but no statistics, and are not moved: no optimizer.loss(outputs, "
+            "targets) on an update step depends on them",
+            stacklevel=3,
+        )
+    return set(warned | strangers)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from natgrad.layers import Layer, Seen
 from natgrad.operators import DiagonalOperator, Layout, Operator, unpack_operator
 from natgrad.optim.block_owners import Cost, Owners, cost_of
 from natgrad.optim.distributed import Ranks
-from natgrad.optim.inverses import Inverted, Prepare, invert_block
+from natgrad.optim.inverses import Block, Inverted, Prepare, give_back, invert_block, single
 from natgrad.optim.readings import Reading, agree_on_parts, sound
 from natgrad.optim.running_averages import change, renew_entry
 from natgrad.pure import map_tensors
@@ -28,15 +28,6 @@ ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
 OWNED = (*ENTRIES, "mean", "count")
 """What a process remembers of its own blocks alone, where their numbers are their owners'."""
 MISFIT = "the statistics in state_dict do not fit the block of {}"
-
-
-@dataclass
-class Block:
-    """One layer, or one parameter without a layer: its matrix, and its damped inverse once there is one."""
-
-    layout: Layout
-    layer: Layer | None
-    inverse: Operator | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +92,13 @@ class BlockAverages:
             if "inverse" in self.of(block):
                 block.inverse = unpack_operator(self.of(block)["inverse"])
 
+    def start(self, reading: Reading, decay: float) -> Callable[[], bool]:
+        """`take`, with several processes while other work goes on. What comes back waits for it."""
+        if self.owners.is_shared and self.structure.adds:
+            return self._send(reading, decay)
+        taken = self.take(reading, decay)
+        return lambda: taken
+
     def take(self, reading: Reading, decay: float) -> bool:
         """A reading into the averages, weighted by its rows; where it is not finite or near overflow, nothing of it.
 
@@ -109,22 +107,54 @@ class BlockAverages:
         """
         if not agree_on_parts(sound(reading), reading):
             return False
-        share, weight, taken = float(reading.rows), reading.weight, True
+        taken = self._taken = True
         self._assign(reading)
-        self._taken = True
+        for seen, rows in self._weigh_layers(reading):
+            with exchanging(*self.owners.exchange(seen.key)):
+                totals = self.structure.statistics(seen, self._totals(seen.key), decay)
+                taken &= self._average(seen.key, Block(seen.layer.layout, seen.layer), totals, decay, rows)
+        for name, squares, rows in self._weigh_squares(reading):
+            with exchanging(*self.owners.exchange(name)):
+                totals = accumulate_statistics(self._totals(name, layered=False), squares, decay)
+                taken &= self._average(name, Block(single(name, self.named[name]), None), totals, decay, rows)
+        return taken if not self.owners.apart else not bool(self._sum([0.0 if taken else 1.0])[0])
+
+    def _send(self, reading: Reading, decay: float) -> Callable[[], bool]:
+        """`take` with several processes, whose parts are on their way when it returns."""
+        self._assign(reading)
+        coming = dict[str, tuple[Block, float]]()
+
+        def deliver(key: str, fresh: Statistics) -> None:
+            block, rows = coming.pop(key)
+            before = self._totals(key, layered=block.layer is not None) if self.owners.holds(key) else None
+            self._average(key, block, accumulate_statistics(before, fresh, decay), decay, rows)
+            self._taken = True
+
+        sums = self.owners.open_sums(self.structure.symmetric, deliver, sound(reading))
+        of = self.owners.of if self.owners.apart else {}
+        for seen, rows in self._weigh_layers(reading):
+            coming[seen.key] = Block(seen.layer.layout, seen.layer), rows
+            with exchanging(None, add_up=self.owners.ranks.sum_entries):
+                sums.send(seen.key, self.structure.statistics(seen, None, decay), of.get(seen.key))
+        for name, squares, rows in self._weigh_squares(reading):
+            coming[name] = Block(single(name, self.named[name]), None), rows
+            sums.send(name, squares, of.get(name))
+        sums.finish()
+        return sums.wait
+
+    def _weigh_layers(self, reading: Reading) -> Iterator[tuple[Seen, float]]:
+        """The layers' passes, weighted by rows, and the rows of all processes. They are taken out of the reading."""
+        share, weight = float(reading.rows), reading.weight
         while reading.layers:
             seen = reading.layers.pop()
-            seen = seen.thin(self.structure.rows_needed(seen.layer)).count_times(share, weight)
-            with exchanging(*self.owners.exchange(seen.key)):
-                taken &= self._take_layer(seen, decay, float(reading.weights.get(seen.key, share)))
+            rows = float(reading.weights.get(seen.key, share))
+            yield seen.thin(self.structure.rows_needed(seen.layer)).count_times(share, weight), rows
+
+    def _weigh_squares(self, reading: Reading) -> Iterator[tuple[str, Statistics, float]]:
+        """The same of the parameters without a layer."""
+        share, weight = float(reading.rows), reading.weight
         for name, squares in reading.squares.items():
-            with exchanging(*self.owners.exchange(name)):
-                total = accumulate_statistics(
-                    self._totals(name, layered=False), {"squares": share * weight * squares}, decay
-                )
-                rows = float(reading.weights.get(name, share))
-                taken &= self._average(name, Block(single(name, self.named[name]), None), total, decay, rows)
-        return taken if not self.owners.apart else not bool(self._sum([0.0 if taken else 1.0])[0])
+            yield name, {"squares": share * weight * squares}, float(reading.weights.get(name, share))
 
     def _assign(self, reading: Reading) -> None:
         """An owner for every block of the reading."""
@@ -153,10 +183,6 @@ class BlockAverages:
         """Numbers of this process, added up over those that blocks are shared out over."""
         ranks = self.owners.near
         return list_numbers(ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=ranks.device)))
-
-    def _take_layer(self, seen: Seen, decay: float, rows: float) -> bool:
-        totals = self.structure.statistics(seen, self._totals(seen.key), decay)
-        return self._average(seen.key, Block(seen.layer.layout, seen.layer), totals, decay, rows)
 
     def _average(self, key: str, block: Block, totals: Statistics, decay: float, rows: float) -> bool:
         """One block's new totals, unless something in them is not finite: an eigendecomposition may have failed."""
@@ -369,13 +395,3 @@ class BlockAverages:
                     numbers.pop(entry, None)
             self.all[key] = block
         return self.all[key]
-
-
-def give_back(layout: Layout, solved: Tensor, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was solved, by name, for those that have a part here."""
-    return {name: part for name, part in layout.split(solved).items() if name in names}
-
-
-def single(name: str, p: Tensor) -> Layout:
-    """The layout of a parameter without a layer."""
-    return Layout(name, None, 1, 1, p.numel(), tuple(p.shape))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from natgrad.checks import check_integer
 from natgrad.operators import Layout, unpack_operator
+from natgrad.optim.arriving_sums import ArrivingSums
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.process_messages import send_tree
@@ -119,6 +120,19 @@ class Owners:
         owner = self.of[key]
         return partial(self._sum_statistics, owner), partial(self._solve, owner), self.ranks.sum_entries
 
+    def open_sums(
+        self, symmetric: frozenset[str], deliver: Callable[[str, dict[str, Tensor]], None], fine: bool
+    ) -> ArrivingSums:
+        """Statistics of a pass that are sent in messages of many blocks.
+
+        Args:
+            symmetric: The entries that are symmetric matrices.
+            deliver: Takes a block's sums.
+            fine: Whether this process's part is finite.
+        """
+        ranks, far = (self.near, self.far) if self.apart else (self.ranks, None)
+        return ArrivingSums(ranks, far, symmetric, deliver, fine, self.ranks)
+
     def _sum_statistics(self, owner: int, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums for all processes, or for the owner alone: first within the node, then between its owners."""
         if not self.apart or self.far is None:
@@ -137,13 +151,12 @@ class Owners:
             far: True for those alone that processes of several nodes take part in.
         """
         groups = [self.ranks, self.far] if far else [self.ranks, self.far, self._node]
-        if far and self.far is None:
-            return {}
-        found = dict[str, int]()
-        for group in groups:
-            for kind, size in (group.sent if group is not None else {}).items():
-                found[kind] = found.get(kind, 0) + size
-        return found
+        return {} if far and self.far is None else add_counts(one.sent for one in groups if one is not None)
+
+    def count_messages(self) -> dict[str, int]:
+        """Messages so far, by what they are."""
+        groups = [self.ranks, self.far, self._node]
+        return add_counts(one.messages for one in groups if one is not None)
 
     # inverses
 
@@ -224,6 +237,15 @@ class Owners:
                 parts = split_tensor(self.near.broadcast(flat, owner, "directions"), sizes)
                 whole |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
         return {name: whole[name] for name in like}
+
+
+def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sums by name."""
+    found = dict[str, int]()
+    for one in counts:
+        for kind, number in one.items():
+            found[kind] = found.get(kind, 0) + number
+    return found
 
 
 def balance(

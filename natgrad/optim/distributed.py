@@ -38,6 +38,7 @@ class Ranks:
         device: Where the model is.
         averaged: True if gradients are averaged over them as they arise, by `fully_shard`.
         sent: Bytes of messages so far, by what they are: "statistics", "inverses", "directions", "scalars".
+        messages: Their number.
     """
 
     group: Any = None
@@ -48,6 +49,7 @@ class Ranks:
     device: torch.device = torch.device("cpu")
     averaged: bool = False
     sent: dict[str, int] = field(default_factory=dict[str, int])
+    messages: dict[str, int] = field(default_factory=dict[str, int])
 
     def settle(self, model: nn.Module, structure: Layerwise, leaves: GraphLeaves) -> None:
         """Look once more, before the first statistics: the model may have been wrapped since, which `meet` reads.
@@ -97,7 +99,7 @@ class Ranks:
         if self.size == 1:
             return tensor
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._count(kind, found)
+        self.count(kind, found)
         with naming_lost(self.group):
             if owner is None:
                 torch_distributed.all_reduce(found, group=self.group)
@@ -115,13 +117,15 @@ class Ranks:
     def broadcast(self, tensor: Tensor, source: int, kind: str) -> Tensor:
         """The source's tensor, written into this process's."""
         if tensor.numel():
-            self._count(kind, tensor)
+            self.count(kind, tensor)
             with naming_lost(self.group):
                 distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
-    def _count(self, kind: str, tensor: Tensor) -> None:
+    def count(self, kind: str, tensor: Tensor) -> None:
+        """Count a message."""
         self.sent[kind] = self.sent.get(kind, 0) + tensor.numel() * tensor.element_size()
+        self.messages[kind] = self.messages.get(kind, 0) + 1
 
     def check(self, structure: Layerwise) -> None:
         """TypeError for a structure whose statistics several processes cannot add up."""

@@ -1,15 +1,16 @@
-"""Damped inverses, made with a ladder: more damping where they are not finite."""
+"""Blocks and their damped inverses, made with a ladder: more damping where they are not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.operators import Operator, pack_operator, unpack_operator
+from natgrad.layers import Layer
+from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.pure import leaves
 
 Prepare = Callable[[Operator, float], dict[str, Tensor]]
@@ -75,3 +76,22 @@ def invert_block(operator: Operator, level: float, inverts: bool, prepare: Prepa
         return None
     tensors = {} if inverse is None else pack_operator(inverse)
     return Inverted(None if inverse is None else unpack_operator(tensors), tensors, level, prepared)
+
+
+@dataclass
+class Block:
+    """One layer, or one parameter without a layer: its matrix, and its damped inverse once there is one."""
+
+    layout: Layout
+    layer: Layer | None
+    inverse: Operator | None = None
+
+
+def give_back(layout: Layout, solved: Tensor, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was solved, by name, for those that have a part here."""
+    return {name: part for name, part in layout.split(solved).items() if name in names}
+
+
+def single(name: str, p: Tensor) -> Layout:
+    """The layout of a parameter without a layer."""
+    return Layout(name, None, 1, 1, p.numel(), tuple(p.shape))

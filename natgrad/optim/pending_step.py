@@ -15,10 +15,10 @@ from torch import Tensor
 from natgrad.damping import Damping
 from natgrad.operators import Operator
 from natgrad.optim.batch_form import BatchForm
-from natgrad.optim.block_averages import Block, BlockAverages, Whole, give_back
+from natgrad.optim.block_averages import BlockAverages, Whole
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.error_size import ErrorSize
-from natgrad.optim.inverses import Inverted
+from natgrad.optim.inverses import Block, Inverted, give_back
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
 from natgrad.optim.running_averages import (

@@ -25,6 +25,7 @@ class SharingReport:
         sent_bytes: Of messages so far, by what they are: "statistics" and "inverses" at updates; "directions" at every
             step with "memory"; "scalars" are counts and sums.
         far_bytes: Of these, what goes between nodes, with `node_size=`.
+        messages: The number of messages so far, by what they are.
     """
 
     share: str
@@ -37,6 +38,7 @@ class SharingReport:
     state_bytes: int
     sent_bytes: Mapping[str, int]
     far_bytes: Mapping[str, int]
+    messages: Mapping[str, int]
 
 
 def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
@@ -72,4 +74,5 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
         state_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
         sent_bytes=owners.count_bytes(),
         far_bytes=owners.count_bytes(far=True),
+        messages=owners.count_messages(),
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.accidents import OVERDUE, SKIPPED, UNUSABLE, WildBatches, watch
+from natgrad.optim.accidents import OVERDUE, SKIPPED, UNUSABLE, WildBatches, warn_of_strangers, watch
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import BlockAverages
@@ -124,6 +123,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._told, self._clock = dict[str, Any](), start_clock()
         self._stride, self._outside = Stride(), Outside()
         self._pending, self._bad = 0, False  # readings since the last step; whether its batch was counted as a failure
+        self._arriving: tuple[Callable[[], bool], Any] | None = None  # a reading on its way
         self._wild = WildBatches()
         self._nats: Any = 1.0
         self._warned: set[str] = set()
@@ -140,6 +140,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the count of what they are a sum of."""
+        self._settle_reading()
         if self._recall.losses:  # a batch that is thrown away
             self._bad = False
         super().zero_grad(set_to_none)
@@ -165,6 +166,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._read(outputs, targets, value)
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
+        self._settle_reading()
         held = {name: block for block in self._blocks for name in block.layout.names}
 
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
@@ -194,6 +196,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     # checkpoints: per parameter the gradient's mean, and under a block's first one its statistics and its inverse
 
     def _write_extra(self) -> dict[str, Any]:
+        self._settle_reading()
         return {
             "clock": dict(self._clock),
             "blocks": self._blocks.list_names(),
@@ -216,7 +219,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted))
 
         def restore() -> None:
-            blocks.state = self.state
+            blocks.state, self._arriving = self.state, None
             self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
             self._clock = start_clock() | saved.extra["clock"]
             self._wild = WildBatches.load(saved.extra.get("wild"))
@@ -232,47 +235,56 @@ class StructuredNaturalGradient(ModelOptimizer):
     # one step
 
     def _read(self, outputs: Any, targets: Any, value: Tensor) -> None:
-        decay = 1.0 if self._pending else self.structure.decay  # micro-batches of one step count alike
-        taken, own = False, self._recall.computed[-1]
-        finite = bool(torch.isfinite(own.value))
+        self._settle_reading()
+        finite = bool(torch.isfinite((own := self._recall.computed[-1]).value))
         # NaN too where no target counts; the other processes go on without this one's rows then
         with self._reader.passes.run(finite, own.rows):
             if finite or (self._ranks.size > 1 and not own.rows):
                 with full_precision(self._named):  # users call this under autocast, which would round second moments
-                    taken = self._take_reading(outputs, targets, decay)
+                    self._start_reading(outputs, targets)
                     if own.rows or self._ranks.size == 1:
                         self._outside.listen(self.criterion, outputs, targets, value, self._reader.leaves)
             else:
                 self._reader.skip(value)
+                self._count_bad_batch(True)
         self._reader.taps.release_with(value)
+        if self._ranks.size == 1:
+            self._settle_reading()
+
+    def _start_reading(self, outputs: Any, targets: Any) -> None:
+        """Read the statistics of the pass. Several processes add them up while the user's backward pass goes on."""
+        # labels that a metric was estimated from measure it too short along the direction that it gives
+        measuring = self.measure and (self.rule.needs_form or self._judge.strategy is not None)
+        measuring = measuring and due_to_measure(self._clock, max(MEASURED, self.update_every))
+        apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
+        reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
+        if reading is None:
+            self._count_bad_batch(True)
+            return
+        sample = sample_examples(reading) if measuring else None
+        reading.apart.clear()
+        decay = 1.0 if self._pending else self.structure.decay  # micro-batches of one step count alike
+        self._arriving = self._blocks.start(reading, decay), sample
+
+    def _settle_reading(self) -> None:
+        """Wait for the statistics of the last pass. Nothing is sent: a process may do this alone."""
+        if self._arriving is None:
+            return
+        (arrive, sample), self._arriving = self._arriving, None
+        taken = arrive()
+        self._stride.sample = sample if taken else None
         self._pending += taken
         self._count_bad_batch(not taken)
         if taken:
             self._clock["updated"] = self._clock["step"]
-
-    def _take_reading(self, outputs: Any, targets: Any, decay: float) -> bool:
-        """Whether the statistics of the pass were taken into the averages."""
-        # labels that a metric was estimated from measure it too short along the direction that it gives
-        measuring = self._measures() and due_to_measure(self._clock, max(MEASURED, self.update_every))
-        apart = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
-        reading = self._reader.read(self.criterion, outputs, targets, self._recall, apart)
-        if reading is None:
-            return False
-        sample = sample_examples(reading) if measuring else None
-        reading.apart.clear()
-        taken = self._blocks.take(reading, decay)
-        self._stride.sample = sample if taken else None
-        return taken
 
     def _count_bad_batch(self, bad: bool) -> None:
         """A batch counts once, in the statistics and in the step."""
         self._clock["failures"] += bad and not self._bad
         self._bad |= bad
 
-    def _measures(self) -> bool:
-        return self.measure and (self.rule.needs_form or self._judge.strategy is not None)
-
     def _step(self, called: Called) -> None:
+        self._settle_reading()
         self._follow_groups()  # some may have been frozen until now
         self._blocks.follow_parameters()
         active = {name: p for name, p in self._by_group() if p.grad is not None}
@@ -302,15 +314,15 @@ class StructuredNaturalGradient(ModelOptimizer):
         attempt = self._attempt(nats, dict(told), norms)
         if finite:
             self._reader.arm(False)  # what follows may call the model again
+            blocks = [block.layout.names for block in self._blocks]
             if self._pending:
-                blocks = [block.layout.names for block in self._blocks]
                 losses = [loss for loss in self._recall.losses if loss.rows or self._ranks.size == 1]
                 self._outside.measure(gradients, attempt.values, blocks, len(losses), float(scale), self._ranks)
             if self._clock["updated"] > self._clock["inverted"] and self._due("inverted", self.invert_every):
                 attempt.invert(self.damping)
             self._move(attempt, gradients, active, called)
             finite = attempt.finite()
-            self._warn(gradients.keys() - {name for block in self._blocks for name in block.layout.names})
+            self._warned = warn_of_strangers(gradients.keys() - {n for names in blocks for n in names}, self._warned)
         if not finite:
             if self.on_trouble == "raise":
                 self._pending, self._bad = 0, False
@@ -378,17 +390,6 @@ class StructuredNaturalGradient(ModelOptimizer):
         parts = (self._blocks, self._named, self.state, self.param_groups, self._clock, self._stride, self._ranks)
         batch = BatchForm(self.model, self.criterion, self._recall, self._named, self._ranks, nats)
         return Attempt(*parts, nats, told, self._outside, self.rule, batch, norms, self._reader.errors)
-
-    def _warn(self, strangers: Set[str]) -> None:
-        """Say, once, which parameters have gradients and no statistics: a loss was added that was not `self.loss`."""
-        fresh = sorted(strangers - self._warned)
-        if fresh:
-            self._warned |= strangers
-            warnings.warn(
-                f"parameters {fresh} have a gradient but no statistics, and are not moved: no optimizer.loss(outputs, "
-                "targets) on an update step depends on them",
-                stacklevel=2,
-            )
 
     def _labels(self) -> torch.Generator:
         """The source of labels, or one as it will be; it is made where the first labels are drawn."""

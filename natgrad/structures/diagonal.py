@@ -24,7 +24,7 @@ class Diagonal(Layerwise):
         Diagonal(decay=0.95, estimate=Sampled(samples=1), seed=0)
     """
 
-    sums = True
+    sums = adds = True
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
         return accumulate_statistics(before, {"squares": layer_squares(seen)}, decay)
@@ -55,7 +55,8 @@ class UnitWise(Layerwise):
         UnitWise(decay=0.95, estimate=Sampled(samples=1), seed=0, largest=32)
     """
 
-    sums = True
+    sums = adds = True
+    symmetric = frozenset({"blocks"})
     largest: int = 64
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:

@@ -56,7 +56,8 @@ class Kronecker(Layerwise):
         ('weight', 'Kronecker')
     """
 
-    sums = True
+    sums = adds = True
+    symmetric = frozenset({"left", "right", "blocks"})
     reduce: bool = False
     factored: bool = False
     largest: int = 8192

@@ -41,6 +41,9 @@ class Layerwise(Structure):
         sums: True if all that a pass gives goes through `accumulate_statistics` or `exchange_sums`, so that several
             processes can add it up.
         compares: True if totals of two passes compare entry by entry.
+        adds: True if `statistics` is decay * before + what the pass gives, entry by entry: then several processes add
+            up what their passes give while other work goes on.
+        symmetric: The entries that are symmetric matrices (..., n, n), where they are no vectors.
 
     Raises:
         ValueError: For a decay outside [0, 1).
@@ -49,6 +52,8 @@ class Layerwise(Structure):
 
     sums: ClassVar[bool] = False
     compares: ClassVar[bool] = True
+    adds: ClassVar[bool] = False
+    symmetric: ClassVar[frozenset[str]] = frozenset()
 
     decay: float = 0.0
     estimate: Estimate = Sampled()

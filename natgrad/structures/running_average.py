@@ -68,7 +68,7 @@ def exchanging(
     """Inside, `exchange_sums`, `solve_once` and `add_up_now` are these.
 
     Args:
-        exchange: This process's sums, by name -> those of all. None: there is one process.
+        exchange: This process's sums, by name -> those of all. None: there is one process, or they are added up later.
         solve: A function of totals and a tensor like its result -> the result, computed by one process for all.
         add_up: As exchange, of a few numbers that this process's sums are made with. None: as exchange.
     """

@@ -16,6 +16,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
+from natgrad.optim.arriving_sums import cut_strips, join_strips
 from natgrad.optim.block_owners import Cost, balance
 from natgrad.rules import MeasuredLength, Momentum, SpectralDescent
 
@@ -124,7 +125,9 @@ def count(share: str) -> dict[str, Any]:
         opt.step()
         sent.append(dict(ng.report_sharing(opt).sent_bytes))
     grown = {kind: size - sent[0].get(kind, 0) for kind, size in sent[1].items()}
-    return {"report": vars(ng.report_sharing(opt)), "grown": grown}
+    opt.loss(outer(X[own].float()), Y[own])
+    kept = opt.report()  # statistics are on their way, and each process may wait for them alone
+    return {"report": vars(ng.report_sharing(opt)), "grown": grown, "rows": len(kept)}
 
 
 NODES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -258,6 +261,21 @@ def test_the_benchmark_predicts_work_state_and_messages(four: list[dict[str, Any
     ]
     # a few scalars beside
     assert [told.work, told.state, told.update_bytes, told.step_bytes] == pytest.approx(found, rel=5e-3)
+
+
+@pytest.mark.parametrize(("share", "messages"), [("speed", 1), ("memory", 3)])
+def test_statistics_of_all_layers_are_one_message_to_each_owner(four: list[dict[str, Any]], share: str, messages: int):
+    for rank in four:
+        assert rank[f"counted, {share}"]["report"]["messages"]["statistics"] == 3 * messages
+
+
+@pytest.mark.parametrize(("n", "share"), [(1, 1.0), (63, 1.0), (64, 0.625), (101, 0.62)])
+def test_strips_of_a_symmetric_matrix_are_all_of_it(n: int, share: float):
+    matrix = draw(2, n, n)
+    matrix = matrix + matrix.mT
+    flat = torch.cat([strip.reshape(-1) for strip in cut_strips(matrix)])
+    assert torch.equal(join_strips(flat, matrix.shape), matrix)
+    assert flat.numel() / matrix.numel() == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.parametrize(("name", "share"), [("autoencoder", 0.27), ("transformer", 0.29)])
