@@ -9,9 +9,12 @@ import pytest
 import torch
 from models import assert_close
 
+import natgrad as ng
+from natgrad.applications.two_layer import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
+from natgrad_lab.papers.koster_2010.feature_blocks import feature_blocks
 from natgrad_lab.papers.koster_2010.natural_images import (
     KosterSettings,
     coherence,
@@ -70,7 +73,7 @@ def test_every_method_trains_and_the_page_tells_it():
         found.append(Found({"piece": piece.name, "seed": 0}, numbers))
     story = study.tell(Findings(FEW, tuple(found)))
     assert "orientations" in story.lead
-    assert len(story.sections) == 4
+    assert len(story.sections) == 5
     assert len(study.tell(Findings(FEW, tuple(found[:1]))).sections) == 2
 
 
@@ -100,3 +103,13 @@ def test_settings_say_what_is_wrong(options, words):
     with pytest.raises(LabError) as caught:
         replace(FEW, **options)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_feature_blocks_are_those_of_the_score_metric():
+    params = {name: p.detach().double() for name, p in start(5, 0).items()}
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).double()
+    whole = ng.score_metric(TwoLayer()).at(params, x).dense()  # W (5, 5) and V (5, 5), row by row
+    found = feature_blocks(TwoLayer(), params, x)
+    for j in range(5):
+        places = torch.cat([torch.arange(5 * j, 5 * j + 5), 25 + torch.arange(j, 25, 5)])
+        assert_close(found[j], whole[places][:, places])

@@ -21,6 +21,7 @@ from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
 from natgrad_lab.papers.koster_2010 import page
+from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
 
 PHOTOGRAPHS: dict[str, Callable[[], tuple[Tensor, ...]]] = {"kodak": kodak, "embedded": sample_photographs}
 HELD_OUT = 500
@@ -36,7 +37,7 @@ class KosterSettings:
     keep: int = 80  # principal components kept of size^2 - 1; as many features and as many pooling units
     patches: int = 50_000  # cut from the photographs
     batch: int = 100  # patches per step
-    methods: str = "natural gradient,Adam,SGD-momentum"  # who runs, comma-separated
+    methods: str = "feature blocks,natural gradient,Adam,SGD-momentum"  # who runs, comma-separated
     seconds: float = 60.0  # of CPU time per method
     adam: float = 0.01  # learning rate of Adam
     sgd: float = 3e-4  # not tuned
@@ -45,6 +46,11 @@ class KosterSettings:
     radius: float = 0.1  # bound on a natural step's length
     products: int = 8  # with the metric per step, at most
     metric_batch: int = 100  # patches per step that the metric is taken on
+    feature_rate: float = 0.5  # of blocks by features; falls linearly to a twentieth
+    feature_damping: float = 0.01  # in units of the metric's mean diagonal; .001, .01, .03 and .1 were tried
+    feature_radius: float = 0.03  # .03, .1 and .3 were tried
+    feature_every: int = 20  # steps between two updates of the blocks
+    feature_examples: int = 10  # of a batch, for an update
     threads: int | None = 1
     device: str = "cpu"
 
@@ -122,6 +128,9 @@ def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoL
             rule=ng.TrustRegion(s.radius),
             warm_start=0.9,
         ),
+        "feature blocks": lambda params, model: FeatureBlocks(
+            params, model, s.feature_rate, s.feature_damping, s.feature_radius, s.feature_every, s.feature_examples
+        ),
         "Adam": lambda params, model: torch.optim.Adam(params.values(), s.adam),
         "SGD-momentum": lambda params, model: torch.optim.SGD(params.values(), s.sgd, momentum=0.9),
     }
@@ -138,6 +147,8 @@ def training(run: Run, method: str) -> Numbers:
         run.advance(spent / s.seconds)
         began = time.process_time()
         x = data.train[torch.randint(len(data.train), (s.batch,), generator=generator)]
+        if isinstance(opt, FeatureBlocks):
+            opt.lr = s.feature_rate * (1 - 0.95 * spent / s.seconds)
         move(opt, model, params, x, s.metric_batch)
         spent, steps = spent + time.process_time() - began, steps + 1
         if spent >= s.seconds * len(curve) / 20:
@@ -149,6 +160,9 @@ def move(opt: Any, model: TwoLayer, params: dict[str, Tensor], x: Tensor, metric
     """One step, with the model's closed gradient."""
     with torch.no_grad():
         gradients = model.gradient(params, x)
+    if isinstance(opt, FeatureBlocks):
+        opt.take_step(gradients, x)
+        return
     for name, p in params.items():
         p.grad = gradients[name]
     if isinstance(opt, ng.NaturalGradient):

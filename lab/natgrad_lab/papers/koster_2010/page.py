@@ -13,7 +13,7 @@ from natgrad_lab.experiments.study import Findings, Numbers
 from natgrad_lab.figures import DASHES, PALETTE, draw_images, put_legend_below
 from natgrad_lab.words import short
 
-METHODS = ("natural gradient", "Adam", "SGD-momentum")
+METHODS = ("feature blocks", "natural gradient", "Adam", "SGD-momentum")
 
 
 def tell(findings: Findings) -> Story:
