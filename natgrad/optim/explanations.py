@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from natgrad.optim.state_report import StateReport, show
-from natgrad.rules import NoiseAware, Rule
+from natgrad.rules import NoiseAware, Rule, SpectralDescent
 
 KEPT = 20  # steps that are looked back at
 FEW = 3  # steps before anything is said of their course
@@ -25,7 +25,7 @@ class Steps:
         reports: One a step, oldest first.
         bounds: Most nats per example that the rule allowed each step; inf where it had no bound.
         rule: How a direction becomes a step.
-        lr: The least learning rate of the parameter groups.
+        lr: The least learning rate of the parameter groups, as far as it has fallen by itself.
         settings: Bounds that the parameter groups have, such as kl_share.
         turned: The step at which noise had hidden the gradient; -1 before.
     """
@@ -48,7 +48,10 @@ class Steps:
 
     def count_measured(self) -> int:
         """Steps that were shortened to the minimum along them: the metric was larger there than it was taken for."""
-        return sum(allowed_rate(r) < WHOLE and not self._was_cut(r, b) and r.rate > 0 for r, b in self._pairs())
+        return sum(
+            allowed_rate(r) < WHOLE and not self._was_cut(r, b) and r.rate > 0 and self.length_of(r) is None
+            for r, b in self._pairs()
+        )
 
     def count_limited(self) -> int:
         """Steps that something else made shorter: the bound on layers' moves, or a search for the length."""
@@ -58,7 +61,14 @@ class Steps:
         return list(zip(self.reports, self.bounds, strict=True))
 
     def _was_cut(self, report: StateReport, bound: float) -> bool:
-        return 0 < report.rate < LIMITED * allowed_rate(report)
+        whole = self.length_of(report)
+        return 0 < report.rate < LIMITED * (allowed_rate(report) if whole is None else whole)
+
+    def length_of(self, report: StateReport) -> float | None:
+        """The length of a spectral step, relative to its direction; None for steps of other kinds."""
+        rule = self.rule.spectral if isinstance(self.rule, NoiseAware) else self.rule
+        spectral = self.rule.turns_at is None or 0 <= self.turned < report.step - 1
+        return rule.length if isinstance(rule, SpectralDescent) and spectral else None
 
     def _by_kl(self, report: StateReport, bound: float) -> bool:
         # half of it: the rule counts the damping in, and so the metric alone moves less
@@ -99,7 +109,8 @@ def tell_course(steps: Steps) -> Iterator[str]:
     elif abs(change) < STILL and last.gradient == 0:
         yield "The gradient is zero: the loss does not depend on the parameters, or is at its minimum."
     elif abs(change) < STILL:
-        yield "Try: a schedule that lets lr fall, or larger batches, if gradients are noisy; else less damping."
+        falls = "" if falls_by_itself(steps.rule) else "a schedule that lets lr fall, or "
+        yield f"Try: {falls}larger batches, if gradients are noisy; else less damping."
 
 
 def tell_bounds(steps: Steps) -> Iterator[str]:
@@ -148,9 +159,15 @@ def tell_noise(steps: Steps) -> Iterator[str]:
     if steps.turned >= 0:
         yield (
             f"Noise has hidden the gradient since step {steps.turned}: steps are spectral ones from there on, of a "
-            "fixed size per layer."
+            f"{'size per layer that falls by itself' if falls_by_itself(steps.rule) else 'fixed size per layer'}."
         )
-        yield "Try: a schedule that lets lr fall to zero; larger batches."
+        if not falls_by_itself(steps.rule):
+            yield 'Try: rate="auto", or a schedule that lets lr fall to zero; larger batches.'
+
+
+def falls_by_itself(rule: Rule) -> bool:
+    """Whether the learning rate of the rule's own directions falls without a scheduler."""
+    return rule.rate_after(10**9) < 1
 
 
 def tell_failures(steps: Steps) -> Iterator[str]:

@@ -89,6 +89,7 @@ class Attempt:
         self.turned = self.rule.turns_at is not None and self.clock["turned"] >= 0
         self.shapes = self.rule.shapes and (self.rule.turns_at is None or self.turned)
         self.inverts = self.rule.needs_inverse and not self.turned
+        self.fall = self.rule.rate_at(self.clock["step"], self.clock["turned"])
         self.copies = [dict(group) for group in self.param_groups]
         by_id = {id(p): group for group in self.copies for p in group["params"]}
         self.groups = {name: by_id[id(p)] for name, p in self.named.items() if id(p) in by_id}
@@ -394,4 +395,4 @@ class Attempt:
         return next(iter(self.named.values())).device
 
     def _lr(self, name: str) -> float:
-        return float(self.groups[name]["lr"])
+        return float(self.groups[name]["lr"]) * self.fall

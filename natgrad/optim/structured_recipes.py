@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Unpack
+from typing import Literal, Unpack, get_args
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from natgrad.damping import Damping, Relative
 from natgrad.families import Likelihood
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.structured import StructuredNaturalGradient
-from natgrad.rules import NoiseAware
+from natgrad.rules import NoiseAware, SpectralDescent
 from natgrad.structures import (
     Diagonal,
     EigenKronecker,
@@ -31,6 +31,7 @@ from natgrad.structures import (
 )
 
 Criterion = nn.Module | Likelihood
+LearningRate = Literal["constant", "auto"]
 
 
 SAFE = Relative(0.03, per="block", whole=1.0)
@@ -39,6 +40,8 @@ NEAR, FAR = Relative(0.1, per="block", whole=0.1), Relative(0.3, per="block", wh
 """The same for structures without dense factors, and for few directions."""
 NATURAL = NoiseAware(kl_share=0.05, noise=0.0)
 """Natural steps within a share of each layer, all along, and of less nats."""
+FALLS_AFTER = 20.0
+"""Spectral steps from which on the rate falls with `rate="auto"`."""
 ROWS = 4
 """Rows of a pass that a factor is taken from, for each of its own."""
 
@@ -51,6 +54,7 @@ def kfac(
     *,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
+    rate: LearningRate = "constant",
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
     """The natural gradient with a Kronecker product per layer (K-FAC), of the true Fisher.
@@ -66,10 +70,13 @@ def kfac(
         decay: Of the statistics' running averages, per update, in [0, 1).
         estimate: How labels are drawn; `ng.Empirical()` takes the data's own. With `ng.ExactLabels()` the factors are
             those of all rows of a pass, else of four for each row of the larger factor, from 1024 up.
+        rate: "auto" lets spectral steps get shorter by themselves, by the root of their number from the 20th on, for
+            training without a schedule; "constant" leaves that to a scheduler.
         **options: What all recipes of this kind share: `natgrad.optim.BlockOptions`.
 
     Raises:
         TypeError: For a criterion that is not a likelihood.
+        ValueError: For `rate="auto"` with a rule whose steps do not turn spectral.
 
     Reference:
         Martens & Grosse 2015.
@@ -83,7 +90,7 @@ def kfac(
     """
     rows = math.inf if isinstance(estimate, ExactLabels) else ROWS
     structure = Kronecker(decay, estimate, factored=True, rows=rows)
-    return build(model, criterion, structure, lr, heed_noise(options), damping=SAFE)
+    return build(model, criterion, structure, lr, settle_rate(heed_noise(options), rate), damping=SAFE)
 
 
 @with_options(BlockOptions, BlockSettings, damping=SAFE)
@@ -94,6 +101,7 @@ def ekfac(
     *,
     decay: float = 0.95,
     estimate: Estimate = Sampled(),
+    rate: LearningRate = "constant",
     **options: Unpack[BlockOptions],
 ) -> StructuredNaturalGradient:
     """The natural gradient in K-FAC's eigenbases with the Fisher's own diagonal there (EKFAC).
@@ -106,10 +114,12 @@ def ekfac(
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1).
         estimate: How labels are drawn; `ng.Empirical()` takes the data's own.
+        rate: "auto" or "constant", as in `kfac`.
         **options: What all recipes of this kind share: `natgrad.optim.BlockOptions`.
 
     Raises:
         TypeError: For a criterion that is not a likelihood.
+        ValueError: For `rate="auto"` with a rule whose steps do not turn spectral.
 
     Reference:
         George et al. 2018.
@@ -121,7 +131,8 @@ def ekfac(
         >>> opt.loss(model(x), y).backward()
         >>> opt.step()
     """
-    return build(model, criterion, EigenKronecker(decay, estimate), lr, heed_noise(options), damping=SAFE)
+    chosen = settle_rate(heed_noise(options), rate)
+    return build(model, criterion, EigenKronecker(decay, estimate), lr, chosen, damping=SAFE)
 
 
 @with_options(BlockOptions, BlockSettings, damping=NEAR)
@@ -289,6 +300,29 @@ def heed_noise(options: BlockOptions, usual: NoiseAware = NoiseAware()) -> Block
         kl_share=usual.kl_share if kl_share is None else kl_share,
     )
     return BlockOptions(rule=rule) | {key: value for key, value in rest.items() if key != "rule"}  # type: ignore[return-value]
+
+
+def settle_rate(options: BlockOptions, rate: LearningRate) -> BlockOptions:
+    """The options with a rule whose learning rate falls by itself, where that is asked for."""
+    if rate not in get_args(LearningRate):
+        raise ValueError(f'rate is {rate!r}, expected "constant" or "auto"; a number goes to lr=')
+    rule = options.get("rule")
+    if rate == "constant":
+        return options
+    if isinstance(rule, NoiseAware) and rule.noise > 0:
+        rule = replace(rule, spectral=let_fall(rule.spectral))
+    elif isinstance(rule, SpectralDescent):
+        rule = let_fall(rule)
+    else:
+        raise ValueError(
+            f'rate="auto" shortens spectral steps, and {rule} takes none: leave rule= out, or use a scheduler for lr'
+        )
+    return options | {"rule": rule}  # type: ignore[return-value]
+
+
+def let_fall(rule: SpectralDescent) -> SpectralDescent:
+    """The rule with the usual fall, where it has none."""
+    return replace(rule, falls_after=FALLS_AFTER) if math.isinf(rule.falls_after) else rule
 
 
 def build(

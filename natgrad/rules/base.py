@@ -58,6 +58,25 @@ class Rule(ABC):
         """Settings that a parameter group may change, by name; `Quadratic.options` has the least over the groups."""
         return {}
 
+    def rate_after(self, steps: int) -> float:
+        """The factor on the learning rate of a step with a direction of the rule's own: 1 where it does not fall.
+
+        Args:
+            steps: With such directions so far.
+        """
+        return 1.0
+
+    def rate_at(self, step: int, turned: int) -> float:
+        """The factor on the learning rate of a step, 1 for a rule that has not turned to its own directions yet.
+
+        Args:
+            step: Steps taken before it.
+            turned: The step at which the rule turned, -1 before; not asked for where `turns_at` is None.
+        """
+        if self.turns_at is None:
+            return self.rate_after(step)
+        return self.rate_after(step - turned) if turned >= 0 else 1.0
+
     def kl_bound(self, model: Quadratic) -> Tensor | float:
         """Most nats per example that a step of this model may move; inf where the rule has no such bound.
 

@@ -78,6 +78,9 @@ class NoiseAware(Rule):
     def turns_at(self) -> float:
         return self.noise
 
+    def rate_after(self, steps: int) -> float:
+        return self.spectral.rate_after(steps)
+
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
         return self.spectral.prepare(metric, level)
 

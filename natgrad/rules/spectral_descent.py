@@ -45,7 +45,8 @@ class SpectralDescent(Rule):
     along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at a fixed root mean square: `vectors` * length, and
     no more than that of a layer's matrix.
 
-    Lengths do not depend on the gradient's: let the learning rate fall towards the end of training.
+    Lengths do not depend on the gradient's: let the learning rate fall towards the end of training, or take a finite
+    `falls_after`, which needs no end: the learning rate is multiplied by sqrt(falls_after / k) after k steps.
 
     Args:
         length: Of a step at learning rate 1.
@@ -54,9 +55,10 @@ class SpectralDescent(Rule):
         vectors: Root mean square of entries without a Kronecker product, in lengths.
         kl_share: Most nats per example of a step as a share of the loss; a bound against accidents.
         iterations: Of the polar factor, 1 to 7: with 5 singular values come out between .87 and 1.13, with 7 as 1.
+        falls_after: Steps from which on the learning rate falls by itself; math.inf for never.
 
     Raises:
-        ValueError: Unless length, damping, vectors, kl_share > 0, 0 <= ahead <= 1 and iterations are 1 to 7.
+        ValueError: Unless length, damping, vectors, kl_share, falls_after > 0, 0 <= ahead <= 1, and 1 to 7 iterations.
 
     Reference:
         Jordan et al. 2024 (Muon) is R = I.
@@ -68,18 +70,22 @@ class SpectralDescent(Rule):
     vectors: float = 0.06
     kl_share: float = 0.5
     iterations: int = 5
+    falls_after: float = math.inf
 
     needs_inverse = False
     steady = True
 
     def __post_init__(self) -> None:
-        for name in ("length", "damping", "vectors", "kl_share"):
+        for name in ("length", "damping", "vectors", "kl_share", "falls_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number > 0")
         if not 0 <= self.ahead <= 1:
             raise ValueError(f"ahead is {self.ahead}, expected a weight in [0, 1]")
         if self.iterations not in range(1, len(POLISH) + 1):
             raise ValueError(f"iterations is {self.iterations}, expected a whole number from 1 to {len(POLISH)}")
+
+    def rate_after(self, steps: int) -> float:
+        return min(1.0, math.sqrt(self.falls_after / max(steps, 1)))
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
         if isinstance(metric, KroneckerOperator) and max(metric.left.dim(), metric.right.dim()) < 4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import natgrad as ng
 from natgrad.optim import StateReport
 from natgrad.optim.explanations import KEPT, Steps, explain_steps
-from natgrad.rules import NoiseAware, Rate
+from natgrad.rules import NoiseAware, Rate, SpectralDescent
 
 
 def run(opt: ng.NaturalGradient | ng.StructuredNaturalGradient, steps: int = 5, x: torch.Tensor = X) -> str:
@@ -105,12 +106,31 @@ def test_steps_shortened_by_the_measured_metric():
     assert "bound cut" not in text
 
 
-def test_steps_shortened_by_layers_and_by_noise():
+def test_steps_shortened_by_layers():
     reports = [StateReport(step=i, loss=1.0 / i, rate=0.2, kl=1e-6) for i in range(1, 6)]
-    text = explain(reports, [0.1] * 5, rule=NoiseAware(), turned=3)
+    text = explain(reports, [0.1] * 5, rule=NoiseAware())
     assert "5 of 5 steps were shortened to about 0.2 of the proposal" in text
     assert "NoiseAware(move=0.2)" in text
-    assert "since step 3" in text
+
+
+@pytest.mark.parametrize("rule", [NoiseAware(), SpectralDescent()])
+def test_spectral_steps_are_not_called_short(rule):
+    """Their length is relative to a direction of their own, not to the whole of a natural step."""
+    reports = [StateReport(step=i, loss=1.0 / i, rate=0.05, excess=3.0, kl=1e-6) for i in range(6, 12)]
+    text = explain(reports, [0.1] * 6, rule=rule, turned=3 if rule.turns_at else -1)
+    assert "of the proposal" not in text
+    assert ("since step 3" in text) == bool(rule.turns_at)
+    short = [replace(report, rate=0.02) for report in reports]
+    assert "6 of 6 steps were shortened to about 0.02" in explain(short, [0.1] * 6, rule=rule, turned=3)
+
+
+def test_a_rate_that_falls_by_itself_asks_for_no_schedule():
+    reports = [StateReport(step=i, loss=1.0, rate=0.05, gradient=1.0, kl=1e-6) for i in range(6, 12)]
+    falling = NoiseAware(spectral=SpectralDescent(falls_after=20))
+    assert 'rate="auto"' in explain(reports, [0.1] * 6, rule=NoiseAware(), turned=3)
+    text = explain(reports, [0.1] * 6, rule=falling, turned=3)
+    assert "falls by itself" in text
+    assert "schedule" not in text
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg])
