@@ -33,7 +33,7 @@ class BlockOptions(TypedDict, total=False):
             `ng.Relative(number, per="block")`, a share of the mean eigenvalue of each block.
         max_kl: Most nats per example that a step moves, to second order on its own batch, default 10; steps that may be
             near it cost a forward pass. A setting of `ng.MeasuredLength` and `natgrad.rules.NoiseAware`.
-        kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. Default .2 in
+        kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. Default .1 in
             `ng.kfac` and `ng.ekfac`, .05 in the other recipes. A setting of the same rules.
         weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
         l2: Of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient and in the metric.

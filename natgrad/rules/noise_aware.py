@@ -39,7 +39,7 @@ class NoiseAware(Rule):
     Args:
         max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.
         kl_share: Most nats per example as a share of the loss; of one nat per entry where the loss may be negative. Of
-            a cross-entropy near zero a whole natural step is half of it, so that .2 lets three fifths of one through.
+            a cross-entropy near zero a whole natural step is half of it, so that .1 lets .45 of one through.
         warm: Steps over which these two bounds grow to their whole size.
         move: Most relative move of a layer in one natural step; math.inf for no bound.
         noise: Share of signal below which steps become spectral; 0 for never.
@@ -55,7 +55,7 @@ class NoiseAware(Rule):
     """
 
     max_kl: float = USUAL
-    kl_share: float = 0.2
+    kl_share: float = 0.1
     warm: int = 5
     move: float = 0.1
     noise: float = 0.26
