@@ -317,7 +317,9 @@ def settle_rate(options: BlockOptions, rate: LearningRate) -> BlockOptions:
         raise ValueError(
             f'rate="auto" shortens spectral steps, and {rule} takes none: leave rule= out, or use a scheduler for lr'
         )
-    return options | {"rule": rule}  # type: ignore[return-value]
+    chosen = BlockOptions(**options)
+    chosen["rule"] = rule
+    return chosen
 
 
 def let_fall(rule: SpectralDescent) -> SpectralDescent:
