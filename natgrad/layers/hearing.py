@@ -55,7 +55,6 @@ class Pass:
         gradients: The first cotangent's gradients by name, of the parameters that are watched.
         dtype: Of the activations and deltas; default the widest of float32 and the deltas' own.
         eps: Of the coarsest dtype on the way (autocast), if that is not the layers' own.
-        needs: As in `collect_passes`.
     """
 
     outputs: Tensor
@@ -67,11 +66,10 @@ class Pass:
     gradients: Mapping[str, Tensor | None]
     dtype: torch.dtype | None = None
     eps: float = 0.0
-    needs: Callable[[Layer], float] | None = None
 
     def collect_layers(self) -> list[Seen]:
         """All layers that the taps tell of."""
-        return collect_passes(self.taps, self.deltas, self.dtype, self.examples.count, self.needs)
+        return collect_passes(self.taps, self.deltas, self.dtype, self.examples.count)
 
     def collect_products(self, spare: Sequence[Traced]) -> list[Seen]:
         """What the graph's products with these matrices tell.

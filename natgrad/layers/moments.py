@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from natgrad.layers.kinds import Layer
 from natgrad.layers.pieces import cut
+from natgrad.layers.spread_rows import pick_rows, spread_rows
 from natgrad.linalg import KroneckerEigen, gram
+from natgrad.typed_torch import measure_norm
 
-PRIME = 7919
 NUMBERS = 2**24
 """Entries of per-example gradients that are held at a time, 64 MiB in float32."""
 
@@ -112,6 +113,44 @@ class Seen:
         """The parts of a pass, whose gradients add up example by example."""
         return [self]
 
+    @property
+    def examples(self) -> int:
+        """How many examples there are, or of them times cotangents."""
+        return len(self.activations)
+
+    def bound_inputs(self) -> Tensor:
+        """No less than the Frobenius norm of the activations, which are no tokens: a scalar tensor."""
+        return measure_norm(self.activations)
+
+    def take(self, kept: slice, factor: float) -> Seen:
+        """The same pass with copies of some of its examples alone.
+
+        Args:
+            kept: Which.
+            factor: On their derivatives.
+        """
+        activations = self.activations[kept].clone()
+        return replace(self, activations=activations, deltas=[factor * deltas[kept] for deltas in self.deltas])
+
+    def slopes(self, matrix: Tensor, examples: int) -> Tensor:
+        """score_i^T step of every example, (cotangents, examples).
+
+        Args:
+            matrix: The step as the layer's matrix, (G, o, d).
+            examples: Their number; an example may have several rows, side by side.
+        """
+        if self.by_token:
+            image = matrix[0][self.activations]
+            if self.padding is not None:
+                image = image * (self.activations != self.padding).unsqueeze(-1)
+        elif len(matrix) == 1:
+            image = self.activations @ matrix[0].mT
+        elif matrix.shape[1] == 1:  # norms, depthwise convolutions
+            image = (self.activations * matrix[:, 0]).sum(-1, keepdim=True)
+        else:
+            image = torch.einsum("btgd,god->btgo", self.activations, matrix)
+        return torch.stack([(image * deltas).reshape(examples, -1).sum(1) for deltas in self.deltas])
+
     def gradient(self) -> Tensor:
         """The layer's matrix in J^T c for the first cotangent c, (groups, outputs, columns)."""
         if not self.by_token:
@@ -166,29 +205,6 @@ class Mixed(Seen):
 
     def gradient(self) -> Tensor:
         return torch.stack([part.gradient() for part in self.parts]).sum(0)
-
-
-def spread_rows(count: int, some: float, device: torch.device) -> Tensor:
-    """About `some` of `count` rows, one from each stretch of equal length, at another place in every stretch.
-
-    No period in the order of rows (pairs, classes in turn, places in a sentence) is met at one phase alone.
-
-    Args:
-        count: How many there are.
-        some: How many are wanted.
-        device: Of the result.
-    """
-    stretch = max(1, round(count / some))
-    starts = torch.arange(count // stretch, device=device)
-    return starts * stretch + starts * PRIME % stretch
-
-
-def pick_rows(tensor: Tensor, kept: Tensor) -> Tensor:
-    """Rows of (b, t, ...) as examples of one position, (r, 1, ...), by their numbers (r,) in b t."""
-    t = tensor.shape[1]
-    if t == 1:
-        return tensor[kept]
-    return tensor[kept // t, kept % t].unsqueeze(1)
 
 
 def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:

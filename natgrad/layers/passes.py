@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,14 +11,13 @@ from torch.nn import functional
 
 from natgrad.layers.experts import ExpertProduct, collect_experts
 from natgrad.layers.kinds import ConvolutionLayer, Layer, NormLayer
-from natgrad.layers.moments import Mixed, Seen, spread_rows
+from natgrad.layers.moments import Mixed, Seen
+from natgrad.layers.seen_images import SeenImages
 from natgrad.layers.taps import Place, Tap
 from natgrad.layers.traced import Traced, TracedProduct
 
 Calls = Sequence[tuple[Tap, list[Tensor]]]
 Products = Sequence[tuple[TracedProduct, list[Tensor]]]
-IMAGES = 32
-"""Examples that a convolution's patches are made of at the least: neighbouring patches tell much the same."""
 
 
 def collect_passes(
@@ -27,7 +25,6 @@ def collect_passes(
     deltas: Sequence[Sequence[Tensor | None]],
     dtype: torch.dtype | None = None,
     examples: int | None = None,
-    needs: Callable[[Layer], float] | None = None,
 ) -> list[Seen]:
     """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out.
 
@@ -36,40 +33,14 @@ def collect_passes(
         deltas: Per cotangent and tap, the derivative there; calls without one are left out.
         dtype: Of the result. Default: the widest of float32 and the deltas' own.
         examples: Of the outputs, if known: calls that have as many together are parts of a batch.
-        needs: Examples times positions of a layer that are enough; None: all. A convolution's patches are then made of
-            some examples alone.
     """
     calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
     for i, call in enumerate(taps):
         reached = [delta for found in deltas if (delta := found[i]) is not None]
         if reached:
             calls.setdefault(call.layer, []).append((call, reached))
-    found = []
-    for layer, of_layer in calls.items():
-        chosen, count = (of_layer, examples) if needs is None else cut_examples(of_layer, needs(layer), examples)
-        found.append(merge_calls(layer, chosen, dtype, count))
+    found = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
     return [seen for seen in found if seen is not None]
-
-
-def cut_examples(calls: Calls, needed: float, examples: int | None) -> tuple[Calls, int | None]:
-    """Some examples of a convolution's only call, weighing as much as all, and their number.
-
-    Args:
-        calls: Of one module, each with its deltas.
-        needed: Examples times positions that are enough.
-        examples: Their number, if known.
-    """
-    call, deltas = calls[0]
-    one = len(calls) == 1 and isinstance(call.layer, ConvolutionLayer) and call.intact
-    if not one or examples is None or {len(t) for t in (call.inputs, *deltas)} != {examples}:
-        return calls, examples
-    some = max(IMAGES, 2 * needed / math.prod(deltas[0].shape[2:]))
-    if examples < 1.5 * some:
-        return calls, examples
-    kept = spread_rows(examples, some, call.inputs.device)
-    inputs, factor = call.inputs[kept], (examples / len(kept)) ** 0.5
-    part = replace(call, inputs=inputs, version=inputs._version)
-    return [(part, [factor * delta[kept] for delta in deltas])], len(kept)
 
 
 def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
@@ -94,6 +65,10 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
         return traced_pass(layer, [(call, d) for call, d in calls if isinstance(call, TracedProduct)], dtype, examples)
     if not all(layer.has_examples(call.inputs) for call, _ in calls):
         return None
+    if isinstance(layer, ConvolutionLayer) and len(calls) == 1 and calls[0][0].place in (None, Place()):
+        inputs, deltas = calls[0][0].inputs.to(dtype), calls[0][1]
+        if SeenImages.fits(layer, inputs, deltas, examples):
+            return SeenImages(layer, inputs, deltas)
     norm = isinstance(layer, NormLayer) and layer.layout.groups > 1
     lay = layer.normalise if isinstance(layer, NormLayer) and norm else layer.activations
     each = [arrange_call(layer, lay, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
@@ -205,14 +204,8 @@ class Reader:
         calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
         gradients = dict(zip(watched, slopes[0], strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        # layers that are judged, or measured together, are heard whole
-        whole = asking or apart is not None or isinstance(self.estimate, ExactLabels)
-        needs = None if whole else self._rows_needed
-        one = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps, needs=needs)
+        one = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps)
         return one, len(drawn[0]) if apart is not None else len(cotangents), slopes
-
-    def _rows_needed(self, layer: Layer) -> float:
-        return self.structure.rows_needed(layer) if self._trusts(layer) else math.inf
 
     def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
         """The watched parameters that get squares. A trusted layer that was not reached keeps what it has."""

@@ -62,7 +62,7 @@ def sound(reading: Reading) -> bool:
     for seen in reading.layers:
         for part in seen.split_parts():
             sides = [norm(deltas) for deltas in part.deltas]
-            sides = [measure_norm(torch.stack(sides))] + ([] if part.by_token else [norm(part.activations)])
+            sides = [measure_norm(torch.stack(sides))] + ([] if part.by_token else [part.bound_inputs()])
             norms += [*sides, torch.stack(sides).prod()]
     if not norms:
         return True
@@ -76,7 +76,7 @@ def agree_on_parts(fine: bool, reading: Reading) -> bool:
     if reading.exchange is None:
         return fine
     like = next(iter(reading.squares.values()), None)
-    like = reading.layers[0].activations if like is None else like
+    like = reading.layers[0].deltas[0] if like is None else like
     return not bool(reading.exchange({"bad": torch.tensor(float(not fine), device=like.device)})["bad"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +139,7 @@ def sample_examples(reading: Reading) -> Reading:
 
     Parameters without a layer keep their scores, which are sums over examples.
     """
-    examples, span = min((len(one.activations) for one in reading.apart), default=0), reading.span
+    examples, span = min((one.examples for one in reading.apart), default=0), reading.span
     kept, all_kept, total = min(examples, max(FEWEST, examples // PART)), 0, 0
     if span is None or not span.count or examples % span.count:
         all_kept, total = kept, examples
@@ -148,10 +147,8 @@ def sample_examples(reading: Reading) -> Reading:
         kept, all_kept, total = span.count_kept(examples // span.count, FEWEST, PART)
     layers = list[Seen]()
     for one in reading.apart:
-        if len(one.activations) % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
-            rows = len(one.activations) // examples * kept
-            deltas = [d[:rows] * (total / all_kept) ** 0.5 for d in one.deltas]
-            layers.append(replace(one, activations=one.activations[:rows].clone(), deltas=deltas))
+        if one.examples % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
+            layers.append(one.take(slice(one.examples // examples * kept), (total / all_kept) ** 0.5))
     return Reading(Heard([]), reading.rows, layers, reading.scores, span=span)
 
 
@@ -186,7 +183,7 @@ def squares_and_sums(
 
 def form_of(layers: Sequence[Seen], steps: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Tensor:
     """sum_i (score_i^T step)^2 over the layers together, summed over cotangents."""
-    examples = min(len(one.activations) for one in layers)
+    examples = min(one.examples for one in layers)
     if not examples:  # other processes have those that are measured
         return torch.zeros((), dtype=layers[0].deltas[0].dtype, device=layers[0].deltas[0].device)
     slopes = [slopes_of(one, steps, named, examples) for one in layers]
@@ -197,18 +194,7 @@ def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tenso
     """score_i^T step of one layer, (cotangents, examples)."""
     layout, dtype = seen.layer.layout, seen.deltas[0].dtype
     whole = {n: (steps[n] if n in steps else torch.zeros_like(named[n])).to(dtype) for n in layout.names}
-    matrix = layout.join(whole)  # (G, o, d)
-    if seen.by_token:
-        image = matrix[0][seen.activations]
-        if seen.padding is not None:
-            image = image * (seen.activations != seen.padding).unsqueeze(-1)
-    elif len(matrix) == 1:
-        image = seen.activations @ matrix[0].mT
-    elif matrix.shape[1] == 1:  # norms, depthwise convolutions
-        image = (seen.activations * matrix[:, 0]).sum(-1, keepdim=True)
-    else:
-        image = torch.einsum("btgd,god->btgo", seen.activations, matrix)
-    return torch.stack([(image * deltas).reshape(examples, -1).sum(1) for deltas in seen.deltas])
+    return seen.slopes(layout.join(whole), examples)
 
 
 def bounded_below(criterion: Criterion) -> bool:

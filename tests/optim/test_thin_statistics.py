@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.layers.moments import Seen, spread_rows
+from natgrad.layers.moments import Seen
+from natgrad.layers.spread_rows import spread_rows
 from natgrad.optim.block_averages import BlockAverages
 from natgrad.optim.schedule import FORMED, due_to_measure, keep_form, recent_form, start_clock, trust_form
 from natgrad.rules import BlockStep, Lazy, Parts, SpectralDescent

@@ -1,0 +1,89 @@
+"""A convolution's pass without patches tells what the pass with them tells."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import natgrad as ng
+from natgrad.layers.kinds import known_layers
+from natgrad.layers.moments import Seen, layer_units
+from natgrad.layers.seen_images import SeenImages
+from natgrad.spaces import Space
+
+CALLS = {
+    "plain": (lambda: nn.Conv2d(3, 4, 3, padding=1), (5, 3, 6, 6)),
+    "stride": (lambda: nn.Conv2d(3, 4, 3, stride=2), (5, 3, 7, 8)),
+    "groups": (
+        lambda: nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular", groups=2, bias=False),
+        (5, 4, 6, 6),
+    ),
+    "line": (lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, dilation=2), (5, 3, 15)),
+    "volume": (lambda: nn.Conv3d(2, 3, 2), (5, 2, 3, 4, 3)),
+    "by channel": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (5, 4, 6, 6)),
+    "bias alone": (lambda: freeze_weight(nn.Conv2d(3, 4, 3)), (5, 3, 6, 6)),
+}
+
+
+def freeze_weight(module: nn.Module) -> nn.Module:
+    module.weight.requires_grad_(False)
+    return module
+
+
+@pytest.fixture(params=CALLS)
+def passes(request: pytest.FixtureRequest):
+    """The pass without and with patches, its convolution, and the output."""
+    torch.manual_seed(0)
+    build, shape = CALLS[request.param]
+    module = build().double()
+    (layer,) = known_layers(module, Space(ng.trainable(module))).values()
+    x = torch.randn(shape, dtype=torch.float64)
+    y = module(x)
+    derivatives = [torch.randn_like(y) for _ in range(2)]
+    seen = Seen(layer, layer.activations(x), [layer.deltas(d) for d in derivatives])
+    return SeenImages(layer, x, derivatives), seen, module, y
+
+
+def test_its_gradient_is_autograds(passes):
+    images, seen, module, y = passes
+    trained = ng.trainable(module)
+    found = images.layer.layout.split(images.gradient())
+    expected = torch.autograd.grad(y, list(trained.values()), images.derivatives[0])
+    assert_close(list(found.values()), [dict(zip(trained, expected, strict=True))[name] for name in found])
+    assert_close(images.gradient(), seen.gradient())
+
+
+def test_scores_along_a_step_are_those_of_the_patches(passes):
+    images, seen, _, _ = passes
+    step = torch.randn(images.layer.layout.matrix_shape, dtype=torch.float64)
+    assert_close(images.slopes(step, 5), seen.slopes(step, 5))
+    assert_close(images.take(slice(2), 1.5).slopes(step, 2), seen.take(slice(2), 1.5).slopes(step, 2))
+    assert_close(images.only(slice(1, 2)).slopes(step, 5), seen.slopes(step, 5)[1:])
+
+
+def test_activations_and_their_bound(passes):
+    images, seen, _, _ = passes
+    assert_close(images.activations, seen.activations)
+    assert images.bound_inputs() >= (1 - 1e-12) * seen.bound_inputs()
+    assert images.examples == seen.examples == 5
+    assert not images.by_token
+
+
+def test_thinned_to_all_rows_it_is_the_pass_with_patches(passes):
+    images, seen, _, _ = passes
+    thin = images.count_times(3.0).thin(1e6)
+    assert type(thin) is Seen
+    assert thin.share == 3
+    assert_close(thin.deltas, seen.count_times(3.0).deltas)
+    if seen.single:
+        assert_close(layer_units(thin), 3 * layer_units(seen))
+
+
+def test_thinned_to_some_images_they_weigh_as_much_as_all():
+    torch.manual_seed(0)
+    module = nn.Conv2d(2, 3, 3).double()
+    (layer,) = known_layers(module, Space(ng.trainable(module))).values()
+    x, derivative = torch.ones(64, 2, 4, 4, dtype=torch.float64), torch.ones(64, 3, 2, 2, dtype=torch.float64)
+    thin = SeenImages(layer, x, [derivative]).thin(1.0)
+    assert len(thin.activations) < 64
+    assert_close(thin.deltas[0].square().sum(), derivative.square().sum())
