@@ -1,4 +1,4 @@
-"""For mkdocstrings: an `Example:` section is shown as code, and options that are taken by name are shown one by one."""
+"""For mkdocstrings: `Example:` is shown as code, options by name are shown one by one, formulas are typeset."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import inspect
 import pydoc
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import griffe
 
 from natgrad.optim.recipe_options import join_arguments
+
+sys.path.append(str(Path(__file__).parent))  # Griffe loads this file by its path
+from docstring_formulas import typeset_docstring
 
 
 class ReadableDocstrings(griffe.Extension):
@@ -34,6 +38,7 @@ class ReadableDocstrings(griffe.Extension):
             **kwargs: What else Griffe passes.
         """
         list_options(pkg)
+        typeset_formulas(pkg)
 
 
 def rename_section(text: str) -> str:
@@ -43,6 +48,19 @@ def rename_section(text: str) -> str:
         text: A docstring.
     """
     return re.sub(r"^Example:$", "Examples:", text, flags=re.M)
+
+
+def typeset_formulas(parent: griffe.Object) -> None:
+    """In all docstrings below: formulas between dollars, which become MathML.
+
+    Args:
+        parent: A module or class.
+    """
+    if parent.docstring:
+        parent.docstring.value = typeset_docstring(parent.docstring.value)
+    for child in parent.members.values():
+        if isinstance(child, griffe.Object):
+            typeset_formulas(child)
 
 
 def list_options(parent: griffe.Object) -> None:
