@@ -15,7 +15,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .NOTPARALLEL:  # the targets share one environment
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test check docs guide bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +37,9 @@ check: $(VENV)/.dev  ## format, lint and types
 docs: $(VENV)/.docs  ## the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
+
+guide:  ## one guide's code in an environment of its own, deleted afterwards: make guide NAME=lightning
+	@$(PYTHON) docs/guides/try_guide.py $(NAME)
 
 bench: $(VENV)/.bench  ## time and memory beside peers (takes minutes; ARGS=kfac for one table)
 	$(BIN)/python -m benchmarks $(ARGS)

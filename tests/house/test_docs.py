@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from foreign_packages import declare_image_operators
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDES = runpy.run_path(str(ROOT / "docs" / "guides" / "try_guide.py"))
 PAPERS = sorted((ROOT / "docs" / "papers").glob("*_*.md"))
 
 
@@ -55,9 +57,20 @@ def test_code_with_other_packages_runs(page: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if needed_packages(p)], ids=name_of)
 def test_a_page_says_what_to_install(page: Path):
-    before_code = page.read_text(encoding="utf-8").partition("```python")[0]
-    installed = " ".join(re.findall(r"`pip install ([\w -]+)`", before_code))
+    installed = " ".join(GUIDES["read_packages"](page.read_text(encoding="utf-8")))
     assert [package for package in needed_packages(page) if package not in installed] == []
+
+
+def test_a_guide_is_run_whole_and_by_its_name():
+    page = ROOT / "docs" / "guides" / "lightning.md"
+    assert GUIDES["find_page"]("lightning") == GUIDES["find_page"]("guides/lightning") == page
+    program = GUIDES["join_code"](page.read_text(encoding="utf-8")).splitlines()
+    written = page.read_text(encoding="utf-8").splitlines()
+    lines = [i for i, line in enumerate(program) if line]
+    assert [program[i] for i in lines] == [written[i] for i in lines]
+    assert len([line for line in program if "Trainer(" in line]) == 2
+    with pytest.raises(SystemExit, match=r"named .lightening. with code to run: expected one of accelerate, "):
+        GUIDES["find_page"]("lightening")
 
 
 def run_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
