@@ -36,6 +36,12 @@ SKIPPED = (
     "themselves are not finite, another optimizer or an assignment wrote that"
 )
 
+UNMOVED = (
+    "none of the last {count} steps moved anything, though the gradient is not zero: the rule found no length at which "
+    "the loss is lower. Either it is at its minimum, or the proposal is far too long or points nowhere: raise the "
+    "damping, or let the rule search shorter lengths"
+)
+
 WILD = 10.0  # times the highest loss so far, the first ones included: no step of a sound run raises it so far at once
 PATIENCE = 3  # batches in a row that are left out; the next one counts, since the data must have changed
 EARLIEST = 10  # steps until such a loss is wild
@@ -94,6 +100,20 @@ def watch(count: int, text: str) -> None:
         raise RuntimeError(text.format(count=count))
     if count == WARN:
         warnings.warn(f"{text.format(count=count)}; after {STOP} steps in a row this is an error", stacklevel=2)
+
+
+def count_unmoved(count: int, rate: float, gradient: float) -> int:
+    """Steps in a row that moved nothing, with this one; warns at the 25th. At a minimum that is as it should be.
+
+    Args:
+        count: Before this step.
+        rate: How much of the proposal was taken.
+        gradient: |g|.
+    """
+    count = count + 1 if rate == 0 and gradient > 0 else 0
+    if count == STOP:
+        warnings.warn(UNMOVED.format(count=count), stacklevel=2)
+    return count
 
 
 def warn_without_gradient(parameters: Iterable[Tensor], losses: int) -> None:

@@ -141,6 +141,10 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
         if move < math.inf:
             rule = f"natgrad.rules.NoiseAware(move={show(2 * move)}{list_changed(steps.rule)})"
             yield f"Try: rule={rule} if the loss falls steadily but slowly."
+    unmoved = sum(r.rate == 0 and r.gradient > 0 and r.status != "skipped" for r in steps.reports)
+    if 2 * unmoved > count and steps.lr > 0:
+        yield f"{unmoved} of {count} steps moved nothing: the rule found no length at which the loss is lower."
+        yield "Try: more damping; nothing, if the loss is at its minimum."
     if cut + measured + limited == 0 and steps.last.rate >= WHOLE and count >= FEW:
         yield "Steps were taken whole: lr and the damping set their length, no bound did."
     if 0 < steps.lr < 0.01 and any(b < math.inf for b in steps.bounds):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,10 @@ from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.pure import leaves
 
 Prepare = Callable[[Operator, float], dict[str, Tensor]]
+
+
+FARTHEST = 1e12
+"""Length of a block's step at which a metric means nothing: squares of more overflow in single precision."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,19 @@ def robust_inverse(operator: Operator, damping: float) -> Operator | None:
         if is_finite(inverse):
             return inverse
     return None
+
+
+def least_damping(norms: Sequence[Tensor]) -> float:
+    """lambda with |(G + lambda I)^-1 g| <= `FARTHEST`, for the gradients g of a block's parameters.
+
+    Where each softmax is saturated at a wrong class the Fisher information is 1e-37 and the gradient is not small: the
+    step has no end then, and with this damping it goes along the gradient.
+
+    Args:
+        norms: |g| of each parameter, scalar tensors. One that is not finite counts as 0: its step is left out.
+    """
+    sizes = torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+    return math.hypot(*(size for size in sizes if math.isfinite(size))) / FARTHEST
 
 
 def invert_block(operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Inverted | None:

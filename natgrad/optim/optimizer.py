@@ -16,7 +16,7 @@ from natgrad.damping import as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.accidents import SKIPPED, WildBatches, watch
+from natgrad.optim.accidents import SKIPPED, WildBatches, count_unmoved, watch
 from natgrad.optim.base import Called, ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
@@ -137,7 +137,7 @@ class NaturalGradient(ModelOptimizer):
         self._memory: dict[str, Any] | None = None
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
-        self._skipped = 0  # steps in a row, up to now, that were skipped for numerical trouble
+        self._skipped, self._unmoved = 0, 0  # steps in a row that were skipped, or that a search made of length 0
         self._judged, self._seen, self._wild = -1, 0, WildBatches()  # the damping's last look; examples
         self._recall = Recall(chosen_outputs(found), self._named.values())
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -316,6 +316,8 @@ class NaturalGradient(ModelOptimizer):
         level = self._level if ratio is None else self.damping.update(self._level, ratio)
         values: dict[str, Any] = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
         values["_skipped"] = self._skipped + 1 if failed else 0
+        if self.rule.needs_loss and not (failed or refused):
+            values["_unmoved"] = count_unmoved(self._unmoved, report.rate, report.gradient)
         judged = self._judged if ratio is None else self._last.step
         values |= {"_judged": judged, "_seen": int(counts.get("seen", self._seen))}
         values["_wild"] = self._wild.after(loss, not failed)

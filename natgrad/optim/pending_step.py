@@ -18,7 +18,7 @@ from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import BlockAverages, Whole
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.error_size import ErrorSize
-from natgrad.optim.inverses import Block, Inverted, give_back
+from natgrad.optim.inverses import Block, Inverted, give_back, least_damping
 from natgrad.optim.outside_losses import Outside
 from natgrad.optim.readings import Reading
 from natgrad.optim.running_averages import (
@@ -118,7 +118,7 @@ class Attempt:
             level += damping.of_whole * number * float(whole.mean_eigenvalue()) / unit.of(name) ** 2
         if name in self.outside.levels:
             level += self.outside.damping(name, damping.amount(number, whole))
-        return level
+        return max(level, least_damping([self.norms[name] for name in block.layout.names if name in self.norms]))
 
     # the step's proposal
 
@@ -353,8 +353,8 @@ class Attempt:
         return torch.addcmul(start, part, as_tensor_like(vector.factor(name, part), p))
 
     def finite(self) -> bool:
-        """Whether no parameter would become NaN or infinite; entries that are so already, and stay, do no harm."""
-        return all_stay_finite(self.values, self.parameters)
+        """Whether the step and its KL are finite; entries of parameters that are not already, and stay, do no harm."""
+        return all_stay_finite(self.values, self.parameters, self.told.get("kl"))
 
     def commit(
         self, owner: MutableMapping[str, Any], values: Mapping[str, Any], forget_batch: Callable[[], None]

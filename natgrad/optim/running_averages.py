@@ -122,12 +122,22 @@ def signal_sums(
     return torch.stack([corrected @ mean, single.sum(), noise @ single])
 
 
-def all_stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Whether no entry of these becomes NaN or infinite; one that is so already, and stays, does no harm."""
+def all_stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | None = None) -> bool:
+    """Whether no entry of these becomes NaN or infinite; one that is so already, and stays, does no harm.
+
+    Args:
+        before: The parameters before a step.
+        after: Some of them after it.
+        size: A number that must be finite, such as the step's length in the metric: one that overflows is cut to
+            nothing, and would be taken for a step.
+    """
     sums = [new.sum(dtype=torch.promote_types(new.dtype, torch.float32)) for new in after.values()]
-    if not sums or bool(torch.isfinite(torch.stack([total.double() for total in sums])).all()):
+    known = sums if size is None or not sums else [*sums, size.to(sums[0].device)]
+    if not sums or bool(torch.isfinite(torch.stack([total.double() for total in known])).all()):
         return True
-    return all(stays_finite(before[name], new) for name, new in after.items())
+    return (size is None or bool(torch.isfinite(size))) and all(
+        stays_finite(before[name], new) for name, new in after.items()
+    )
 
 
 def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:

@@ -223,6 +223,33 @@ def test_a_finite_step_that_overflows_the_parameters_is_not_taken(rate: float):
     assert torch.equal(flat(model), kept) == (opt.state_report().failures == 1)
 
 
+def test_a_search_that_finds_no_step_says_so_once(monkeypatch: pytest.MonkeyPatch):
+    """At a minimum that is as it should be, and no error follows."""
+    model = net()
+    opt = ng.krylov_subspace(model, CE)
+    monkeypatch.setattr(type(opt.rule), "step", lambda self, model, loss_at, memory: (model.nothing(), memory))
+    kept = flat(model)
+    (text,) = told(opt, model, lambda o, m: iterate(o, m, X, Y), 2 * STOP)
+    assert "none of the last 25 steps moved anything" in text
+    assert torch.equal(flat(model), kept)
+    assert "moved nothing" in opt.explain()
+    monkeypatch.undo()
+    iterate(opt, model, X, Y)
+    assert opt._unmoved == 0
+
+
+def test_a_step_too_long_for_its_numbers_is_skipped_and_not_taken_for_none(monkeypatch: pytest.MonkeyPatch):
+    """A step whose length in the metric overflows is cut to zero: nothing is learnt, and it must be said."""
+    model = net()
+    opt = ng.kfac(model, CE)
+    iterate(opt, model, X, Y)
+    monkeypatch.setattr("natgrad.rules.quadratic.BlockStep.known_form", lambda step: torch.tensor(math.nan))
+    kept = flat(model)
+    (text,) = told(opt, model, lambda o, m: iterate(o, m, X, Y), WARN)
+    assert "not finite" in text
+    assert torch.equal(flat(model), kept)
+
+
 def test_the_counts_survive_a_checkpoint():
     model = net()
     opt = ng.kfac(model, CE)

@@ -84,6 +84,22 @@ def test_no_scale_of_a_hidden_layer_makes_a_step_wild(name: str, factor: str) ->
     assert sum(losses[-5:]) / 5 < losses[0]
 
 
+@pytest.mark.parametrize("criterion", [CE, nn.BCEWithLogitsLoss()], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "tonga"])  # its metric is the gradients'
+def test_a_network_that_is_sure_and_wrong_learns(name: str, criterion: nn.Module) -> None:
+    """Its Fisher information is zero to 1e-37 while the gradient is 1e5: a natural step has no end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+    with torch.no_grad():
+        model.get_parameter("2.weight").mul_(1e6)
+    x = torch.randn(64, 10)
+    classes = x @ torch.randn(10, 4)
+    y = classes.argmax(1) if criterion is CE else (classes > 0).float()
+    opt = RECIPES[name](model, criterion)
+    losses = [iterate(opt, criterion, model, x, y) for _ in range(16)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
 # One wild batch.
 
 
