@@ -15,6 +15,7 @@ from natgrad.lapack import is_concrete
 from natgrad.layered_energies import chain_of
 from natgrad.linalg import all_finite
 from natgrad.pure import Call, PureModel, check_call, mixes_examples, run_detached
+from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params, check_parameters
 
 LogP = Callable[[Params, Tensor], Tensor]
@@ -153,6 +154,9 @@ class Plain(Density):
     def __init__(self, function: LogP) -> None:
         self.function = function
 
+    def __repr__(self) -> str:
+        return write_choices(self, function=self.function)
+
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
         return torch.func.vmap(self._one, in_dims=(None, 0), randomness="same")(params, inputs)
 
@@ -176,6 +180,9 @@ class Energy(Density):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    def __repr__(self) -> str:
+        return write_choices(self, module=self.module)
 
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:
         with exact_derivatives():

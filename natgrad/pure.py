@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.scoped_values import Holding, ScopedValue
+from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params
 
 Model = nn.Module | Callable[..., Any]
@@ -206,6 +207,9 @@ class PureModel:
         self.model = model
         self.call = call
         self.random = random or RandomState.capture(*{t.device for t in call.tensors()})
+
+    def __repr__(self) -> str:
+        return write_choices(self, model=self.model, inputs=[tuple(t.shape) for t in self.call.tensors()])
 
     def __call__(self, params: Params) -> Any:
         """What the model returns.

@@ -7,6 +7,7 @@ from html import escape
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -77,7 +78,7 @@ def write_choices(thing: Any, **choices: Any) -> str:
 
 
 def show_choice(value: Any) -> str:
-    """A module by its class, a function by its name, a number in four digits.
+    """A module by its class, a function by its name, a generator by its device, a number in four digits.
 
     Args:
         value: Of a choice.
@@ -86,6 +87,8 @@ def show_choice(value: Any) -> str:
         return type(value).__name__
     if isinstance(value, FunctionType):
         return value.__name__
+    if isinstance(value, torch.Generator):
+        return f"Generator({value.device})"
     return show_cell(value)
 
 

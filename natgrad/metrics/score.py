@@ -16,6 +16,7 @@ from natgrad.metrics.base import Metric, Scores
 from natgrad.metrics.langevin import Langevin
 from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback, Scaled
 from natgrad.pure import Call, PureModel, RandomState, unwrap_examples
+from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params
 
 LARGEST_ROOT = 2**24
@@ -173,6 +174,9 @@ class Diagonals:
 
     def __init__(self, entries: Tensor) -> None:
         self.entries = entries
+
+    def __repr__(self) -> str:
+        return write_choices(self, shape=tuple(self.entries.shape))
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         """d o t, entry by entry.

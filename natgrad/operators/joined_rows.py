@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.operators.row_parts import Explicit, Outer, Part, cross_gram
 from natgrad.operators.rows import Rows
+from natgrad.shown_tables import write_choices
 from natgrad.spaces import Space
 
 
@@ -68,6 +69,9 @@ class JoinedRows:
         self.shares = list(shares)
         self.own = self._slice(exchange.rank)
         self.scale = shares[exchange.rank] ** 0.5
+
+    def __repr__(self) -> str:
+        return write_choices(self, size=self.space.size, rank=self.rank, counts=self.counts)
 
     def _slice(self, rank: int) -> slice:
         return slice(self.starts[rank], self.starts[rank + 1])

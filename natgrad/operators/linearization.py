@@ -15,6 +15,7 @@ from torch import Tensor
 from natgrad.derivatives import exact_derivatives
 from natgrad.linalg import all_finite
 from natgrad.pure import PureModel, map_tensors
+from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params, Space
 
 UNREACHED = (
@@ -39,6 +40,9 @@ class OutputMap:
     ) -> None:
         self.pure, self.rows, self.select = pure, rows, select
         self.first: Any = None  # what was selected at the first evaluation, before the layout
+
+    def __repr__(self) -> str:
+        return write_choices(self, pure=self.pure, select=self.select)
 
     def of(self, pure: PureModel) -> OutputMap:
         """The same rows of another pure model.
@@ -93,6 +97,9 @@ class Linearization:
         self.products = 0
         self._pulled: tuple[Tensor, dict[str, Tensor]] | None = None
         self._forward: Callable[[Tensor], Tensor] | None = None
+
+    def __repr__(self) -> str:
+        return write_choices(self, size=self.space.size, outputs=tuple(self.outputs.shape), products=self.products)
 
     @property
     def origin(self) -> OutputMap | None:

@@ -17,6 +17,7 @@ from natgrad.layers import hear_rows
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
 from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
 from natgrad.pure import Call, PureModel, mixes_examples
+from natgrad.shown_tables import write_choices
 from natgrad.spaces import Space
 from natgrad.typed_torch import measure_norm, split_tensor
 
@@ -56,6 +57,9 @@ class Rows:
         self.rank = factor.shape[0] * factor.shape[2]
         self.batch = linearization.examples
         self.columns = self.rank // self.batch  # cotangents per example: backward passes of the layer-wise way
+
+    def __repr__(self) -> str:
+        return write_choices(self, size=self.space.size, rank=self.rank, examples=self.batch)
 
     @property
     def space(self) -> Space:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad.shown_tables import write_choices
 from natgrad.typed_torch import split_tensor
 
 
@@ -53,6 +54,9 @@ class WrittenColumns:
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix, self.rank = matrix, matrix.shape[1]
+
+    def __repr__(self) -> str:
+        return write_choices(self, size=len(self.matrix), rank=self.rank)
 
     def mv(self, weights: Tensor) -> Tensor:
         """U w, shape (n,).

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from natgrad.shown_tables import write_choices
 from natgrad.typed_torch import measure_norm
 
 
@@ -32,6 +33,9 @@ class Parts:
     ) -> None:
         self.parts, self.rates, self.length, self.shares = parts, rates, length, shares
         self._sizes = dict[str, Tensor]()
+
+    def __repr__(self) -> str:
+        return write_choices(self, parts=len(self.parts), size=sum(part.numel() for part in self.parts.values()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import natgrad
 import natgrad as ng
 
 
@@ -64,3 +65,23 @@ def test_ground_states_show_their_parts():
     text = repr(ng.vmc.GroundState(h, ng.vmc.Metropolis(h.space, samples=20), sr))
     assert text.startswith(f"GroundState(hamiltonian={h!r}, sampler=Metropolis(space={h.space!r}, samples=20, chains=")
     assert "optimizer=StochasticReconfiguration(psi=RBM, lr=0.1, structure=Exact()" in text
+
+
+def test_what_metrics_and_searches_are_made_of_has_no_address():
+    net = torch.nn.Linear(2, 1)
+    metric = ng.score_metric(lambda params, x: -(params["w"] * x * x).sum())
+    pull = ng.fisher(net, ng.Gaussian()).at(ng.trainable(net), torch.ones(3, 2))
+    assert isinstance(pull, ng.operators.Pullback)
+    shown = {
+        "ScoreMetric(density=Plain(function=<lambda>), log_p=<lambda>, generator=Generator(cpu))": metric,
+        "Energy(module=Linear)": natgrad.densities.as_density(net),
+        "Linearization(size=3, outputs=(3, 1), products=0)": pull.linearization,
+        "Rows(size=3, rank=3, examples=3)": pull.rows,
+        "PureModel(model=Linear, inputs=[(3, 2)])": natgrad.pure.pure_model(net, torch.ones(3, 2)),
+        "Repeated(f=<lambda>, handling=NoiseHandling(": ng.applications.search.Repeated(lambda X: X.sum(1)),
+        "Periodic(periods={0: 2.0}, harmonics=1)": ng.applications.residuals.Periodic({0: 2.0}),
+        "HardConstraint(\n  distance=<lambda>\n  (net): ": ng.applications.residuals.HardConstraint(net, lambda x: x),
+    }
+    for text, thing in shown.items():
+        assert repr(thing).startswith(text)
+        assert " at 0x" not in repr(thing)

@@ -143,6 +143,18 @@ def test_every_argument_is_documented(name: str):
     assert not missing, f"{name}: no line under Args for {', '.join(missing)}"
 
 
+# What a step makes for itself and nobody holds in hand.
+INNER = ("Attributes", "GraphLeaves", "KnownPlaces", "Lazy", "Region", "Silence", "Taps", "Training")
+
+
+def test_every_public_object_shows_what_it_was_built_with():
+    classes = [thing for thing in PUBLIC.values() if isinstance(thing, type) and not inspect.isabstract(thing)]
+    silent = {
+        cls.__name__ for cls in classes if cls.__repr__ is object.__repr__ and not getattr(cls, "_is_protocol", 0)
+    }
+    assert silent == set(INNER), "write __repr__ with natgrad.shown_tables.write_choices"
+
+
 def examples() -> Iterator[doctest.DocTest]:
     """Every docstring of the library that holds lines to type."""
     finder = doctest.DocTestFinder(exclude_empty=True)

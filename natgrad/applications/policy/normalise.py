@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from natgrad.shown_tables import write_choices
+
 Array = np.ndarray
 
 
@@ -22,6 +24,9 @@ class RunningMoments:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.count = 0
         self.mean, self.var = np.zeros(shape), np.ones(shape)
+
+    def __repr__(self) -> str:
+        return write_choices(self, shape=self.mean.shape, count=self.count)
 
     def update(self, rows: Array) -> None:
         """Take in rows; exact for batches of any size.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from natgrad.shown_tables import show_choice
+
 Function = Callable[[Tensor], Tensor]
 
 
@@ -35,6 +37,11 @@ class HardConstraint(nn.Module):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} is {type(function).__name__}, expected a function of points (b, d)")
         self.net, self.distance, self.values = net, distance, values
+
+    def extra_repr(self) -> str:
+        """The functions, before the network, for `repr`."""
+        known = {"distance": self.distance, "values": self.values}
+        return ", ".join(f"{name}={show_choice(one)}" for name, one in known.items() if one is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         """u at points.
@@ -85,6 +92,10 @@ class Periodic(nn.Module):
         if harmonics < 1:
             raise ValueError(f"harmonics is {harmonics}, expected an integer >= 1")
         self.periods, self.harmonics = dict(periods), harmonics
+
+    def extra_repr(self) -> str:
+        """The choices, for `repr`."""
+        return f"periods={self.periods}, harmonics={self.harmonics}"
 
     def forward(self, x: Tensor) -> Tensor:
         """The features of points.

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from natgrad.applications.residuals.plan import Plan
+from natgrad.shown_tables import write_choices
 
 
 @dataclass(eq=False)
@@ -51,6 +52,9 @@ class Field:
         notes: Notes | None = None,
     ) -> None:
         self.evaluate, self.points, self.tables, self.notes = evaluate, points, tables or {}, notes
+
+    def __repr__(self) -> str:
+        return write_choices(self, at=len(self.points), tables=len(self.tables))
 
     def __call__(self, *args: Any) -> Tensor:
         """The network's outputs at one point.

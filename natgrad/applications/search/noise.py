@@ -12,6 +12,7 @@ from torch import Tensor
 
 from natgrad.applications.search.black_box import BlackBox
 from natgrad.checks import check_integer
+from natgrad.shown_tables import write_choices
 
 CHUNK = 4096  # rows handed to f at once
 
@@ -86,6 +87,9 @@ class Repeated:
         self.handling = NoiseHandling() if handling is None else handling
         self.change = 0.0
         self._wanted = 1.0
+
+    def __repr__(self) -> str:
+        return write_choices(self, f=self.objective.f, handling=self.handling, nfev=self.nfev)
 
     @property
     def nfev(self) -> int:

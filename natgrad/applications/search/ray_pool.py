@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
 from typing import Any
 
+from natgrad.shown_tables import write_choices
+
 
 class RayPool:
     """Evaluates points as tasks of Ray, on one machine or a cluster: `ng.minimize(f, x0, 1.0, executor=RayPool())`.
@@ -34,6 +36,10 @@ class RayPool:
         task = self._ray.remote(call_function)
         self._task = task.options(**{"max_retries": 0, **options})
         self._sent: dict[int, tuple[Any, Any]] = {}  # id of a function -> the function, and where Ray keeps it
+        self._options = options
+
+    def __repr__(self) -> str:
+        return write_choices(self, **self._options)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         """A future of fn(*args), as executors give it.
