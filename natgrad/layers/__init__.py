@@ -19,6 +19,7 @@ from natgrad.layers.recalibration import recalibrate
 from natgrad.layers.registry import register
 from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls
 from natgrad.layers.traced import Traced, find_products
+from natgrad.layers.unit_layout import UnitLayout
 
 __all__ = [
     "Examples",
@@ -36,6 +37,7 @@ __all__ = [
     "Tap",
     "Taps",
     "Traced",
+    "UnitLayout",
     "derivatives",
     "example_squares",
     "factor_sizes",

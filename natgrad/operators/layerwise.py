@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from natgrad.layers import Layout
+from natgrad.layers import Layout, UnitLayout
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import combine_facts
 from natgrad.spaces import Space
@@ -25,7 +25,7 @@ class Arranged(Operator):
         ValueError: If they do not, or if an operator's size is not its layout's.
     """
 
-    def __init__(self, space: Space, parts: Sequence[tuple[Layout, Operator]]) -> None:
+    def __init__(self, space: Space, parts: Sequence[tuple[Layout | UnitLayout, Operator]]) -> None:
         covered = [name for layout, _ in parts for name in layout.names]
         if sorted(covered) != sorted(space):
             raise ValueError(f"parts cover {sorted(covered)}, expected each of {sorted(space)} once")
@@ -74,7 +74,7 @@ class Arranged(Operator):
     def trace(self) -> Tensor:
         return torch.stack([operator.trace() for _, operator in self.parts]).sum()
 
-    def _with(self, parts: Sequence[tuple[Layout, Operator]]) -> Arranged:
+    def _with(self, parts: Sequence[tuple[Layout | UnitLayout, Operator]]) -> Arranged:
         return Arranged(self.space, parts)
 
     def _places(self) -> list[Tensor]:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from natgrad.damping import Damping
 from natgrad.families import Criterion
+from natgrad.layers import Layout, UnitLayout
 from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
-from natgrad.operators import Arranged, Layout, Operator
+from natgrad.operators import Arranged, Operator
 from natgrad.optim.accidents import WildBatches
 from natgrad.optim.checks import NotFiniteError, describe_trouble
 from natgrad.optim.distributed import Ranks
@@ -141,7 +142,7 @@ def shift_blocks(operator: Operator, amount: Callable[[Operator], float]) -> tup
     """
     if not isinstance(operator, Arranged):
         return operator, amount(operator)
-    parts, entries = list[tuple[Layout, Operator]](), dict[str, Tensor]()
+    parts, entries = list[tuple[Layout | UnitLayout, Operator]](), dict[str, Tensor]()
     for layout, part in operator.parts:
         level = amount(part)
         parts.append((layout, part.shift(level)))

@@ -213,6 +213,59 @@ def test_blocks_are_the_metrics_own(name, rows):
     assert_close(found.dense(), dense * mask, rtol=1e-11)
 
 
+def mask_units(params: Any, groups: Any) -> Tensor:
+    """1 where two entries belong to the same unit of a group, or to the same tensor of no group."""
+    space, labels = ng.Space(params), {}
+    for count, (name, p) in enumerate(params.items()):
+        group = next((number for number, group in enumerate(groups) if name in group), None)
+        unit = torch.zeros(p.shape)
+        if group is not None:
+            dim = groups[group][name]
+            unit = torch.arange(p.shape[dim]).view([-1 if d == dim else 1 for d in range(p.dim())]).expand(p.shape)
+        labels[name] = 1000.0 * (len(params) + group if group is not None else count) + unit
+    flat = space.flatten(labels)
+    return (flat.unsqueeze(0) == flat.unsqueeze(1)).double()
+
+
+def convolutional_case() -> Any:
+    net = seeded(lambda: nn.Sequential(nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 3), nn.Flatten())).double()
+    return ng.fisher(net, ng.Categorical()), ng.trainable(net), draw(5, 4).unsqueeze(1)
+
+
+UNITS: dict[str, Any] = {
+    "features": (lambda: (ng.score_metric(two_layers), *vector_case("score_matching_n3")), ({"W": 0, "V": 1},)),
+    "hidden units": (convolutional_case, ({"0.weight": 0, "0.bias": 0, "2.weight": 1},)),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_blocks_of_units_are_the_metrics_own(name):
+    (metric, params, x), units = UNITS[name][0](), UNITS[name][1]
+    dense, mask = metric.at(params, x).dense(), mask_units(params, units)
+    found, memory = ng.Blocks(0.5, units=units).update(None, metric, params, x)
+    assert mask.sum() < mask.numel()
+    assert_close(found.dense(), dense * mask, rtol=1e-11)
+    vector = draw(len(dense))
+    assert_close(found.mv(vector), (dense * mask) @ vector, rtol=1e-11)
+    inverse = found.inverse(0.1)
+    assert inverse is not None
+    damped = dense * mask + 0.1 * torch.eye(len(dense), dtype=dense.dtype)
+    assert_close(inverse.mv(vector), torch.linalg.solve(damped, vector), rtol=1e-8)
+    again, _ = ng.Blocks(0.5, units=units).update(memory, metric, params, 2 * x)
+    assert_close(again.dense(), (0.5 * dense + metric.at(params, 2 * x).dense()) / 1.5 * mask, rtol=1e-11)
+
+
+def test_blocks_of_units_by_products_alone():
+    def divergence(given: Any, other: Any, inputs: Tensor) -> Tensor:
+        moved = [given[name] - other[name] for name in given]
+        return torch.cat([part @ inputs for part in moved]).square().sum() + torch.cat(moved).sum() ** 2
+
+    params, units = {"W": draw(2, 3).requires_grad_(), "V": draw(2, 3).requires_grad_()}, ({"V": 0, "W": 0},)
+    found, _ = ng.Blocks(units=units).update(None, ng.divergence(divergence), params, draw(3))
+    dense = ng.divergence(divergence).at(params, draw(3)).dense()
+    assert_close(found.dense(), dense * mask_units(params, units), rtol=1e-11)
+
+
 def test_blocks_without_a_root_and_with_a_memory():
     def divergence(given: Any, other: Any, inputs: Tensor) -> Tensor:
         return 0.5 * ((given["W"] - other["W"]) @ inputs.mT).square().sum() + (given["W"] - other["W"]).sum() ** 2
@@ -232,7 +285,14 @@ def test_blocks_are_a_sound_structure():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"decay": 1.0}, ("decay", "[0, 1)")), ({"largest": 8}, ("'W'", "9 rows", "largest=8"))]
+    ("options", "words"),
+    [
+        ({"decay": 1.0}, ("decay", "[0, 1)")),
+        ({"largest": 8}, ("'W'", "9 rows", "largest=8")),
+        ({"units": ({"W": 0}, {"W": 1})}, ("units", "one of them")),
+        ({"units": ({"U": 0},)}, ("'U'", "'W': (3, 3)", "a dimension")),
+        ({"units": {"W": 2}}, ("'W'", "dimension 2")),
+    ],
 )
 def test_blocks_say_what_is_wrong(options, words):
     params, x = vector_case("score_matching_n3")

@@ -14,7 +14,7 @@ from natgrad.applications.two_layer import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, Run, find
 from natgrad_lab.experiments.study import Findings, Found
-from natgrad_lab.papers.koster_2010.feature_blocks import feature_blocks
+from natgrad_lab.papers.koster_2010.feature_blocks import measure_change
 from natgrad_lab.papers.koster_2010.natural_images import (
     KosterSettings,
     coherence,
@@ -105,11 +105,10 @@ def test_settings_say_what_is_wrong(options, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_feature_blocks_are_those_of_the_score_metric():
+def test_a_steps_change_of_the_scores_is_its_length_in_the_score_metric():
     params = {name: p.detach().double() for name, p in start(5, 0).items()}
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).double()
-    whole = ng.score_metric(TwoLayer()).at(params, x).dense()  # W (5, 5) and V (5, 5), row by row
-    found = feature_blocks(TwoLayer(), params, x)
-    for j in range(5):
-        places = torch.cat([torch.arange(5 * j, 5 * j + 5), 25 + torch.arange(j, 25, 5)])
-        assert_close(found[j], whole[places][:, places])
+    step = {name: torch.randn(5, 5, generator=torch.Generator().manual_seed(2)).double() for name in params}
+    flat = ng.Space(params).flatten(step)
+    found = measure_change(TwoLayer(), params, step, x)
+    assert_close(found, flat @ ng.score_metric(TwoLayer()).at(params, x).mv(flat) / 5)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.applications.two_layer import TwoLayer, jacobians
-from natgrad.lapack import invert_or_nan
+import natgrad as ng
+from natgrad.applications.two_layer import TwoLayer
+
+FEATURES = ({"W": 0, "V": 1},)
+SHARES = (1.0, 0.5, 0.25, 0.0)
+"""Of a step that are tried."""
 
 
 @dataclass
 class FeatureBlocks:
     """Natural steps with G_j = E[sum_i g_ij g_ij^T], g_ij the slope of d_i log p in (w_j, v_1j, ..., v_Hj).
 
-    A feature's own row and its weights in all pools move together: that part of the metric is kept whole, and what
-    couples two features is left out. A block has N + H rows, whatever the number of features.
+    A feature's own row and its weights in all pools move together: `ng.Blocks` keeps that part of the metric whole, and
+    leaves out what couples two features. A block has N + H rows, whatever the number of features. The blocks are means
+    over some hundred steps, so that a step is tried on its own batch, and shortened where it would raise the loss.
 
     Args:
         params: {"W": (J, N), "V": (H, J)}, V before the link; changed in place.
-        model: The two-layer model.
+        model: The two-layer model, with its closed Jacobian.
         lr: Learning rate.
         damping: Of a block, in units of the mean of G's diagonal.
         radius: Most root mean square change of the scores in one step, to first order.
@@ -40,9 +46,9 @@ class FeatureBlocks:
     decay: float = 0.95
     momentum: float = 0.9
     count: int = 0
-    weight: float = 0.0
-    total: Tensor = field(default_factory=lambda: torch.zeros(1))
-    inverse: Tensor = field(default_factory=lambda: torch.zeros(1))
+    memory: Any = None
+    inverse: Any = None
+    total: Any = None
     mean: Tensor = field(default_factory=lambda: torch.zeros(1))
 
     @torch.no_grad()
@@ -53,39 +59,27 @@ class FeatureBlocks:
             gradients: Of the loss in W and V.
             examples: The batch, shape (b, N), of which the first ones update the blocks.
         """
+        space = ng.Space(self.params)
         if self.count % self.every == 0:
             self._update_blocks(examples[: self.examples])
         self.count += 1
-        self.mean = torch.lerp(self.mean, torch.cat([gradients["W"], gradients["V"].mT], 1), 1 - self.momentum)
-        gradient = self.mean / (1 - self.momentum**self.count)
-        direction = (self.inverse @ gradient.unsqueeze(-1)).squeeze(-1)
-        form = (direction * (self.total @ direction.unsqueeze(-1)).squeeze(-1)).sum() / self.weight
-        width = examples.shape[1]
-        move = self.lr * (form / width).clamp(min=0).sqrt()
-        step = direction * (self.lr * (self.radius / move).clamp(max=1.0))
-        self.params["W"].sub_(step[:, :width])
-        self.params["V"].sub_(step[:, width:].mT)
+        self.mean = torch.lerp(self.mean, space.flatten(gradients), 1 - self.momentum)
+        direction = self.inverse.mv(self.mean / (1 - self.momentum**self.count))
+        square = direction @ self.total.mv(direction) / examples.shape[1]
+        move = self.lr * square.clamp(min=0).sqrt()
+        self._move(space.unflatten(direction * (self.lr * (self.radius / move).clamp(max=1.0))), examples)
+
+    def _move(self, step: dict[str, Tensor], examples: Tensor) -> None:
+        """As much of the step, a half, a quarter or nothing, as does not raise the batch's loss."""
+        loss, before = self.model.loss(self.params, examples), {name: p.clone() for name, p in self.params.items()}
+        for share in SHARES:
+            for name, p in self.params.items():
+                p.copy_(before[name] - share * step[name])
+            if share == 0 or bool(self.model.loss(self.params, examples) <= loss):  # False for a NaN
+                return
 
     def _update_blocks(self, examples: Tensor) -> None:
-        """The running averages, and the damped inverses; the last ones where a block has none."""
-        found = feature_blocks(self.model, self.params, examples)
-        self.total = found if self.weight == 0 else self.decay * self.total + found
-        self.weight = self.decay * self.weight + 1
-        blocks = self.total / self.weight
-        blocks.diagonal(dim1=1, dim2=2).add_(self.damping * blocks.diagonal(dim1=1, dim2=2).mean())
-        inverse = invert_or_nan(blocks)
-        self.inverse = torch.where(inverse.isnan(), self.inverse, inverse)
-
-
-def feature_blocks(model: TwoLayer, params: dict[str, Tensor], examples: Tensor) -> Tensor:
-    """G_j of each feature over these examples, (J, N + H, N + H).
-
-    Args:
-        model: The two-layer model.
-        params: W and V before the link.
-        examples: Shape (b, N).
-    """
-    by_W, by_V = jacobians(*model.matrices(params), examples)  # (b, N, J, N), (b, N, H, J)
-    by_V = by_V * model.link.slope(params["V"])
-    slopes = torch.cat([by_W, by_V.mT], -1).flatten(0, 1).transpose(0, 1)  # (J, b N, N + H)
-    return slopes.mT @ slopes / len(examples)
+        """The running averages and their damped inverse."""
+        structure = ng.Blocks(self.decay, units=FEATURES)
+        self.total, self.memory = structure.update(self.memory, ng.score_metric(self.model), self.params, examples)
+        self.inverse = self.total.inverse(self.damping * float(self.total.trace()) / self.total.size)

@@ -129,7 +129,7 @@ def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoL
             warm_start=0.9,
         ),
         "feature blocks": lambda params, model: FeatureBlocks(
-            params, model, s.feature_rate, s.feature_damping, s.feature_radius, s.feature_every, s.feature_examples
+            params, TwoLayer(), s.feature_rate, s.feature_damping, s.feature_radius, s.feature_every, s.feature_examples
         ),
         "Adam": lambda params, model: torch.optim.Adam(params.values(), s.adam),
         "SGD-momentum": lambda params, model: torch.optim.SGD(params.values(), s.sgd, momentum=0.9),
