@@ -24,8 +24,9 @@ def fisher(
 ) -> Fisher:
     """F = E_x E_{y ~ p(y|x)} [grad log p(y|x) grad log p(y|x)^T] = E_x[J^T M J], the labels' expectation exact.
 
-    It sees no targets. Where some targets are ignored or weighted, `gauss_newton` is the metric of that loss.
-    `NaturalGradient` passes the targets of `opt.loss` on, and then the rows weigh what they weigh in the loss.
+    It needs no targets: the expectation over labels is that of the model's own distribution. Where some targets are
+    ignored or weighted, `gauss_newton` is the metric of that loss. `NaturalGradient` passes the targets of `opt.loss`
+    on, and then the rows weigh what they weigh in the loss.
 
     Args:
         model: A module, or a function f(params, x).

@@ -86,8 +86,8 @@ class NaturalGradient(ModelOptimizer):
         model: An `nn.Module`, or a dict of tensors when the metric is of a function f(params, x).
         metric: Which G: `ng.fisher(model, ...)`, ...
         lr: Learning rate.
-        metrics: In place of it several by name, added up: `observe({name: data})` before each step gives each its data.
-        weights: Of these in the loss, by name, default 1.
+        metrics: Several metrics by name, which add up. `observe({name: data})` before each step gives each its data.
+        weights: What each of `metrics` is multiplied by, by name; default 1, as its term of the loss has it.
         **options: Structure, solver, damping, rule and more: `natgrad.optim.FlatOptions`.
 
     Raises:

@@ -36,11 +36,12 @@ class BlockOptions(TypedDict, total=False):
         kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. Default .1 in
             `ng.kfac` and `ng.ekfac`, .05 in the other recipes. A setting of the same rules.
         weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
-        l2: Of a penalty l2 / 2 |theta|^2 that counts as part of the loss, in the gradient and in the metric.
-        update_every: Steps between updates of the statistics, at most: at first one, and one more after each five
-            steps; more where an update changes the statistics little.
-        invert_every: Steps between inversions, in the same way.
-        measure: False trusts the blocks: the metric along a step is theirs.
+        l2: Strength of a penalty l2 / 2 |theta|^2, which is a part of the loss, in the gradient and in the metric.
+        update_every: Most steps between two updates of the statistics. A run begins with an update at every step, and
+            the interval grows by a step after each five; faster while updates change the statistics little.
+        invert_every: Most steps between two inversions of the blocks. The interval grows in the same way.
+        measure: True measures on the batch how far a step moves the model, which costs a part of a forward pass now
+            and then. False computes it from the blocks.
         outputs: What the criterion is of, for a model that returns more: `outputs=lambda out: out.logits`.
         params: What to train, default all: parameters, (name, parameter) pairs, a module, or parameter groups. lr,
             momentum, damping, max_kl, kl_share, weight_decay and l2 are group keys; of max_kl and kl_share the least

@@ -59,19 +59,22 @@ def kfac(
 ) -> StructuredNaturalGradient:
     """The natural gradient with a Kronecker product per layer (K-FAC), of the true Fisher.
 
-    Steps are natural, within a share of each layer, while the gradient stands out from its noise, and spectral ones in
-    the coordinates of each layer's inputs from then on: `natgrad.rules.NoiseAware`. K-FAC as in the papers has
-    `rule=natgrad.rules.MeasuredLength()` and `damping=ng.Relative(0.03, per="block")`.
+    It takes the optimizer's place in an ordinary loop, with `opt.loss` in the criterion's place, and its defaults need
+    no tuning. While the gradient stands out from its noise, steps are natural ones that change a layer by a share of
+    its size at most. When noise prevails, steps move all directions of a layer alike, which is called spectral here:
+    `natgrad.rules.NoiseAware` explains both. K-FAC as in the papers has `rule=natgrad.rules.MeasuredLength()` and
+    `damping=ng.Relative(0.03, per="block")`.
 
     Args:
         model: The network.
         criterion: Its loss from `torch.nn`, or an `ng` likelihood.
         lr: Factor on the length that the rule finds.
         decay: Of the statistics' running averages, per update, in [0, 1).
-        estimate: How labels are drawn; `ng.Empirical()` takes the data's own. With `ng.ExactLabels()` the factors are
-            those of all rows of a pass, else of four for each row of the larger factor, from 1024 up.
-        rate: "auto" lets spectral steps get shorter by themselves, by the root of their number from the 20th on, for
-            training without a schedule; "constant" leaves that to a scheduler.
+        estimate: How labels are drawn; `ng.Empirical()` takes the data's own. To save time the factors are computed
+            from a part of the pass's rows: four for each row of the larger factor, and 1024 at least. With
+            `ng.ExactLabels()` all rows count.
+        rate: "constant" keeps the rate, which a scheduler may lower. "auto" is for training without a scheduler:
+            spectral steps get shorter by themselves, by the root of their number from the 20th on.
         **options: What all recipes of this kind share: `natgrad.optim.BlockOptions`.
 
     Raises:

@@ -59,7 +59,8 @@ class NaturalWakeSleep(WakeSleep):
         damping: lambda, in nats per squared unit of a weight, or an ng damping.
         refresh: Steps between new estimates and inverses; None so that they cost a quarter of a plain step.
         decay: Weight of the past in a block's running average.
-        exact: True inverts every unit's own block; False shares a basis per layer; None by the layer's width.
+        exact: True inverts every unit's own block; False shares a basis per layer; None
+            chooses by the layer's width.
         radius: Nats by which a step may move a unit; None: .03 in machines with wide layers.
         samples: Draws of h per example.
         algorithm: `Reweighted()`, `Classic()` or `Bidirectional()`.
