@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.applications.residuals import HardConstraint, Periodic, draw_where_large
-from natgrad.applications.residuals.plan import Plan
+from natgrad.applications.residuals.plan import JetLayout
 from natgrad.applications.residuals.point_maps import Constraint
 
 F64 = torch.float64
@@ -140,8 +140,8 @@ def differentiate(net: nn.Module, x: Tensor, piece: Piece) -> Jets:
     if isinstance(net, HardConstraint):
         inner = differentiate(net.net, x, piece)
         stacked = torch.cat([inner.u[None], inner.first.movedim(-1, 0), inner.second.movedim(-1, 0)])
-        plan, count = Plan(tuple(range(x.shape[1])), piece.groups), 1 + x.shape[1]
-        jets, _ = Constraint(net.distance, net.values).push(x, plan, stacked)
+        layout, count = JetLayout(tuple(range(x.shape[1])), piece.groups), 1 + x.shape[1]
+        jets, _ = Constraint(net.distance, net.values).push(x, layout, stacked)
         return Jets(jets[0], jets[1:count].movedim(0, -1), jets[count:].movedim(0, -1))
     assert isinstance(net, nn.Sequential)
     value, count = x, x.shape[1]

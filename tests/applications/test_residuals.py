@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import natgrad as ng
 from natgrad.applications.residuals import Causal, HardConstraint, Periodic, WhereLarge
 from natgrad.applications.residuals.damped_system import DampedSystem
-from natgrad.applications.residuals.jets import acts_elementwise
+from natgrad.applications.residuals.elementwise import acts_elementwise
 from natgrad.applications.residuals.stacked_rows import StackedRows
 from natgrad.testing import check_operator
 
@@ -82,6 +82,10 @@ NETS = {
     "softplus": lambda: perceptron(2, 1, nn.Softplus),
     "one's own sine": lambda: perceptron(2, 1, Sine),
     "no chain": lambda: Gated(2).double(),
+    "constrained linear": lambda: HardConstraint(nn.Linear(2, 1).double(), lambda x: x[:, :1] * (1 - x[:, 1:])),
+    "activations at both ends": lambda: nn.Sequential(
+        nn.Tanh(), nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 1), nn.Tanh()
+    ).double(),
     "constrained": lambda: HardConstraint(perceptron(2, 1), lambda x: x[:, :1] * (1 - x[:, 1:]), lambda x: x[:, 1:]),
     "periodic": lambda: nn.Sequential(Periodic({0: 1.0}, harmonics=2), *perceptron(5, 1)),
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from natgrad.applications.residuals.plan import Plan
+from natgrad.applications.residuals.plan import JetLayout, Plan
 from natgrad.shown_tables import write_choices
 
 
@@ -40,7 +41,7 @@ class Field:
     Args:
         evaluate: The network at one point.
         points: The tensors that the term was given.
-        tables: The position of a point -> its plan, and the values and derivatives there, shape (T, m).
+        tables: The position of a point -> the values and derivatives there, shape (T, m), and their order.
         notes: Where wishes are written down; None: nowhere.
     """
 
@@ -48,7 +49,7 @@ class Field:
         self,
         evaluate: Callable[..., Tensor],
         points: tuple[Any, ...],
-        tables: dict[int, tuple[Plan, Tensor]] | None = None,
+        tables: dict[int, tuple[JetLayout, Tensor]] | None = None,
         notes: Notes | None = None,
     ) -> None:
         self.evaluate, self.points, self.tables, self.notes = evaluate, points, tables or {}, notes
@@ -62,7 +63,7 @@ class Field:
         Args:
             *args: The network's arguments, without a batch dimension.
         """
-        found = self._read(args[0], Plan(), lambda plan, jets: jets[0]) if len(args) == 1 else None
+        found = self._read(args[0], Plan(), lambda layout, jets: jets[0]) if len(args) == 1 else None
         if found is not None:
             return found
         if len(args) != 1 or self._place(args[0]) is None:
@@ -76,7 +77,7 @@ class Field:
             x: The point.
             dims: The coordinates.
         """
-        return self._read(x, Plan(tuple(sorted(dims))), lambda plan, jets: jets[[plan.place_of(i) for i in dims]])
+        return self._read(x, Plan(tuple(sorted(dims))), partial(pick_first, dims))
 
     def read_second(self, x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
         """sum_i d^2u/dx_i^2, shape (m,), where a table has it.
@@ -86,7 +87,7 @@ class Field:
             dims: The coordinates.
         """
         group = tuple(sorted(dims))
-        return self._read(x, Plan((), (group,)), lambda plan, jets: jets[plan.place_of_sum(group)])
+        return self._read(x, Plan((), (group,)), lambda layout, jets: jets[layout.place_of_sum(group)])
 
     def plain_at(self, x: Tensor) -> Callable[..., Tensor]:
         """What to differentiate at a point where no table helps: derivatives there do not count as other points.
@@ -96,7 +97,7 @@ class Field:
         """
         return self if self._place(x) is None else self.evaluate
 
-    def _read(self, x: Any, wish: Plan, pick: Callable[[Plan, Tensor], Tensor]) -> Tensor | None:
+    def _read(self, x: Any, wish: Plan, pick: Callable[[JetLayout, Tensor], Tensor]) -> Tensor | None:
         place = self._place(x)
         if place is None:
             return None
@@ -104,9 +105,8 @@ class Field:
             self.notes.note(place, wish)
         if place not in self.tables:
             return None
-        plan, jets = self.tables[place]
-        known = set(wish.first) <= set(plan.dims) and set(wish.second) <= set(plan.second)
-        return pick(plan, jets) if known else None
+        layout, jets = self.tables[place]
+        return pick(layout, jets) if layout.holds(wish) else None
 
     def _place(self, x: Any) -> int | None:
         return next((i for i, point in enumerate(self.points) if point is x), None)
@@ -114,3 +114,11 @@ class Field:
     def _note_elsewhere(self) -> None:
         if self.notes is not None:
             self.notes.elsewhere = True
+
+
+def pick_first(dims: tuple[int, ...], layout: JetLayout, jets: Tensor) -> Tensor:
+    """First derivatives (len(dims), m) out of (T, m): a view where they stand side by side."""
+    places = [layout.place_of(i) for i in dims]
+    if places == list(range(places[0], places[0] + len(places))):
+        return jets[places[0] : places[0] + len(places)]
+    return jets[places]

@@ -6,20 +6,23 @@ With z what goes into an elementwise f, z_i = dz/dx_i and s = sum_i d^2z/dx_i^2 
 
 and linear layers map value, z_i and s alike. One pass with 1 + d + 1 numbers in the place of each gives value,
 gradient and Laplacian (Li et al. 2023, the forward Laplacian), and one pass back gives every row of their Jacobian in
-the weights as a sum of outer products.
+the weights as a sum of outer products. Behind the first layer z_i is the same at all points and s is zero; behind the
+last elementwise function only what a term asks for is left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.applications.residuals.conditions import HardConstraint
-from natgrad.applications.residuals.plan import Plan
+from natgrad.applications.residuals.elementwise import Bend, Elementwise, Jets, acts_elementwise, push_through
+from natgrad.applications.residuals.plan import JetLayout, Plan
 from natgrad.applications.residuals.point_maps import (
     Constraint,
     ConstraintPass,
@@ -27,9 +30,7 @@ from natgrad.applications.residuals.point_maps import (
     differentiate_map,
     is_feature_map,
 )
-from natgrad.layered_energies import ACTIVATIONS, Affine, flatten_parts, has_hooks, passes_through
-
-Elementwise = Callable[[Tensor], Tensor]
+from natgrad.layered_energies import Affine, flatten_parts, has_hooks, passes_through
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,21 +48,6 @@ class LayerRows:
     deltas: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Bend:
-    """An elementwise function on the way: its derivatives f', f'', f''' at z, shape (b, h) each, and what went in.
-
-    Args:
-        slopes: f', f'' and f''', as many as the plan needs for a pass back.
-        jets: z and its derivatives, shape (T, b, h).
-        squares: sum_i z_i^2 for every sum of second derivatives, shape (b, h) each.
-    """
-
-    slopes: list[Tensor]
-    jets: Tensor
-    squares: list[Tensor]
-
-
 Record = tuple[Affine, Tensor] | Bend | ConstraintPass
 
 
@@ -71,14 +57,14 @@ class JetPass:
 
     Args:
         outputs: The value and its derivatives, shape (T, b, m).
+        layout: Which derivatives they are.
         records: What each part left behind, in order.
-        plan: Which derivatives they are.
         state: The parameters by name.
     """
 
     outputs: Tensor
+    layout: JetLayout
     records: list[Record]
-    plan: Plan
     state: Mapping[str, Tensor]
 
     def pull_back(self, cotangents: Tensor) -> list[LayerRows]:
@@ -91,16 +77,14 @@ class JetPass:
             One entry per affine layer.
         """
         found, now = list[LayerRows](), cotangents
+        count = sum(isinstance(one, tuple) for one in self.records)
         for record in reversed(self.records):
-            if isinstance(record, Bend):
-                now = pull_through(record, self.plan, now)
-                continue
-            if isinstance(record, ConstraintPass):
-                now = record.pull(self.plan, now)
+            if not isinstance(record, tuple):
+                now = record.pull(now)
                 continue
             layer, inputs = record
-            found.append(LayerRows(layer, inputs, now))
-            if len(found) < sum(isinstance(one, tuple) for one in self.records):
+            found.append(LayerRows(layer, inputs, now[:, : len(inputs)]))
+            if len(found) < count:
                 now = now @ self.state[layer.weight]
         return found
 
@@ -127,96 +111,53 @@ class LayerChain:
             plan: Which derivatives.
             rows: Whether a pass back will follow, which takes one derivative more of the elementwise functions.
         """
-        jets, records = start_jets(inputs, plan), list[Record]()
-        for part in self.parts:
-            if isinstance(part, Features):
-                jets = differentiate_map(part.function, inputs, plan)
-                continue
-            if isinstance(part, Constraint):
-                jets, product = part.push(inputs, plan, jets)
-                records.append(product)
-                continue
+        now, layout, records = start_jets(inputs, plan.inner_layout), plan.inner_layout, list[Record]()
+        for number, part in enumerate(self.parts):
             if isinstance(part, Affine):
-                records.append((part, jets))
-                jets = jets @ state[part.weight].mT
-                if part.bias is not None:
-                    jets[0] += state[part.bias]
-                continue
-            jets, record = push_through(part, plan, jets, rows)
-            records.append(record)
-        return JetPass(jets, records, plan, state)
+                if rows:
+                    records.append((part, now if isinstance(now, Tensor) else now.stack()))
+                now = map_linearly(part, state, now)
+            elif isinstance(part, Features):
+                now = differentiate_map(part.function, inputs, layout)
+            elif isinstance(part, Constraint):
+                now, product = part.push(inputs, layout, stack(now, layout))
+                records.append(product)
+            else:
+                jets = Jets.split(now, layout) if isinstance(now, Tensor) else now
+                behind = plan.outer_layout if number == self._last_bend else layout
+                now, bend = push_through(part, jets, layout, behind, rows)
+                layout = behind
+                records += [bend] if bend is not None else []
+        return JetPass(stack(now, layout), layout, records, state)
+
+    @cached_property
+    def _last_bend(self) -> int:
+        """The number of the last elementwise function; -1 where a constraint behind it needs all derivatives."""
+        bends = [i for i, part in enumerate(self.parts) if not isinstance(part, (Affine, Features, Constraint))]
+        return bends[-1] if bends and not isinstance(self.parts[-1], Constraint) else -1
 
 
-def start_jets(inputs: Tensor, plan: Plan) -> Tensor:
-    """x, the unit vectors and zeros, (T, b, d)."""
-    jets = inputs.new_zeros(plan.count, *inputs.shape)
-    jets[0] = inputs
-    for place, coordinate in enumerate(plan.dims):
-        jets[1 + place, :, coordinate] = 1
-    return jets
+def start_jets(inputs: Tensor, layout: JetLayout) -> Jets:
+    """x, the unit vectors, and no second derivatives."""
+    first = torch.eye(inputs.shape[1], dtype=inputs.dtype, device=inputs.device)[list(layout.dims)]
+    return Jets(inputs, first.unsqueeze(1), None)
 
 
-def push_through(part: Elementwise, plan: Plan, jets: Tensor, rows: bool) -> tuple[Tensor, Bend]:
-    """f(z) with its derivatives, from z with its own, (T, b, h)."""
-    value, *slopes = differentiate_elementwise(part, jets[0], bool(plan.dims) + bool(plan.second) + rows)
-    out = torch.empty_like(jets)
-    out[0] = value
-    squares = []
-    if plan.dims:
-        torch.mul(jets[1:], slopes[0], out=out[1:])
-    for group in plan.second:
-        square = sum_of_squares(jets, [plan.place_of(i) for i in group])
-        out[plan.place_of_sum(group)].addcmul_(slopes[1], square)
-        squares.append(square)
-    return out, Bend(slopes, jets, squares)
-
-
-def pull_through(bend: Bend, plan: Plan, cotangents: Tensor) -> Tensor:
-    """The cotangents (k, T, b, h) before the elementwise function, from those behind it."""
-    out = cotangents * bend.slopes[0]
-    if not plan.dims:
+def map_linearly(layer: Affine, state: Mapping[str, Tensor], now: Tensor | Jets) -> Tensor | Jets:
+    """W a + b with its derivatives, from a with its own."""
+    weight = state[layer.weight].mT
+    if isinstance(now, Tensor):
+        out = now @ weight
+        if layer.bias is not None:
+            out[0] += state[layer.bias]
         return out
-    along = (cotangents[:, 1:] * bend.jets[1:]).sum(1) * bend.slopes[1]
-    for group, square in zip(plan.second, bend.squares, strict=True):
-        upper = cotangents[:, plan.place_of_sum(group)]
-        along.addcmul_(upper, bend.slopes[2] * square)
-        twice = 2 * upper * bend.slopes[1]
-        for i in group:
-            out[:, plan.place_of(i)].addcmul_(twice, bend.jets[plan.place_of(i)])
-    out[:, 0] += along
-    return out
+    value = now.value @ weight if layer.bias is None else torch.addmm(state[layer.bias], now.value, weight)
+    return Jets(value, now.first @ weight, None)
 
 
-def sum_of_squares(jets: Tensor, places: Sequence[int]) -> Tensor:
-    """sum z_i^2 over some of the positions of (T, b, h)."""
-    first, last = places[0], places[-1]
-    if list(places) == list(range(first, last + 1)):
-        return jets[first : last + 1].square().sum(0)
-    return jets[list(places)].square().sum(0)
-
-
-def differentiate_elementwise(part: Elementwise, z: Tensor, order: int) -> list[Tensor]:
-    """f(z), f'(z), ... up to this order; in closed form for tanh and the sine, else by autograd."""
-    if type(part) is nn.Tanh:
-        value = torch.tanh(z)
-        first = 1 - value.square()
-        found = [value, first]
-        if order > 1:
-            found.append(-2 * value * first)
-        if order > 2:
-            found.append(first * (6 * value.square() - 2))
-        return found
-    with torch.enable_grad():
-        point = z.detach().requires_grad_()
-        found = [part(point)]
-        for _ in range(order):
-            last = found[-1]
-            if not last.requires_grad:  # f is piecewise linear
-                found.append(torch.zeros_like(z))
-                continue
-            (slope,) = torch.autograd.grad(last.sum(), point, create_graph=True, materialize_grads=True)
-            found.append(slope)
-    return [tensor.detach() for tensor in found]
+def stack(now: Tensor | Jets, layout: JetLayout) -> Tensor:
+    """Jets as one tensor (T, b, h) in this order."""
+    return now if isinstance(now, Tensor) else now.stack(len(layout.second))
 
 
 def network_of(module: nn.Module, prefix: str) -> LayerChain | None:
@@ -247,25 +188,3 @@ def network_of(module: nn.Module, prefix: str) -> LayerChain | None:
     uses = Counter(id(p) for p in (q for _, q in module.named_parameters(remove_duplicate=False)))
     linear = any(isinstance(part, Affine) for part in parts)
     return LayerChain(tuple(parts)) if linear and not any(count > 1 for count in uses.values()) else None
-
-
-def acts_elementwise(part: nn.Module) -> bool:
-    """Whether a module without parameters maps every number by itself: torch's activations, or one of the user's.
-
-    One of the user's is tried on a few numbers, in two shapes and two orders.
-    """
-    if has_hooks(part) or getattr(part, "inplace", False):
-        return False
-    if type(part) in ACTIVATIONS:
-        return True
-    known = next(part.parameters(), None) is not None or next(part.buffers(), None) is not None
-    if known or next(part.children(), None) is not None or type(part).__module__.startswith("torch.nn"):
-        return False
-    numbers = torch.tensor([0.3, -1.1, 0.7, 2.0, -0.2, 0.05], dtype=torch.float64)
-    try:
-        with torch.no_grad():
-            whole, single, turned = (part(t) for t in (numbers.view(2, 3), numbers.view(6, 1), numbers.flip(0)[None]))
-    except Exception:  # noqa: BLE001 - whatever it is, it is no elementwise function
-        return False
-    same = (whole.reshape(-1), single.reshape(-1), turned.reshape(-1).flip(0))
-    return all(t.shape == same[0].shape and bool((t - same[0]).abs().max() <= 1e-12) for t in same)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.residuals.plan import Plan
+from natgrad.applications.residuals.plan import JetLayout
 from natgrad.layered_energies import has_hooks
 
 Function = Callable[[Tensor], Tensor]
@@ -43,23 +43,23 @@ class Constraint:
     distance: Function
     values: Function | None
 
-    def push(self, inputs: Tensor, plan: Plan, jets: Tensor) -> tuple[Tensor, ConstraintPass]:
+    def push(self, inputs: Tensor, layout: JetLayout, jets: Tensor) -> tuple[Tensor, ConstraintPass]:
         """The jets (T, b, m) of D n + g from those of n.
 
         Args:
             inputs: x, shape (b, d).
-            plan: Which derivatives.
+            layout: Which derivatives, in which order.
             jets: Of n, shape (T, b, m).
         """
-        factor = differentiate_map(self.distance, inputs, plan)
+        factor = differentiate_map(self.distance, inputs, layout)
         out = factor[0] * jets
         out[1:] += factor[1:] * jets[0]
-        for group in plan.second:
+        for group in layout.second:
             for i in group:
-                out[plan.place_of_sum(group)].addcmul_(factor[plan.place_of(i)], jets[plan.place_of(i)], value=2)
+                out[layout.place_of_sum(group)].addcmul_(factor[layout.place_of(i)], jets[layout.place_of(i)], value=2)
         if self.values is not None:
-            out += differentiate_map(self.values, inputs, plan)
-        return out, ConstraintPass(factor)
+            out += differentiate_map(self.values, inputs, layout)
+        return out, ConstraintPass(factor, layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,33 +68,35 @@ class ConstraintPass:
 
     Args:
         factor: The jets of D, shape (T, b, 1).
+        layout: Their order.
     """
 
     factor: Tensor
+    layout: JetLayout
 
-    def pull(self, plan: Plan, cotangents: Tensor) -> Tensor:
+    def pull(self, cotangents: Tensor) -> Tensor:
         """The cotangents (k, T, b, m) before the product, from those behind it.
 
         Args:
-            plan: Which derivatives.
             cotangents: Shape (k, T, b, m).
         """
+        layout = self.layout
         out = cotangents * self.factor[0]
         out[:, 0] += (cotangents[:, 1:] * self.factor[1:]).sum(1)
-        for group in plan.second:
+        for group in layout.second:
             for i in group:
-                place = plan.place_of(i)
-                out[:, place].addcmul_(cotangents[:, plan.place_of_sum(group)], self.factor[place], value=2)
+                place = layout.place_of(i)
+                out[:, place].addcmul_(cotangents[:, layout.place_of_sum(group)], self.factor[place], value=2)
         return out
 
 
-def differentiate_map(function: Function, inputs: Tensor, plan: Plan) -> Tensor:
+def differentiate_map(function: Function, inputs: Tensor, layout: JetLayout) -> Tensor:
     """A function's value and derivatives at points, (T, b, f): in forward mode, all points at once.
 
     Args:
         function: Points (b, d) -> (b, f), each by itself.
         inputs: x, shape (b, d).
-        plan: Which derivatives.
+        layout: Which derivatives, in which order.
 
     Raises:
         RuntimeError: For a function that returns no row per point.
@@ -102,23 +104,23 @@ def differentiate_map(function: Function, inputs: Tensor, plan: Plan) -> Tensor:
     value = function(inputs)
     if value.dim() != 2 or len(value) != len(inputs):
         raise RuntimeError(f"a function of points {tuple(inputs.shape)} returned {tuple(value.shape)}")
-    jets = value.new_zeros(plan.count, *value.shape)
+    jets = value.new_zeros(layout.count, *value.shape)
     jets[0] = value
-    for i in plan.dims:
+    for i in layout.dims:
         unit = torch.zeros_like(inputs)
         unit[:, i] = 1
 
         def along(x: Tensor, unit: Tensor = unit) -> Tensor:
             return torch.func.jvp(function, (x,), (unit,))[1]
 
-        groups = [group for group in plan.second if i in group]
+        groups = [group for group in layout.second if i in group]
         if not groups:
-            jets[plan.place_of(i)] = along(inputs)
+            jets[layout.place_of(i)] = along(inputs)
             continue
         both = torch.func.jvp(along, (inputs,), (unit,))
-        jets[plan.place_of(i)] = both[0]
+        jets[layout.place_of(i)] = both[0]
         for group in groups:
-            jets[plan.place_of_sum(group)] += both[1]
+            jets[layout.place_of_sum(group)] += both[1]
     return jets
 
 

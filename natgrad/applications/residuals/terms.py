@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from natgrad.applications.residuals.fields import Field, Notes
 from natgrad.applications.residuals.jets import JetPass, LayerChain, network_of
-from natgrad.applications.residuals.plan import Plan
+from natgrad.applications.residuals.plan import JetLayout, Plan
 from natgrad.applications.residuals.term_checks import (
     ParameterWatch,
     check_captured,
@@ -238,9 +238,9 @@ class Term:
         def one(*given: Tensor) -> Tensor:
             point, tables = given[:count], given[count : count + len(keys)]
             chosen = dict(zip(names, given[count + len(keys) :], strict=True))
-            known: dict[str, dict[int, tuple[Plan, Tensor]]] = {}
+            known: dict[str, dict[int, tuple[JetLayout, Tensor]]] = {}
             for (name, place), table in zip(keys, tables, strict=True):
-                known.setdefault(name, {})[place] = passes[name, place].plan, table
+                known.setdefault(name, {})[place] = passes[name, place].layout, table
             arguments = [
                 Field(refuse_evaluation, point, known.get(name), notes[name]) if name in notes else chosen[name]
                 for name in self.unknowns
