@@ -75,6 +75,7 @@ from natgrad.metrics import (
 )
 from natgrad.metrics import divergence as divergence
 from natgrad.metrics import kl as kl
+from natgrad.missing_names import refuse_missing
 from natgrad.operators import Operator as Operator
 from natgrad.optim import MirrorDescent as MirrorDescent
 from natgrad.optim import (
@@ -204,3 +205,6 @@ __all__ = [
     "variational",
     "variational_mixture",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = refuse_missing(__name__)

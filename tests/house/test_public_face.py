@@ -134,3 +134,24 @@ class Heir(Told):
 def test_missing_docstrings_are_found():
     assert list(without_docstring(Bare, "Bare")) == ["Bare", "Bare.method"]
     assert list(without_docstring(Heir, "Heir")) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("KFAC", "natgrad.kfac"),
+        ("hessianfree", "natgrad.hessian_free"),
+        ("Nystrom", "natgrad.solvers.Nystrom"),
+        ("NoiseAwar", "natgrad.rules.NoiseAware"),
+    ],
+)
+def test_a_misspelt_name_is_told(typed: str, meant: str):
+    with pytest.raises(AttributeError, match=rf"has no attribute '{typed}'; did you mean {meant}\?"):
+        getattr(ng, typed)
+
+
+@pytest.mark.parametrize("name", ["Adam", "__wrapped__", "quaternions"])
+def test_a_name_like_none_is_refused_alone(name: str):
+    assert not hasattr(ng, name)
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'$"):
+        getattr(ng, name)
