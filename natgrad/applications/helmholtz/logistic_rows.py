@@ -37,6 +37,10 @@ class LogisticRows:
         """The same rows with weights that sum to `factor`."""
         return replace(self, weights=factor * self.weights)
 
+    def drop_all(self) -> LogisticRows:
+        """No rows, in the same shapes."""
+        return replace(self, **{part: getattr(self, part)[:0] for part in PARTS})
+
 
 def generation_rows(layers: nn.ModuleList, states: States, weights: Tensor) -> list[LogisticRows]:
     """Rows of every layer of p on states (..., size), weights (...)."""

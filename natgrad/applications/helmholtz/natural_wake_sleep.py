@@ -8,10 +8,11 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 from torch.optim import SGD
 
+from natgrad.applications.helmholtz.joined_lessons import JoinedLesson
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
-from natgrad.applications.helmholtz.machine_blocks import MachineBlocks, Taught, UnitFisher, is_wide
-from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRows
-from natgrad.applications.helmholtz.unit_blocks import RADIUS, count_refresh, shorten_directions
+from natgrad.applications.helmholtz.machine_blocks import MachineBlocks, UnitFisher, is_wide
+from natgrad.applications.helmholtz.phases import Algorithm
+from natgrad.applications.helmholtz.unit_blocks import FEW, RADIUS, count_refresh, shorten_directions
 from natgrad.applications.helmholtz.units import each_layer
 from natgrad.applications.helmholtz.wake_sleep import MakeOptimizer, WakeSleep
 from natgrad.damping import Damping, as_damping
@@ -34,9 +35,10 @@ class NaturalWakeSleepSettings(TypedDict, total=False):
     optimizer: MakeOptimizer | None
     seed: int
     on_trouble: OnTrouble
+    group: Any
 
 
-PLAIN = ("samples", "algorithm", "momentum", "optimizer", "seed", "on_trouble")
+PLAIN = ("samples", "algorithm", "momentum", "optimizer", "seed", "on_trouble", "group")
 GROUPS = {"fisher": Group(UnitFisher())}
 
 
@@ -68,6 +70,7 @@ class NaturalWakeSleep(WakeSleep):
         optimizer: What takes the steps instead, a function params -> torch optimizer.
         seed: Of the draws.
         on_trouble: "skip" leaves out a step that would not be finite and counts it; "raise" is a ValueError.
+        group: The processes of `torch.distributed` that train one machine, each with examples and draws of its own.
 
     Raises:
         ValueError: For a number out of range, and for exact=False where units see different inputs (an autoregressive
@@ -106,13 +109,19 @@ class NaturalWakeSleep(WakeSleep):
         own = {"levels": Attributes(self.blocks, "levels"), "blocks": self.blocks}
         return {**own, **super()._parts(), "refreshed": Attributes(self, "_refreshed")}
 
-    def _directions(self, lesson: Lesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-        taught, fresh = self._read_lesson(lesson), True
-        if self._is_due(taught):
-            fresh = self.blocks.refresh(taught, self.damping)
+    def _directions(self, lesson: JoinedLesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+        fresh = True
+        if self._is_due(lesson):
+            fresh = self.blocks.refresh(lesson.gather_for_blocks(), self.damping)
             self._refreshed = self.steps
-        rates = self._read_rates()
-        return [(weight, self._natural(name, rows, rates.get(weight, 0.0))) for name, weight, rows in taught], fresh
+        rates, found = self._read_rates(), list[tuple[Tensor, Tensor]]()
+        for (name, weight, rows), ascent in zip(lesson.taught, lesson.ascents(), strict=True):
+            direction = self._natural(name, ascent)
+            if not math.isinf(self.radius):
+                seen = lesson.gather(rows, FEW)
+                direction = shorten_directions(self.radius, direction, seen, rates.get(weight, 0.0))
+            found.append((weight, direction))
+        return found, fresh
 
     def _read_rates(self) -> dict[Tensor, float]:
         """What a direction that stays the same is multiplied by at every step; only SGD's is known."""
@@ -121,21 +130,21 @@ class NaturalWakeSleep(WakeSleep):
         groups = self.optimizer.param_groups
         return {p: float(group["lr"]) / (1 - group["momentum"]) for group in groups for p in group["params"]}
 
-    def _natural(self, name: str, rows: LogisticRows, rate: float) -> Tensor:
-        inverse, ascent = self.blocks.keep(name).inverse, rows.ascent()
-        found = ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
-        return found if math.isinf(self.radius) else shorten_directions(self.radius, found, rows, rate)
+    def _natural(self, name: str, ascent: Tensor) -> Tensor:
+        inverse = self.blocks.keep(name).inverse
+        return ascent if inverse is None else inverse.mv(ascent.flatten()).view_as(ascent)
 
-    def _is_due(self, taught: Taught) -> bool:
-        if self._refreshed < 0 or any(name not in self.blocks.layers for name, _, _ in taught):
+    def _is_due(self, lesson: JoinedLesson) -> bool:
+        if self._refreshed < 0 or any(name not in self.blocks.layers for name, _, _ in lesson.taught):
             return True
         if self.fisher.refresh is not None:
             return self.steps - self._refreshed >= self.fisher.refresh
         # a machine changes most at first
-        return self.steps - self._refreshed >= min(self._spread_refreshes(taught), 10 + 2 * self._refreshed)
+        return self.steps - self._refreshed >= min(self._spread_refreshes(lesson), 10 + 2 * self._refreshed)
 
-    def _spread_refreshes(self, taught: Taught) -> int:
+    def _spread_refreshes(self, lesson: JoinedLesson) -> int:
         """Steps between refreshes at which these cost a quarter of what plain steps do, in multiplications."""
-        plain = sum(6 * rows.inputs.numel() * len(weight) for _, weight, rows in taught)
-        costs = [count_refresh(self.blocks.keep(name), weight, rows) for name, weight, rows in taught]
+        layers = [(name, weight, count) for (name, weight, _), count in zip(lesson.taught, lesson.counts, strict=True)]
+        plain = sum(6 * count * weight.numel() for _, weight, count in layers)
+        costs = [count_refresh(self.blocks.keep(name), weight, count) for name, weight, count in layers]
         return max(10, math.ceil(4 * sum(costs) / max(1, plain)))

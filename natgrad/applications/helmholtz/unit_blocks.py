@@ -58,7 +58,7 @@ class UnitBlocks:
         Args:
             rows: The batch; at most 256 of them are taken, or as many as a unit has inputs.
         """
-        fresh = fisher_rows(thin_rows(rows, max(ROWS, rows.inputs.shape[1])))
+        fresh = fisher_rows(thin_rows(rows, most_rows(rows)))
         few = 2 * len(fresh.rows) <= fresh.rows.shape[1]
         if not self.exact or (few and "blocks" not in self.state):
             return self._average_rows(fresh)
@@ -170,6 +170,11 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     return direction * (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
 
 
+def most_rows(rows: LogisticRows) -> int:
+    """Rows that a layer's Fisher is estimated from at most."""
+    return max(ROWS, rows.inputs.shape[1])
+
+
 def thin_rows(rows: LogisticRows, most: int) -> LogisticRows:
     """At most as many rows, drawn in proportion to their weights, each of equal weight.
 
@@ -187,10 +192,10 @@ def thin_rows(rows: LogisticRows, most: int) -> LogisticRows:
     return LogisticRows(rows.inputs[chosen], rows.residuals[chosen], rows.slopes[chosen], weights, rows.mask)
 
 
-def count_refresh(kept: UnitBlocks, weight: Tensor, rows: LogisticRows) -> int:
+def count_refresh(kept: UnitBlocks, weight: Tensor, rows: int) -> int:
     """Multiplications of a refresh; those of a factorisation count as often as they take as long (measured)."""
     units, columns = weight.shape
-    many = min(len(rows.inputs), max(ROWS, columns))
+    many = min(rows, max(ROWS, columns))
     if not kept.exact:
         many = min(many * round(1 / (1 - kept.decay)), KEPT * max(ROWS, columns))
         return columns * columns * (many + 5 * columns) + units * many * min(RANK, columns)

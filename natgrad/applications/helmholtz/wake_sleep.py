@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from natgrad.applications.helmholtz.joined_lessons import JoinedLesson, draw_lesson, join_lesson
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
-from natgrad.applications.helmholtz.phases import Algorithm, Lesson, LogisticRows, Reweighted
+from natgrad.applications.helmholtz.machine_blocks import Taught
+from natgrad.applications.helmholtz.phases import Algorithm, Lesson, Reweighted
 from natgrad.applications.helmholtz.units import Conditional
 from natgrad.checks import check_integer, check_positive, check_share, is_integer
 from natgrad.linalg import all_finite
-from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, read_parts, write_parts
+from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, meet_processes, read_parts, write_parts
 from natgrad.progress import Progress, check_callback
 from natgrad.shown_tables import write_choices
 
@@ -39,6 +41,8 @@ class WakeSleep:
         seed: Of the draws.
         on_trouble: What a step does that would write a number that is not finite. "skip" leaves it out and counts it in
             `failures`, with a warning at the fifth in a row and RuntimeError at the 25th; "raise": ValueError.
+        group: The processes of `torch.distributed` that train one machine, each with examples of its own and draws of
+            its own: the step is that of one process with all rows.
 
     Raises:
         ValueError: For a number out of range; at `step`, for data that do not fit the machine.
@@ -65,6 +69,7 @@ class WakeSleep:
         optimizer: MakeOptimizer | None = None,
         seed: int = 0,
         on_trouble: OnTrouble = "skip",
+        group: Any = None,
     ) -> None:
         if not isinstance(machine, HelmholtzMachine):
             raise TypeError(f"machine is {type(machine).__name__}, expected ng.HelmholtzMachine([784, 200, 10])")
@@ -88,6 +93,8 @@ class WakeSleep:
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise TypeError("optimizer makes LBFGS, which asks for losses: expected one that needs gradients alone")
         self.generator = torch.Generator(trained[0].device).manual_seed(int(seed))
+        settings = type(self).__name__, lr, samples, self.algorithm, momentum, type(self.optimizer).__name__, seed
+        self.processes = meet_processes(dict(machine.named_parameters()), group, *settings)
         self.steps, self.accidents = 0, Accidents(on_trouble)
 
     def __repr__(self) -> str:
@@ -109,7 +116,7 @@ class WakeSleep:
         """One step: draw, teach both networks. A step that would not be finite is left out.
 
         Args:
-            x: Examples, shape (b, visible).
+            x: Examples, shape (b, visible). Of several processes (`group=`) some may have none, (0, visible).
 
         Returns:
             The bound before the step, in nats per example: the mean of log 1/K sum_k p(x, h_k) / q(h_k | x), or what
@@ -118,8 +125,11 @@ class WakeSleep:
         Raises:
             ValueError: For data that do not fit the machine; with `on_trouble="raise"` where a number is not finite.
         """
-        lesson = self.algorithm.lesson(self.machine, self.machine.check(x), self.samples, self.generator)
-        found, fresh = self._directions(lesson)
+        generator = self.processes.ranks.generator(self.generator)
+        with self.processes.failing_together(self.generator.device):
+            lesson = draw_lesson(self.machine, self.algorithm, self._check(x), self.samples, generator)
+        joined = join_lesson(lesson, self._read_lesson(lesson), self.processes)
+        found, fresh = self._directions(joined)
         trouble = None if all(all_finite(direction) for _, direction in found) else "a direction is not finite"
         if trouble is None and not self._follow(found):
             trouble = "a weight would not be finite"
@@ -127,7 +137,7 @@ class WakeSleep:
         self.accidents.meet(trouble)
         if trouble is None and not fresh:
             self.accidents.count += 1
-        return float(lesson.bound.mean())
+        return joined.bound
 
     def fit(
         self,
@@ -156,20 +166,36 @@ class WakeSleep:
         """
         size, epochs = check_integer("batch_size", batch_size), check_integer("epochs", epochs, 0)
         check_callback(callback, "the trainer")
-        x = self.machine.check(x)
-        found, per_epoch = list[float](), math.ceil(len(x) / size)
+        device = self.generator.device
+        with self.processes.failing_together(device):
+            x = self._check(x)
+        most = max(count for (count,) in self.processes.share_numbers([len(x)], device))
+        found, per_epoch = list[float](), math.ceil(most / size)
         with Progress("steps", epochs * per_epoch, progress) as shown:
             try:
                 for _ in range(epochs):
-                    order = torch.randperm(len(x), generator=self.generator, device=self.generator.device)
-                    for places in order.to(x.device).split(size):
-                        found.append(self.step(x[places]))
+                    generator = self.processes.ranks.generator(self.generator)
+                    order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
+                    for place in range(per_epoch):
+                        found.append(self.step(x[order[place * size : (place + 1) * size]]))
                         shown.update(len(found), {"bound": found[-1]})
-                        if callback is not None and callback(self) is True:
+                        if self._ends(callback):
                             return found
             except KeyboardInterrupt:
                 pass  # weights and the optimizer's state are those after the last whole step
         return found
+
+    def _check(self, x: Any) -> Tensor:
+        """x as the machine takes it; no examples where other processes may have some."""
+        shape = tuple(getattr(x, "shape", ()))
+        if self.processes.size > 1 and shape == (0, self.machine.sizes[0]):
+            return torch.as_tensor(x).to(next(self.machine.parameters()))
+        return self.machine.check(x)
+
+    def _ends(self, callback: Callable[[WakeSleep], Any] | None) -> bool:
+        """Whether the callback of some process asked to end."""
+        asked = callback is not None and callback(self) is True
+        return any(one for (one,) in self.processes.share_numbers([asked], self.generator.device))
 
     def _follow(self, directions: list[tuple[Tensor, Tensor]]) -> bool:
         """Let the optimizer take a step uphill along the directions. False, and nothing moved, if it overflows."""
@@ -205,11 +231,12 @@ class WakeSleep:
             "skipped": Attributes(self.accidents, "in_a_row"),
         }
 
-    def _directions(self, lesson: Lesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+    def _directions(self, lesson: JoinedLesson) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         """Every trained weight with the way that it is to go, and whether what that was made with is up to date."""
-        return [(weight, rows.ascent()) for _, weight, rows in self._read_lesson(lesson)], True
+        ascents = lesson.ascents()
+        return [(weight, ascent) for (_, weight, _), ascent in zip(lesson.taught, ascents, strict=True)], True
 
-    def _read_lesson(self, lesson: Lesson) -> list[tuple[str, Tensor, LogisticRows]]:
+    def _read_lesson(self, lesson: Lesson) -> Taught:
         """Name, weight and rows of every layer that is trained."""
         lessons = {"generation": lesson.generation, "recognition": lesson.recognition}
         each = [(f"{network}.{i}", rows) for network, found in lessons.items() for i, rows in enumerate(found)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from natgrad.applications.variational.convergence import Bounds, has_ended, has_settled
+from natgrad.optim import RankExchange
 from natgrad.progress import Progress, check_callback
 
 SMALLEST = 2.0**-20
@@ -22,6 +23,11 @@ class Fitted(ABC):
     @abstractmethod
     def steady(self) -> bool:
         """True if expectations under the same q are the same at every step, so that two bounds can be compared."""
+
+    @property
+    @abstractmethod
+    def processes(self) -> RankExchange:
+        """The processes that fit q together; one alone exchanges nothing."""
 
     @abstractmethod
     def advance(self, batch: tuple[Any, ...]) -> tuple[float, float]:
@@ -100,7 +106,7 @@ class Fitted(ABC):
                     if risen % 2 == 0:
                         self.lr = min(rate, 2 * self.lr)
                     shown.update(len(found), {"bound": bound, "gap": gap})
-                    if callback is not None and callback(self) is True:
+                    if self._ends(callback):
                         break
                 if self.steady and self._has_fallen(found, self.elbo(), tolerance):
                     self._go_back(past)
@@ -109,6 +115,11 @@ class Fitted(ABC):
         finally:
             self.lr = rate
         return found
+
+    def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
+        """Whether the callback of some process asked to end."""
+        asked = callback is not None and callback(self) is True
+        return any(one for (one,) in self.processes.share_numbers([asked], self.processes.ranks.device))
 
     def _has_fallen(self, found: list[float], bound: float, tolerance: float) -> bool:
         return bool(found) and self.steady and bound < found[-1] - tolerance

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.variational.convergence import squared_length
 from natgrad.applications.variational.fitting import Fitted
+from natgrad.applications.variational.joined import JoinedTarget, find_processes, join_target
 from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import as_mean, as_precision, read_density
@@ -21,11 +22,11 @@ from natgrad.families import MultivariateNormal
 from natgrad.keyword_settings import Group, read_groups
 from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
-from natgrad.optim import refuse_processes
+from natgrad.optim import RankExchange, refuse_processes
 from natgrad.pure import run_detached
 from natgrad.shown_tables import write_choices
 
-OWN = ("target", "start", "covariance", "diagonal", "lr", "points")
+OWN = ("target", "start", "covariance", "diagonal", "lr", "points", "group")
 GROUPS = {"data": Group(NetworkData())}
 KEPT = 0.5
 """Share of its precision that a direction keeps in which a step would leave the cone."""
@@ -43,6 +44,7 @@ def variational(
     diagonal: bool = False,
     lr: float = 1.0,
     points: Points | None = None,
+    group: Any = None,
     **network: Unpack[NetworkOptions],
 ) -> Variational:
     """Natural-gradient variational inference: a normal q(z) that maximises E_q[log p(z, data)] + entropy of q.
@@ -60,6 +62,9 @@ def variational(
         lr: Rate in natural parameters; 1 solves a conjugate problem in one step.
         points: How expectations are taken; default a Gauss-Hermite grid in one or two dimensions and Sobol points
             beyond, a pair of draws for a module.
+        group: The processes of `torch.distributed` that fit q together. Each has its own part of the data: a step's
+            examples of a network, the rows of `Projected`, or in a function its own terms of log p, with the prior in
+            one of them.
         **network: For a module: the three that follow, one by one or as `data=NetworkData(...)`.
         criterion: A torch.nn loss or an `ng` likelihood.
         data_size: Number of examples in the whole set.
@@ -89,13 +94,16 @@ def variational(
         refuse_processes(target, "target")
         net = build_network(target, data, points)
         spread = 1e-2 / data.prior_precision if covariance is None else covariance
-        return Variational(net, net.start if start is None else as_mean(start), spread, diagonal, lr)
+        mean = net.start if start is None else as_mean(start)
+        joined = join_target(net, group, mean, spread, data, diagonal, lr, points)
+        return Variational(joined, mean, spread, diagonal, lr)
     if data.criterion is not None or data.data_size is not None:
         raise TypeError("criterion and data_size belong to a network; a log joint has its data inside")
     if start is None:
         raise ValueError("start is None, expected the mean of q at the start (d,), or the number of dimensions d")
     density, mean = read_density(target, start, points)
-    return Variational(density, mean, 1.0 if covariance is None else covariance, diagonal, lr)
+    spread = 1.0 if covariance is None else covariance
+    return Variational(join_target(density, group, mean, spread, diagonal, lr, points), mean, spread, diagonal, lr)
 
 
 class Variational(Fitted):
@@ -119,7 +127,7 @@ class Variational(Fitted):
         self.precision = as_precision(covariance, mean, diagonal)
 
     def __repr__(self) -> str:
-        kind = type(self.target).__name__
+        kind = type(self.target.own if isinstance(self.target, JoinedTarget) else self.target).__name__
         return write_choices(self, d=len(self.mean), target=kind, diagonal=self.diagonal, lr=self.lr, steps=self.steps)
 
     @torch.no_grad()
@@ -175,6 +183,10 @@ class Variational(Fitted):
     @property
     def steady(self) -> bool:
         return self.target.steady
+
+    @property
+    def processes(self) -> RankExchange:
+        return find_processes(self.target)
 
     def snapshot(self) -> tuple[Tensor, Tensor, int]:
         return self.mean, self.precision, self.steps
@@ -248,9 +260,9 @@ class Variational(Fitted):
         Raises:
             TypeError: If the target is no network.
         """
-        if not isinstance(self.target, Network):
+        target = self.target.own if isinstance(self.target, JoinedTarget) else self.target
+        if not isinstance(target, Network):
             raise TypeError("predict is for networks; use sample(n) and your own function of z")
-        target = self.target
         draws = self.sample(samples, generator=generator)
         return torch.stack([run_detached(partial(target.predict, z, inputs)) for z in draws])
 

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from natgrad.applications.variational.fitting import Fitted
 from natgrad.applications.variational.gaussian import Variational
+from natgrad.applications.variational.joined import JoinedTarget, find_processes, join_target
 from natgrad.applications.variational.quadrature import Points
 from natgrad.applications.variational.start import read_density
-from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint
+from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoint, Target
 from natgrad.checks import check_integer, check_positive
 from natgrad.lapack import require_factor
+from natgrad.optim import RankExchange
 from natgrad.shown_tables import write_choices
 
 LEAST = -50.0
@@ -31,6 +33,7 @@ def variational_mixture(
     diagonal: bool = False,
     lr: float = 0.5,
     points: Points | None = None,
+    group: Any = None,
 ) -> VariationalMixture:
     """Natural-gradient variational inference by a mixture: q(z) = sum_c w_c N(z; m_c, P_c^-1), for several modes.
 
@@ -47,6 +50,8 @@ def variational_mixture(
         diagonal: True for components with independent entries.
         lr: Rate in natural parameters. At 1 weights can go to a few components before these have found their places.
         points: How the expectations under each component are taken; default as in `variational`.
+        group: The processes of `torch.distributed` that fit q together, each with its own terms of log p in its
+            function and the prior in one of them.
 
     Returns:
         q, whose `fit()` or `step()` moves it.
@@ -78,8 +83,10 @@ def variational_mixture(
     density, first = read_density(target, given[0] if isinstance(starts, Tensor) else given[0].tolist(), points)
     if not isinstance(density, LogDensity):
         raise TypeError(f"target is {type(target).__name__}, expected a function z -> log p(z, data)")
-    parts = [Variational(density, mean, covariance, diagonal, lr) for mean in given.detach().to(first)]
-    return VariationalMixture(density, parts, lr)
+    means = given.detach().to(first)
+    joined = join_target(density, group, means, covariance, diagonal, lr, points)
+    parts = [Variational(joined, mean, covariance, diagonal, lr) for mean in means]
+    return VariationalMixture(joined, parts, lr)
 
 
 class VariationalMixture(Fitted):
@@ -96,7 +103,7 @@ class VariationalMixture(Fitted):
         steps: Number of steps taken.
     """
 
-    def __init__(self, target: LogDensity, components: Sequence[Variational], lr: float) -> None:
+    def __init__(self, target: Target, components: Sequence[Variational], lr: float) -> None:
         self.target, self.components, self.lr, self.steps = target, list(components), lr, 0
         mean = self.components[0].mean
         self.log_weights = mean.new_full((len(self.components),), -math.log(len(self.components)))
@@ -131,6 +138,10 @@ class VariationalMixture(Fitted):
     @property
     def steady(self) -> bool:
         return self.target.steady
+
+    @property
+    def processes(self) -> RankExchange:
+        return find_processes(self.target)
 
     @torch.no_grad()
     def step(self) -> float:
@@ -282,20 +293,26 @@ class FrozenMixture:
         """
         return (self.log_weights + self.log_components(z)).logsumexp(-1)
 
-    def without(self, target: LogDensity, place: int) -> LogDensity:
+    def without(self, target: Target, place: int) -> Target:
         """log p - log q + log q_c: what a Gaussian's own step takes for its target.
 
         Its expected Hessian is E_c[Hess r] - P_c, its expected gradient E_c[grad r], and its bound E_c[r].
 
         Args:
-            target: log p.
+            target: log p; over several processes each takes its share of the rest too.
             place: Of the component c.
         """
+        if isinstance(target, JoinedTarget):
+            return replace(target, own=self._without(target.own, place, target.processes.size))
+        return self._without(target, place, 1)
+
+    def _without(self, target: Target, place: int, parts: int) -> LogDensity:
+        assert isinstance(target, LogDensity)
         log_joint = target.log_joint
 
         def log_rest(z: Tensor) -> Tensor:
             own = self.log_components(z)
             rest = own[..., place] - (self.log_weights + own).logsumexp(-1)
-            return log_joint(z).reshape(rest.shape) + rest
+            return log_joint(z).reshape(rest.shape) + rest / parts
 
         return replace(target, log_joint=log_rest)

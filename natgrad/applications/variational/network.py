@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -61,6 +62,8 @@ class Network(Target):
         self.space = Space(params)
         self.metric = fisher(model, self.criterion)
         self.start = self.space.flatten({name: p.detach() for name, p in params.items()})
+        self.parts = 1
+        self.total: int | None = None
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         inputs, targets = require_batch(batch)
@@ -75,9 +78,16 @@ class Network(Target):
         inputs, targets = require_batch(batch)
         z, weights = (part.to(mean) for part in self.points.at(len(mean), step))
         places = mean + apply_root(root, z)
+        if self._has_none(inputs):
+            return weights @ torch.stack([self._log_joint(place.new_zeros(()), place) for place in places])
         return weights @ torch.stack(
             [self._log_joint(self._loss(place, inputs, targets)[0], place) for place in places]
         )
+
+    def take_part(self, parts: int, total: int | None = None) -> Network:
+        part = copy.copy(self)
+        part.parts, part.total = parts, total
+        return part
 
     def predict(self, place: Tensor, inputs: Any) -> Any:
         """The network's outputs.
@@ -91,27 +101,35 @@ class Network(Target):
     def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Value, gradient and Hessian at the weights z (d,)."""
         params = {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
+        precision = self.precision / self.parts
+        own = torch.full_like(place, precision)
+        prior = own if diagonal else torch.diag(own)
+        if self._has_none(inputs):
+            return self._log_joint(place.new_zeros(()), place), -precision * place, -prior
         with torch.enable_grad():
             loss, share = self._loss(params, inputs, targets)
         slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-        gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + self.precision * place
+        gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + precision * place
         metric = self.metric.at(params, inputs)
         curvature = (metric.diagonal() if diagonal else metric.dense()) * share
-        own = torch.full_like(place, self.precision)
-        value = self._log_joint(loss.detach(), place)
-        return value, -gradient, -(curvature + (own if diagonal else torch.diag(own)))
+        return self._log_joint(loss.detach(), place), -gradient, -(curvature + prior)
+
+    def _has_none(self, inputs: Any) -> bool:
+        """True where other processes have examples and this one has none."""
+        return self.total is not None and as_call(inputs).batch() == 0
 
     def _loss(self, place: Tensor | Params, inputs: Any, targets: Any) -> tuple[Tensor, float]:
         """-log p(data | weights), scaled to the whole set from a batch; rows of the outputs that the set has."""
         params = self.space.unflatten(place) if isinstance(place, Tensor) else place
         call = as_call(inputs)
+        size = call.batch() if self.total is None else self.total
         outputs = PureModel(self.model, call)(params)
         rows = self.criterion.family.nll(outputs, self.criterion.events(outputs, targets))
-        return rows.sum() * (self.data_size / call.batch()), self.data_size * len(rows) / call.batch()
+        return rows.sum() * (self.data_size / size), self.data_size * len(rows) / size
 
     def _log_joint(self, loss: Tensor, place: Tensor) -> Tensor:
         prior = 0.5 * (len(place) * (math.log(self.precision) - LOG_2PI) - self.precision * place.square().sum())
-        return prior - loss
+        return prior / self.parts - loss
 
 
 def require_batch(batch: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -126,6 +144,18 @@ def require_batch(batch: tuple[Any, ...]) -> tuple[Any, Any]:
     if len(batch) != 2:
         raise TypeError(f"step got {len(batch)} arguments, expected inputs and targets: q.step(x, y)")
     return batch[0], batch[1]
+
+
+def count_examples(batch: tuple[Any, ...]) -> int:
+    """Rows of a step's inputs.
+
+    Args:
+        batch: The arguments of the step.
+
+    Raises:
+        TypeError: If these are not inputs and targets.
+    """
+    return as_call(require_batch(batch)[0]).batch()
 
 
 def build_network(model: nn.Module, data: NetworkData, points: Points | None) -> Network:

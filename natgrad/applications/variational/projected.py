@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Projected(Target):
         mean: Of the prior, a number or (d,).
         offset: A number or (N,).
         order: Nodes of the Gauss-Hermite sum in each f_n, the only approximation made.
+        prior_share: How often the logarithm of the prior counts; less than once where rows are split up.
 
     Raises:
         ValueError: If rows are no floating-point matrix, or a variance is negative.
@@ -50,6 +51,7 @@ class Projected(Target):
     mean: Tensor | float = 0.0
     offset: Tensor | float = 0.0
     order: int = 32
+    prior_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.rows.dim() != 2 or not self.rows.is_floating_point():
@@ -60,6 +62,9 @@ class Projected(Target):
     @property
     def steady(self) -> bool:
         return True
+
+    def take_part(self, parts: int, total: int | None = None) -> Projected:
+        return replace(self, prior_share=self.prior_share / parts)
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         require_no_batch(batch)
@@ -87,6 +92,8 @@ class Projected(Target):
 
     def _entries(self, f: Tensor, deviation: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""
+        if not f.numel():  # all rows are on other processes
+            return f.new_zeros(()), deviation, deviation
         with torch.enable_grad():
             f = f.detach().requires_grad_()
             found = self.log_likelihood(f)
@@ -115,7 +122,8 @@ class Projected(Target):
         gap = mean - self.mean
         whole = torch.diag_embed(root) if root.dim() == 1 else root
         moved = (whole * (precision @ whole)).sum() + gap @ precision @ gap
-        return 0.5 * (torch.logdet(precision) - len(mean) * LOG_2PI - moved), precision
+        value = 0.5 * (torch.logdet(precision) - len(mean) * LOG_2PI - moved)
+        return self.prior_share * value, self.prior_share * precision
 
 
 def inducing(kmm: Tensor, kmn: Tensor, knn: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,15 @@ class Target(ABC):
         """
         return self.moments(mean, root, step, batch).value
 
+    def take_part(self, parts: int, total: int | None = None) -> Target:
+        """One of several targets whose sum is log p: the same with its part of the prior, where it knows that.
+
+        Args:
+            parts: How many they are.
+            total: Examples in the batches of all of them.
+        """
+        return self
+
 
 def apply_root(root: Tensor, z: Tensor) -> Tensor:
     """L z for every row z.

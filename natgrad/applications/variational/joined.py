@@ -1,0 +1,89 @@
+"""A target whose data lie on several processes: log p is the sum of what each of them has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.applications.variational.network import Network, count_examples
+from natgrad.applications.variational.targets import Moments, Target
+from natgrad.optim import RankExchange, meet_processes
+from natgrad.spaces import trainable
+from natgrad.typed_torch import split_tensor
+
+
+@dataclass(frozen=True)
+class JoinedTarget(Target):
+    """log p(z, data) as the sum over processes of each one's part; all of them make the same calls.
+
+    Args:
+        own: This process's target. Of a network and of `Projected` the prior counts once, not once per process.
+        processes: What exchanges the sums.
+    """
+
+    own: Target
+    processes: RankExchange
+
+    @property
+    def steady(self) -> bool:
+        return self.own.steady
+
+    def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
+        part = self._take_part(mean, batch)
+        with self.processes.failing_together(mean.device):
+            found = part.moments(mean, root, step, batch)
+        numbers = torch.cat([found.value.reshape(1), found.gradient, found.hessian.reshape(-1)])
+        sizes = [1, len(found.gradient), found.hessian.numel()]
+        value, gradient, hessian = split_tensor(self.processes.sum(numbers), sizes)
+        return Moments(value.reshape(()), gradient, hessian.view_as(found.hessian))
+
+    def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
+        part = self._take_part(mean, batch)
+        with self.processes.failing_together(mean.device):
+            found = part.value(mean, root, step, batch)
+        return self.processes.sum(found)
+
+    def _take_part(self, mean: Tensor, batch: tuple[Any, ...]) -> Target:
+        """This process's target with its share of the prior, and of a network with the examples of all processes."""
+        if not isinstance(self.own, Network):
+            return self.own.take_part(self.processes.size)
+        with self.processes.failing_together(mean.device):
+            rows = count_examples(batch)
+        total = sum(int(count) for (count,) in self.processes.share_numbers([rows], mean.device))
+        if not total:
+            raise ValueError("inputs is an empty batch on every process; give at least one of them an example")
+        return self.own.take_part(self.processes.size, total)
+
+
+def join_target(target: Target, group: Any, mean: Tensor, covariance: Tensor | float, *settings: object) -> Target:
+    """The target over the processes of a group, which all call this; the same where there is no group.
+
+    Args:
+        target: This process's.
+        group: Of `torch.distributed`, or None.
+        mean: Of q at the start; it must be the same on all processes.
+        covariance: Of q at the start, too.
+        *settings: What else must be the same.
+
+    Raises:
+        TypeError: For a group that is none.
+        ValueError: If the processes start from other values, or were given other settings.
+    """
+    if group is None:
+        return target
+    start = trainable(target.model) if isinstance(target, Network) else {}
+    numbers = covariance if isinstance(covariance, Tensor) else torch.tensor(float(covariance), dtype=torch.float64)
+    start = {**start, "mean": mean, "covariance": numbers}
+    return JoinedTarget(target, meet_processes(start, group, type(target).__name__, *settings))
+
+
+def find_processes(target: Target) -> RankExchange:
+    """The processes that have a part of the target; one alone exchanges nothing.
+
+    Args:
+        target: The target.
+    """
+    return target.processes if isinstance(target, JoinedTarget) else meet_processes({}, None)
