@@ -48,11 +48,14 @@ def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) ->
         return {"blocks": layer_units(seen)}
     if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
         moment = total([factor(deltas.unsqueeze(2), room, 0) for deltas in seen.deltas])
-        counts = token_moment(seen.activations, seen.layer.layout.outputs, seen.padding, moment.dtype)
+        rows = seen.layer.layout.outputs
+        counts = token_moment(seen.activations, rows, seen.padding, moment.dtype, seen.weights)
         return {"left": seen.share * counts, "right": moment}
     reduce = reduce and not seen.pooled
     pairs = [reduce_positions(seen.activations, d) if reduce else (seen.activations, d) for d in seen.deltas]
     a = pairs[0][0]
+    if seen.weights is not None:
+        a = a * seen.weights.to(a).sqrt().view(-1, 1, 1, 1)
     if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size()) > 1:
         right = factor(a, room, 0) * (seen.share / (a.shape[0] * a.shape[1]))
     else:

@@ -36,6 +36,8 @@ class Seen:
         pooled: True if examples could not be told apart: all positions are one example's.
         cotangents: How many of them the first list of deltas holds, as more examples.
         skip: A token that is never trained.
+        weights: How many times each example counts in the inputs' own moment, shape (b,), with mean one; None: once.
+            Deltas carry their weights already.
     """
 
     layer: Layer
@@ -46,6 +48,7 @@ class Seen:
     pooled: bool = False
     cotangents: int = 1
     skip: int | None = None
+    weights: Tensor | None = None
 
     def count_times(self, share: float, weight: float = 1.0) -> Seen:
         """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals.
@@ -70,7 +73,7 @@ class Seen:
         Args:
             rows: About how many; passes with less than one and a half times as many stay as they are.
         """
-        if self.by_token or self.single or self.counts is not None or self.cotangents > 1:
+        if self.by_token or self.single or self.counts is not None or self.cotangents > 1 or self.weights is not None:
             return self
         count = self.activations.shape[0] * self.activations.shape[1]
         if count < 1.5 * rows:
@@ -276,9 +279,12 @@ def diagonal_moment(deltas: Tensor) -> Tensor:
     return deltas.square().sum((0, 1, 2))
 
 
-def token_moment(tokens: Tensor, size: int, padding: int | None, dtype: torch.dtype) -> Tensor:
+def token_moment(
+    tokens: Tensor, size: int, padding: int | None, dtype: torch.dtype, weights: Tensor | None = None
+) -> Tensor:
     """The diagonal of A for unit vectors: every token's frequency, (size,); the padding token is never trained."""
-    counts = torch.bincount(tokens.reshape(-1), minlength=size).to(dtype)
+    each = None if weights is None else weights.repeat_interleave(tokens[0].numel())
+    counts = torch.bincount(tokens.reshape(-1), each, minlength=size).to(dtype)
     if padding is not None:
         counts[padding] = 0
     return counts / tokens.numel()

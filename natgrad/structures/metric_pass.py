@@ -13,6 +13,7 @@ from natgrad.densities import Density
 from natgrad.layers import (
     Examples,
     Heard,
+    Mixed,
     ModelLayers,
     Pass,
     Seen,
@@ -108,6 +109,8 @@ def hear_metric(
         takes=lambda seen: not seen.pooled or (seen.layer.is_routed and isinstance(estimate, Sampled)),
         spare=lambda answers: spare_of(spare, answers) if trusted is None else (),
     )
+    if metric.weighs_inputs:
+        found = replace(found, layers=[weigh_examples(one, pullback.weights) for one in found.layers])
     rest = {name: p for name, p in params.items() if name not in found.held_names}
     if rest:
         factor = torch.stack(apart(cotangents, examples), dim=2)
@@ -120,6 +123,23 @@ def spare_of(spare: Sequence[Traced], answers: Mapping[str, bool]) -> list[Trace
     """The matrices of layers that were not heard, or do not explain their gradients."""
     held = {name for key, answer in answers.items() if answer for name in key.split(" ")}
     return [layer for layer in spare if not held.issuperset(layer.layout.names)]
+
+
+def weigh_examples(seen: Seen, weights: Tensor) -> Seen:
+    """The same pass, whose inputs count by these weights: nothing changes where they are equal, or examples unknown.
+
+    Args:
+        seen: The layer's pass.
+        weights: Of the examples, shape (R,), with sum one.
+    """
+    if isinstance(seen, Mixed):
+        return Mixed(seen.layer, [weigh_examples(part, weights) for part in seen.parts], seen.share)
+    known = not seen.pooled and len(seen.activations) == len(weights) * seen.cotangents
+    if not known or bool((weights == weights[0]).all()):
+        return seen
+    each = (weights * len(weights)).repeat(seen.cotangents)
+    told = seen.layer, seen.activations, seen.deltas  # of a convolution's images: its patches
+    return Seen(*told, seen.share, seen.counts, cotangents=seen.cotangents, skip=seen.skip, weights=each)
 
 
 class Always:

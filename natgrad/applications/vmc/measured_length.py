@@ -29,6 +29,7 @@ class Prepared(Metric):
     metric: GeometricTensor
     operator: Operator | None = None
     needs_targets = True
+    weighs_inputs = True
 
     @property
     def is_joined(self) -> bool:  # type: ignore[override]

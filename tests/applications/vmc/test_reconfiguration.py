@@ -158,6 +158,36 @@ def test_kronecker_blocks_lower_the_energy(name):
     assert sr.energies[-1].mean < sr.energies[0].mean - 0.1
 
 
+def test_kronecker_factors_weigh_inputs_and_derivatives_by_the_probabilities():
+    torch.manual_seed(0)
+    net, states = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double(), all_spins()
+    p = torch.rand(16, dtype=F64)
+    p = p / p.sum()
+    metric = ng.metrics.geometric_tensor(net, centred=False)
+    found, _ = ng.Kronecker().update(None, metric, ng.trainable(net), (states, p))
+    ones = torch.ones(16, 1, dtype=F64)
+    inner = torch.tanh(net[0](states)).detach()
+    slope = (1 - inner.square()) * net[2].weight.detach()
+    blocks = []
+    for delta, a in ((slope, states), (ones, inner)):  # row (o, i) of [W, b] is delta_o [a, 1]_i
+        a = torch.cat([a, ones], dim=1)
+        block = torch.kron((delta.mT * p) @ delta, (a.mT * p) @ a)
+        o, i = delta.shape[1], a.shape[1]
+        order = torch.arange(o * i).view(o, i)
+        order = torch.cat([order[:, :-1].reshape(-1), order[:, -1]])  # ours has W first, then b
+        blocks.append(block[order][:, order])
+    assert_close(found.dense(), torch.block_diag(*blocks), rtol=1e-12)
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Kronecker(reduce=True), ng.EigenKronecker()])
+def test_a_state_of_twice_the_weight_is_two_states(structure):
+    psi, states = convolution(), torch.sign(torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=F64))
+    metric, params = ng.metrics.geometric_tensor(psi, centred=False), ng.trainable(psi)
+    once, _ = structure.update(None, metric, params, (states[:2], torch.tensor([2 / 3, 1 / 3], dtype=F64)))
+    twice, _ = structure.update(None, metric, params, (states[[0, 0, 1]], torch.full((3,), 1 / 3, dtype=F64)))
+    assert_close(once.dense(), twice.dense(), rtol=1e-10)
+
+
 def convolution() -> ng.LogAmplitude:
     """log psi of eight spins on a ring, the same at every translation."""
     torch.manual_seed(0)
