@@ -1,5 +1,6 @@
 """How a layer is heard: its kind, its taps, its second moments."""
 
+from natgrad.layers.elementwise import square_elementwise
 from natgrad.layers.examples import (
     Examples,
     KnownPlaces,
@@ -56,4 +57,5 @@ __all__ = [
     "recalibrate",
     "record_calls",
     "register",
+    "square_elementwise",
 ]

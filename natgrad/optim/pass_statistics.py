@@ -27,6 +27,7 @@ from natgrad.layers import (
     hear,
     is_asking,
     partitions,
+    square_elementwise,
 )
 from natgrad.metrics import fisher
 from natgrad.optim.aligned_passes import AlignedPasses
@@ -49,8 +50,9 @@ class Reader:
 
     The gradient that a layer explains is compared with the plain one at the first reading that reaches it with a
     gradient that is not zero, and again from time to time (`is_asking`): a second use of its weight may be hidden at
-    first. Parameters where they differ, and parameters without a layer, get squares: the diagonal over examples, by one
-    backward pass to them alone per example with `ExactLabels()`, else from at most sixteen groups of examples.
+    first. Parameters where they differ, and parameters without a layer, get squares: the diagonal over examples. Of
+    those that the model adds or multiplies it takes one backward pass; of others one per example with `ExactLabels()`,
+    else at most sixteen, of groups of examples.
 
     Attributes:
         trusted: Claims of the layers that explain their parameters.
@@ -167,7 +169,8 @@ class Reader:
         )
         self.unsure |= not found.sure
         names = self._without_layer(one.gradients, found)
-        squares = self._squares(rows, names, list(one.cotangents[:own]), one.examples, exact)
+        plain = [dict(zip(one.gradients, each, strict=True)) for each in slopes[:own]]
+        squares = self._squares(rows, names, list(one.cotangents[:own]), one.examples, plain, exact)
         return self._split_reading(replace(found, squares=squares), one, own, slopes), found.answers
 
     def _pass_over(self, apart: Estimate | None) -> Reading:
@@ -245,7 +248,13 @@ class Reader:
         return self.places.find(rows, calls, known, strict, afresh=self.readings % 16 == 0)
 
     def _squares(
-        self, rows: Tensor, names: list[str], cotangents: list[Tensor], examples: Examples, exact: bool
+        self,
+        rows: Tensor,
+        names: list[str],
+        cotangents: list[Tensor],
+        examples: Examples,
+        plain: list[dict[str, Tensor | None]],
+        exact: bool,
     ) -> dict[str, Tensor]:
         """The diagonal over examples of parameters without a layer, those that were reached."""
         if self._named_by_layers():
@@ -257,9 +266,13 @@ class Reader:
         self.passes.align(bool(names), examples.count)
         if not names:
             return {}
-        groups = examples.count if exact else None
-        found = example_squares(rows, [self.leaves[n] for n in names], cotangents, examples, generator, groups)
-        return {name: square for name, square in zip(names, found, strict=True) if square is not None}
+        params = [self.leaves[name] for name in names]
+        gradients = [[each[name] for name in names] for each in plain]
+        found = dict(zip(names, square_elementwise(rows, params, cotangents, examples, gradients), strict=True))
+        if rest := [name for name in names if found[name] is None]:
+            groups, params = examples.count if exact else None, [self.leaves[name] for name in rest]
+            found |= zip(rest, example_squares(rows, params, cotangents, examples, generator, groups), strict=True)
+        return {name: square for name, square in found.items() if square is not None}
 
     def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
         """Whether a layer was just found not to explain its matrix, which this one may."""
