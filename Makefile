@@ -15,7 +15,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .NOTPARALLEL:  # the targets share one environment
-.PHONY: help demo test check docs guide bench clean
+.PHONY: help demo test check docs guide bench package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -43,6 +43,16 @@ guide:  ## one guide's code in an environment of its own, deleted afterwards: ma
 
 bench: $(VENV)/.bench  ## time and memory beside peers (takes minutes; ARGS=kfac for one table)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+package: | $(BIN)/python  ## wheel and source archive in dist/, checked, and the wheel tried in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build twine "pyright[nodejs]"
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	outside=$$(mktemp -d) && trap 'rm -rf "$$outside"' EXIT && $(PYTHON) -m venv "$$outside" && \
+	"$$outside/bin/python" -m pip install --quiet dist/*.whl && cp tests/package/user_program.py "$$outside" && \
+	check="$(abspath $(BIN))/pyright" && cd "$$outside" && bin/python user_program.py && \
+	"$$check" --pythonpath bin/python user_program.py
 
 clean:  ## remove the environment, the site and the caches; runs/ stays
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache

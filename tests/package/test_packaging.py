@@ -105,6 +105,22 @@ def test_workflows_are_read_and_name_what_exists():
     assert f'"torch=={torch.removeprefix("torch>=")}.*"' in text
     for folder in re.findall(r"tests/\w+", text):
         assert (ROOT / folder).is_dir()
+    supported = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert re.search(r"python: (\[.*\])", text)[1] == str(supported).replace("'", '"')
+    assert project["requires-python"] == f">={supported[0]}"
+
+
+def test_workflows_call_what_the_makefile_calls():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = {}
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        commands[path.stem] = re.findall(r"^ *- run: (.+)$", path.read_text(encoding="utf-8"), re.M)
+        for target in re.findall(r"make (\w+)", "\n".join(commands[path.stem])):
+            assert f"\n{target}:" in makefile
+    assert commands["docs"] == ["make docs"]
+    assert commands["package"] == ["make package"]
+    tests = next(one for one in commands["tests"] if one.startswith("python -m pytest -n auto --dist"))
+    assert f"$(BIN)/{tests} $(ARGS)" in makefile
 
 
 def test_a_user_s_program_runs(capsys):
