@@ -221,3 +221,12 @@ def test_points_are_drawn_in_proportion_to_their_residuals():
 def test_pools_that_do_not_do_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         draw_where_large(*arguments)
+
+
+def test_a_term_of_coefficients_alone_is_fitted():
+    k = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None]
+    opt = ng.residuals({"k": k}, {"fit": lambda k, x, y: k[0] * torch.exp(-k[1] * x[0]) - y})
+    for _ in range(20):
+        opt.step(fit=(x, 2 * torch.exp(-0.5 * x[:, 0])))
+    assert (k.detach() - torch.tensor([2.0, 0.5], dtype=torch.float64)).abs().max() < 1e-8

@@ -184,7 +184,7 @@ class Term:
                 if network is None:
                     return None
                 found[name] = network
-        return found
+        return found or None  # a term of coefficients alone has no network
 
     # through tables of derivatives
 

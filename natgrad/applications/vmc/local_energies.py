@@ -12,7 +12,7 @@ from natgrad.applications.vmc.hamiltonians import Hamiltonian
 from natgrad.pure import run_detached
 
 
-def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Tensor, *, chunk_size: int = 2**16) -> Tensor:
+def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_size: int = 2**16) -> Tensor:
     """e(s) = sum_s' <s|H|s'> psi(s') / psi(s).
 
     Args:
@@ -20,7 +20,7 @@ def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Tensor, *, chunk
         hamiltonian: An `ng.vmc.Hamiltonian`; anything with `connected(states)` that gives states (b, k, n) and elements
             (b, k); NetKet's operators, by their `get_conn_padded`, on NumPy arrays; or anything with
             `local_energies(psi, states)`, such as `ng.vmc.Molecule`.
-        states: s, shape (..., n).
+        states: s, shape (..., n): a tensor, or an array of NumPy's or JAX's, as NetKet's samplers give them.
         chunk_size: Amplitudes that are computed at a time.
 
     Returns:
@@ -34,6 +34,7 @@ def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Tensor, *, chunk
         >>> ng.vmc.local_energies(psi, ng.vmc.TransverseIsing(3), torch.ones(2, 3)).shape
         torch.Size([2])
     """
+    states = read_states(psi, states)
     flat = states.reshape(-1, states.shape[-1]) if states.dim() > 2 else states
     with torch.no_grad():
         if isinstance(hamiltonian, Hamiltonian):
@@ -95,6 +96,26 @@ def check_connections(operator: Any, others: Any, values: Any, states: Tensor) -
             f"{type(operator).__name__}.connected(states) returned {told[0]} and {told[1]} for states {(b, n)}, "
             f"expected tensors: the connected states ({b}, k, {n}) and their elements ({b}, k), padded with zeros"
         )
+
+
+def read_states(psi: LogAmplitude, states: Any) -> Tensor:
+    """States as a tensor; those of an array in the dtype and on the device of the wave function.
+
+    Args:
+        psi: The wave function.
+        states: A tensor, which stays as it is, or an array.
+    """
+    return states if isinstance(states, Tensor) else read_numbers(psi, states).to(psi.dtype)
+
+
+def read_numbers(psi: LogAmplitude, numbers: Any) -> Tensor:
+    """Numbers as a tensor; those of an array on the device of the wave function.
+
+    Args:
+        psi: The wave function.
+        numbers: A tensor, which stays as it is, or an array.
+    """
+    return numbers if isinstance(numbers, Tensor) else torch.as_tensor(as_array(numbers)).to(psi.device)
 
 
 def as_array(part: Any) -> Any:

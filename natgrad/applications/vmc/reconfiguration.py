@@ -11,6 +11,7 @@ from torch import Tensor
 from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
+from natgrad.applications.vmc.local_energies import read_numbers, read_states
 from natgrad.applications.vmc.measured_length import Prepared, ReconfigurationOptimizer
 from natgrad.checks import check_number, check_positive, check_share
 from natgrad.damping import Constant, Damping
@@ -61,7 +62,8 @@ def stochastic_reconfiguration(
 
     Raises:
         TypeError: If psi is not an `ng.LogAmplitude`.
-        ValueError: For numbers out of range, and for momentum with a damping of each block's own.
+        ValueError: For numbers out of range, for momentum with a damping of each block's own, and for a damping or a
+            rule that compares the loss at several points: samples belong to one psi.
 
     Reference:
         Sorella 1998 (SR); Chen & Heyl 2024 (minSR); Goldshlager, Abrahamsen & Lin 2024 (SPRING); Pfau, Spencer,
@@ -84,6 +86,7 @@ def stochastic_reconfiguration(
         damping = Constant(damping, per="loss")
     if momentum and damping.per_block:
         raise ValueError(f"damping is {damping}, expected one for the whole of S with momentum: SPRING pulls by it")
+    check_needs_no_loss(damping, rule)
     inner = solver or Auto()
     centred = structure is None or isinstance(structure, (Exact, Dense))
     metric = Prepared(geometric_tensor(psi, centred=centred, outputs=psi.take_moving))
@@ -123,12 +126,13 @@ class StochasticReconfiguration:
         return write_choices(self, psi=self.psi.net, lr=lr, **chosen, clip=self.clip, steps=steps)
 
     def step(
-        self, states: Tensor, local_energies: Tensor, weights: Tensor | None = None, *, enumerated: bool = False
+        self, states: Any, local_energies: Any, weights: Any = None, *, enumerated: bool = False
     ) -> EnergyEstimate:
         """One step.
 
         Args:
-            states: Samples of |psi|^2, shape (b, ...); or of several chains, shape (chains, b, ...).
+            states: Samples of |psi|^2, shape (b, ...); or of several chains, shape (chains, b, ...). A tensor, or an
+                array of NumPy's or JAX's, as NetKet has them; so are the next two.
             local_energies: (H psi)(s) / psi(s), shape (b,) or (chains, b), real or complex.
             weights: Of the samples, with sum one, same shape. None: equal ones.
             enumerated: True if the states are all there are, with their probabilities as weights.
@@ -144,6 +148,8 @@ class StochasticReconfiguration:
                 names the sample. Nothing is changed then.
         """
         processes = self.processes
+        states, local_energies = read_states(self.psi, states), read_numbers(self.psi, local_energies)
+        weights = None if weights is None else read_numbers(self.psi, weights)
         prepared = self.optimizer.metric
         assert isinstance(prepared, Prepared)
         with processes.failing_together(self.psi.device):
@@ -213,6 +219,19 @@ class StochasticReconfiguration:
         """The local energies of all processes, with their weights."""
         shares = None if weights is None else self.processes.gather_rows(weights)
         return gather_numbers(self.processes, local_energies), shares
+
+
+def check_needs_no_loss(damping: Damping, rule: Rule | None) -> None:
+    """ValueError for a damping or a rule that compares the loss before and after a step."""
+    for name, chosen, other, needs in (
+        ("damping", damping, "a number or ng.Relative(1e-3)", damping.needs_ratio),
+        ("rule", rule, "ng.TrustRegion(radius) or ng.Rate()", rule is not None and rule.needs_loss),
+    ):
+        if needs:
+            raise ValueError(
+                f"{name} is {chosen}, which compares the loss at several points, and the samples of a step belong to "
+                f"one psi: take {other}"
+            )
 
 
 def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None) -> Tensor:
