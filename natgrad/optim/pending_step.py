@@ -288,7 +288,7 @@ class Attempt:
         assert isinstance(step, BlockStep)
         expected = float(0.5 * self.nats * step.form())
         found = self.batch.measure(step.vector, expected)
-        compare_kl(self.clock, 0.5 * float(self.nats) * found, expected)
+        compare_kl(self.clock, 0.5 * float(self.nats) * found, expected, self.shapes and self.rule.steady)
         if math.isnan(found):
             return None
         return replace(step, true=Lazy(value=torch.full_like(step.form(), found)))

@@ -9,6 +9,7 @@ from typing import Any
 Clock = dict[str, Any]
 WATCHED = 20  # steps after one that was near its bound
 RAMP = 5  # steps after which the intervals between updates grow by one
+TURNED = 2  # times as long they are once noise has hidden the gradient, and whitened inputs are all that is asked for
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
 FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
 UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, before any was compared
@@ -67,9 +68,11 @@ def start_clock() -> Clock:
 def due(clock: Clock, event: str, every: int) -> bool:
     """Whether it is time: after the interval, at most `every` steps apart.
 
-    The interval is the drift's, and no shorter than one step in the first five, and one more after each five more.
+    The interval is the drift's, and no shorter than one step in the first five, and one more after each five more. It
+    is twice as long for a rule that has turned to directions of its own.
     """
-    return clock["step"] - clock[event] >= min(every, max(int(clock["interval"]), 1 + clock["step"] // RAMP))
+    interval = max(int(clock["interval"]), 1 + clock["step"] // RAMP) * (1 if clock["turned"] < 0 else TURNED)
+    return clock["step"] - clock[event] >= min(every, interval)
 
 
 def due_to_measure(clock: Clock, every: int) -> bool:
@@ -122,18 +125,21 @@ def pace(clock: Clock, change: float | None, most: int) -> None:
         clock["interval"] = min(max(clock["interval"] * factor, 1.0), float(most))
 
 
-def compare_kl(clock: Clock, found: float, expected: float) -> None:
+def compare_kl(clock: Clock, found: float, expected: float, fixed: bool) -> None:
     """Learn from a step that was measured on its own batch how far estimates may be off.
 
     Args:
-        clock: Holds the doubt.
+        clock: Holds the doubt, and the form along steps of fixed length, which is set right.
         found: Nats that the step moves; NaN where that could not be measured.
         expected: The estimate of it.
+        fixed: True if the step is of such a length.
     """
     clock["compared"] = clock["step"]
     if math.isfinite(found) and expected > 0:
         past = MARGIN if clock["doubt"] == UNKNOWN else clock["doubt"]
         clock["doubt"] = max(MARGIN * max(found / expected, 1.0), FORGETS * past)
+        if fixed and clock["formed"] >= 0:
+            clock |= {"formed": clock["step"], "form": clock["form"] * found / expected}
 
 
 def is_watched(clock: Clock) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.optim.running_averages import change
-from natgrad.optim.schedule import RAMP, TOLERANCE, due, pace, start_clock
+from natgrad.optim.schedule import RAMP, TOLERANCE, TURNED, compare_kl, due, pace, recent_form, start_clock
 
 STEPS = 60
 
@@ -97,6 +97,25 @@ def test_small_changes_lengthen_the_interval_and_large_ones_shorten_it():
     assert clock["interval"] == 20.0
     assert not due(clock | {"step": 1019, "updated": 1000}, "updated", 20)
     assert due(clock | {"step": 1020, "updated": 1000}, "updated", 20)
+
+
+def test_intervals_grow_where_noise_has_hidden_the_gradient():
+    clock = start_clock() | {"step": 30, "updated": 30, "turned": 20}
+    longer = (1 + 30 // RAMP) * TURNED
+    assert longer < 20
+    assert [due(clock | {"updated": 30 - gap}, "updated", 20) for gap in (longer - 1, longer)] == [False, True]
+    assert due(clock | {"updated": 30 - longer // TURNED, "turned": -1}, "updated", 20)
+    assert due(clock | {"updated": 20}, "updated", 10)  # never further apart than was said
+
+
+def test_what_a_batch_told_of_a_fixed_step_is_believed_in_place_of_the_blocks_form():
+    clock = start_clock() | {"step": 30, "formed": 28, "form": 8.0}
+    compare_kl(clock, 0.5, 2.0, fixed=True)
+    assert (clock["formed"], clock["form"]) == (30, 2.0)
+    assert recent_form(clock, 0.5) == 0.5
+    for found, fixed in ((float("nan"), True), (1.0, False)):
+        compare_kl(clock, found, 2.0, fixed)
+        assert clock["form"] == 2.0
 
 
 def test_an_averages_first_reading_says_nothing():
