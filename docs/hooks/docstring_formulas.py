@@ -16,6 +16,8 @@ KEPT = re.compile(
     r"(`[^`]*`|^ *>>> .*\n(?:(?! *\n).+\n?)*|(?<=\n\n)(?: {4,}.*\n?)+|^ *[\w*]+(?: \([^)]*\))?: |\n\s*\n)", re.M
 )
 """Code, examples, blocks, the names of arguments, the ends of paragraphs."""
+TAG = re.compile(r"<(?=[A-Za-z])(?!https?:)")
+"""What Markdown would take for HTML, as in `D = 2 <l>`."""
 
 
 def typeset_docstring(text: str) -> str:
@@ -40,6 +42,6 @@ def typeset_text(text: str) -> str:
         return text
     done, last = "", 0
     for run in find_formulas(text):
-        done += text[last : run[0].start] + f"${write_latex(run)}$"
+        done += TAG.sub("&lt;", text[last : run[0].start]) + f"${write_latex(run)}$"
         last = run[-1].end
-    return done + text[last:]
+    return done + TAG.sub("&lt;", text[last:])

@@ -39,12 +39,13 @@ def needs_space(left: Piece, right: Piece) -> bool:
 
 
 def is_word(text: str) -> bool:
-    """True for a name of several letters that is neither Greek nor a function.
+    """True for a name of several letters that is not Greek: `damping`, `log`.
 
     Args:
         text: A name.
     """
-    return len(text.partition("_")[0].rstrip("'")) > 1 and text[0].isalpha() and r"\mathrm" in write_symbol(text)
+    stem = text.partition("_")[0].rstrip("'")
+    return len(stem) > 1 and stem.isalpha() and (stem in KNOWN or r"\mathrm" in write_stem(stem))
 
 
 def write_piece(run: list[Piece], i: int) -> tuple[str, int]:

@@ -27,8 +27,9 @@ def write_without_spaces(text: str) -> str:
     [
         ("Largest a with 1/2 (a d)^T G (a d) <= radius, so", r"with$1/2(a d)^{T}G(a d)\le\mathrm{radius}$,so"),
         ("so a = sqrt(2 radius / d^T G d).", r"so$a=\sqrt{2\,\mathrm{radius}/d^{T}G d}$."),
-        ("E_x E_{y ~ p(y|x)} [grad log p]", r"$\mathrm{E}_{x}\mathrm{E}_{y \sim p(y|x)}[\nabla\log p]$"),
+        ("E_x E_{y ~ p(y|x)} [grad log p]", r"$\mathrm{E}_{x}\mathrm{E}_{y \sim p(y|x)}[\nabla\,\log\,p]$"),
         ("a root U (n, r), G = U U^T.", "U(n,r),$G=U U^{T}$."),
+        ("D = 2 <l> + const of <s|H|s>", "D = 2 &lt;l> + const of &lt;s|H|s>"),
         ("v <- decay * v + proposal; v", r"$v\leftarrow\mathrm{decay}\cdot v+\mathrm{proposal}$;v"),
         ("S (x) A per layer, KL(q || p)", r"$S\otimes A$per layer,$\mathrm{KL}(q\|p)$"),
         ("sum_{i < j} J_ij w'_i, A^-1/2", r"$\sum_{i < j}J_{ij}w'_{i}$,$A^{-1/2}$"),
