@@ -111,7 +111,7 @@ def learning_table(repeats: int) -> None:
 def search_functions(choices: Choices) -> None:
     from benchmarks import search  # needs cma, which no other table does
 
-    title = f"Evaluations to 1e-8, {said(choices.search_seeds)}"
+    title = f"Evaluations to 1e-8, {list_seeds(choices.search_seeds)}"
     stream(title, search.figures(choices.search_seeds), search.HEADS)
     stream(f"{title}, XNES", search.natural_figures(choices.search_seeds), (*search.HEADS[:2], "cmaes.XNES"))
 
@@ -119,7 +119,7 @@ def search_functions(choices: Choices) -> None:
 def search_surrogate(choices: Choices) -> None:
     from benchmarks import search
 
-    title = f"Evaluations to 1e-8 with a quadratic model, {said(choices.search_seeds)}; kept in {search.KNOWN}"
+    title = f"Evaluations to 1e-8 with a quadratic model, {list_seeds(choices.search_seeds)}; kept in {search.KNOWN}"
     stream(title, search.surrogate_figures(choices.search_seeds), search.SURROGATE_HEADS)
 
 
@@ -127,9 +127,8 @@ def search_bbob(choices: Choices) -> None:
     from benchmarks import search
 
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
-    title = (
-        f"BBOB to 1e-8 in 5-d and 20-d, {said(choices.search_seeds)}; f15 with BIPOP, others begun again where they end"
-    )
+    seeds = list_seeds(choices.search_seeds)
+    title = f"BBOB to 1e-8 in 5-d and 20-d, {seeds}; f15 with BIPOP, others begun again where they end"
     stream(title, search.bbob_figures(choices.search_seeds, cases), search.BBOB_HEADS)
 
 
@@ -137,7 +136,7 @@ def search_bits(choices: Choices) -> None:
     from benchmarks import search_bits
 
     stream(
-        f"Bits and categories, {said(choices.search_seeds)}",
+        f"Bits and categories, {list_seeds(choices.search_seeds)}",
         search_bits.figures(choices.search_seeds),
         search_bits.HEADS,
     )
@@ -147,21 +146,23 @@ def search_pbo(choices: Choices) -> None:
     from benchmarks import search_pbo
 
     budget = f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations"
-    title = f"{budget}, {said(choices.search_seeds)}; kept in {search_pbo.KNOWN}"
+    title = f"{budget}, {list_seeds(choices.search_seeds)}; kept in {search_pbo.KNOWN}"
     stream(title, search_pbo.figures(choices.search_seeds), search_pbo.HEADS)
 
 
 def search_landscapes(choices: Choices) -> None:
     from benchmarks import search_landscapes
 
-    title = f"{search_landscapes.BUDGET} evaluations, {said(choices.search_seeds)}; kept in {search_landscapes.KNOWN}"
+    title = (
+        f"{search_landscapes.BUDGET} evaluations, {list_seeds(choices.search_seeds)}; kept in {search_landscapes.KNOWN}"
+    )
     stream(title, search_landscapes.figures(choices.search_seeds), search_landscapes.HEADS)
 
 
 def search_noise(choices: Choices) -> None:
     from benchmarks import search_noise
 
-    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {said(choices.search_seeds)}"
+    title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {list_seeds(choices.search_seeds)}"
     stream(title, search_noise.figures(choices.search_seeds), search_noise.HEADS)
 
 
@@ -173,7 +174,7 @@ def search_cost(choices: Choices) -> None:
     stream("Memory and time of a generation", search_costs.memory(), search_costs.MEMORY_HEADS)
 
 
-def said(seeds: range) -> str:
+def list_seeds(seeds: range) -> str:
     return f"seeds {seeds[0]} to {seeds[-1]}"
 
 
@@ -210,7 +211,9 @@ def wake_sleep_table(repeats: int) -> None:
 def residual_races(choices: Choices) -> None:
     seeds = choices.seeds or range(5)
     rows = residuals.report(seeds, choices.workloads, choices.seconds, choices.methods)
-    title = f"Relative error, {said(seeds)}: median (least to largest) at equal CPU seconds of one thread, float64"
+    title = (
+        f"Relative error, {list_seeds(seeds)}: median (least to largest) at equal CPU seconds of one thread, float64"
+    )
     stream(title, rows, residuals.HEADS)
 
 
@@ -283,8 +286,8 @@ def as_seeds(text: str) -> range:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [*TABLES, "search", *SEARCHES, *RACES]
-    said = f"of {', '.join(names)}; all but step by default; search is all search-..."
-    parser.add_argument("tables", nargs="*", help=said)
+    tables = f"of {', '.join(names)}; all but step by default; search is all search-..."
+    parser.add_argument("tables", nargs="*", help=tables)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--seeds", type=as_seeds, help="of searches: 10, or 10:30 [10]; of step: how many [3]")
     parser.add_argument("--workloads", type=as_words, default=(), help="of step: char,vit [all]")

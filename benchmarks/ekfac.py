@@ -9,7 +9,7 @@ import torch
 
 import natgrad as ng
 from benchmarks.timing import ratios
-from benchmarks.training import Training, classifier
+from benchmarks.training import TrainingCase, classifier
 from natgrad.linalg import eigh
 from natgrad.operators import Arranged
 from natgrad.structures import Layerwise
@@ -18,7 +18,7 @@ HEADS = ("time / gradient",)
 STALE = 0.9999  # eigenvectors are kept, whatever has become of the factors
 
 
-def works(work: Training) -> dict[str, Callable[[], object]]:
+def works(work: TrainingCase) -> dict[str, Callable[[], object]]:
     """Each from the parameters: a forward pass of its own, drawn labels and their backward pass included."""
     model = work.build()
     params, metric = dict(ng.trainable(model)), ng.fisher(model, work.criterion)
@@ -40,7 +40,7 @@ def works(work: Training) -> dict[str, Callable[[], object]]:
     }
 
 
-def gradient_of(work: Training) -> Callable[[], object]:
+def gradient_of(work: TrainingCase) -> Callable[[], object]:
     """One forward and backward pass."""
     model = work.build()
     params = list(model.parameters())

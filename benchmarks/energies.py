@@ -31,7 +31,7 @@ class Batched(ng.Density):
 
 
 @dataclass(frozen=True)
-class Task:
+class EnergyTask:
     """log p, parameters to start from ({}: the module's own), and rows (n, N) in random order."""
 
     log_p: Any
@@ -76,51 +76,51 @@ def smooth(p: Params, x: Tensor) -> Tensor:
     return -(p["a"].exp() * torch.sqrt((x @ p["W"].mT - p["m"]) ** 2 + 0.01)).sum(1)
 
 
-def make(name: str, which: int) -> Task:
+def make(name: str, which: int) -> EnergyTask:
     """The task of one model on its data 0, 1 or 2; the same at every call."""
     g = generator(100 + which)
     torch.manual_seed(100 + which)
     return MODELS[name](which, g, lambda *size: torch.randn(*size, generator=g))
 
 
-def ica_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def ica_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     scales = torch.tensor([0.3, 0.5, 1, 1, 1, 1, 2, 3])
     sources = [laplace(g, 3000, 8), student(g, 5, 3000, 8), laplace(g, 3000, 8) * scales][which]
-    return Task(Batched(ica), {"W": r(8, 8) / 8**0.5}, shuffle_rows(sources @ r(8, 8)))
+    return EnergyTask(Batched(ica), {"W": r(8, 8) / 8**0.5}, shuffle_rows(sources @ r(8, 8)))
 
 
-def products_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def products_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     x = [table("diabetes"), table("cancer"), laplace(g, 3000, 10) @ (r(10, 10) / 3)][which]
     n = x.shape[1]
-    return Task(Batched(products), {"W": r(2 * n, n) / n**0.5, "nu": torch.zeros(2 * n)}, shuffle_rows(x))
+    return EnergyTask(Batched(products), {"W": r(2 * n, n) / n**0.5, "nu": torch.zeros(2 * n)}, shuffle_rows(x))
 
 
-def two_layer_task(which: int, g: torch.Generator, r: Draw) -> Task:
-    return Task(TwoLayer(), {"W": 0.5 * r(8, 8), "V": 0.5 * r(8, 8)}, shuffle_rows(common_scales(4000, 8, which)))
+def two_layer_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
+    return EnergyTask(TwoLayer(), {"W": 0.5 * r(8, 8), "V": 0.5 * r(8, 8)}, shuffle_rows(common_scales(4000, 8, which)))
 
 
-def mixture_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def mixture_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     blobs = datasets.make_blobs(2500, 4, centers=5, cluster_std=1.5, random_state=1)[0]
     x = [plane("ring", 0), components(3, [0, 1, 2, 3]), white(blobs)][which]
     n = x.shape[1]
     start = {"w": torch.zeros(6), "m": (2 if which == 0 else 1) * r(6, n), "s": torch.zeros(6, n)}
-    return Task(Batched(mixture), start, shuffle_rows(x))
+    return EnergyTask(Batched(mixture), start, shuffle_rows(x))
 
 
-def mlp_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def mlp_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     net = nn.Sequential(nn.Linear(2, 16), nn.Softplus(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, 1))
-    return Task(net, {}, shuffle_rows(plane(["moons", "circles", "ring"][which], which)))
+    return EnergyTask(net, {}, shuffle_rows(plane(["moons", "circles", "ring"][which], which)))
 
 
-def harmonium_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def harmonium_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     ring = plane("ring", 1) @ r(2, 6) + 0.5 * r(2500, 6)
     x = [ring, components(10, list(range(10))), laplace(g, 3000, 8) @ r(8, 8) / 3][which]
     n = x.shape[1]
     start = {"b": torch.zeros(n), "s": torch.zeros(n), "W": 0.1 * r(12, n), "c": torch.zeros(12)}
-    return Task(Batched(harmonium), start, shuffle_rows(x))
+    return EnergyTask(Batched(harmonium), start, shuffle_rows(x))
 
 
-def torus_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def torus_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     chained = r(2500, 3) @ torch.tensor([[1, 0.5, 0], [0, 0.7, 0.3], [0, 0, 0.4]])
     uniform = math.pi * (2 * torch.rand(2500, 4, generator=g) - 1) + 2 * torch.arange(4.0)
     x = [chained, uniform, (r(2500, 5) @ r(5, 5)) * 0.3][which]
@@ -128,33 +128,33 @@ def torus_task(which: int, g: torch.Generator, r: Draw) -> Task:
         x = torch.cat([x[:, :2], x[:, :2] + 0.4 * r(2500, 2)], 1)
     n = x.shape[1]
     start = {"k": torch.zeros(n), "l": torch.zeros(n), "A": 0.1 * r(n, n), "B": 0.1 * r(n, n)}
-    return Task(Batched(torus), start, shuffle_rows(x))
+    return EnergyTask(Batched(torus), start, shuffle_rows(x))
 
 
-def precision_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def precision_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     spread = torch.diag(10 ** torch.linspace(-1, 1, 8))
     mixes = [r(8, 8) / 3, spread @ torch.linalg.qr(r(8, 8))[0], torch.eye(8) + 0.5]
-    return Task(Batched(precision), {"L": torch.eye(8) + 0.1 * r(8, 8)}, shuffle_rows(r(3000, 8) @ mixes[which]))
+    return EnergyTask(Batched(precision), {"L": torch.eye(8) + 0.1 * r(8, 8)}, shuffle_rows(r(3000, 8) @ mixes[which]))
 
 
-def quartic_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def quartic_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     n = 5
     z = r(2500, n)
     modes = z.sign() + 0.3 * r(2500, n) + 0.3 * z[:, :1]
     bounded = z / (1 + z.abs()) @ r(n, n)
     cubes = (2 * torch.rand(2500, n, generator=g) - 1) @ (torch.eye(n) + 0.3 * r(n, n))
     x = [modes, bounded, cubes][which]
-    return Task(Batched(quartic), {"q": torch.zeros(n), "A": 0.1 * r(n, n), "h": torch.zeros(n)}, shuffle_rows(x))
+    return EnergyTask(Batched(quartic), {"q": torch.zeros(n), "A": 0.1 * r(n, n), "h": torch.zeros(n)}, shuffle_rows(x))
 
 
-def smooth_task(which: int, g: torch.Generator, r: Draw) -> Task:
+def smooth_task(which: int, g: torch.Generator, r: Draw) -> EnergyTask:
     x = [laplace(g, 2500, 4) @ r(4, 4), table("diabetes")[:, :6], student(g, 4, 2500, 5)][which]
     n = x.shape[1]
     start = {"a": torch.zeros(n), "m": torch.zeros(n), "W": torch.eye(n) + 0.1 * r(n, n)}
-    return Task(Batched(smooth), start, shuffle_rows(x))
+    return EnergyTask(Batched(smooth), start, shuffle_rows(x))
 
 
-MODELS: dict[str, Callable[[int, torch.Generator, Draw], Task]] = {
+MODELS: dict[str, Callable[[int, torch.Generator, Draw], EnergyTask]] = {
     "ica": ica_task,
     "products": products_task,
     "mixture": mixture_task,

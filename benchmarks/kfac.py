@@ -15,8 +15,8 @@ from torch import nn
 
 import natgrad as ng
 from benchmarks.timing import Ratio, ratio
-from benchmarks.training import Training, classifier
-from natgrad_lab.experiments.contestants import Muon, Together
+from benchmarks.training import TrainingCase, classifier
+from natgrad_lab.experiments.contestants import JoinedOptimizers, Muon
 
 CYCLE = 20  # steps that are timed together: one update of the statistics and one of the inverses
 HEADS = ("step / SGD step",)
@@ -41,7 +41,7 @@ def muon_single(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer
     """The same in float32, with Adam on what is not a matrix."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
-    return Together(Muon(matrices, RATE), torch.optim.Adam(rest, lr=RATE, fused=True))
+    return JoinedOptimizers(Muon(matrices, RATE), torch.optim.Adam(rest, lr=RATE, fused=True))
 
 
 def soap(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
@@ -69,7 +69,7 @@ CONTESTANTS: dict[str, Make] = {
 }
 
 
-def iteration(work: Training, make: Make, late: bool = True) -> Callable[[], object]:
+def iteration(work: TrainingCase, make: Make, late: bool = True) -> Callable[[], object]:
     """A whole step of a fresh model; late in training, where the intervals are as long as they get."""
     torch.manual_seed(0)
     model = work.build()
@@ -110,7 +110,7 @@ def cycles(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, Ra
     return {name: ratio(values, base) for name, values in kept.items()}
 
 
-def report(work: Training, repeats: int, names: Iterable[str] = CONTESTANTS) -> list[tuple[str, ...]]:
+def report(work: TrainingCase, repeats: int, names: Iterable[str] = CONTESTANTS) -> list[tuple[str, ...]]:
     """Rows (optimizer, its step in SGD steps), SGD's own in milliseconds."""
     steps = {name: iteration(work, CONTESTANTS[name]) for name in names}
     found = cycles(steps, repeats)
@@ -129,7 +129,7 @@ AT_FIRST: dict[str, Make] = {
 }
 
 
-def first_steps(work: Training, names: Iterable[str] = AT_FIRST) -> list[tuple[str, ...]]:
+def first_steps(work: TrainingCase, names: Iterable[str] = AT_FIRST) -> list[tuple[str, ...]]:
     """Rows (optimizer, its first hundred steps in as many SGD steps, the first and the last ten): every step in turn.
 
     Ours train with their own rates, so that the statistics drift as they do at the start of a run.

@@ -13,7 +13,7 @@ from torch import nn
 import natgrad as ng
 from benchmarks.training import classifier
 from natgrad_lab.data import fashion_mnist
-from natgrad_lab.experiments.contestants import Muon, Together
+from natgrad_lab.experiments.contestants import JoinedOptimizers, Muon
 
 GOAL, SECONDS, SEEDS = 0.25, 15.0, (0, 1, 2)
 HEADS = (f"seconds to {GOAL}", f"loss after {SECONDS:.0f} s", "best test loss")
@@ -29,7 +29,7 @@ def muon(rate: float) -> Make:
 
     def make(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
         matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == want] for want in (True, False))
-        return Together(Muon(matrices, rate), torch.optim.Adam(rest, lr=1e-3))
+        return JoinedOptimizers(Muon(matrices, rate), torch.optim.Adam(rest, lr=1e-3))
 
     return make
 
@@ -45,7 +45,7 @@ CONTESTANTS: dict[str, Make] = {
 
 
 @dataclass
-class Run:
+class LearningRun:
     """Evaluations (seconds, training loss, test loss) of one run, about one a second."""
 
     rows: list[tuple[float, float, float]]
@@ -61,14 +61,14 @@ class Run:
         return self.rows[-1][1]
 
 
-def run(make: Make, seed: int) -> Run:
+def run(make: Make, seed: int) -> LearningRun:
     """Train for SECONDS with batches of 512; evaluations do not count."""
     torch.manual_seed(seed)
     work, data = classifier(), fashion_mnist().flat()
     model = work.build()
     optimizer = make(model, work.criterion)
     loss_of = getattr(optimizer, "loss", work.criterion)
-    spent, found = 0.0, Run([])
+    spent, found = 0.0, LearningRun([])
     while spent < SECONDS:
         picked = torch.randint(0, len(data.train_x), (512,))
         start = time.process_time()

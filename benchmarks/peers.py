@@ -42,10 +42,10 @@ def contestant(name: str, batch: int, rates: Sequence[float] | None = None, but:
     if name in FAMILY:
         title, recipe = FAMILY[name]
         return replace(apply_recipe(title, recipe, grid(batch=(batch,))), falls=falling)
-    return replace(made(name, batch, widen(rates or RATES[name]), but), falls=falling)
+    return replace(make_peer(name, batch, widen(rates or RATES[name]), but), falls=falling)
 
 
-def made(name: str, batch: int, rates: Sequence[float], but: Sequence[str]) -> Contestant:
+def make_peer(name: str, batch: int, rates: Sequence[float], but: Sequence[str]) -> Contestant:
     """A peer. Adam, and what of Muon's parameters is Adam's, have the betas .9 and .95 of language models."""
     if name == "muon":
         return contestants.muon(grid(batch=(batch,), lr=rates, adam_lr=(3e-3,)), but=but)

@@ -27,7 +27,7 @@ CANDIDATES = 6
 
 
 @dataclass(frozen=True)
-class Jets:
+class TermJets:
     """An unknown at points, with any leading shape: value (m,), first derivatives (m, d), second ones (m, groups)."""
 
     u: Tensor
@@ -40,7 +40,7 @@ Formula = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FormulaTerm:
     """A term: a formula, and the sets of coordinates over which it sums second derivatives."""
 
     formula: Formula
@@ -50,12 +50,12 @@ class Piece:
     def term(self, count: int) -> Callable[..., Tensor]:
         """For `ng.residuals`: unknowns and a point -> residual."""
 
-        def read(u: Any, x: Tensor) -> Jets:
+        def read(u: Any, x: Tensor) -> TermJets:
             value = u(x)
             if not self.derivatives:
-                return Jets(value, value, value)
+                return TermJets(value, value, value)
             second = [ng.laplacian(u, x, dims=group) for group in self.groups]
-            return Jets(value, ng.jacobian(u, x), torch.stack(second, -1) if second else value[:, None])
+            return TermJets(value, ng.jacobian(u, x), torch.stack(second, -1) if second else value[:, None])
 
         if count == 1:
             return lambda u, x: self.formula(x, read(u, x))
@@ -63,7 +63,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Equation:
+class BoundaryProblem:
     """A boundary value problem.
 
     Args:
@@ -81,7 +81,7 @@ class Equation:
 
     name: str
     nets: tuple[tuple[Any, ...], ...]
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, FormulaTerm]
     draw: Callable[[torch.Generator], Points]
     exact: Callable[[Tensor], Tensor]
     test: Tensor
@@ -132,17 +132,17 @@ def build_net(sizes: tuple[Any, ...]) -> nn.Module:
     return net if isinstance(sizes[-1], int) else sizes[-1](net)
 
 
-def differentiate(net: nn.Module, x: Tensor, piece: Piece) -> Jets:
+def differentiate(net: nn.Module, x: Tensor, piece: FormulaTerm) -> TermJets:
     """The jets of a batch, carried forward through the layers: cheaper for everyone than backward passes twice."""
     if not piece.derivatives:
         value = net(x)
-        return Jets(value, value, value)
+        return TermJets(value, value, value)
     if isinstance(net, HardConstraint):
         inner = differentiate(net.net, x, piece)
         stacked = torch.cat([inner.u[None], inner.first.movedim(-1, 0), inner.second.movedim(-1, 0)])
         layout, count = JetLayout(tuple(range(x.shape[1])), piece.groups), 1 + x.shape[1]
         jets, _ = Constraint(net.distance, net.values).push(x, layout, stacked)
-        return Jets(jets[0], jets[1:count].movedim(0, -1), jets[count:].movedim(0, -1))
+        return TermJets(jets[0], jets[1:count].movedim(0, -1), jets[count:].movedim(0, -1))
     assert isinstance(net, nn.Sequential)
     value, count = x, x.shape[1]
     first = torch.eye(count, dtype=x.dtype).unsqueeze(1).expand(count, *x.shape)
@@ -159,7 +159,7 @@ def differentiate(net: nn.Module, x: Tensor, piece: Piece) -> Jets:
             if squares:
                 second = slope * second - 2 * value * slope * torch.stack(squares)
             first = slope * first
-    return Jets(value, first.movedim(0, -1), second.movedim(0, -1))
+    return TermJets(value, first.movedim(0, -1), second.movedim(0, -1))
 
 
 def embed(layer: Periodic, x: Tensor, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,49 +198,49 @@ def test_points(count: int, dims: int) -> Tensor:
     return uniform(count, dims, torch.Generator().manual_seed(3))
 
 
-def fit(exact: Callable[[Tensor], Tensor]) -> Piece:
+def fit(exact: Callable[[Tensor], Tensor]) -> FormulaTerm:
     """u = exact."""
-    return Piece(lambda x, jets, *_: jets.u - exact(x), derivatives=False)
+    return FormulaTerm(lambda x, jets, *_: jets.u - exact(x), derivatives=False)
 
 
 # equations
 
 
-def poisson(dims: int, sizes: tuple[int, ...]) -> Equation:
+def poisson(dims: int, sizes: tuple[int, ...]) -> BoundaryProblem:
     """-Laplace u = f in the unit cube, u = sum of cosines (product of sines in two dimensions), values on the faces."""
     two, every = dims == 2, tuple(range(dims))
 
     def exact(x: Tensor) -> Tensor:
         return (torch.sin(math.pi * x).prod(-1) if two else torch.cos(math.pi * x).sum(-1)).unsqueeze(-1)
 
-    def inside(x: Tensor, jets: Jets) -> Tensor:
+    def inside(x: Tensor, jets: TermJets) -> Tensor:
         return jets.second[..., 0] + (2 if two else 1) * math.pi**2 * exact(x)
 
     counts = (400, 120) if two else (800, 300)
-    return Equation(
+    return BoundaryProblem(
         f"Poisson, {dims} dimensions",
         (sizes,),
-        {"inside": Piece(inside, (every,)), "boundary": fit(exact)},
+        {"inside": FormulaTerm(inside, (every,)), "boundary": fit(exact)},
         lambda g: {"inside": uniform(counts[0], dims, g), "boundary": on_faces(counts[1], dims, g)},
         exact,
         test_points(4000, dims),
     )
 
 
-def squares(dims: int = 100) -> Equation:
+def squares(dims: int = 100) -> BoundaryProblem:
     """Laplace u = 2 d in the unit cube, u = |x|^2, points anew (arXiv 2505.12149, a smaller net)."""
 
     def exact(x: Tensor) -> Tensor:
         return x.square().sum(-1, keepdim=True)
 
-    def inside(x: Tensor, jets: Jets) -> Tensor:
+    def inside(x: Tensor, jets: TermJets) -> Tensor:
         return jets.second[..., 0] - 2 * dims
 
-    return Equation(
+    return BoundaryProblem(
         f"Poisson, {dims} dimensions",
         ((dims, 64, 64, 1),),
         {
-            "inside": Piece(lambda x, jets: jets.second[..., 0] - 2 * dims, (tuple(range(dims)),)),
+            "inside": FormulaTerm(lambda x, jets: jets.second[..., 0] - 2 * dims, (tuple(range(dims)),)),
             "boundary": fit(exact),
         },
         lambda g: {"inside": uniform(100, dims, g), "boundary": on_faces(50, dims, g)},
@@ -251,7 +251,7 @@ def squares(dims: int = 100) -> Equation:
     )
 
 
-def heat(dims: int) -> Equation:
+def heat(dims: int) -> BoundaryProblem:
     """u_t = Laplace u / 4 on the unit cube and (0, 1), from one sine, or, in four dimensions, a sum of sin(2 x_i)."""
     one, space = dims == 1, tuple(range(dims))
 
@@ -266,11 +266,11 @@ def heat(dims: int) -> Equation:
         faces = (*range(2 * dims), 2 * dims)  # no values at the end of time
         return {"inside": uniform(counts[0], dims + 1, g), "boundary": on_faces(counts[1], dims + 1, g, faces)}
 
-    return Equation(
+    return BoundaryProblem(
         f"heat, {dims} + 1 dimensions",
         ((2, 32, 1) if one else (dims + 1, 40, 40, 1),),
         {
-            "inside": Piece(lambda x, jets: jets.first[..., -1] - jets.second[..., 0] / 4, (space,)),
+            "inside": FormulaTerm(lambda x, jets: jets.first[..., -1] - jets.second[..., 0] / 4, (space,)),
             "boundary": fit(exact),
         },
         draw,
@@ -279,26 +279,26 @@ def heat(dims: int) -> Equation:
     )
 
 
-def helmholtz(k: float = 10.0) -> Equation:
+def helmholtz(k: float = 10.0) -> BoundaryProblem:
     """Laplace u + k^2 u = f in the unit square, u = sin(pi x) sin(2 pi y), values on the edges."""
 
     def exact(x: Tensor) -> Tensor:
         return (torch.sin(math.pi * x[..., 0]) * torch.sin(2 * math.pi * x[..., 1])).unsqueeze(-1)
 
-    def inside(x: Tensor, jets: Jets) -> Tensor:
+    def inside(x: Tensor, jets: TermJets) -> Tensor:
         return jets.second[..., 0] + k**2 * jets.u - (k**2 - 5 * math.pi**2) * exact(x)
 
-    return Equation(
+    return BoundaryProblem(
         f"Helmholtz, k = {k:g}",
         ((2, 40, 1),),
-        {"inside": Piece(inside, ((0, 1),)), "boundary": fit(exact)},
+        {"inside": FormulaTerm(inside, ((0, 1),)), "boundary": fit(exact)},
         lambda g: {"inside": uniform(500, 2, g), "boundary": on_faces(120, 2, g)},
         exact,
         test_points(4000, 2),
     )
 
 
-def diffusion() -> Equation:
+def diffusion() -> BoundaryProblem:
     """div(k grad u) = f in the unit square: the field k from 300 values of u and the values of k on the edges."""
 
     def field_u(x: Tensor) -> Tensor:
@@ -313,16 +313,16 @@ def diffusion() -> Equation:
         curved = -2 * math.pi**2 * sines.prod(-1)
         return (field_k(x)[..., 0] * curved + (0.5 * waves * (1 + waves)).sum(-1)).unsqueeze(-1)
 
-    def inside(x: Tensor, u: Jets, k: Jets) -> Tensor:
+    def inside(x: Tensor, u: TermJets, k: TermJets) -> Tensor:
         return k.u * u.second[..., 0] + (k.first * u.first).sum(-1) - source(x)
 
-    return Equation(
+    return BoundaryProblem(
         "inverse diffusion",
         ((2, 24, 1), (2, 24, 1)),
         {
-            "inside": Piece(inside, ((0, 1),)),
-            "data": Piece(lambda x, u, k: u.u - field_u(x), derivatives=False),
-            "edge": Piece(lambda x, u, k: k.u - field_k(x), derivatives=False),
+            "inside": FormulaTerm(inside, ((0, 1),)),
+            "data": FormulaTerm(lambda x, u, k: u.u - field_u(x), derivatives=False),
+            "edge": FormulaTerm(lambda x, u, k: k.u - field_k(x), derivatives=False),
         },
         lambda g: {"inside": uniform(400, 2, g), "data": uniform(300, 2, g), "edge": on_faces(80, 2, g)},
         field_k,

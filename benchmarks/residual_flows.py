@@ -10,7 +10,7 @@ import torch
 from numpy.polynomial import Chebyshev
 from torch import Tensor, nn
 
-from benchmarks.residual_equations import Equation, Jets, Piece, Points, on_faces, uniform
+from benchmarks.residual_equations import BoundaryProblem, FormulaTerm, Points, TermJets, on_faces, uniform
 from natgrad.applications.residuals import HardConstraint, Periodic
 
 VISCOSITY = 0.01 / math.pi
@@ -30,10 +30,10 @@ def solve_burgers(x: Tensor, nodes: int = 4001) -> Tensor:
     return -(weights * torch.sin(math.pi * y)).sum(1, keepdim=True)
 
 
-def burgers() -> Equation:
+def burgers() -> BoundaryProblem:
     """u_t + u u_x = .01 / pi u_xx from -sin(pi x), 0 at both ends by construction: a shock at x = 0 from t = .32 on."""
 
-    def inside(x: Tensor, jets: Jets) -> Tensor:
+    def inside(x: Tensor, jets: TermJets) -> Tensor:
         return jets.first[..., 1] + jets.u * jets.first[..., 0] - VISCOSITY * jets.second[..., 0]
 
     def start(x: Tensor) -> Tensor:
@@ -45,9 +45,9 @@ def burgers() -> Equation:
     test = widen(uniform(1000, 2, torch.Generator().manual_seed(3)))
     found = solve_burgers(test)
     net = (2, 20, 20, 20, 1, constrain)
-    pieces = {"inside": Piece(inside, ((0,),))}
+    pieces = {"inside": FormulaTerm(inside, ((0,),))}
     draw = lambda g: {"inside": widen(uniform(1200, 2, g))}  # noqa: E731
-    return Equation("Burgers with a shock", (net,), pieces, draw, lambda x: found, test, adaptive="inside")
+    return BoundaryProblem("Burgers with a shock", (net,), pieces, draw, lambda x: found, test, adaptive="inside")
 
 
 @lru_cache
@@ -67,10 +67,10 @@ def solve_allen_cahn(modes: int = 512, steps: int = 4000, keep: int = 20) -> tup
     return torch.from_numpy(np.concatenate(points)), torch.from_numpy(np.concatenate(values)).unsqueeze(1)
 
 
-def allen_cahn() -> Equation:
+def allen_cahn() -> BoundaryProblem:
     """u_t = .0001 u_xx + 5 u - 5 u^3 from x^2 cos(pi x), periodic in x by the first layer, u = start + t net."""
 
-    def inside(x: Tensor, jets: Jets) -> Tensor:
+    def inside(x: Tensor, jets: TermJets) -> Tensor:
         return jets.first[..., 1] - 1e-4 * jets.second[..., 0] - 5 * (jets.u - jets.u**3)
 
     def start(x: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ def allen_cahn() -> Equation:
 
     test, found = solve_allen_cahn()
     net = (Periodic({0: 2.0}), 3, 24, 24, 24, 1, constrain)
-    pieces = {"inside": Piece(inside, ((0,),))}
+    pieces = {"inside": FormulaTerm(inside, ((0,),))}
     draw = lambda g: {"inside": widen(uniform(1200, 2, g))}  # noqa: E731
-    return Equation("Allen-Cahn", (net,), pieces, draw, lambda x: found, test, adaptive="inside")
+    return BoundaryProblem("Allen-Cahn", (net,), pieces, draw, lambda x: found, test, adaptive="inside")
 
 
 def lid(x: Tensor) -> Tensor:
@@ -132,10 +132,10 @@ def solve_cavity(size: int = 26) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(points), torch.from_numpy(np.stack([along, -down], -1).reshape(-1, 2))
 
 
-def cavity() -> Equation:
+def cavity() -> BoundaryProblem:
     """Navier and Stokes's equations in the unit square at Reynolds number 100, driven by the upper wall."""
 
-    def inside(x: Tensor, jets: Jets) -> Tensor:
+    def inside(x: Tensor, jets: TermJets) -> Tensor:
         velocity, slopes = jets.u[..., :2], jets.first[..., :2, :]
         carried = (slopes * velocity.unsqueeze(-2)).sum(-1)
         forces = carried + jets.first[..., 2, :] - jets.second[..., :2, 0] / REYNOLDS
@@ -145,6 +145,6 @@ def cavity() -> Equation:
         return {"inside": uniform(500, 2, g), "walls": on_faces(240, 2, g)}
 
     test, found = solve_cavity()
-    walls = Piece(lambda x, jets: jets.u[..., :2] - lid(x), derivatives=False)
-    pieces = {"inside": Piece(inside, ((0, 1),)), "walls": walls}
-    return Equation("lid-driven cavity", ((2, 24, 24, 3),), pieces, draw, lambda x: found, test)
+    walls = FormulaTerm(lambda x, jets: jets.u[..., :2] - lid(x), derivatives=False)
+    pieces = {"inside": FormulaTerm(inside, ((0, 1),)), "walls": walls}
+    return BoundaryProblem("lid-driven cavity", ((2, 24, 24, 3),), pieces, draw, lambda x: found, test)

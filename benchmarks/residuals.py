@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 import natgrad as ng
-from benchmarks.residual_equations import Equation, Points, diffusion, heat, helmholtz, poisson, squares
+from benchmarks.residual_equations import BoundaryProblem, Points, diffusion, heat, helmholtz, poisson, squares
 from benchmarks.residual_flows import allen_cahn, burgers, cavity
 from natgrad.linalg import cholesky
 
@@ -31,7 +31,7 @@ EVERY = 20
 ADAM_EVERY, LBFGS_EVERY = 200, 5
 """The same of Adam, and of L-BFGS, whose step has up to twenty iterations: all three draw about as often per second."""
 
-EQUATIONS: dict[str, tuple[Callable[[], Equation], float]] = {
+EQUATIONS: dict[str, tuple[Callable[[], BoundaryProblem], float]] = {
     "poisson2": (lambda: poisson(2, (2, 32, 1)), 6.0),
     "poisson5": (lambda: poisson(5, (5, 40, 40, 1)), 10.0),
     "poisson100": (squares, 10.0),
@@ -45,10 +45,10 @@ EQUATIONS: dict[str, tuple[Callable[[], Equation], float]] = {
 }
 """Name -> the equation and its CPU seconds."""
 
-Contestant = Callable[[Equation, nn.ModuleList, float], Iterator[None]]
+Contestant = Callable[[BoundaryProblem, nn.ModuleList, float], Iterator[None]]
 
 
-def draw_points(equation: Equation, nets: nn.ModuleList, times: int = 1, every: int = EVERY) -> Iterator[Points]:
+def draw_points(equation: BoundaryProblem, nets: nn.ModuleList, times: int = 1, every: int = EVERY) -> Iterator[Points]:
     """The points of step after step: the same ones, others, or after so many steps others where residuals are large.
 
     nets: as they are then.   times: of how many draws, together.   every: steps with adaptive points.
@@ -65,7 +65,7 @@ def draw_points(equation: Equation, nets: nn.ModuleList, times: int = 1, every: 
                 points = equation.adapt(nets, points, generator)
 
 
-def by_library(equation: Equation, nets: nn.ModuleList, seconds: float, **options: Any) -> Iterator[None]:
+def by_library(equation: BoundaryProblem, nets: nn.ModuleList, seconds: float, **options: Any) -> Iterator[None]:
     """`ng.residuals` as it comes."""
     unknowns = nets[0] if len(nets) == 1 else list(nets)
     opt = ng.residuals(unknowns, equation.terms(), equation.weights, **options)
@@ -74,7 +74,7 @@ def by_library(equation: Equation, nets: nn.ModuleList, seconds: float, **option
         yield
 
 
-def by_hand(equation: Equation, nets: nn.ModuleList, seconds: float, damping: float) -> Iterator[None]:
+def by_hand(equation: BoundaryProblem, nets: nn.ModuleList, seconds: float, damping: float) -> Iterator[None]:
     """J^T (J J^T + damping)^-1 r with the Jacobian written out, and the best of 2^0 ... 2^-12 times it."""
     params = {name: p.detach() for name, p in nets.named_parameters()}
     space, terms = ng.Space(params), equation.terms()
@@ -113,7 +113,7 @@ def by_hand(equation: Equation, nets: nn.ModuleList, seconds: float, damping: fl
         yield
 
 
-def by_lbfgs(equation: Equation, nets: nn.ModuleList, seconds: float) -> Iterator[None]:
+def by_lbfgs(equation: BoundaryProblem, nets: nn.ModuleList, seconds: float) -> Iterator[None]:
     """torch's, with its strong Wolfe line search and a memory of 100."""
     opt, used = torch.optim.LBFGS(nets.parameters()), Points()  # another one for every set of points
 
@@ -135,7 +135,7 @@ def by_lbfgs(equation: Equation, nets: nn.ModuleList, seconds: float) -> Iterato
             given = next(sets)
 
 
-def by_adam(equation: Equation, nets: nn.ModuleList, seconds: float, rate: float) -> Iterator[None]:
+def by_adam(equation: BoundaryProblem, nets: nn.ModuleList, seconds: float, rate: float) -> Iterator[None]:
     """Adam, its rate on a cosine to zero over the seconds."""
     opt, began = torch.optim.Adam(nets.parameters(), rate), time.process_time()
     for points in draw_points(equation, nets, every=ADAM_EVERY):
@@ -160,7 +160,7 @@ CONTESTANTS: dict[str, tuple[Contestant, ...]] = {
 HEADS = tuple(CONTESTANTS)
 
 
-def train(equation: Equation, contestant: Contestant, seed: int, seconds: float) -> float:
+def train(equation: BoundaryProblem, contestant: Contestant, seed: int, seconds: float) -> float:
     """The error after these CPU seconds; infinite for a run that fails."""
     nets = equation.networks(seed)
     began = time.process_time()

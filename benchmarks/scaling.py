@@ -195,7 +195,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class PartLayout:
     """Who has which part of the model.
 
     Args:
@@ -214,7 +214,7 @@ def predict(
     machine: Machine,
     ranks: int,
     share: str,
-    mesh: Mesh = Mesh(),
+    mesh: PartLayout = PartLayout(),
     *,
     update_every: int = 20,
     invert_every: int = 20,
@@ -284,7 +284,9 @@ def kept_numbers(layer: Matrix, sent: bool = False) -> float:
     return found + (layer.outputs if layer.table else 0)
 
 
-def describe(load: ScalingWorkload, machine: Machine, ranks: Iterable[int], mesh: Mesh, **every: int) -> list[str]:
+def describe(
+    load: ScalingWorkload, machine: Machine, ranks: Iterable[int], mesh: PartLayout, **every: int
+) -> list[str]:
     """Rows of a table."""
     rows = list[str]()
     for size in ranks:
@@ -315,7 +317,7 @@ def main() -> None:
     parser.add_argument("--within-nodes", action="store_true", help="owners of blocks in each node: node_size=")
     chosen = vars(parser.parse_args())
     machine = Machine(**{field.name: chosen[field.name] for field in fields(Machine)})
-    mesh = Mesh(chosen["shards"], chosen["tensor"], chosen["within_nodes"])
+    mesh = PartLayout(chosen["shards"], chosen["tensor"], chosen["within_nodes"])
     every = {name: chosen[name] for name in ("update_every", "invert_every")}
     print(HEADS)
     for name in chosen["model"]:

@@ -26,7 +26,7 @@ STEPS, WARM = 8, 3
 
 
 @dataclass(frozen=True)
-class Found:
+class ProcessCost:
     """Of one process."""
 
     seconds: float
@@ -96,17 +96,17 @@ def run(rank: int, ranks: int, share: str, folder: str) -> None:
     seconds = (time.process_time() - start) / STEPS
     report = ng.report_sharing(opt)
     grown = {kind: (size - before.get(kind, 0)) // STEPS for kind, size in report.sent_bytes.items()}
-    torch.save(vars(Found(seconds, vars(report), grown, small, large)), f"{folder}/{rank}.pt")
+    torch.save(vars(ProcessCost(seconds, vars(report), grown, small, large)), f"{folder}/{rank}.pt")
     if ranks > 1:
         distributed.barrier()
         distributed.destroy_process_group()
 
 
-def start(ranks: int, share: str) -> list[Found]:
+def start(ranks: int, share: str) -> list[ProcessCost]:
     """What every process found."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(run, (ranks, share, folder), nprocs=ranks, start_method="spawn")  # type: ignore[attr-defined]
-        return [Found(**torch.load(Path(folder) / f"{rank}.pt", weights_only=False)) for rank in range(ranks)]
+        return [ProcessCost(**torch.load(Path(folder) / f"{rank}.pt", weights_only=False)) for rank in range(ranks)]
 
 
 def compare() -> None:

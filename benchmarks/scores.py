@@ -24,7 +24,7 @@ HEADS = (*(f"K = {size:,}" for size in SIZES), "slope")
 
 
 @dataclass(frozen=True)
-class Way:
+class StructureChoice:
     """A structure with its solver, and the largest model that it is asked to hold."""
 
     build: Callable[[nn.Module], ng.NaturalGradient]
@@ -48,17 +48,17 @@ def by_slices(net: nn.Module) -> ng.NaturalGradient:
     return ng.NaturalGradient(net, metric, 0.1, solver=ng.SampleSpace(), damping=1.0)
 
 
-WAYS: dict[str, Way] = {
-    "`ng.ang`, K x K": Way(lambda net: ng.ang(net, ng.score_metric(net)), 10_000),
-    "`ng.ang`, Woodbury": Way(lambda net: ng.ang(net, ng.score_metric(net), method=ng.Woodbury()), 10_000),
-    "`ng.Blocks()`": Way(of(ng.Blocks(0.9, largest=20_000)), 10_000),
-    "`ng.Blocks(rows=True)`": Way(of(ng.Blocks(0.9, rows=True)), 1_000_000),
-    "`ng.UnitWise`": Way(of(ng.UnitWise(0.9)), 1_000_000),
-    "`ng.Kronecker`": Way(of(ng.Kronecker(0.9)), 1_000_000),
-    "`ng.EigenKronecker`": Way(of(ng.EigenKronecker(0.9)), 1_000_000),
-    "`ng.Diagonal`": Way(of(ng.Diagonal(0.9)), 1_000_000),
-    "matrix-free, 10 products": Way(by_products, 1_000_000),
-    "sample space, 1 slice": Way(by_slices, 1_000_000),
+WAYS: dict[str, StructureChoice] = {
+    "`ng.ang`, K x K": StructureChoice(lambda net: ng.ang(net, ng.score_metric(net)), 10_000),
+    "`ng.ang`, Woodbury": StructureChoice(lambda net: ng.ang(net, ng.score_metric(net), method=ng.Woodbury()), 10_000),
+    "`ng.Blocks()`": StructureChoice(of(ng.Blocks(0.9, largest=20_000)), 10_000),
+    "`ng.Blocks(rows=True)`": StructureChoice(of(ng.Blocks(0.9, rows=True)), 1_000_000),
+    "`ng.UnitWise`": StructureChoice(of(ng.UnitWise(0.9)), 1_000_000),
+    "`ng.Kronecker`": StructureChoice(of(ng.Kronecker(0.9)), 1_000_000),
+    "`ng.EigenKronecker`": StructureChoice(of(ng.EigenKronecker(0.9)), 1_000_000),
+    "`ng.Diagonal`": StructureChoice(of(ng.Diagonal(0.9)), 1_000_000),
+    "matrix-free, 10 products": StructureChoice(by_products, 1_000_000),
+    "sample space, 1 slice": StructureChoice(by_slices, 1_000_000),
 }
 
 
@@ -101,7 +101,7 @@ def slope(sizes: Sequence[int], seconds: Sequence[float]) -> float:
 
 def report() -> list[tuple[str, ...]]:
     """Rows of seconds and MiB, and the exponent of the time in K."""
-    ways = {"SGD": Way(lambda net: torch.optim.SGD(net.parameters(), 1e-3), 1_000_000), **WAYS}  # type: ignore[arg-type]
+    ways = {"SGD": StructureChoice(lambda net: torch.optim.SGD(net.parameters(), 1e-3), 1_000_000), **WAYS}  # type: ignore[arg-type]
     rows = []
     for name, way in ways.items():
         sizes = [size for size in SIZES if size <= way.largest]

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from benchmarks.peers import BEYOND, PEERS, contestant
 from benchmarks.step_workloads import WORKLOADS
-from natgrad_lab.experiments import Contestant, Examples, Job, LabError, Race, Task, interruptible
+from natgrad_lab.experiments import Contestant, Job, LabError, Race, Task, TaskData, interruptible
 from natgrad_lab.experiments.base import plan
-from natgrad_lab.experiments.progress import Progress
+from natgrad_lab.experiments.progress import RaceProgress
 from natgrad_lab.experiments.race import Runner, choose, final_row, threads
 from natgrad_lab.experiments.records import Folder, Record
 from natgrad_lab.figures import save
@@ -115,7 +115,7 @@ def carry_out(request: Request, console: Console) -> None:
             (task,) = race.tasks(settings)
             folder.settle(plan(race, (task,), settings))
             throw_away(folder, task, request)
-            with Progress(Console(stderr=True)) as progress, threads(settings.threads):
+            with RaceProgress(Console(stderr=True)) as progress, threads(settings.threads):
                 run(Runner(folder, race, settings, progress, stopped), task, request)
             show(folder, console)
 
@@ -145,7 +145,7 @@ def run(runner: Runner, task: Task, request: Request) -> None:
             runner.carry_out(Job(asked, one, best[one.name], seed, "race"), pool)
 
 
-def tune(runner: Runner, task: Task, one: Contestant, pool: Examples) -> int:
+def tune(runner: Runner, task: Task, one: Contestant, pool: TaskData) -> int:
     """Index of the rate with the lowest training loss: among the five, and on beyond them while the edge is best."""
     tried: dict[int, Record] = {}
 

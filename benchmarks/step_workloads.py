@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from natgrad_lab.experiments import Examples, Task
+from natgrad_lab.experiments import Task, TaskData
 from natgrad_lab.experiments.models import categorical_divergence, gaussian_divergence, mistakes
 from natgrad_lab.networks import (
     autoencoder,
@@ -88,7 +88,7 @@ def dense(widths: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential
     return nn.Sequential(*[part for a, b in pairwise(widths) for part in (nn.Linear(a, b), activation())][:-1])
 
 
-def rows_of(name: str, regression: bool) -> Examples:
+def rows_of(name: str, regression: bool) -> TaskData:
     """A table by scikit-learn's name for it."""
     from sklearn import datasets
 
@@ -98,7 +98,7 @@ def rows_of(name: str, regression: bool) -> Examples:
     x, y, cut = x[order], y[order], len(x) * 4 // 5
     x = (x - x[:cut].mean(0)) / x[:cut].std(0).clamp(min=1e-6)
     y = ((y - y[:cut].mean()) / y[:cut].std()).float().unsqueeze(1) if regression else y.long()
-    return Examples(x[:cut], y[:cut], x[cut:], y[cut:])
+    return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
 def sigmoid() -> Task:
@@ -111,9 +111,9 @@ def scaled_blocks(kind: str, gamma: float) -> Task:
     """Blocks x + gamma f(norm(x))."""
     dim = -1 if kind == "convolution" else 1
 
-    def data() -> Examples:
+    def data() -> TaskData:
         x, y = scaled_data(kind, 1280)
-        return Examples(x[:1024], y[:1024], x[1024:], y[1024:])
+        return TaskData(x[:1024], y[:1024], x[1024:], y[1024:])
 
     return Task(
         name=f"{kind}-{gamma:g}",

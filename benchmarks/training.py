@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCase:
     """A network to build anew, its loss, and one batch."""
 
     name: str
@@ -22,42 +22,42 @@ class Training:
     targets: Tensor
 
 
-def classifier(batch: int = 512) -> Training:
+def classifier(batch: int = 512) -> TrainingCase:
     """784-1000-500-250-10 with rectifiers."""
     inputs, targets = torch.rand(batch, 784), torch.randint(0, 10, (batch,))
-    return Training(
+    return TrainingCase(
         "classifier", lambda: dense([784, 1000, 500, 250, 10], nn.ReLU), nn.CrossEntropyLoss(), inputs, targets
     )
 
 
-def convolutional(batch: int = 256) -> Training:
+def convolutional(batch: int = 256) -> TrainingCase:
     """Three 3x3 convolutions of 32, 64 and 64 channels on 28x28, each with BatchNorm, a rectifier and pooling."""
     inputs, targets = torch.rand(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
-    return Training(
+    return TrainingCase(
         "CNN", lambda: nn.Sequential(*stack_pooled([1, 32, 64, 64])), nn.CrossEntropyLoss(), inputs, targets
     )
 
 
-def autoencoder(batch: int = 500) -> Training:
+def autoencoder(batch: int = 500) -> TrainingCase:
     """784-1000-500-250-30-250-500-1000-784 with tanh, on grey pixels."""
     sizes = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
     images = torch.rand(batch, 784)
-    return Training("autoencoder", lambda: dense(sizes, nn.Tanh), nn.BCEWithLogitsLoss(), images, images)
+    return TrainingCase("autoencoder", lambda: dense(sizes, nn.Tanh), nn.BCEWithLogitsLoss(), images, images)
 
 
-def transformer(batch: int = 32, length: int = 64, vocabulary: int = 96) -> Training:
+def transformer(batch: int = 32, length: int = 64, vocabulary: int = 96) -> TrainingCase:
     """Two causal layers of width 128 with 4 heads, embeddings and norms included."""
     tokens = torch.randint(0, vocabulary, (batch, length + 1))
-    return Training(
+    return TrainingCase(
         "transformer",
-        lambda: Transformer(vocabulary, length, 128, 2, 4),
+        lambda: SmallTransformer(vocabulary, length, 128, 2, 4),
         nn.CrossEntropyLoss(),
         tokens[:, :-1],
         tokens[:, 1:].reshape(-1),
     )
 
 
-def trainings() -> Iterator[Training]:
+def trainings() -> Iterator[TrainingCase]:
     """All four."""
     yield from (classifier(), convolutional(), autoencoder(), transformer())
 
@@ -74,13 +74,13 @@ def stack_pooled(channels: list[int]) -> Iterator[nn.Module]:
     yield from (nn.Flatten(), nn.Linear(9 * channels[-1], 10))
 
 
-class Transformer(nn.Module):
+class SmallTransformer(nn.Module):
     """Logits of the next token, (batch * length, vocabulary)."""
 
     def __init__(self, vocabulary: int, length: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(hidden)).flatten(0, 1)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a perceptron, norms before each."""
 
     def __init__(self, width: int, heads: int) -> None:

@@ -165,21 +165,6 @@ def batch_norm(
     return _by_channel(input, (0, *range(2, input.dim())), weight, bias, eps)
 
 
-def torch_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    """`torch.batch_norm`, the same with its arguments in another order."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -200,19 +185,23 @@ def instance_norm(
     return _by_channel(input, tuple(range(2, input.dim())), weight, bias, eps)
 
 
-def torch_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    """`torch.instance_norm`, the same with its arguments in another order."""
-    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+def reorder_arguments(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.batch_norm` or `torch.instance_norm`: the functional with weight and bias before the running values."""
+
+    def call(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        *settings: Any,
+        cudnn_enabled: bool = True,
+        **named: Any,
+    ) -> Tensor:
+        # settings: training or use_input_stats, momentum, eps; cudnn_enabled has no meaning here
+        return norm(input, running_mean, running_var, weight, bias, *settings[:3], **named)
+
+    return call
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -243,9 +232,9 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.layer_norm: layer_norm,
     torch.native_layer_norm: native_layer_norm,
     functional.batch_norm: batch_norm,
-    torch.batch_norm: torch_batch_norm,
+    torch.batch_norm: reorder_arguments(batch_norm),
     functional.instance_norm: instance_norm,
-    torch.instance_norm: torch_instance_norm,
+    torch.instance_norm: reorder_arguments(instance_norm),
     torch.cdist: cdist,
     functional.embedding_bag: look_up_bags,
 }

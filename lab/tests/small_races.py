@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from natgrad_lab.experiments import Budget, Examples, Race, Task
+from natgrad_lab.experiments import Budget, Race, Task, TaskData
 from natgrad_lab.experiments.contestants import adam, grid, natural_gradient, sgd
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
 
@@ -28,7 +28,7 @@ def examples():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 3, generator=generator)
     y = (x.square().sum(1) > 2.5).long()
-    return Examples(x[:30], y[:30], x[30:], y[30:])
+    return TaskData(x[:30], y[:30], x[30:], y[30:])
 
 
 def contestants():

@@ -98,7 +98,7 @@ def openml(monkeypatch, answer):
     monkeypatch.setattr("sklearn.datasets.fetch_openml", answer)
 
 
-def published(counts, n_train, size, words=None):
+def publish_digits(counts, n_train, size, words=None):
     test = np.repeat(np.arange(10), counts)
     y = np.concatenate([np.arange(n_train) % 10, test])
     return np.full((len(y), size), 255.0), np.array([words[i] if words else str(i) for i in y], dtype=object)
@@ -107,7 +107,7 @@ def published(counts, n_train, size, words=None):
 def test_openml_stands_in_for_a_missing_folder(monkeypatch):
     asked = []
     monkeypatch.setattr(data, "MNIST_TEST_COUNTS", (2,) * 10)
-    openml(monkeypatch, lambda name, **how: asked.append((name, how)) or published([2] * 10, 50, 784))
+    openml(monkeypatch, lambda name, **how: asked.append((name, how)) or publish_digits([2] * 10, 50, 784))
     split = data.mnist()
     assert asked[0][0] == "mnist_784"
     assert asked[0][1]["version"] == 1
@@ -117,14 +117,14 @@ def test_openml_stands_in_for_a_missing_folder(monkeypatch):
 
 
 def test_openml_class_names_become_numbers(monkeypatch):
-    openml(monkeypatch, lambda name, **how: published([1000] * 10, 50, 3072, data.CIFAR_CLASSES))
+    openml(monkeypatch, lambda name, **how: publish_digits([1000] * 10, 50, 3072, data.CIFAR_CLASSES))
     split = data.cifar10()
     assert split.test_x.shape == (10_000, 3, 32, 32)
     assert split.test_y[-1] == 9
 
 
 def test_openml_in_another_order_is_refused(monkeypatch):
-    openml(monkeypatch, lambda name, **how: published([999, 1001] + [1000] * 8, 50, 784))
+    openml(monkeypatch, lambda name, **how: publish_digits([999, 1001] + [1000] * 8, 50, 784))
     with pytest.raises(DataError, match="NATGRAD_DATA"):
         data.fashion_mnist()
 

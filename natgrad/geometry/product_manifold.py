@@ -22,7 +22,7 @@ class ProductManifold(Manifold):
 
     def __init__(self, *parts: tuple[Manifold, int]) -> None:
         if not parts or not all(isinstance(m, Manifold) and isinstance(s, int) and s > 0 for m, s in parts):
-            raise ValueError("Together takes pairs (manifold, entries of one of its points), at least one")
+            raise ValueError("ProductManifold takes pairs (manifold, entries of one of its points), at least one")
         self.manifolds, self.sizes = tuple(m for m, _ in parts), [s for _, s in parts]
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class ProductManifold(Manifold):
         return torch.cat(found, dim=-1)
 
     def __repr__(self) -> str:
-        return f"Together{tuple(zip(self.manifolds, self.sizes, strict=True))!r}"
+        return f"ProductManifold{tuple(zip(self.manifolds, self.sizes, strict=True))!r}"
 
 
 def _shape_point(manifold: Manifold, flat: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDiction
 
 
 @torch.library.custom_op("natgrad::heard", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def heard(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place: int) -> Tensor:
+def hear_delta(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place: int) -> Tensor:
     """The dummy's gradient, 0; on the way, copies for the recorder, since compiled code reuses its memory."""
     recorder = RECORDERS.get(number)
     if recorder is not None and recorder.records is not None:
@@ -67,7 +67,7 @@ def heard(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place: int)
     return torch.zeros_like(dummy)
 
 
-@heard.register_fake
+@hear_delta.register_fake
 def _(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place: int) -> Tensor:
     return torch.empty_like(dummy)
 
@@ -84,7 +84,7 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         inputs, dummy = ctx.saved_tensors
-        return gradients[0], None, heard(inputs, gradients[0], dummy, ctx.number, ctx.place), None, None
+        return gradients[0], None, hear_delta(inputs, gradients[0], dummy, ctx.number, ctx.place), None, None
 
 
 def tap_output(output: Tensor, inputs: Tensor, recorder: Recorder, place: int) -> Tensor:

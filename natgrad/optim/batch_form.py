@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.recorded_pass import Told
+from natgrad.optim.recorded_pass import RecordedLoss
 from natgrad.optim.reduction_ratio import replaying
 from natgrad.pure import map_tensors, pure_model, run_detached
 from natgrad.rules import Parts
@@ -122,7 +122,7 @@ class BatchForm:
             return 0.0, 0.0
         return sum(w * form for w, form in zip(weights, forms, strict=True)) / rows, rows
 
-    def _form(self, told: Told, moved: Mapping[str, Tensor], share: float) -> float:
+    def _form(self, told: RecordedLoss, moved: Mapping[str, Tensor], share: float) -> float:
         """Of one loss: sum_i w_i (J_i d)^T M_i (J_i d)."""
         if not told.followed:
             told.route, told.followed = replace(told.route, unsure=told.outputs), True  # compared before it is believed

@@ -353,7 +353,7 @@ class BlockAverages:
         layouts = {key: self._layout(saved[key], layer) for key, layer in known.items()}
         self._share_out({key: self._cost(layout, known[key]) for key, layout in layouts.items()})
         for key, names in saved.items():
-            if self._frozen(names):  # torch.distributed.checkpoint leaves their state behind
+            if self._has_no_gradient(names):  # torch.distributed.checkpoint leaves their state behind
                 continue
             try:
                 block = self.all[key] = Block(self._layout(names, layer := layers.get(tuple(names))), layer)
@@ -370,7 +370,7 @@ class BlockAverages:
     def _layout(self, names: Sequence[str], layer: Layer | None) -> Layout:
         return single(names[0], self.named[names[0]]) if layer is None else layer.layout
 
-    def _frozen(self, names: Sequence[str]) -> bool:
+    def _has_no_gradient(self, names: Sequence[str]) -> bool:
         """Whether what a block's numbers lay under is not trained any more, and has none."""
         first = self.named.get(names[0])
         return first is not None and not first.requires_grad and "totals" not in self.state.get(first, {})

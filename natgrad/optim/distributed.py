@@ -380,7 +380,7 @@ def find_largest(ranks: Ranks, counts: Sequence[int]) -> list[int]:
     return list_numbers(ranks.sum(table).amax(0))
 
 
-def unheard(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
+def make_empty_pass(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
     """A pass of a layer that this process did not use: it adds zeros to the others' sums, in the shapes of theirs."""
     groups, outputs, columns = layer.layout.matrix_shape
     if by_token or layer.by_token:
@@ -396,5 +396,5 @@ def match_parts(seen: Seen, count: int, cotangents: int, like: Tensor) -> Seen:
     parts = seen.split_parts()
     if len(parts) >= count:
         return seen
-    parts = parts + [unheard(seen.layer, cotangents, like, False)] * (count - len(parts))
+    parts = parts + [make_empty_pass(seen.layer, cotangents, like, False)] * (count - len(parts))
     return Mixed(seen.layer, parts, seen.share)

@@ -19,9 +19,9 @@ from natgrad.optim.equal_models import describe_settings
 from natgrad.optim.exchanges import RankExchange, share_numbers
 from natgrad.optim.joined_metric import JoinedMetric
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.loss_metrics import Together
+from natgrad.optim.loss_metrics import SumOverData
 from natgrad.optim.objective import Objective, Reclose, Total
-from natgrad.optim.recorded_pass import Data, Told
+from natgrad.optim.recorded_pass import Data, RecordedLoss
 from natgrad.pure import as_call, map_tensors
 from natgrad.spaces import Params, Space
 from natgrad.structures import Layerwise, Structure, StructurePreconditioner, exchanging
@@ -192,7 +192,7 @@ def join_metric(ranks: Ranks, metric: Metric, recall: Recall, drawn: bool, devic
     """
     if ranks.size == 1 or metric.is_joined:
         return metric
-    if isinstance(metric, Together):
+    if isinstance(metric, SumOverData):
         told = {id(data.targets): one for one in recall.used_losses() for data in [one.data()]}
         weights = join_weights(ranks, [weight for weight, _, _ in metric.parts], recall, device)
         parts = [
@@ -217,7 +217,7 @@ def join_weights(ranks: Ranks, weights: Sequence[float], recall: Recall, device:
     ]
 
 
-def rows_of(told: Told | None) -> float | None:
+def rows_of(told: RecordedLoss | None) -> float | None:
     """What a loss is a mean over, if that is known."""
     return None if told is None or math.isnan(told.count) else told.count
 

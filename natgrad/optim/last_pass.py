@@ -17,7 +17,7 @@ from natgrad.families import Criterion
 from natgrad.loss_listeners import listen_to
 from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
-from natgrad.optim.recorded_pass import Data, RecordedPass, Told, modes_of, part, versions_of
+from natgrad.optim.recorded_pass import Data, RecordedLoss, RecordedPass, modes_of, part, versions_of
 from natgrad.pure import Call, RandomState, Select, is_evaluating, leaves, map_tensors
 from natgrad.typed_torch import hook_gradient
 from natgrad.whole_tensors import any_split, local_part
@@ -62,7 +62,7 @@ class Recall:
     def clear(self) -> None:
         """Forget everything, so that nothing of a batch outlives its step."""
         self.last: RecordedPass | None = None
-        self.latest: Told | None = None
+        self.latest: RecordedLoss | None = None
         self.computed: list[Loss] = []
         self.forget_gradients()
         self.observed: Data | None = None
@@ -72,7 +72,7 @@ class Recall:
     def forget_gradients(self) -> None:
         """The gradients are cleared: forget the losses that they came from."""
         self.losses: list[Loss] = []
-        self.gone: list[Told] = []
+        self.gone: list[RecordedLoss] = []
         self._going = False  # whether a backward pass that reached a loss is under way
         self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
         self._kept_back = False  # whether `fully_shard` then had them aside, to be averaged after a later one
@@ -94,12 +94,12 @@ class Recall:
         parts = [loss.value * loss.rows for loss in losses if loss.rows]
         return torch.stack(parts).sum() / rows if parts else losses[0].value * math.nan
 
-    def used_losses(self) -> list[Told]:
+    def used_losses(self) -> list[RecordedLoss]:
         """The losses of this step: those that went backward, or the last one if none is known to have."""
         return self.gone or ([] if self.latest is None else [self.latest])
 
     @property
-    def last_told(self) -> Told | None:
+    def last_told(self) -> RecordedLoss | None:
         """The last of the losses of this step."""
         used = self.used_losses()
         return used[-1] if used else None
@@ -205,13 +205,15 @@ class Recall:
         """
         known = map_tensors(outputs, torch.detach)
         route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
-        self.latest = told = Told(route, known, map_tensors(targets, torch.detach), versions_of(Call((targets,))))
+        self.latest = told = RecordedLoss(
+            route, known, map_tensors(targets, torch.detach), versions_of(Call((targets,)))
+        )
         loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told)
         told.value, told.dtype, told.rows = loss.value, next(leaves(known)).dtype, rows
         told.followed = needed
         self.computed = [*self.computed, loss]
 
-    def follow(self, outputs: Any) -> Told:
+    def follow(self, outputs: Any) -> RecordedLoss:
         """The loss just told, on these outputs, with how they came from the passes."""
         assert self.latest is not None
         chosen = self.latest.route.select is not None
@@ -233,7 +235,7 @@ class Recall:
         targets: Any,
         value: Tensor,
         rows: int = 0,
-        told: Told | None = None,
+        told: RecordedLoss | None = None,
     ) -> tuple[Loss, float]:
         """Count a loss once it goes backward, whatever mode its pass was in; the loss, and what it was divided by."""
         scale = float(criterion.scale(map_tensors(outputs, torch.detach), targets))
@@ -246,7 +248,7 @@ class Recall:
             hook_gradient(value, Counter(self, loss, told))
         return loss, scale
 
-    def goes_backward(self, loss: Loss, told: Told | None, gradient: Tensor) -> None:
+    def goes_backward(self, loss: Loss, told: RecordedLoss | None, gradient: Tensor) -> None:
         """`backward` reached a loss: its gradient is about to be added to those that are there."""
         if not self._going:
             if self._were_cleared():
@@ -297,7 +299,7 @@ def holds_anything(gradient: Tensor) -> bool:
 class Counter:
     """Tensor hook that counts a loss when `backward` reaches it. Keeps no recall alive."""
 
-    def __init__(self, recall: Recall, loss: Loss, told: Told | None) -> None:
+    def __init__(self, recall: Recall, loss: Loss, told: RecordedLoss | None) -> None:
         self.recall, self.loss, self.told = weakref.ref(recall), loss, told
 
     def __call__(self, gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ from natgrad.operators import Operator, Scaled, Sum
 from natgrad.optim.checks import inputs_of
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.loss_inputs import OTHER_BATCH, Linearised
-from natgrad.optim.recorded_pass import Data, Told
+from natgrad.optim.recorded_pass import Data, RecordedLoss
 from natgrad.pure import RandomState, Select
 from natgrad.spaces import Params
 
@@ -22,7 +22,7 @@ SCALER = 128.0
 
 
 @dataclass(frozen=True)
-class Together(Metric):
+class SumOverData(Metric):
     """The weighted sum of metrics on data of their own: several losses of one pass."""
 
     parts: Sequence[tuple[float, Metric, Data]]
@@ -55,7 +55,7 @@ def metric_of_step(metric: Metric, recall: Recall, model: Any, params: Mapping[s
     weights = weights_of(used, recall.scale)
     share = sum(weights) / sum(w for w, told in zip(weights, used, strict=True) if told in group)
     parts = [(share * weights[used.index(told)], one, told.data()) for told, one in zip(group, metrics, strict=True)]
-    return Together(parts)
+    return SumOverData(parts)
 
 
 def chosen_outputs(metric: Metric) -> Select | None:
@@ -77,7 +77,7 @@ def choose_outputs(metric: Metric, select: Select | None) -> Metric:
     )
 
 
-def weights_of(used: Sequence[Told], scale: float) -> list[float]:
+def weights_of(used: Sequence[RecordedLoss], scale: float) -> list[float]:
     """What each loss, as a mean, weighs in the gradient. ValueError where a gradient scaler hides it.
 
     scale: what the gradient is divided by.

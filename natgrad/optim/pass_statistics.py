@@ -31,7 +31,7 @@ from natgrad.layers import (
 )
 from natgrad.metrics import fisher
 from natgrad.optim.aligned_passes import AlignedPasses
-from natgrad.optim.distributed import Ranks, call_roll, match_parts, unheard
+from natgrad.optim.distributed import Ranks, call_roll, make_empty_pass, match_parts
 from natgrad.optim.error_size import ErrorSize, find_error_size
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading, Span, line_up, sign_examples, sum_scores
@@ -298,7 +298,7 @@ class Reader:
         passed = [
             seen[key]
             if key in seen
-            else unheard(layer, cotangents, self._zeros(layer.layout.names[0]), key in roll.tokens)
+            else make_empty_pass(layer, cotangents, self._zeros(layer.layout.names[0]), key in roll.tokens)
             for key, layer in kept.items()
         ]
         passed = [

@@ -56,7 +56,7 @@ class RecordedPass:
 
 
 @dataclass(eq=False)
-class Told:
+class RecordedLoss:
     """One loss of a training pass.
 
     Attributes:

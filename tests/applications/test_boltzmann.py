@@ -25,7 +25,7 @@ def assert_close(found: Tensor, expected: Tensor, rtol: float = 1e-12) -> None:
     close(found.detach(), expected.detach(), rtol)
 
 
-def drawn(machine: Boltzmann, scale: float = 0.7, seed: int = 0) -> dict[str, Tensor]:
+def draw_parameters(machine: Boltzmann, scale: float = 0.7, seed: int = 0) -> dict[str, Tensor]:
     return machine.parameters(scale, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
@@ -42,7 +42,7 @@ def as_written(machine: Boltzmann) -> Plain:
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_closed_forms_are_those_of_log_p(machine):
-    params, x = drawn(machine), machine.states
+    params, x = draw_parameters(machine), machine.states
     plain = as_written(machine)
     assert_close(machine.log_p(params, x), plain.log_p(params, x))
     assert_close(machine.ratios(params, x), Density.ratios(plain, params, x))
@@ -56,7 +56,7 @@ def test_closed_forms_are_those_of_log_p(machine):
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_the_metric_from_the_jacobian_is_that_of_the_graph(machine):
-    params, x = drawn(machine), machine.states[[0, 3, 3, 9, 14]]
+    params, x = draw_parameters(machine), machine.states[[0, 3, 3, 9, 14]]
     options: list[dict[str, Any]] = [{}, {"mask": torch.tensor([True, False, True, True])}, {"chunk_size": 2}]
     for chosen in options:
         expected = ng.ratio_metric(as_written(machine), **chosen).at(params, x).dense()
@@ -79,7 +79,7 @@ def test_a_jacobian_that_does_not_fit_is_not_formed():
 
 def test_counts_are_repeated_examples():
     machine, counts = Boltzmann(4, spins=True), torch.arange(16)
-    params, x = drawn(machine), machine.states
+    params, x = draw_parameters(machine), machine.states
     repeated = x.repeat_interleave(counts, dim=0)
     for loss in (
         lambda *given, **options: ng.ratio_matching_loss(machine, *given, **options),
@@ -106,7 +106,7 @@ def test_spins_have_the_reference_values():
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_exact_sums(machine):
-    params, other = drawn(machine), drawn(machine, seed=1)
+    params, other = draw_parameters(machine), draw_parameters(machine, seed=1)
     p, q = machine.log_probabilities(params).exp(), machine.log_probabilities(other).exp()
     assert_close(p.sum(), tensor(1.0))
     assert_close(p.log(), machine.log_p(params, machine.states) - machine.log_partition(params))
@@ -121,7 +121,7 @@ def test_exact_sums(machine):
 def test_ratio_and_pseudo_likelihood_are_least_at_the_truth():
     """Their gradients vanish where the data are the model's own distribution, and the metric is the Hessian there."""
     machine = Boltzmann(4, spins=True)
-    params = drawn(machine)
+    params = draw_parameters(machine)
     x, q = machine.states, machine.log_probabilities(params).exp().detach()
     for loss in (
         ng.ratio_matching_loss(machine, params, x, weights=q),
@@ -138,7 +138,7 @@ def test_ratio_and_pseudo_likelihood_are_least_at_the_truth():
 
 def test_pseudo_likelihood_is_the_sum_of_the_conditionals():
     machine = Boltzmann(3)
-    params, x = drawn(machine), machine.states
+    params, x = draw_parameters(machine), machine.states
     p = machine.log_probabilities(params).exp().view(2, 2, 2)
     logs = torch.stack([(p / p.sum(axis, keepdim=True)).log().flatten() for axis in range(3)])
     assert_close(machine.pseudo_likelihood_loss(params, x), -logs.sum(0).mean())
@@ -146,7 +146,7 @@ def test_pseudo_likelihood_is_the_sum_of_the_conditionals():
 
 @pytest.mark.parametrize("machine", [Boltzmann(3), Boltzmann(3, spins=True)], ids=str)
 def test_gibbs_draws_have_the_exact_probabilities(machine):
-    params = drawn(machine, scale=0.5)
+    params = draw_parameters(machine, scale=0.5)
     p, count = machine.log_probabilities(params).exp().detach(), 20_000
     start = torch.ones(count, 3, dtype=F64)
     x = machine.gibbs(params, start, sweeps=30, generator=torch.Generator().manual_seed(0))
@@ -159,7 +159,7 @@ def test_gibbs_draws_have_the_exact_probabilities(machine):
 @pytest.mark.parametrize("spins", [False, True])
 def test_natural_steps_find_the_machine(spins):
     """From zero, on the exact distribution of a machine with couplings of deviation 1, at rate 1."""
-    truth, machine = drawn(Boltzmann(5, spins=True), 1.0), Boltzmann(5, spins=spins)
+    truth, machine = draw_parameters(Boltzmann(5, spins=True), 1.0), Boltzmann(5, spins=spins)
     q = Boltzmann(5, spins=True).log_probabilities(truth).exp().detach()
     params = machine.parameters(dtype=F64)
     opt = ng.NaturalGradient(params, ng.ratio_metric(machine, weights=q), lr=1.0, damping=0.0)

@@ -23,7 +23,7 @@ def assert_close(found: Tensor, expected: Tensor, rtol: float = 1e-12) -> None:
     close(found.detach(), expected.detach(), rtol)
 
 
-def conditioned(field: GaussMarkov, lowest: float) -> dict[str, Tensor]:
+def condition_precision(field: GaussMarkov, lowest: float) -> dict[str, Tensor]:
     """The graph's Laplacian plus lowest I: the condition number is about the largest degree twice over lowest."""
     matrix = torch.zeros(field.size, field.size, dtype=F64)
     for i, j in field.edges:
@@ -41,7 +41,7 @@ def quadratic(params: Any, x: Tensor) -> Tensor:
 
 
 def test_closed_forms_are_those_of_log_p():
-    params, x, plain = conditioned(FIELD, 0.5), draw(5, 4), Plain(quadratic)
+    params, x, plain = condition_precision(FIELD, 0.5), draw(5, 4), Plain(quadratic)
     assert_close(FIELD.log_p(params, x), plain.log_p(params, x))
     assert_close(FIELD.scores(params, x), plain.scores(params, x))
     for dims in (None, [3, 1]):
@@ -59,7 +59,7 @@ def test_closed_forms_are_those_of_log_p():
 
 
 def test_constant_and_divergence_are_those_of_the_normal_distribution():
-    params, other, x = conditioned(FIELD, 0.5), conditioned(FIELD, 2.0), draw(5, 4)
+    params, other, x = condition_precision(FIELD, 0.5), condition_precision(FIELD, 2.0), draw(5, 4)
     p, q = (
         MultivariateNormal(torch.zeros(4, dtype=F64), precision_matrix=FIELD.precision(given).detach())
         for given in (params, other)
@@ -71,9 +71,9 @@ def test_constant_and_divergence_are_those_of_the_normal_distribution():
 @pytest.mark.parametrize("start", [0.1, 1.0, 30.0])
 def test_one_natural_step_ends_at_the_optimum(start):
     field = GaussMarkov(9, lattice(3, 3))
-    truth = conditioned(field, 0.01)
+    truth = condition_precision(field, 0.01)
     x = field.sample(truth, 400, generator=torch.Generator().manual_seed(0))
-    params = conditioned(field, start)
+    params = condition_precision(field, start)
     opt = ng.NaturalGradient(params, ng.score_metric(field), lr=1.0, damping=0.0)
     ng.score_matching_loss(field, params, x).backward()
     opt.step()
@@ -86,7 +86,7 @@ def test_one_natural_step_ends_at_the_optimum(start):
 
 
 def test_the_truth_is_found_from_its_own_moments():
-    truth = conditioned(FIELD, 0.1)
+    truth = condition_precision(FIELD, 0.1)
     x = sigma_points(torch.linalg.inv(FIELD.precision(truth).detach()))
     found = FIELD.fit(x)
     for name in truth:
@@ -94,7 +94,7 @@ def test_the_truth_is_found_from_its_own_moments():
 
 
 def test_condensed_examples_have_the_same_loss_and_metric():
-    params, x = conditioned(FIELD, 0.5), draw(9, 4)
+    params, x = condition_precision(FIELD, 0.5), draw(9, 4)
     few = FIELD.condense(x)
     assert few.shape == (4, 4)
     assert_close(ng.score_matching_loss(FIELD, params, few), ng.score_matching_loss(FIELD, params, x))
@@ -110,7 +110,7 @@ def test_with_all_edges_it_is_maximum_likelihood():
 
 
 def test_draws_have_the_covariance():
-    params, count = conditioned(FIELD, 0.5), 40_000
+    params, count = condition_precision(FIELD, 0.5), 40_000
     x = FIELD.sample(params, count, generator=torch.Generator().manual_seed(0))
     covariance = torch.linalg.inv(FIELD.precision(params).detach())
     variances = covariance.diagonal()
@@ -147,7 +147,7 @@ def test_errors_name_what_is_wrong(call, words):
 
 def test_many_examples_are_solved_as_a_matrix():
     """A root wider than the number of parameters: its own square would be the larger system."""
-    params = conditioned(FIELD, 0.5)
+    params = condition_precision(FIELD, 0.5)
     assert ng.score_metric(FIELD).at(params, draw(2, 4)).closed_form
     assert not ng.score_metric(FIELD).at(params, draw(3, 4)).closed_form
     operator, gradient = ng.score_metric(FIELD).at(params, draw(50, 4)), draw(8)

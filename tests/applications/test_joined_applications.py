@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from policy_worlds import Walk
 from process_ranks import count_ranks, own_rank, run_ranks
 from torch import Tensor, distributed, nn
@@ -67,7 +67,7 @@ TERMS: dict[str, Callable[..., Tensor]] = {
 
 
 def solve_residuals(make: Callable[[], nn.Module], written: int = 2**22, steps: int = 4, **options: Any) -> Any:
-    net, before = seeded(make), StackedRows.WRITTEN
+    net, before = build_seeded(make), StackedRows.WRITTEN
     StackedRows.WRITTEN = written
     try:
         opt = ng.residuals(net, TERMS, weights={"edge": 5.0}, damping=DAMPING, group=everyone(), **options)
@@ -90,7 +90,7 @@ RESIDUALS: dict[str, Callable[[], Any]] = {
 
 def one_bad_point() -> list[str]:
     """A point where a term is not finite, on the last process alone."""
-    net = seeded(chain)
+    net = build_seeded(chain)
     before = flat(net)
     opt = ng.residuals(net, {"inside": lambda u, x: u(x) * x[0].sqrt()}, group=everyone())
     bad = own_rank() == count_ranks() - 1
@@ -113,8 +113,8 @@ WEIGHTS = draw(24, 1).square().reshape(-1)
 
 def amplitude(complex_valued: bool = False) -> ng.LogAmplitude:
     if not complex_valued:
-        return ng.LogAmplitude(seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))))
-    net = seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
+        return ng.LogAmplitude(build_seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))))
+    net = build_seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
     return ng.LogAmplitude(net, head=ng.vmc.read_phase)
 
 
@@ -162,8 +162,8 @@ def draw_walkers() -> dict[str, Any]:
 
 def build_agent(kind: Any, group: Any = None, **options: Any) -> Any:
     """An agent with two environments on the first process, and one on the others."""
-    policy = seeded(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)))
-    critic = seeded(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
+    policy = build_seeded(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)))
+    critic = build_seeded(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
     worlds = [Walk(end=9) for _ in range(2 if own_rank() == 0 else 1)]
     return kind(policy, worlds, critic=critic, batch=80, critic_batch=16, critic_epochs=2, group=group, **options)
 
@@ -211,7 +211,7 @@ POLICIES: dict[str, Callable[[], dict[str, Any]]] = {
 def one_fault() -> list[Any]:
     """An environment that fails on the last process; then a callback there that ends the training."""
     last = own_rank() == count_ranks() - 1
-    net = seeded(lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)))
+    net = build_seeded(lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)))
     agent = ng.TRPO(net, Walk(end=9, fault="raise" if last else "", at=30), batch=20 * count_ranks(), group=everyone())
     agent.learn(1)
     before, errors = flat(net), []

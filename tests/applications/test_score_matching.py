@@ -206,7 +206,7 @@ def relu(params: Any, x: Tensor) -> Tensor:
     return (params["W"] @ x).relu().sum()
 
 
-def unmoved(params: Any, x: Tensor) -> Tensor:
+def ignore_inputs(params: Any, x: Tensor) -> Tensor:
     return params["W"].sum() + 0 * x.sum()
 
 
@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "integers": (lambda: ng.score_matching_loss(two_layers, PARAMS, X.long()), ValueError, ("X", "floating")),
     "ReLU": (lambda: ng.score_matching_loss(relu, PARAMS, X), ValueError, ("second derivatives", "Softplus")),
     "ReLU, sliced": (lambda: ng.sliced_score_matching_loss(relu, PARAMS, X), ValueError, ("second", "Softplus")),
-    "no x": (lambda: ng.score_matching_loss(unmoved, PARAMS, X), ValueError, ("does not depend on x",)),
+    "no x": (lambda: ng.score_matching_loss(ignore_inputs, PARAMS, X), ValueError, ("does not depend on x",)),
     "a vector back": (lambda: ng.score_matching_loss(lambda p, x: x, PARAMS, X), ValueError, ("log_p", "scalar")),
     "not a function": (lambda: ng.score_matching_loss(3, PARAMS, X), TypeError, ("log_p", "energies")),  # type: ignore[arg-type]
     "continuous ratios": (lambda: ng.ratio_matching_loss(table, PARAMS, X), ValueError, ("X", "0 and 1")),

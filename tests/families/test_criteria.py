@@ -122,11 +122,11 @@ def test_the_metric_does_not_depend_on_the_size_of_the_batch(name, repeats):
     """Two parameters that move all outputs: their metric is a mean over examples."""
     case = CANONICAL[name]
 
-    def shifted(params: Any, outputs: Tensor) -> Tensor:
+    def shift_outputs(params: Any, outputs: Tensor) -> Tensor:
         return outputs * params["scale"] + params["shift"]
 
     params = {"scale": torch.ones((), dtype=F64), "shift": torch.zeros((), dtype=F64)}
-    metric = gauss_newton(shifted, case.criterion)
+    metric = gauss_newton(shift_outputs, case.criterion)
     many = [torch.cat([t] * repeats) for t in (case.outputs, case.targets)]
     assert_close(metric.at(params, tuple(many)).dense(), metric.at(params, (case.outputs, case.targets)).dense(), 1e-13)
 

@@ -89,7 +89,7 @@ def test_family_is_sound(name):
     check_family(family, outputs)
 
 
-def enumerated(nll_of: Any, targets: list[Tensor], rows: Tensor) -> Tensor:
+def enumerate_scores(nll_of: Any, targets: list[Tensor], rows: Tensor) -> Tensor:
     """sum_t p(t) s s^T over a list of possible targets, one row at a time."""
     total = torch.zeros(rows.shape[0], rows.shape[1], rows.shape[1], dtype=F64)
     for target in targets:
@@ -102,17 +102,17 @@ def enumerated(nll_of: Any, targets: list[Tensor], rows: Tensor) -> Tensor:
 
 def test_categorical_form_is_the_enumerated_one():
     classes = [torch.full((3,), c) for c in range(4)]
-    assert_close(Categorical().fisher(X), enumerated(Categorical().nll, classes, X), 1e-14)
+    assert_close(Categorical().fisher(X), enumerate_scores(Categorical().nll, classes, X), 1e-14)
 
 
 def test_bernoulli_form_is_the_enumerated_one():
     bits = [torch.tensor([a, b], dtype=F64).expand(3, 2) for a in (0, 1) for b in (0, 1)]
-    assert_close(Bernoulli().fisher(X[:, :2]), enumerated(Bernoulli().nll, bits, X[:, :2]), 1e-14)
+    assert_close(Bernoulli().fisher(X[:, :2]), enumerate_scores(Bernoulli().nll, bits, X[:, :2]), 1e-14)
 
 
 def test_poisson_form_is_the_enumerated_one():
     counts = [torch.full((3, 1), float(c), dtype=F64) for c in range(120)]
-    assert_close(Poisson().fisher(X[:, :1]), enumerated(Poisson().nll, counts, X[:, :1]), 1e-13)
+    assert_close(Poisson().fisher(X[:, :1]), enumerate_scores(Poisson().nll, counts, X[:, :1]), 1e-13)
 
 
 @pytest.mark.parametrize("log_variance", [True, False])

@@ -50,7 +50,10 @@ def test_fuzz_log_prob_entropy_and_kl_are_those_of_the_given_numbers(name, dtype
     x = case.family.sample(theta, 1, generator=generator)[0]
     log_p = case.log_prob(numbers, exact(x))
     close_to(
-        case.family.log_prob(theta, x), log_p, 500 * eps * (1 + abs(float(log_p))) + lost(name, x, eps) + far, "log p"
+        case.family.log_prob(theta, x),
+        log_p,
+        500 * eps * (1 + abs(float(log_p))) + rounding_of(name, x, eps) + far,
+        "log p",
     )
 
 
@@ -60,7 +63,7 @@ def abs_logits(name: str, theta: Tensor, other: Tensor) -> float:
     return float(torch.stack([theta, other]).abs().amax()) if own else 1.0
 
 
-def lost(name: str, x: Tensor, eps: float) -> float:
+def rounding_of(name: str, x: Tensor, eps: float) -> float:
     """What the logarithm of a count does not know of it, in float32: sqrt(count) log(count) eps."""
     return 30 * eps * float(x.double().amax()) ** 0.5 * 20 if name == "counts" else 0.0
 

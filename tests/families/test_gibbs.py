@@ -18,7 +18,7 @@ from natgrad.families.gibbs_sweeps import PairSweep, fits_pairs
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-def mixed() -> MarkovField:
+def mixed_field() -> MarkovField:
     """Variables of two, three and four values, singles and pairs, one pair twice, one variable without any."""
     return MarkovField(
         [(0, 1), (-1, 0, 2), (0, 1, 2, 3), (5, 7), (0, 1)],
@@ -37,7 +37,7 @@ FIELDS = {
     "spins": lambda: Ising(5),
     "bits": lambda: Ising(4, values=(0, 1)),
     "a grid": lambda: Ising(6, [(0, 1), (1, 2), (3, 4), (4, 5), (0, 3), (1, 4), (2, 5)], values=(-2, 3)),
-    "many values": mixed,
+    "many values": mixed_field,
 }
 
 

@@ -16,7 +16,7 @@ LOGITS = torch.tensor([[0.3, -torch.inf, -1.0, 0.5], [9.0, -torch.inf, -80.0, 2.
 OTHER = torch.tensor([[-0.2, -torch.inf, 0.4, 0.1], [8.0, -torch.inf, -79.0, 3.0]], dtype=F64)
 
 
-def kept(theta: Tensor) -> Tensor:
+def keep_free(theta: Tensor) -> Tensor:
     return theta[..., FREE]
 
 
@@ -25,7 +25,7 @@ def finite_gradient(function, theta: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(function(point).sum(), point)
     assert bool(torch.isfinite(found).all())
     assert float(found[..., 1].abs().max()) == 0
-    return kept(found)
+    return keep_free(found)
 
 
 @pytest.mark.parametrize("whole", [Categorical(4), Categorical(), Multinomial(6, 4)], ids=repr)
@@ -34,21 +34,21 @@ def test_a_masked_family_is_that_of_the_other_classes(whole):
     for of in (
         lambda f, t: f.entropy(t),
         lambda f, t: f.log_partition(t),
-        lambda f, t: f.kl(t, OTHER if t.shape[-1] == 4 else kept(OTHER)),
+        lambda f, t: f.kl(t, OTHER if t.shape[-1] == 4 else keep_free(OTHER)),
     ):
-        assert_close(of(whole, LOGITS), of(part, kept(LOGITS)))
-        expected = torch.func.grad(lambda t, of=of: of(part, t).sum())(kept(LOGITS))
+        assert_close(of(whole, LOGITS), of(part, keep_free(LOGITS)))
+        expected = torch.func.grad(lambda t, of=of: of(part, t).sum())(keep_free(LOGITS))
         assert_close(finite_gradient(lambda t, of=of: of(whole, t), LOGITS), expected)
-    assert_close(kept(whole.expectation(LOGITS)), part.expectation(kept(LOGITS)))
-    assert_close(kept(kept(whole.covariance(LOGITS)).mT).mT, part.covariance(kept(LOGITS)))
+    assert_close(keep_free(whole.expectation(LOGITS)), part.expectation(keep_free(LOGITS)))
+    assert_close(keep_free(keep_free(whole.covariance(LOGITS)).mT).mT, part.covariance(keep_free(LOGITS)))
     assert float(whole.covariance(LOGITS)[:, 1].abs().max()) == 0
     for theta in LOGITS:
-        operator, small = whole.fisher(theta), part.fisher(kept(theta))
-        assert_close(kept(kept(operator.dense()).mT).mT, small.dense())
+        operator, small = whole.fisher(theta), part.fisher(keep_free(theta))
+        assert_close(keep_free(keep_free(operator.dense()).mT).mT, small.dense())
         inverse, expected = operator.inverse(0.0), small.inverse(0.0)
         assert inverse is not None
         assert expected is not None
-        assert_close(kept(kept(inverse.dense()).mT).mT, expected.dense())
+        assert_close(keep_free(keep_free(inverse.dense()).mT).mT, expected.dense())
         assert float(inverse.dense()[1].abs().max()) == 0
 
 
@@ -64,7 +64,9 @@ def test_masked_classes_are_never_drawn_and_have_no_probability():
     finite_gradient(lambda t: family.log_prob(t, shares), LOGITS)
     counts = Multinomial(6, 4).sample(LOGITS, 50)
     assert float(counts[..., 1].max()) == 0
-    assert_close(Multinomial(6, 4).log_prob(LOGITS, counts), Multinomial(6, 3).log_prob(kept(LOGITS), kept(counts)))
+    assert_close(
+        Multinomial(6, 4).log_prob(LOGITS, counts), Multinomial(6, 3).log_prob(keep_free(LOGITS), keep_free(counts))
+    )
 
 
 def test_kl_to_a_mask_that_rules_out_what_comes_is_infinite():

@@ -32,7 +32,7 @@ def hessian_and_metric(criterion: Criterion, outputs: Tensor, targets: Tensor) -
     return found, total * criterion.scale(outputs, targets)
 
 
-def named(module: str, name: str, **fields: Any) -> Any:
+def name_after(module: str, name: str, **fields: Any) -> Any:
     """An instance of a class that bears another library's name."""
     return type(name, (SimpleNamespace,), {"__module__": module, "__qualname__": name, "__call__": fields.pop("call")})(
         **fields
@@ -82,7 +82,7 @@ def test_the_loss_of_tokens_has_its_hessian_as_metric(shift: bool, smoothing: fl
 
 
 def test_language_models_train_on_labels_as_they_are():
-    causal = named("transformers.loss.loss_utils", "ForCausalLMLoss", call=None)
+    causal = name_after("transformers.loss.loss_utils", "ForCausalLMLoss", call=None)
     model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 5))
     opt = ng.kfac(model, causal)
     tokens = torch.tensor([[0, 1, 2, 3], [4, 3, 2, 1]])
@@ -96,7 +96,7 @@ def test_language_models_train_on_labels_as_they_are():
 
 def test_the_metric_of_the_batch_s_own_labels_sees_those_labels():
     """The empirical Fisher of a shifted loss: the outer products of the gradients of its tokens."""
-    causal = as_criterion(named("transformers.loss.loss_utils", "ForCausalLMLoss", call=None))
+    causal = as_criterion(name_after("transformers.loss.loss_utils", "ForCausalLMLoss", call=None))
     model, tokens = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4)).double(), torch.tensor([[0, 1, 3], [2, 2, 1]])
     params = ng.trainable(model)
     G = ng.empirical_fisher(model, causal).at(params, (tokens, tokens)).dense()
@@ -121,7 +121,7 @@ def test_a_bit_per_class_is_made_of_class_numbers(sum_classes: bool, weighted: b
         return loss.sum(-1).mean() if sum_classes else loss.mean()
 
     fields = {"smoothing": 0.2, "target_threshold": None, "weight": weight, "pos_weight": None}
-    loss = named(
+    loss = name_after(
         "timm.loss.binary_cross_entropy",
         "BinaryCrossEntropy",
         call=call,
@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "bits of probabilities": (functional.binary_cross_entropy, None, TypeError, "use BCEWithLogitsLoss"),
     "not one number": (functools.partial(functional.mse_loss, reduction="none"), None, ValueError, "reduction='none'"),
     "what problem": (
-        named("transformers.loss.loss_utils", "ForSequenceClassificationLoss", call=None),
+        name_after("transformers.loss.loss_utils", "ForSequenceClassificationLoss", call=None),
         None,
         TypeError,
         "problem_type=None",
@@ -250,7 +250,7 @@ def test_what_is_not_a_likelihood_is_refused_in_a_sentence(name: str):
     ],
 )
 def test_sequence_classifiers_follow_their_problem(problem: str, outputs: Tensor, targets: Tensor):
-    loss = named("transformers.loss.loss_utils", "ForSequenceClassificationLoss", call=None)
+    loss = name_after("transformers.loss.loss_utils", "ForSequenceClassificationLoss", call=None)
     criterion = as_criterion(functools.partial(loss, config=SimpleNamespace(problem_type=problem, num_labels=4)))
     found, metric = hessian_and_metric(criterion, outputs, targets)
     assert_close(metric, found)

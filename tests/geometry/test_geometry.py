@@ -313,12 +313,14 @@ def test_normals_hold_the_half_plane():
     plane, manifold = HalfPlane(), Normals(2)
     start, end = torch.tensor([[0.3, 0.7], [1.5, 2.0]], dtype=torch.float64)
 
-    def lifted(p):
+    def lift_point(p):
         return manifold.join(torch.stack([p[0], 0 * p[0]]), torch.diag(torch.stack([p[1].square(), 1 + 0 * p[0]])))
 
-    assert_close(manifold.distance(lifted(start), lifted(end)), plane.distance(start, end), rtol=1e-9, atol=1e-9)
+    assert_close(
+        manifold.distance(lift_point(start), lift_point(end)), plane.distance(start, end), rtol=1e-9, atol=1e-9
+    )
     middle = plane.geodesic(start, end, 0.5)
-    assert_close(manifold.geodesic(lifted(start), lifted(end), 0.5), lifted(middle), rtol=1e-8, atol=1e-9)
+    assert_close(manifold.geodesic(lift_point(start), lift_point(end), 0.5), lift_point(middle), rtol=1e-8, atol=1e-9)
 
 
 def test_normals_far_apart_are_joined():

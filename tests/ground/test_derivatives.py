@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import Interrupt
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
@@ -198,19 +198,19 @@ class Hand(nn.Module):
         return (parts * self.weight.view(-1, 1) + self.bias.view(-1, 1)).flatten(1)
 
 
-def shaped(norm: nn.Module) -> nn.Module:
+def shape_around(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten())
 
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "LayerNorm": (lambda: nn.LayerNorm(6), lambda: Hand(1, by_channel=False)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 6), lambda: Hand(2, by_channel=False)),
-    "InstanceNorm1d": (lambda: shaped(nn.InstanceNorm1d(2, affine=True)), lambda: ShapedHand()),
+    "InstanceNorm1d": (lambda: shape_around(nn.InstanceNorm1d(2, affine=True)), lambda: ShapedHand()),
 }
 
 
 class ShapedHand(nn.Sequential):
-    """With the same names of parameters as `shaped`."""
+    """With the same names of parameters as `shape_around`."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity(), Hand(2, by_channel=True), nn.Identity())
@@ -224,7 +224,7 @@ def energies(name: str, first: bool) -> tuple[nn.Module, nn.Module]:
         make_net = lambda make=make, before=before: nn.Sequential(  # noqa: E731
             nn.Linear(3, 6), *before, make(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)
         )
-        nets.append(seeded(make_net))
+        nets.append(build_seeded(make_net))
     state = {key: p + 0.3 * draw(*p.shape, seed=i) for i, (key, p) in enumerate(nets[0].state_dict().items())}
     for net in nets:
         net.load_state_dict(state)
@@ -336,7 +336,7 @@ class Turned(nn.Module):
 @pytest.mark.parametrize(("dim", "axes"), [(0, (1,)), (1, (0,)), (None, (0, 1)), (-1, (0, 1))])
 def test_newton_s_matrix_of_a_weight_normed_model(dim, axes):
     """torch's own second derivative of the parametrisation is wrong by a third of the matrix."""
-    model = seeded(
+    model = build_seeded(
         lambda: nn.Sequential(
             nn.utils.parametrizations.weight_norm(nn.Linear(3, 4, bias=False), dim=dim), nn.Tanh(), nn.Linear(4, 2)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, assert_close, draw, reference_jacobian, reference_outputs, seeded
+from models import F64, assert_close, build_seeded, draw, reference_jacobian, reference_outputs
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,7 +49,7 @@ CASES += [(name, "sum", True) for name in OPTIONS]
 @pytest.mark.parametrize(("name", "mode", "weighted"), CASES)
 def test_the_fisher_of_a_bag_is_its_definition(name, mode, weighted):
     tokens, offsets, options = OPTIONS[name]
-    model = seeded(lambda: Bags(weighted, offsets, mode=mode, **options))
+    model = build_seeded(lambda: Bags(weighted, offsets, mode=mode, **options))
     model(tokens)  # norms are kept from the first pass on
     params = trainable(model)
     jacobian = reference_jacobian(model, params, tokens, Categorical().rows)
@@ -82,7 +82,7 @@ def test_a_bag_written_out_is_torchs_own(name, mode, weighted):
 
 
 def test_a_bag_has_a_hessian():
-    model = seeded(lambda: Bags(False, mode="mean"))
+    model = build_seeded(lambda: Bags(False, mode="mean"))
     params, targets = trainable(model), torch.tensor([0, 1, 1])
     names = list(params)
 
@@ -99,13 +99,13 @@ def test_a_bag_has_a_hessian():
 
 
 def test_gradients_by_frequency_are_refused_at_the_door():
-    model = seeded(lambda: Bags(False, mode="sum", scale_grad_by_freq=True))
+    model = build_seeded(lambda: Bags(False, mode="sum", scale_grad_by_freq=True))
     with pytest.raises(ValueError, match="scale_grad_by_freq"):
         fisher(model, Categorical()).at(trainable(model), TOKENS).mv(torch.zeros(26, dtype=F64))
 
 
 def test_a_step_on_a_bag_lowers_the_loss():
-    model = seeded(lambda: Bags(False, mode="mean"))
+    model = build_seeded(lambda: Bags(False, mode="mean"))
     optimizer = NaturalGradient(model, fisher(model, nn.CrossEntropyLoss()), damping=0.1)
     targets, losses = torch.tensor([0, 1, 1]), []
     for _ in range(5):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from energies import energy_net
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -23,16 +23,16 @@ def deep(activation: Callable[[], nn.Module] = nn.Tanh, inputs: int = 3) -> nn.M
         nn.Flatten(), nn.Linear(inputs, 5), activation(), inner(), nn.Identity(), nn.Linear(6, 4), activation(),
         nn.Linear(4, 1),
     )  # fmt: skip
-    return seeded(outer)
+    return build_seeded(outer)
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
     "two hidden layers": energy_net,
     "deep": deep,
-    "linear": lambda: seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))),
-    "activation first": lambda: seeded(lambda: nn.Sequential(nn.Tanh(), nn.Linear(3, 1))),
-    "activation last": lambda: seeded(lambda: nn.Sequential(nn.Linear(3, 1), nn.Softplus())),
-    "one hidden layer": lambda: seeded(lambda: nn.Sequential(nn.Linear(3, 7), nn.SiLU(), nn.Linear(7, 1))),
+    "linear": lambda: build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))),
+    "activation first": lambda: build_seeded(lambda: nn.Sequential(nn.Tanh(), nn.Linear(3, 1))),
+    "activation last": lambda: build_seeded(lambda: nn.Sequential(nn.Linear(3, 1), nn.Softplus())),
+    "one hidden layer": lambda: build_seeded(lambda: nn.Sequential(nn.Linear(3, 7), nn.SiLU(), nn.Linear(7, 1))),
 }
 
 
@@ -94,7 +94,7 @@ def test_some_parameters_frozen():
     assert_close(Energy(net).scores_and_curvatures(some, x)[1].detach(), general(net, some, x)[1].detach())
 
 
-def tied() -> nn.Module:
+def tied_net() -> nn.Module:
     net: Any = deep()
     return nn.Sequential(net[1], net[2], nn.Linear(5, 3).double(), nn.Tanh(), net[1], nn.Linear(5, 1).double())
 
@@ -115,7 +115,7 @@ class Doubled(nn.Linear):
 
 
 UNKNOWN: dict[str, Callable[[], nn.Module]] = {
-    "tied": tied,
+    "tied": tied_net,
     "hook": with_hook,
     "dropout": training_dropout,
     "norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double(),
@@ -155,6 +155,6 @@ def test_images_and_mixed_dtypes_are_no_chain():
 
 
 def test_piecewise_linear_energies_are_still_refused():
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)))
+    net = build_seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)))
     with pytest.raises(ValueError, match="ReLU"):
         ng.score_matching_loss(net, ng.trainable(net), draw(4, 3))

@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from models import X3, Tied, affine, assert_close, batch_norm, draw, mlp, seeded
+from models import X3, Tied, affine, assert_close, batch_norm, build_seeded, draw, mlp
 from torch import nn
 
 from natgrad.pure import Call, PureModel, RandomState, as_call, check_call, leaves, map_tensors, mixes_examples
@@ -14,7 +14,7 @@ from natgrad.spaces import trainable
 
 
 def dropout() -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5), nn.Linear(50, 2)))
+    return build_seeded(lambda: nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5), nn.Linear(50, 2)))
 
 
 def pure(model, x=X3, **kwargs):
@@ -33,7 +33,7 @@ def test_parameters_can_be_moved_and_some_left_out():
 
 
 def test_a_tied_parameter_moves_everywhere():
-    model = seeded(Tied)
+    model = build_seeded(Tied)
     moved = {name: 2 * p.detach() for name, p in trainable(model).items()}
     found = pure(model)(moved)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_keywords_and_several_arguments_reach_the_model():
 
 
 def test_buffers_are_read_and_never_written():
-    model = seeded(lambda: batch_norm(True))
+    model = build_seeded(lambda: batch_norm(True))
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     pure(model)(trainable(model))
     assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())

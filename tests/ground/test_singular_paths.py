@@ -122,7 +122,7 @@ FAMILIES: dict[str, Callable[[Tensor], Any]] = {
     "slopes of coordinates": lambda a: flows.expectation_coordinates(PLANE).slope(moments_of(a)),
 }
 RUNS: dict[str, Callable[[Tensor], Any]] = {
-    "sparse search": lambda a: list(regress_blocks([bordered(a)]).values()),
+    "sparse search": lambda a: list(regress_blocks([border_block(a)]).values()),
     "full search": lambda a: Full().whiten({"root": a}, U),
     "xnes": lambda a: XNES().whiten({"shape": a}, U),
     "variational": lambda a: ng.variational(lambda z: -z.square().sum(-1) / 2, 2, covariance=a).step(),
@@ -159,7 +159,7 @@ FIXED: dict[str, Callable[[], Any]] = {
 }
 
 
-def bordered(block: Tensor) -> Tensor:
+def border_block(block: Tensor) -> Tensor:
     """One variable with two neighbours, whose moments are the block."""
     whole = torch.eye(3, dtype=F64)
     whole[1:, 1:], whole[0, 1:], whole[1:, 0] = block, 0.3, 0.3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, Tied, draw, frozen, mlp, seeded
+from models import F64, Tied, build_seeded, draw, freeze_parts, mlp
 from torch import nn
 
 from natgrad.spaces import Space, trainable
@@ -80,13 +80,13 @@ def test_trainable_is_in_the_order_of_named_parameters():
 
 
 def test_a_tied_parameter_appears_once():
-    model = seeded(Tied)
+    model = build_seeded(Tied)
     assert list(trainable(model)) == ["encode.weight", "encode.bias", "decode.bias"]
     assert Space(trainable(model)).size == 9 + 3 + 3
 
 
 def test_frozen_parameters_are_left_out():
-    names = set(trainable(seeded(frozen)))
+    names = set(trainable(build_seeded(freeze_parts)))
     assert names == {"0.bias", "2.weight", "5.weight", "5.bias"}
 
 

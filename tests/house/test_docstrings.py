@@ -71,7 +71,7 @@ def argument_names(call: Callable[..., object], *, bound: bool) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def undocumented(thing: object, name: str) -> Iterator[str]:
+def find_undocumented(thing: object, name: str) -> Iterator[str]:
     """`name(argument)` for every argument that no docstring explains.
 
     Args:
@@ -139,7 +139,7 @@ PUBLIC = public_things()
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_argument_is_documented(name: str):
-    missing = dict.fromkeys(undocumented(PUBLIC[name], name.rpartition(".")[2]))
+    missing = dict.fromkeys(find_undocumented(PUBLIC[name], name.rpartition(".")[2]))
     assert not missing, f"{name}: no line under Args for {', '.join(missing)}"
 
 
@@ -301,8 +301,8 @@ Told.__module__ = Heir.__module__ = "natgrad.told"
 
 
 def test_undocumented_arguments_are_found():
-    assert list(undocumented(Told, "Told")) == []
-    assert set(undocumented(Heir, "Heir")) == {"Heir.method(y)"}
+    assert list(find_undocumented(Told, "Told")) == []
+    assert set(find_undocumented(Heir, "Heir")) == {"Heir.method(y)"}
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def _relative(name: str, node: ast.ImportFrom, holders: set[str]) -> str:
 
 def breaches(house: House, sources: Mapping[str, str]) -> list[str]:
     """Every breach as one sentence: `module:line` and what is wrong with it."""
-    found = list(_unplaced(house, sources)) + [
+    found = list(_find_unplaced(house, sources)) + [
         f"{name or house.package}: {len(text.splitlines())} lines, at most {MAX_LINES}: is there a second idea in it?"
         for name, text in sources.items()
         if len(text.splitlines()) > MAX_LINES
@@ -176,7 +176,7 @@ def breaches(house: House, sources: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _unplaced(house: House, sources: Mapping[str, str]) -> Iterator[str]:
+def _find_unplaced(house: House, sources: Mapping[str, str]) -> Iterator[str]:
     for top in sorted({name.split(".")[0] for name in sources}):
         if top not in house.floors and top not in house.highest:
             yield f"{top}: has no floor; place it on one in tests/house/test_floors.py"

@@ -13,8 +13,6 @@ LONG = {
     "residuals": "the same, and each of them means something of its own there",
     "stochastic_reconfiguration": "nine, of which four are those of `ng.NaturalGradient` with defaults of their own",
     "WakeSleep": "eight, and `group=`, which every optimizer takes",
-    "torch_batch_norm": "torch's own signature, in whose place it is called",
-    "torch_instance_norm": "torch's own signature, in whose place it is called",
     "look_up_bags": "torch's own signature, in whose place it is called",
 }
 

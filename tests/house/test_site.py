@@ -23,14 +23,14 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 THEORY = [page for page in sorted((ROOT / "docs" / "theory").glob("*.md")) if page.stem != "index"]
 
 
-def displayed(page: Path) -> list[str]:
+def find_displayed(page: Path) -> list[str]:
     """The formulas of a page that stand on lines of their own."""
     return re.findall(r"^\$\$\n(.*?)\n\$\$$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if displayed(p)], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [p for p in PAGES if find_displayed(p)], ids=lambda p: p.stem)
 def test_what_a_formula_names_exists_and_the_formula_can_be_drawn(page: Path):
-    for latex in displayed(page):
+    for latex in find_displayed(page):
         formula, references = equations.split_references(latex)
         for file, dotted in references:
             assert names.find_line(file, dotted), f"{page.name} names {file}: {dotted}, and there is no such name"

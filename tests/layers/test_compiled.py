@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case, assert_close, seeded
+from models import CASES, Case, assert_close, build_seeded
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -34,7 +34,7 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compiled(model: nn.Module, backend: Any = "aot_eager") -> Any:
+def compile_quickly(model: nn.Module, backend: Any = "aot_eager") -> Any:
     """Traced and differentiated ahead of time, without the slow last part of the compiler."""
     return torch.compile(model, backend=backend, fullgraph=True)
 
@@ -65,7 +65,7 @@ def test_a_compiled_model_is_read_as_the_plain_one(name: str):
     targets = plain(inputs).argmax(-1)
     criterion = ng.Categorical()
     expected = reading(ng.kfac(plain, criterion, estimate=EXACT), plain, inputs, targets)
-    found = reading(ng.kfac(model, criterion, estimate=EXACT), compiled(model), inputs, targets)
+    found = reading(ng.kfac(model, criterion, estimate=EXACT), compile_quickly(model), inputs, targets)
     assert {one.key for one in found.layers} == {one.key for one in expected.layers}
     by_key = {one.key: one for one in found.layers}
     for one in expected.layers:
@@ -90,11 +90,11 @@ class Deep(nn.Module):
 
 
 def whole(model: nn.Module) -> tuple[Any, Any]:
-    return (outer := compiled(model)), outer
+    return (outer := compile_quickly(model)), outer
 
 
 def raw(model: nn.Module) -> tuple[Any, Any]:
-    return model, compiled(model)
+    return model, compile_quickly(model)
 
 
 def in_place(model: nn.Module) -> tuple[Any, Any]:
@@ -119,7 +119,7 @@ def test_training_does_not_depend_on_how_the_model_is_compiled(way: str):
 
 
 def test_a_compiled_part_of_a_plain_model_is_read_too():
-    plain, model = seeded(lambda: Deep(lambda part: part)), seeded(lambda: Deep(compiled))
+    plain, model = build_seeded(lambda: Deep(lambda part: part)), build_seeded(lambda: Deep(compile_quickly))
     for one in (plain, model):
         opt = ng.kfac(one, CE, estimate=EXACT)
         iterate(opt, one)
@@ -131,7 +131,7 @@ def test_two_graphs_for_all_steps():
     counter = CompileCounterWithBackend("aot_eager")
     model = dropout_net()
     opt = ng.kfac(model, CE, lr=0.01, update_every=3)
-    called, states = compiled(model, counter), set()
+    called, states = compile_quickly(model, counter), set()
     for _ in range(30):
         states.add(opt._reader.taps.armed)
         iterate(opt, called)
@@ -144,7 +144,7 @@ def test_two_graphs_for_all_steps():
 
 def test_one_forward_and_nobody_s_gradients():
     model, twin = dropout_net(), dropout_net()
-    called, passes, seen = compiled(model), [], []
+    called, passes, seen = compile_quickly(model), [], []
     opt = ng.kfac(called, CE)
     called.register_forward_hook(lambda *_: passes.append(1))
     for p in model.parameters():
@@ -163,13 +163,13 @@ def test_one_forward_and_nobody_s_gradients():
     assert torch.equal(flat_gradient(model), flat_gradient(twin))
     assert opt._reader.taps.recorder.records is None
     norm = CASES["batch norm, training"].make()[0]
-    ng.kfac(norm, CE).loss(compiled(norm)(X), Y % 2)
+    ng.kfac(norm, CE).loss(compile_quickly(norm)(X), Y % 2)
     assert norm[1].num_batches_tracked == 1
 
 
 def test_an_infinite_first_batch_does_no_harm():
     model = net()
-    called = compiled(model)
+    called = compile_quickly(model)
     opt = ng.kfac(model, CE)
     iterate(opt, called, X * math.inf)
     losses = [float(iterate(opt, called)) for _ in range(5)]
@@ -188,8 +188,8 @@ def test_a_graph_that_went_backward_for_another_loss_first_is_replayed():
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x).exp().log()
 
-    model, plain = seeded(Donating), seeded(Donating)
-    called = compiled(model)
+    model, plain = build_seeded(Donating), build_seeded(Donating)
+    called = compile_quickly(model)
     opt = ng.kfac(called, CE, estimate=EXACT)
     CE(called(X), Y).backward()
     iterate(opt, called)
@@ -200,7 +200,7 @@ def test_a_graph_that_went_backward_for_another_loss_first_is_replayed():
 def test_a_model_that_was_compiled_before_is_replayed():
     # the compiler does not look whether hooks were added since
     model, plain = net(), net()
-    called = compiled(model)
+    called = compile_quickly(model)
     called(X)
     iterate(ng.kfac(called, CE, estimate=EXACT), called)
     iterate(ng.kfac(plain, CE, estimate=EXACT), plain)
@@ -210,8 +210,8 @@ def test_a_model_that_was_compiled_before_is_replayed():
 
 
 def test_autocast_inside_a_compiled_model():
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))).float()
-    called = compiled(model)
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))).float()
+    called = compile_quickly(model)
     opt = ng.kfac(model, CE)
     for _ in range(2):
         opt.zero_grad()
@@ -226,7 +226,7 @@ def test_autocast_inside_a_compiled_model():
 
 def test_a_dead_optimizer_leaves_the_compiled_model_alone():
     model = net()
-    called = compiled(model)
+    called = compile_quickly(model)
     opt = ng.kfac(model, CE)
     iterate(opt, called)
     opt.detach()

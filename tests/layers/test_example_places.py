@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from models import F64, assert_close, draw, reference_jacobian, seeded
+from models import F64, assert_close, build_seeded, draw, reference_jacobian
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -117,7 +117,7 @@ def blocks_error(arranged: Arranged, expected: Tensor, diagonal: bool) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_structures_are_the_definition_wherever_examples_are(name):
-    model = seeded(MODELS[name])
+    model = build_seeded(MODELS[name])
     params, metric = ng.trainable(model), ng.fisher(model, ng.Categorical())
     for size in SIZES if "running" in name else SIZES[1:2]:
         x = draw(*size, E, seed=5)
@@ -133,7 +133,7 @@ def test_exact_structures_are_the_definition_wherever_examples_are(name):
 @pytest.mark.parametrize("name", ["LSTM, examples second", "encoder, examples second", "encoder, examples first"])
 def test_entrywise_outputs_are_told_apart_too(name, criterion):
     """A row of ng.Gaussian() on (t, b, m) holds all examples of a time."""
-    model, x = seeded(MODELS[name]), draw(3, 2, E, seed=5)
+    model, x = build_seeded(MODELS[name]), draw(3, 2, E, seed=5)
     params, metric = ng.trainable(model), ng.fisher(model, criterion)
     expected = definition(model, criterion, x)
     for structure in (ng.Diagonal(estimate=ExactLabels()), ng.UnitWise(estimate=ExactLabels())):
@@ -163,7 +163,7 @@ def read_diagonal(model: nn.Module, structure: Layerwise, x: Tensor, criterion: 
 @pytest.mark.parametrize("structure", [ng.Diagonal, ng.UnitWise])
 @pytest.mark.parametrize("name", ["LSTM, examples second", "encoder, examples second", "running sum, examples first"])
 def test_an_optimizer_reads_the_same(name, structure):
-    model, x = seeded(MODELS[name]), draw(3, 3, E, seed=5)
+    model, x = build_seeded(MODELS[name]), draw(3, 3, E, seed=5)
     expected = definition(model, nn.MSELoss(), x).diagonal()
     found = read_diagonal(model, structure(estimate=ExactLabels()), x)
     assert_close(found, expected, 1e-10)
@@ -172,7 +172,7 @@ def test_an_optimizer_reads_the_same(name, structure):
 @pytest.mark.parametrize("name", ["encoder, examples second", "running sum, examples second"])
 def test_sampled_labels_are_right_on_average(name):
     """Against six standard errors of the mean; the wrong examples were off by 7 to 62 %."""
-    model, x = seeded(MODELS[name]), draw(3, 3, E, seed=5)
+    model, x = build_seeded(MODELS[name]), draw(3, 3, E, seed=5)
     params, metric = ng.trainable(model), ng.fisher(model, nn.MSELoss())
     expected = definition(model, nn.MSELoss(), x).trace()
     drawn = [ng.Diagonal(estimate=Sampled(8), seed=i).update(None, metric, params, x)[0].trace() for i in range(16)]
@@ -185,7 +185,7 @@ def test_factors_do_not_depend_on_where_examples_are(structure):
     """The same network, batch first or second: the same operator."""
     found = []
     for first in (True, False):
-        model, x = seeded(MODELS[f"encoder, examples {'first' if first else 'second'}"]), draw(3, 3, E, seed=5)
+        model, x = build_seeded(MODELS[f"encoder, examples {'first' if first else 'second'}"]), draw(3, 3, E, seed=5)
         inputs = x if first else x.transpose(0, 1).contiguous()
         update = structure(estimate=ExactLabels()).update
         operator = update(None, ng.fisher(model, nn.MSELoss()), ng.trainable(model), inputs)[0]
@@ -257,7 +257,7 @@ MEETING = {
 def test_examples_that_meet_in_the_model_or_the_loss_are_taken_together(name, criterion):
     """The classes of nn.CrossEntropyLoss lie on dimension 1: there, its softmax joins the examples of (t, b, c)."""
     build, size = MEETING[name]
-    model, x = seeded(build), draw(*size, E, seed=5)
+    model, x = build_seeded(build), draw(*size, E, seed=5)
     params, metric = ng.trainable(model), ng.fisher(model, criterion)
     expected = definition(model, criterion, x)
     for structure in (ng.Diagonal(estimate=ExactLabels()), ng.UnitWise(estimate=ExactLabels())):
@@ -275,7 +275,7 @@ def test_examples_that_meet_in_the_model_or_the_loss_are_taken_together(name, cr
 @pytest.mark.parametrize("name", ["graph", "square", "attention, second"])
 def test_drawn_labels_of_examples_that_meet_are_right_on_average(name):
     build, size = MEETING[name]
-    model, x = seeded(build), draw(*size, E, seed=5)
+    model, x = build_seeded(build), draw(*size, E, seed=5)
     params, metric = ng.trainable(model), ng.fisher(model, nn.CrossEntropyLoss())
     expected = definition(model, nn.CrossEntropyLoss(), x).trace()
     drawn = [ng.Diagonal(estimate=Sampled(8), seed=i).update(None, metric, params, x)[0].trace() for i in range(24)]
@@ -284,7 +284,7 @@ def test_drawn_labels_of_examples_that_meet_are_right_on_average(name):
 
 
 def test_a_head_that_starts_at_zero_hides_no_examples_that_meet():
-    model, x = seeded(Graph), draw(4, E, seed=5)
+    model, x = build_seeded(Graph), draw(4, E, seed=5)
     nn.init.zeros_(model.out.weight)
     params, metric = dict(ng.trainable(model)), ng.fisher(model, nn.CrossEntropyLoss())
     structure = ng.Diagonal(estimate=ExactLabels())
@@ -326,7 +326,7 @@ def train(model: nn.Module, optimizer: StructuredNaturalGradient, steps: int) ->
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.Diagonal, ng.EigenKronecker])
 def test_a_second_use_that_was_hidden_at_first_is_found(structure, gate, bias):
-    model = seeded(lambda: Shared(gate, bias))
+    model = build_seeded(lambda: Shared(gate, bias))
     optimizer = optimizer_on(model, structure(0.9))
     train(model, optimizer, 1)
     assert "inner.weight" in {name for block in optimizer._blocks for name in block.layout.names}
@@ -338,7 +338,7 @@ def test_a_second_use_that_was_hidden_at_first_is_found(structure, gate, bias):
 
 @pytest.mark.parametrize("gate", [True, False])
 def test_a_structure_on_its_own_asks_again_too(gate):
-    model = seeded(lambda: Shared(gate))
+    model = build_seeded(lambda: Shared(gate))
     params, structure, memory = dict(ng.trainable(model)), ng.Diagonal(0.5, ExactLabels()), None
     metric, x = ng.fisher(model, ng.Categorical()), draw(5, E)
     for i in range(3):
@@ -351,7 +351,7 @@ def test_a_structure_on_its_own_asks_again_too(gate):
 
 
 def test_layers_that_explain_their_weight_stay_trusted_when_asked_again():
-    model = seeded(lambda: Head(encoder(True), True))
+    model = build_seeded(lambda: Head(encoder(True), True))
     optimizer = optimizer_on(model, ng.Kronecker(0.9))
     for _ in range(9):
         optimizer.zero_grad()
@@ -381,7 +381,7 @@ class Bare(nn.Module):
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.Diagonal, ng.OnlineLowRank])
 @pytest.mark.parametrize("shape", [(1, E), (5, E), (40, E), (3, 2, E)])
 def test_parameters_without_a_layer_get_the_diagonal_over_examples(structure, shape):
-    model, x = seeded(Bare), draw(*shape, seed=4)
+    model, x = build_seeded(Bare), draw(*shape, seed=4)
     count = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("out"))
     expected = definition(model, nn.MSELoss(), x).diagonal()[:count]
     assert_close(read_diagonal(model, structure(estimate=ExactLabels()), x)[:count], expected, 1e-10)
@@ -389,7 +389,7 @@ def test_parameters_without_a_layer_get_the_diagonal_over_examples(structure, sh
 
 def test_drawn_labels_give_them_many_degrees_of_freedom():
     """One sum over all examples has one: its lowest of 20 draws is a thousandth. Sixteen groups stay within tenths."""
-    model, x = seeded(Bare), draw(64, E, seed=4)
+    model, x = build_seeded(Bare), draw(64, E, seed=4)
     expected = definition(model, nn.MSELoss(), x).diagonal()[: 2 * E * E]
     for estimate in (Sampled(1), Sampled(4), Sampled(16)):
         drawn = [read_diagonal(model, ng.Kronecker(0.9, estimate, seed=i), x)[: 2 * E * E] for i in range(6)]
@@ -400,14 +400,14 @@ def test_drawn_labels_give_them_many_degrees_of_freedom():
 
 
 def test_they_take_a_bounded_number_of_passes(monkeypatch):
-    model, passes, plain = seeded(Bare), list[str](), torch.autograd.grad
+    model, passes, plain = build_seeded(Bare), list[str](), torch.autograd.grad
 
-    def counted(outputs, inputs, *args, **kwargs):
+    def count_passes(outputs, inputs, *args, **kwargs):
         if any(p is model.w for p in inputs):
             passes.append(sys._getframe(1).f_code.co_name)
         return plain(outputs, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(torch.autograd, "grad", counted)
+    monkeypatch.setattr(torch.autograd, "grad", count_passes)
     for samples in (1, 4, 16):
         passes.clear()
         read_diagonal(model, ng.Kronecker(0.9, Sampled(samples)), draw(64, E))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw, seeded
+from models import F64, assert_close, build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -65,7 +65,7 @@ def moved_off_start(module: nn.Module) -> nn.Module:
 def case(name: str, frozen: str = "") -> tuple[nn.Module, Layer, Tensor, Tensor]:
     """The module, its layer, its input and a cotangent on its output."""
     build, inputs = KINDS[name]
-    module = moved_off_start(seeded(build))
+    module = moved_off_start(build_seeded(build))
     for parameter, p in module.named_parameters():
         p.requires_grad_(parameter != frozen)
     layer = known_layers(module, ng.Space(ng.trainable(module)))[module]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, F64, assert_close, draw, seeded
+from models import CASES, F64, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, deep, flat, net, same
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ def spd(*shape: int, seed: int = 0) -> Tensor:
     return root @ root.mT
 
 
-def masked(matrix: Tensor, rows: int) -> Tensor:
+def mask_blocks(matrix: Tensor, rows: int) -> Tensor:
     """Blocks of `rows` on the diagonal, zeros elsewhere."""
     place = torch.arange(len(matrix)) // rows
     return matrix * (place[:, None] == place)
@@ -36,7 +36,7 @@ def masked(matrix: Tensor, rows: int) -> Tensor:
 # the operator
 
 
-def padded(matrix: Tensor, pieces: int, axis: int) -> Tensor:
+def pad_pieces(matrix: Tensor, pieces: int, axis: int) -> Tensor:
     """The blocks of a matrix as a factor."""
     rows = -(-len(matrix) // pieces)
     filled = torch.zeros(pieces * rows, pieces * rows, dtype=F64)
@@ -52,8 +52,8 @@ CUTS = {"left": (3, 1), "right": (1, 2), "both": (2, 3), "filled up": (2, 2)}
 def test_tiles_are_the_kronecker_product_of_block_diagonal_factors(case: str, factored: bool):
     (k, m), p, q = CUTS[case], 7 if case == "filled up" else 6, 6
     left, right = spd(p), spd(q, seed=1)
-    dense = [masked(left, -(-p // k)), masked(right, -(-q // m))]
-    factors = [left if k == 1 else padded(left, k, 1), right if m == 1 else padded(right, m, 0)]
+    dense = [mask_blocks(left, -(-p // k)), mask_blocks(right, -(-q // m))]
+    factors = [left if k == 1 else pad_pieces(left, k, 1), right if m == 1 else pad_pieces(right, m, 0)]
     found = Tiled.kronecker(*factors, (p, q), factored=factored)
     whole = KroneckerOperator(*dense, factored=factored)
     if not factored:  # whose inverse is another one
@@ -69,8 +69,8 @@ def test_tiles_are_the_kronecker_product_of_block_diagonal_factors(case: str, fa
 
 def test_a_diagonal_beside_a_cut_factor():
     left, right = draw(5).square(), spd(6)
-    found = Tiled.kronecker(left, padded(right, 2, 0), (5, 6))
-    assert_close(found.dense(), torch.kron(torch.diag(left), masked(right, 3)), 1e-12)
+    found = Tiled.kronecker(left, pad_pieces(right, 2, 0), (5, 6))
+    assert_close(found.dense(), torch.kron(torch.diag(left), mask_blocks(right, 3)), 1e-12)
 
 
 def test_tiles_that_do_not_cover_the_matrix_are_refused():
@@ -127,7 +127,7 @@ def blocks(matrix: Tensor, largest: int) -> Tensor:
     if matrix.dim() == 1:
         return torch.diag(matrix)
     n = len(matrix)
-    return masked(matrix, -(-n // -(-n // largest)))
+    return mask_blocks(matrix, -(-n // -(-n // largest)))
 
 
 SEEN = ["mlp", "sequence", "sequence, tied", "conv2d", "odd convolutions"]
@@ -222,7 +222,7 @@ def test_an_optimizer_trains_reports_and_resumes_with_cut_factors(structure: Any
 
 
 def test_a_vocabulary_head_within_its_budget():
-    model = seeded(lambda: nn.Sequential(nn.Embedding(700, 4), nn.Flatten(), nn.Linear(8, 700))).float()
+    model = build_seeded(lambda: nn.Sequential(nn.Embedding(700, 4), nn.Flatten(), nn.Linear(8, 700))).float()
     tokens = torch.arange(12).view(6, 2)
     opt = ng.StructuredNaturalGradient(model, CE, ng.Kronecker(0.9, factored=True, budget=2**19))
     losses = [iterate(opt, model, tokens, tokens[:, 0]) for _ in range(8)]

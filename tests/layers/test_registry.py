@@ -74,7 +74,7 @@ RULES: dict[type, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def register_kinds() -> Iterator[None]:
     """The kinds here, forgotten afterwards."""
     for kind, rules in RULES.items():
         ng.layers.register(kind, **rules)

@@ -15,11 +15,11 @@ from models import (
     Tied,
     affine,
     assert_close,
+    build_seeded,
     draw,
     mlp,
     reference_jacobian,
     reference_metric,
-    seeded,
 )
 from torch import Tensor, nn
 
@@ -114,7 +114,7 @@ SMOOTH = {
     "Gaussian": (lambda: mlp(3, 3, 2), Gaussian(0.6)),
     "Poisson": (lambda: mlp(3, 3, 2), Poisson()),
     "Gaussian, log variance": (lambda: mlp(3, 3, 4), HeteroscedasticGaussian()),
-    "tied": (lambda: seeded(Tied), Categorical()),
+    "tied": (lambda: build_seeded(Tied), Categorical()),
 }
 
 
@@ -147,11 +147,11 @@ def test_the_second_derivative_of_kl_is_the_fisher(name):
 def test_any_divergence_gives_its_metric():
     """Of 1/2 |f(theta) - f(phi)|^2, averaged: E[J^T J]. A factor on the divergence is one on the metric."""
 
-    def squared(params, other, x):
+    def squared_difference(params, other, x):
         return 3 * (affine(params, x) - affine(other, x)).square().sum(1).mean() / 2
 
     params = {"w": draw(3, 2), "b": draw(2, seed=1)}
-    check_metric(divergence(squared), params, X3, reference=3 * fisher(affine, Gaussian()).at(params, X3))
+    check_metric(divergence(squared_difference), params, X3, reference=3 * fisher(affine, Gaussian()).at(params, X3))
 
 
 def test_sampled_fisher_is_unbiased_within_its_standard_error():
@@ -254,7 +254,7 @@ def test_the_rank_is_examples_times_free_outputs(name):
     assert torch.linalg.matrix_rank(operator.dense(), hermitian=True, rtol=1e-10) == rank
 
 
-def reparametrised(matrix: Tensor, space: Space):
+def reparametrise_model(matrix: Tensor, space: Space):
     """The model as a function of xi with theta = A xi."""
     model = mlp(2, 2, 2)
 
@@ -272,7 +272,7 @@ def test_the_undamped_step_is_invariant_under_linear_reparametrisation(seed):
     params = {n: p.detach().requires_grad_() for n, p in trainable(model).items()}
     space, x, targets = Space(params), draw(40, 2, seed=5), draw(40, 2, seed=6)
     matrix = draw(space.size, space.size, seed=seed)
-    _, function = reparametrised(matrix, space)
+    _, function = reparametrise_model(matrix, space)
     theta = space.flatten(params).detach()
     xi = {"xi": torch.linalg.solve(matrix, theta).requires_grad_()}
 
@@ -323,7 +323,7 @@ class Two(nn.Module):
 
 
 def test_inputs_may_be_tuples_dicts_and_calls():
-    model, x, y = seeded(Two), X3, draw(4, 2, seed=1)
+    model, x, y = build_seeded(Two), X3, draw(4, 2, seed=1)
     params = dict(trainable(model))
     family = Heads((Categorical(), 2), (Gaussian(0.5), 2))
     expected = fisher(model, family).at(params, (x, y)).dense()

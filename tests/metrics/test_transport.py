@@ -79,14 +79,16 @@ def test_any_smooth_kernel_serves():
 def test_turning_a_round_distribution_costs_nothing():
     """x = R(a) z of isotropic z: E[J^T J] = E|z|^2 = 2, the Wasserstein metric 0; a shift costs 1 in both."""
 
-    def turned(params: Any, z: Tensor) -> Tensor:
+    def turn_samples(params: Any, z: Tensor) -> Tensor:
         c, s = params["angle"].cos(), params["angle"].sin()
         return torch.stack([c * z[:, 0] - s * z[:, 1], s * z[:, 0] + c * z[:, 1]], dim=1) + params["shift"]
 
     params = {"angle": torch.tensor(0.3, dtype=F64), "shift": torch.zeros(2, dtype=F64)}
     z = torch.randn(3000, 2, dtype=F64, generator=torch.Generator().manual_seed(2))
-    plain = ng.transport_metric(turned).at(params, z).diagonal()
-    kernelised = ng.transport_metric(turned, kernel=RBF(3.0), basis=40, regularization=1e-8).at(params, z).diagonal()
+    plain = ng.transport_metric(turn_samples).at(params, z).diagonal()
+    kernelised = (
+        ng.transport_metric(turn_samples, kernel=RBF(3.0), basis=40, regularization=1e-8).at(params, z).diagonal()
+    )
     assert float(plain[0]) == pytest.approx(2, rel=0.1)
     assert float(kernelised[0]) < 0.05
     assert_close(kernelised[1:], torch.ones(2, dtype=F64), rtol=0.02)
@@ -95,14 +97,14 @@ def test_turning_a_round_distribution_costs_nothing():
 def test_a_gaussian_s_mean_and_spread():
     """N(m, s^2) has the Wasserstein metric diag(1, 1) in (m, s)."""
 
-    def scaled(params: Any, z: Tensor) -> Tensor:
+    def scale_samples(params: Any, z: Tensor) -> Tensor:
         return params["m"] + params["s"] * z
 
     params = {"m": torch.tensor(0.5, dtype=F64), "s": torch.tensor(2.0, dtype=F64)}
     z = torch.randn(2000, dtype=F64, generator=torch.Generator().manual_seed(2))
     z = (z - z.mean()) / z.square().mean().sqrt()
     for kernel in (None, RBF(4.0)):
-        found = ng.transport_metric(scaled, kernel=kernel, basis=50, regularization=1e-9).at(params, z).dense()
+        found = ng.transport_metric(scale_samples, kernel=kernel, basis=50, regularization=1e-9).at(params, z).dense()
         assert_close(found, torch.eye(2, dtype=F64), rtol=0.02)
 
 

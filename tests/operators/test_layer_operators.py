@@ -42,7 +42,7 @@ def quasi() -> QuasiDiagonal:
     return QuasiDiagonal(blocks.diagonal(dim1=1, dim2=2), blocks[:, :-1, -1])
 
 
-def arranged() -> Arranged:
+def arrange_layers() -> Arranged:
     """Two layers whose parameters lie interleaved, one stored transposed, and a bare parameter."""
     shapes = {"bare": (2,), "a.bias": (2,), "t.weight": (4, 3, 2), "a.weight": (2, 3), "t.bias": (3,)}
     space = Space({name: torch.zeros(shape, dtype=F64) for name, shape in shapes.items()})
@@ -86,8 +86,8 @@ ALL = {
     "shared basis, dead directions": lambda: SharedRows(draw(3, 5), draw(4, 3, seed=1).square()).spectral(5),
     "shared basis, a dead unit": lambda: SharedRows(draw(3, 5), torch.eye(3, dtype=F64)[:2] * 0).spectral(2),
     "inverse of a shared basis": lambda: in_basis(4, 2).inverse(0.1),
-    "arranged": arranged,
-    "inverse of arranged": lambda: arranged().inverse(0.1),
+    "arranged": arrange_layers,
+    "inverse of arranged": lambda: arrange_layers().inverse(0.1),
 }
 
 
@@ -152,7 +152,7 @@ def test_the_undamped_quasi_diagonal_inverse_is_ollivier_s():
 
 
 def test_a_layer_s_matrix_has_the_bias_as_last_column():
-    operator = arranged()
+    operator = arrange_layers()
     tensors = {name: draw(*b.shape, seed=i) for i, (name, b) in enumerate(operator.space.blocks.items())}
     image = operator.space.unflatten(operator.mv(operator.space.flatten(tensors)))
     matrix = torch.cat([tensors["a.weight"], tensors["a.bias"].unsqueeze(1)], dim=1)
@@ -223,7 +223,10 @@ BAD = {
         "mask",
     ),
     "a quasi-diagonal without cross terms": (lambda: QuasiDiagonal(torch.ones(2, 3), torch.ones(2, 3)), "cross (2, 3)"),
-    "parts that leave a parameter out": (lambda: Arranged(arranged().space, arranged().parts[:2]), "parts cover"),
+    "parts that leave a parameter out": (
+        lambda: Arranged(arrange_layers().space, arrange_layers().parts[:2]),
+        "parts cover",
+    ),
     "an operator of another size": (
         lambda: Arranged(
             Space({"x": torch.zeros(2)}), [(Layout("x", None, 1, 1, 2, (2,)), DenseOperator(torch.eye(3)))]

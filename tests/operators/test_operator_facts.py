@@ -60,7 +60,7 @@ class Told(Operator):
         return self
 
 
-def arranged(operator: Operator) -> Operator:
+def arrange_one(operator: Operator) -> Operator:
     return Arranged(Space({"a": torch.zeros(SIZE, dtype=F64)}), [(Layout("a", None, 1, 1, SIZE, (SIZE,)), operator)])
 
 
@@ -74,7 +74,7 @@ WRAPPERS: dict[type, Callable[[Operator], Operator]] = {
     Scaled: lambda operator: 2.0 * operator,
     Shifted: lambda operator: operator.shift(0.5),
     BlockOperator: lambda operator: BlockOperator([operator, operator]),
-    Arranged: arranged,
+    Arranged: arrange_one,
     Tiled: lambda operator: Tiled(operator, (1, 1, 2, 3), (2, 3)),
     Chunked: lambda operator: Chunked([lambda: operator, lambda: operator]),
     JoinedOperator: lambda operator: JoinedOperator(
@@ -126,7 +126,7 @@ def test_what_wraps_operators_keeps_their_facts(kind):
 
 @pytest.mark.parametrize("outer", WRAPPERS, ids=lambda kind: kind.__name__)
 def test_facts_go_through_two_wrappers(outer):
-    for wrap in (WRAPPERS[Scaled], WRAPPERS[Shifted], arranged):
+    for wrap in (WRAPPERS[Scaled], WRAPPERS[Shifted], arrange_one):
         operator = WRAPPERS[outer](wrap(Told()))
         assert (operator.nats, operator.indefinite) == (3.0, True)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import CASES, F64, X3, Attention, assert_close, draw, mlp, reference_jacobian, seeded
+from models import CASES, F64, X3, Attention, assert_close, build_seeded, draw, mlp, reference_jacobian
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian
@@ -70,7 +70,7 @@ def convolutional(middle: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
         first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 2, padding=1)
         return nn.Sequential(first, middle(), second, nn.Tanh(), nn.Flatten(), nn.Linear(50, 2))
 
-    return seeded(build)
+    return build_seeded(build)
 
 
 IMAGES = draw(3, 2, 4, 4, seed=5)
@@ -97,7 +97,7 @@ def circular() -> nn.Module:
         padded = nn.Conv2d(4, 2, 2, padding_mode="circular", padding=1)
         return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), padded, nn.Flatten(), nn.Linear(50, 2))
 
-    return seeded(build)
+    return build_seeded(build)
 
 
 DOUBTFUL = {
@@ -136,7 +136,7 @@ def test_linearised_form_is_refused_where_it_is_wrong(name):
 
 
 def test_fused_attention_falls_back_to_plain_attention():
-    model, x = seeded(Attention), draw(3, 4, 4)
+    model, x = build_seeded(Attention), draw(3, 4, 4)
     params = dict(trainable(model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said once per process, by the first test that comes here
@@ -170,14 +170,14 @@ class Cube(torch.autograd.Function):
         return 3 * x**2 * tangent
 
 
-def cubed(params, x: Tensor) -> Tensor:
+def cube_products(params, x: Tensor) -> Tensor:
     return Cube.apply(x @ params["w"])
 
 
 def test_forward_mode_serves_where_there_is_no_double_backward():
     params = {"w": draw(3, 2).requires_grad_()}
-    jacobian = reference_jacobian(cubed, params, X3, lambda r: r)
-    found = linearization(cubed, params, X3)
+    jacobian = reference_jacobian(cube_products, params, X3, lambda r: r)
+    found = linearization(cube_products, params, X3)
     with pytest.warns(UserWarning, match="no double backward"):
         image = found.jvp(draw(6))
     assert_close(image, jacobian @ draw(6), 1e-13)

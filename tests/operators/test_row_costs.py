@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from models import F64, Case, assert_close, draw, mlp, reference_jacobian, reference_metric, seeded
+from models import F64, Case, assert_close, build_seeded, draw, mlp, reference_jacobian, reference_metric
 from torch import Tensor, nn
 
 from natgrad.families import Categorical, Gaussian, Likelihood
@@ -56,7 +56,7 @@ ONES = {
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("name", ONES)
 def test_a_layer_of_one_number_has_every_form_of_the_metric(name, outputs):
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), ONES[name](), nn.Linear(4, outputs)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), ONES[name](), nn.Linear(4, outputs)))
     params = dict(trainable(model))
     for b in (1, 2, 5):
         x = draw(b, 3, seed=b)
@@ -78,11 +78,11 @@ def passes(monkeypatch):
     """How many times autograd was asked for gradients."""
     count, plain = [0], torch.autograd.grad
 
-    def counted(*args, **kwargs):
+    def count_calls(*args, **kwargs):
         count[0] += 1
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(torch.autograd, "grad", counted)
+    monkeypatch.setattr(torch.autograd, "grad", count_calls)
     return count
 
 
@@ -104,7 +104,7 @@ def test_the_matrix_costs_as_many_passes_at_every_batch_size(outputs, passes):
 
 
 def test_the_matrix_is_summed_over_few_examples_at_a_time(monkeypatch):
-    model, x = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2))), draw(6, 3)
+    model, x = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2))), draw(6, 3)
     whole = fisher(model, Categorical()).at(trainable(model), x).dense()
     monkeypatch.setattr(Rows, "CHUNK", 1)
     assert_close(fisher(model, Categorical()).at(trainable(model), x).dense(), whole, 1e-13)
@@ -132,7 +132,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("family", [Categorical(), Gaussian()])
 def test_examples_along_the_second_dimension_are_told_apart(family: Likelihood):
-    model, x = seeded(Recurrent), draw(4, 3, 3)
+    model, x = build_seeded(Recurrent), draw(4, 3, 3)
     rows = fisher(model, family).at(trainable(model), x).rows
     assert rows is not None
     jacobian = reference_jacobian(model, {}, x, family.rows).flatten(0, 1)
@@ -211,25 +211,25 @@ def test_rows_that_cannot_be_told_apart_come_some_at_a_time_where_that_is_right(
     x, passes, plain = draw(Rows.AT_ONCE + 9, 2), [0], torch.autograd.grad
     sin, batch = Asking.apply if sine == "refused in batches" else torch.sin, linearization.Linearization.vjp_batch
 
-    def mixed(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    def mix_rows(p: dict[str, Tensor], x: Tensor) -> Tensor:
         u = sin(x @ p["w"]) @ p["v"]
         return u + u.mean() * torch.arange(len(u), dtype=F64).unsqueeze(1)
 
-    def counted(*args, **kwargs):
+    def count_calls(*args, **kwargs):
         passes[0] += 1
         return plain(*args, **kwargs)
 
-    def doubled(self, cotangents: Tensor) -> Tensor:
+    def double_batch(self, cotangents: Tensor) -> Tensor:
         found = batch(self, cotangents)
         assert found is not None
         return 2 * found
 
-    rows = fisher(mixed, Gaussian()).at(params, x).rows
+    rows = fisher(mix_rows, Gaussian()).at(params, x).rows
     assert rows is not None
     assert not rows.separable
     if sine == "wrong in batches":
-        monkeypatch.setattr(linearization.Linearization, "vjp_batch", doubled)
-    monkeypatch.setattr(torch.autograd, "grad", counted)
+        monkeypatch.setattr(linearization.Linearization, "vjp_batch", double_batch)
+    monkeypatch.setattr(torch.autograd, "grad", count_calls)
     found = rows.dense()
     assert (passes[0] <= 4) == (sine == "torch's")  # two batches, and what checks them
     assert_close(found, torch.stack([rows.backward(unit) for unit in torch.eye(len(x), dtype=F64)], dim=1), 1e-11)

@@ -10,12 +10,12 @@ from models import (
     X3,
     Case,
     assert_close,
+    build_seeded,
     draw,
     mlp,
     reference_jacobian,
     reference_metric,
     reference_outputs,
-    seeded,
 )
 from torch import Tensor, nn
 
@@ -250,7 +250,7 @@ def test_the_gram_matrix_of_the_empirical_fisher_is_that_of_example_gradients(na
 
 
 def test_rows_are_right_in_float32():
-    model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)))
+    model = build_seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)))
     images = draw(3, 2, 4, 4)
     exact = fisher(model, Categorical()).at(dict(trainable(model)), images).diagonal()
     single = model.float()
@@ -287,7 +287,7 @@ def frozen_weight(layer: nn.Linear) -> nn.Linear:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_kind_of_layer_has_its_rows_from_the_taps(name, monkeypatch):
-    model, x = seeded(lambda: KNOWN[name]()[0]), draw(*KNOWN[name]()[1])
+    model, x = build_seeded(lambda: KNOWN[name]()[0]), draw(*KNOWN[name]()[1])
     params = dict(trainable(model))
     operator = fisher(model, Gaussian()).at(params, x)
     expected = reference_metric(Case(lambda: model, x, Gaussian()), model, params)

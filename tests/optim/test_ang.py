@@ -61,12 +61,12 @@ def test_the_undamped_step_does_not_change_under_reparametrisation() -> None:
     def plain(params: Params, x: Tensor) -> Tensor:
         return MODEL.log_p({"W": params["theta"].view(3, 3), "V": first["V"].detach()}, x)
 
-    def turned(params: Params, x: Tensor) -> Tensor:
+    def turn_parameters(params: Params, x: Tensor) -> Tensor:
         return plain({"theta": turn @ params["xi"]}, x)
 
     method, steps, W = ng.Averaged(damping=1e-14, decay=1e-14), [], first["W"].detach().flatten()
     theta, xi = {"theta": W.clone().requires_grad_()}, {"xi": torch.linalg.solve(turn, W).requires_grad_()}
-    for log_p, params in ((plain, theta), (turned, xi)):
+    for log_p, params in ((plain, theta), (turn_parameters, xi)):
         opt = ng.ang(params, ng.score_metric(log_p), lr=0.1, method=method, rule=ng.Rate())
         before = flat(params)
         ng.score_matching_loss(log_p, params, x).backward()
@@ -156,11 +156,11 @@ def test_steps_are_the_same_whatever_the_data_are_measured_in(scale: float, batc
     """p_c(x) = p(x / c) / c^N on c x: every score is divided by c, and no step changes, in any phase."""
     first = start(seed=8)
 
-    def rescaled(params: Params, x: Tensor) -> Tensor:
+    def rescale_data(params: Params, x: Tensor) -> Tensor:
         return MODEL.log_p(params, x / scale)
 
     ends = []
-    for log_p, factor in ((MODEL, 1.0), (rescaled, scale)):
+    for log_p, factor in ((MODEL, 1.0), (rescale_data, scale)):
         params = {name: p.detach().clone().requires_grad_() for name, p in first.items()}
         opt = ng.ang(params, ng.score_metric(log_p), hold=4.0 * batch, method=ng.Averaged(hold=5.0 * batch, late=90.0))
         for t in range(10):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, X3, affine, draw, mlp, seeded
+from models import F64, X3, affine, build_seeded, draw, mlp
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
@@ -37,7 +37,7 @@ def constant(params: Any, x: Tensor) -> Tensor:
 
 
 W = {"w": draw(3, 2)}
-NORM = seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+NORM = build_seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
 
 # what is wrong: (call, kind of error, words that the message must hold: the argument, and what to do)
 METRICS = {
@@ -135,7 +135,7 @@ class SampleOnly(Likelihood):
         return outputs
 
 
-def refused(call: Callable[[], Any], kind: type[Exception], words: tuple[str, ...]) -> None:
+def expect_refusal(call: Callable[[], Any], kind: type[Exception], words: tuple[str, ...]) -> None:
     with pytest.raises(kind) as caught:
         call()
     assert type(caught.value) is kind
@@ -146,7 +146,7 @@ def refused(call: Callable[[], Any], kind: type[Exception], words: tuple[str, ..
 
 @pytest.mark.parametrize("case", METRICS)
 def test_metrics_refuse_bad_input(case):
-    refused(*METRICS[case])
+    expect_refusal(*METRICS[case])
 
 
 FAMILIES = {
@@ -172,12 +172,12 @@ NO_OUTPUTS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_without_outputs_is_refused(family, outputs):
     model = lambda params, x: NO_OUTPUTS[outputs](x @ params["w"])  # noqa: E731
-    refused(at(fisher(model, FAMILIES[family]), X3, W), ValueError, ("output",))
+    expect_refusal(at(fisher(model, FAMILIES[family]), X3, W), ValueError, ("output",))
 
 
 @pytest.mark.parametrize("family", ["Categorical", "CrossEntropyLoss"])
 def test_a_tuple_of_outputs_needs_heads(family):
-    refused(at(fisher(lambda p, x: (x @ p["w"], x), FAMILIES[family]), X3, W), ValueError, ("output", "tuple"))
+    expect_refusal(at(fisher(lambda p, x: (x @ p["w"], x), FAMILIES[family]), X3, W), ValueError, ("output", "tuple"))
 
 
 def targets_of(loss: Any, targets: Any, outputs: int = 3) -> Callable[[], Any]:
@@ -221,13 +221,13 @@ TARGETS = {
 @pytest.mark.parametrize("case", TARGETS)
 def test_targets_out_of_range_are_refused(case):
     loss, targets, words = TARGETS[case]
-    refused(targets_of(loss, targets), ValueError, words)
+    expect_refusal(targets_of(loss, targets), ValueError, words)
 
 
 @pytest.mark.parametrize("case", [case for case in TARGETS if case != "all ignored"])
 def test_the_empirical_fisher_refuses_them_too(case):
     loss, targets, words = TARGETS[case]
-    refused(lambda: empirical_fisher(MODEL, loss).at(PARAMS, (X3, targets)), ValueError, words)
+    expect_refusal(lambda: empirical_fisher(MODEL, loss).at(PARAMS, (X3, targets)), ValueError, words)
 
 
 CRITERIA = {
@@ -278,7 +278,7 @@ CRITERIA = {
 
 @pytest.mark.parametrize("case", CRITERIA)
 def test_what_is_no_likelihood_is_refused(case):
-    refused(*CRITERIA[case])
+    expect_refusal(*CRITERIA[case])
 
 
 SOLVERS = {"Direct": Direct(), "CG": CG(), "SampleSpace": SampleSpace(), "Auto": Auto()}
@@ -315,7 +315,7 @@ SYSTEMS = {
 @pytest.mark.parametrize("case", SYSTEMS)
 def test_solvers_refuse_bad_input(case, solver):
     operator, rhs, options, kind, words = SYSTEMS[case]
-    refused(lambda: SOLVERS[solver].solve(operator, rhs, **options), kind, words)
+    expect_refusal(lambda: SOLVERS[solver].solve(operator, rhs, **options), kind, words)
 
 
 CHOICES = {
@@ -327,11 +327,11 @@ CHOICES = {
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_solvers_refuse_bad_choices(case):
-    refused(CHOICES[case][0], ValueError, CHOICES[case][1])
+    expect_refusal(CHOICES[case][0], ValueError, CHOICES[case][1])
 
 
 def test_nothing_has_changed_after_an_error():
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)))
     params = dict(trainable(model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()

@@ -23,7 +23,7 @@ BUILDS: dict[str, Any] = {
 }
 
 
-def trained(build: str, steps: int = 3) -> tuple[nn.Module, Any]:
+def train_net(build: str, steps: int = 3) -> tuple[nn.Module, Any]:
     model = net()
     opt = BUILDS[build](model)
     for _ in range(steps):
@@ -33,10 +33,10 @@ def trained(build: str, steps: int = 3) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_run_goes_on_from_its_file_bit_for_bit(build: str, tmp_path: Path):
-    model, opt = trained(build)
+    model, opt = train_net(build)
     ng.save_checkpoint(tmp_path / "run.pt", model=model, optimizer=opt)
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
-    twin, other = trained(build, steps=1)
+    twin, other = train_net(build, steps=1)
     ng.load_checkpoint(tmp_path / "run.pt", model=twin, optimizer=other)
     for _ in range(3):
         iterate(opt, model, X, Y)
@@ -46,7 +46,7 @@ def test_a_run_goes_on_from_its_file_bit_for_bit(build: str, tmp_path: Path):
 
 
 def test_a_file_that_is_cut_off_or_damaged_is_refused_and_nothing_changes(tmp_path: Path):
-    model, opt = trained("kfac")
+    model, opt = train_net("kfac")
     path = tmp_path / "run.pt"
     ng.save_checkpoint(path, model=model, optimizer=opt)
     whole = path.read_bytes()
@@ -65,10 +65,10 @@ def test_a_file_that_is_cut_off_or_damaged_is_refused_and_nothing_changes(tmp_pa
 
 
 def test_parts_that_do_not_fit_leave_all_parts_as_they_were(tmp_path: Path):
-    model, opt = trained("kfac")
+    model, opt = train_net("kfac")
     path = tmp_path / "run.pt"
     ng.save_checkpoint(path, model=model, optimizer=opt)
-    twin, other = trained("kfac", steps=1)
+    twin, other = train_net("kfac", steps=1)
     before = snapshot(other)
     with pytest.raises(ValueError, match="'optimizer' is that of another"):
         ng.load_checkpoint(path, model=twin, optimizer=ng.diagonal(twin, CE))
@@ -87,7 +87,7 @@ def full_disk() -> Iterator[Any]:
 
 
 def test_a_full_disk_leaves_the_file_before(tmp_path: Path, full_disk: Any):
-    model, opt = trained("kfac")
+    model, opt = train_net("kfac")
     path = tmp_path / "run.pt"
     ng.save_checkpoint(path, model=model, optimizer=opt)
     whole = path.read_bytes()
@@ -102,7 +102,7 @@ def test_a_full_disk_leaves_the_file_before(tmp_path: Path, full_disk: Any):
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_format_of_a_newer_version_is_refused_and_nothing_changes(build: str):
-    _, opt = trained(build)
+    _, opt = train_net(build)
     state = copy.deepcopy(opt.state_dict())
     assert state["natgrad"]["format"] == FORMAT
     text, *tensors = state["param_groups"][0]["natgrad"]

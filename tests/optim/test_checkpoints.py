@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw, mlp, seeded
+from models import build_seeded, draw, mlp
 from optim_models import CE, X, Y, flat, iterate, net, same, snapshot
 from torch import nn
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 def dropout_net() -> nn.Module:
     """Masks from the global generator, statistics in buffers."""
-    return seeded(
+    return build_seeded(
         lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))
     )
 
@@ -88,7 +88,7 @@ def resume_all(folder: str, threads: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """For every name: (never having stopped, saved after four steps and continued in a new process)."""
     folder, straight = tmp_path_factory.mktemp("checkpoints"), {}
     for name in NAMES:
@@ -107,8 +107,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, An
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(name: str, resumed: dict) -> None:
-    straight, continued = resumed[name]
+def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(name: str, resumed_runs: dict) -> None:
+    straight, continued = resumed_runs[name]
     assert same(continued["model"], straight["model"])
     assert same(continued["opt"], straight["opt"])
     assert same(continued["random"], straight["random"])

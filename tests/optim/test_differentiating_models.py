@@ -72,7 +72,7 @@ MODELS = [Laplacian, Force, Adapted, Affine]
 X, Y = draw(6, 2), draw(6, 2, seed=1)
 
 
-def built(kind: type[nn.Module]) -> nn.Module:
+def build_model(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
 
@@ -92,7 +92,7 @@ OPTIMISERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trial_loss_is_the_loss_there(kind):
-    model = built(kind)
+    model = build_model(kind)
     params = dict(trainable(model))
     space = Space(params)
     replay = Replay(model, as_criterion(nn.MSELoss()), Data(X, Y, None), None, params, space)
@@ -112,7 +112,7 @@ def test_a_trial_loss_is_the_loss_there(kind):
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_optimiser_that_evaluates_the_loss_again_lowers_it(kind, name):
-    model = built(kind)
+    model = build_model(kind)
     opt, losses = OPTIMISERS[name](model), []
     for _ in range(6):
         opt.zero_grad()
@@ -125,7 +125,7 @@ def test_every_optimiser_that_evaluates_the_loss_again_lowers_it(kind, name):
 
 
 def test_what_runs_detached_leaves_no_graph_and_is_passed_over_by_listeners():
-    model = built(Laplacian)
+    model = build_model(Laplacian)
     opt = ng.hessian_free(model, nn.MSELoss())
     assert not run_detached(lambda: model(X.clone())).requires_grad
     assert opt._recall.last is None

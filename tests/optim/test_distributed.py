@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import CE, flat, net
 from process_ranks import run_ranks
 from torch import Tensor, distributed, nn
@@ -28,7 +28,7 @@ UNEVEN = {0: slice(0, 8), 1: slice(8, 12)}
 FREE: dict[str, Any] = {"estimate": EXACT, "lr": 0.3}
 
 
-def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+def wrap_model(model: nn.Module, **options: Any) -> nn.Module:
     """As users train on several processes; the same model where there is one."""
     return DistributedDataParallel(model, **options) if distributed.is_initialized() else model
 
@@ -47,7 +47,7 @@ def train(opt: Any, model: nn.Module, parts: dict[int, slice] = PARTS, steps: in
 
 def plain(recipe: Callable[..., Any]) -> dict[str, Any]:
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = recipe(outer, CE, **FREE)
     train(opt, outer)
     return {"flat": flat(model), "loss": opt.state_report().loss, "kl": opt.state_report().kl}
@@ -57,20 +57,20 @@ def inner() -> dict[str, Any]:
     """The optimizer is built on what is wrapped."""
     model = net()
     opt = ng.kfac(model, CE, **FREE)
-    train(opt, wrapped(model))
+    train(opt, wrap_model(model))
     return {"flat": flat(model)}
 
 
 def within() -> dict[str, Any]:
     """The optimizer is built on a part of what was wrapped before: the wrapped model does more with its outputs."""
     model = net()
-    outer = wrapped(nn.Sequential(model, nn.Identity()))
+    outer = wrap_model(nn.Sequential(model, nn.Identity()))
     opt = ng.kfac(model, CE, **FREE)
     train(opt, outer)
     return {"flat": flat(model)}
 
 
-def given() -> dict[str, Any]:
+def give_group() -> dict[str, Any]:
     """A group, and gradients that the loop averages itself."""
     model = net()
     group = distributed.group.WORLD if distributed.is_initialized() else None
@@ -105,7 +105,7 @@ def strangers() -> dict[str, Any]:
 
 def uneven() -> dict[str, Any]:
     """`join`, for processes that run out of examples at different times."""
-    outer = wrapped(net())
+    outer = wrap_model(net())
     opt, words = ng.kfac(outer, CE, **FREE), ""
     try:
         with outer.join():
@@ -117,7 +117,7 @@ def uneven() -> dict[str, Any]:
     return {"flat": flat(outer), "words": words}
 
 
-def unaveraged() -> dict[str, Any]:
+def forget_to_average() -> dict[str, Any]:
     model, words = net(), ""
     before = flat(model)
     try:
@@ -146,14 +146,14 @@ def different() -> dict[str, Any]:
 def sums() -> dict[str, Any]:
     """Uneven parts of a summed loss: the gradient is a mean over processes, its count too."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     train(ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), **FREE), outer, UNEVEN)
     return {"flat": flat(model)}
 
 
-def accumulated() -> dict[str, Any]:
+def accumulate_batches() -> dict[str, Any]:
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.kfac(outer, CE, measure=False, **FREE)  # only one micro-batch is measured
     for _ in range(3):
         opt.zero_grad()
@@ -185,8 +185,8 @@ class Shy(nn.Module):
 
 def partly() -> dict[str, Any]:
     """The first process does not use a layer: the others' statistics are all there are."""
-    model = seeded(Shy)
-    outer = wrapped(model, find_unused_parameters=True)
+    model = build_seeded(Shy)
+    outer = wrap_model(model, find_unused_parameters=True)
     opt = ng.kfac(outer, CE, **FREE)
     for step in range(4):
         model.use = not (distributed.is_initialized() and distributed.get_rank() == 0 and step < 2)
@@ -209,8 +209,8 @@ class Table(nn.Module):
 
 def looked_up() -> dict[str, Any]:
     """The first process does not look rows up at first: the others' statistics of the table are all there are."""
-    model = seeded(Table)
-    outer = wrapped(model, find_unused_parameters=True)
+    model = build_seeded(Table)
+    outer = wrap_model(model, find_unused_parameters=True)
     opt = ng.kfac(outer, CE, **FREE)
     for step in range(4):
         model.use = not (distributed.is_initialized() and distributed.get_rank() == 0 and step < 2)
@@ -222,7 +222,7 @@ def looked_up() -> dict[str, Any]:
 def infinite() -> dict[str, Any]:
     """A bad batch on one process only: nobody steps, nobody takes statistics."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.kfac(outer, CE, **FREE)
     train(opt, outer, steps=2)
     kept, before = flat(model), copy.deepcopy(opt.state_dict()["state"])
@@ -238,10 +238,10 @@ def infinite() -> dict[str, Any]:
     return {"flat": flat(model), "stayed": stayed and same, "failures": failures}
 
 
-def sampled() -> dict[str, Any]:
+def sample_labels() -> dict[str, Any]:
     """Labels differ between processes; a checkpoint of one resumes all."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.kfac(outer, CE, lr=0.1)
     labels: list[Tensor] = []
     draw_labels = opt._reader._cotangents
@@ -261,7 +261,7 @@ def sampled() -> dict[str, Any]:
         distributed.broadcast_object_list(states)
     twin = net()
     twin.load_state_dict(states[0]["model"])
-    outer_twin = wrapped(twin)
+    outer_twin = wrap_model(twin)
     other = ng.kfac(outer_twin, CE, lr=0.1)
     other.load_state_dict(states[0]["opt"])
     go(opt, outer)
@@ -269,20 +269,20 @@ def sampled() -> dict[str, Any]:
     return {"flat": flat(model), "labels": labels[0], "resumed": torch.equal(flat(model), flat(twin))}
 
 
-def judged() -> dict[str, Any]:
+def judge_steps() -> dict[str, Any]:
     """Uneven parts; each judges by its own examples, and all take the mean of what they find."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.kfac(outer, nn.CrossEntropyLoss(reduction="sum"), damping=ng.LevenbergMarquardt(0.1, per="block"), **FREE)
     train(opt, outer, UNEVEN, steps=5)
     return {"flat": flat(model), "ratio": opt.state_report().ratio, "damping": opt.param_groups[0]["damping"]}
 
 
-def refused() -> dict[str, Any]:
+def refuse_structures() -> dict[str, Any]:
     words = []
     for build in (
-        lambda: ng.StructuredNaturalGradient(wrapped(net()), CE, Odd()),
-        lambda: ng.kfac(wrapped(net(), static_graph=True), CE),
+        lambda: ng.StructuredNaturalGradient(wrap_model(net()), CE, Odd()),
+        lambda: ng.kfac(wrap_model(net(), static_graph=True), CE),
     ):
         try:
             build()
@@ -304,18 +304,18 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "unitwise": lambda: plain(ng.unitwise),
     "inner": inner,
     "within": within,
-    "given": given,
+    "given": give_group,
     "sums": sums,
-    "accumulated": accumulated,
-    "judged": judged,
+    "accumulated": accumulate_batches,
+    "judged": judge_steps,
     "partly": partly,
     "looked up": looked_up,
     "infinite": infinite,
-    "sampled": sampled,
-    "refused": refused,
+    "sampled": sample_labels,
+    "refused": refuse_structures,
     "strangers": strangers,
     "uneven": uneven,
-    "unaveraged": unaveraged,
+    "unaveraged": forget_to_average,
     "different": different,
 }
 TOGETHER = ["kfac", "ekfac", "diagonal", "unitwise", "inner", "within", "given", "sums", "accumulated", "judged"]
@@ -366,7 +366,7 @@ def test_what_cannot_be_shared_is_refused(both: list[dict[str, Any]]):
     adding, static = both[0]["refused"]["words"]
     assert "2 processes" in adding
     assert "static_graph" in static
-    assert not refused()["words"]  # alone, all is well
+    assert not refuse_structures()["words"]  # alone, all is well
 
 
 def test_models_of_one_process_each_are_trained_alone(both: list[dict[str, Any]]):

@@ -26,14 +26,14 @@ Optimizer = Any
 EXACT = ng.ExactLabels()
 
 
-def grouped(model: nn.Module) -> list[dict[str, Any]]:
+def group_parameters(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": model[2].parameters(), "lr": 0.2}, {"params": model[0].parameters()}]  # type: ignore[index]
 
 
 BUILDS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "kfac": lambda m: ng.kfac(m, CE, lr=0.3, update_every=2, invert_every=3),
     "no momentum": lambda m: ng.kfac(m, CE, lr=0.3, momentum=0.0, estimate=EXACT),
-    "two groups": lambda m: ng.kfac(m, CE, lr=0.3, params=grouped(m)),
+    "two groups": lambda m: ng.kfac(m, CE, lr=0.3, params=group_parameters(m)),
     "judged": lambda m: ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1, per="block")),
     "ekfac": lambda m: ng.ekfac(m, CE, lr=0.3),
     "diagonal": lambda m: ng.diagonal(m, CE, lr=0.3),
@@ -53,7 +53,7 @@ def train(model: nn.Module, opt: Optimizer, steps: range) -> None:
         iterate(opt, model, X + 0.1 * draw(8, 3, seed=100 + k), Y.roll(k))
 
 
-def trained(build: str) -> tuple[nn.Module, Optimizer]:
+def train_net(build: str) -> tuple[nn.Module, Optimizer]:
     model = net()
     opt = BUILDS[build](model)
     train(model, opt, range(5))
@@ -149,7 +149,7 @@ def hand_over(model: nn.Module, opts: Any, twin: nn.Module, others: Any, options
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("build", "way"), CASES)
 def test_a_fresh_optimizer_goes_on_bit_for_bit(build: str, way: Callable[..., None], tmp_path: Path):
-    model, opt = trained(build)
+    model, opt = train_net(build)
     twin, other = fresh(build)
     way(model, opt, twin, other, tmp_path)
     before = copy.deepcopy(opt.state_dict())
@@ -163,9 +163,9 @@ def test_a_fresh_optimizer_goes_on_bit_for_bit(build: str, way: Callable[..., No
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_choice_of_options_goes_on_bit_for_bit(build: str):
-    model, opt = trained(build)
+    model, opt = train_net(build)
     expected = copy.deepcopy(opt.state_dict())
-    pairs = [(trained if k % 2 else fresh)(build) for k in range(len(OPTIONS))]
+    pairs = [(train_net if k % 2 else fresh)(build) for k in range(len(OPTIONS))]
     for (twin, other), options in zip(pairs, OPTIONS, strict=True):
         hand_over(model, opt, twin, other, options)
         assert same(other.state_dict(), expected), options
@@ -180,7 +180,7 @@ def test_every_choice_of_options_goes_on_bit_for_bit(build: str):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("build", ["kfac", "momentum"])
 def test_a_state_of_no_step_is_a_state(build: str, options: dict[str, bool]):
-    (model, opt), (twin, other) = fresh(build), trained(build)
+    (model, opt), (twin, other) = fresh(build), train_net(build)
     hand_over(model, opt, twin, other, options)
     assert same(other.state_dict(), opt.state_dict())
 
@@ -233,9 +233,9 @@ def refuses(opt: Optimizer, state: Any) -> None:
 
 @pytest.mark.parametrize("build", ["kfac", "ekfac", "preconditioned", "averaged"])
 def test_a_state_that_lost_any_part_is_refused_and_nothing_changes(build: str):
-    _, opt = trained(build)
+    _, opt = train_net(build)
     state = copy.deepcopy(opt.state_dict())
-    _, other = trained(build)
+    _, other = train_net(build)
     train(other.model, other, range(5, 7))
     count = 0
     for path in paths(state):
@@ -269,7 +269,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("build", ["kfac", "no momentum", "hessian_free"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_state_of_another_model_is_refused_and_nothing_changes(other: str, build: str, form: str):
-    _, opt = trained(build)
+    _, opt = train_net(build)
     state = {"today's": opt.state_dict, "older": lambda: older(opt), "in groups": opt.state_dict}[form]()
     if form == "in groups":
         state.pop("natgrad")
@@ -293,16 +293,16 @@ MISFITS = [
 @pytest.mark.parametrize("form", ["today's", "older"])
 @pytest.mark.parametrize(("saved", "loaded"), MISFITS)
 def test_the_state_of_another_structure_is_refused_and_nothing_changes(saved: str, loaded: str, form: str):
-    _, opt = trained(saved)
+    _, opt = train_net(saved)
     if form == "older" and saved in ("averaged", "unitwise"):
         pytest.skip("older states do not say whose they are, and small blocks are alike")
-    refuses(trained(loaded)[1], opt.state_dict() if form == "today's" else older(opt))
+    refuses(train_net(loaded)[1], opt.state_dict() if form == "today's" else older(opt))
 
 
 @pytest.mark.parametrize("build", ["two groups", "ekfac", "tonga", "momentum"])
 def test_any_tensor_of_another_shape_is_refused_and_nothing_changes(build: str):
-    _, opt = trained(build)
-    other = trained(build)[1]
+    _, opt = train_net(build)
+    other = train_net(build)[1]
     for path in paths(state := copy.deepcopy(opt.state_dict())):
         kept = parent(state, path)
         value = kept[path[-1]]
@@ -313,7 +313,7 @@ def test_any_tensor_of_another_shape_is_refused_and_nothing_changes(build: str):
 
 
 def test_a_generator_of_another_kind_of_device_draws_anew():
-    state = older(trained("kfac")[1])
+    state = older(train_net("kfac")[1])
     state["natgrad"]["generator"] = torch.zeros(16, dtype=torch.uint8)  # as on an accelerator
     twin, other = fresh("kfac")
     other.load_state_dict(state)
@@ -321,7 +321,7 @@ def test_a_generator_of_another_kind_of_device_draws_anew():
 
 
 def test_parameters_frozen_since_leave_the_rest_as_it_was():
-    model, opt = trained("kfac")
+    model, opt = train_net("kfac")
     twin, other = fresh("kfac")
     for p in twin[0].parameters():
         p.requires_grad_(False)

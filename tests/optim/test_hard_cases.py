@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import CE, X, Y, flat, net
 from pass_readings import iterate, readings
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def squares_by_example(model: nn.Module, x: Tensor, lengths: Tensor) -> dict[str
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_of_different_lengths_count_by_example(name: str):
     # six rows for three examples: by number alone, they could be two steps of each
-    model, x, lengths = seeded(PACKED[name]), draw(3, 3, 3), torch.tensor([2, 3, 1])
+    model, x, lengths = build_seeded(PACKED[name]), draw(3, 3, 3), torch.tensor([2, 3, 1])
     structure, params = ng.Diagonal(), ng.trainable(model)
     opt = ng.diagonal(model, CE, estimate=AllDraws())
     reading = readings(opt, model, (x, lengths), LABELS[:3])
@@ -100,7 +100,7 @@ def test_packed_sequences_of_different_lengths_count_by_example(name: str):
 
 def test_packed_sequences_of_one_length_are_read_as_whole_ones():
     for build in (nn.RNN, nn.LSTM, nn.GRU):
-        models = seeded(lambda build=build: Packed(build)), seeded(lambda build=build: Padded(build))
+        models = build_seeded(lambda build=build: Packed(build)), build_seeded(lambda build=build: Padded(build))
         batch = draw(4, 3, 3), torch.full((4,), 3)
         found, expected = (readings(ng.kfac(m, CE), m, batch, LABELS[:4]).layers for m in models)
         by_key = {one.key: one for one in found}
@@ -114,7 +114,7 @@ def test_packed_sequences_of_one_length_are_read_as_whole_ones():
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.diagonal])
 @pytest.mark.parametrize("name", PACKED)
 def test_every_parameter_of_a_packed_model_is_trained(name: str, recipe: Callable[..., Any]):
-    model, batch = seeded(PACKED[name]), (draw(6, 5, 3), torch.tensor([5, 2, 4, 1, 3, 5]))
+    model, batch = build_seeded(PACKED[name]), (draw(6, 5, 3), torch.tensor([5, 2, 4, 1, 3, 5]))
     start, opt = flat(model), recipe(model, CE)
     losses = [float(iterate(opt, model, batch, LABELS)) for _ in range(6)]
     assert min(losses) < losses[0]
@@ -213,7 +213,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_layers_are_trained_and_what_is_not_known_gets_its_diagonal(name: str, recipe: Callable[..., Any]):
     build, inputs, unknown = ODD[name]
-    model = seeded(build)
+    model = build_seeded(build)
     start, opt = {n: p.detach().clone() for n, p in model.named_parameters()}, recipe(model, CE)
     losses = [float(iterate(opt, model, inputs, LABELS)) for _ in range(6)]
     assert min(losses) < losses[0]
@@ -252,7 +252,7 @@ def test_a_batch_without_labels_skips_its_step(labels: Tensor):
 @pytest.mark.parametrize("recipe", KINDS)
 def test_the_step_does_not_depend_on_the_length_of_sequences(recipe: Callable[..., Any]):
     def step(times: int) -> Tensor:
-        model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)))
+        model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)))
         opt = recipe(model, CE, estimate=ng.ExactLabels())
         x, y = draw(4, 2, 3).repeat(1, times, 1), torch.tensor([[0, 1], [2, 0], [1, 1], [2, 0]]).repeat(1, times)
         opt.loss(model(x).transpose(1, 2), y).backward()

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from models import draw, mlp, seeded
+from models import build_seeded, draw, mlp
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import Tensor, nn
 
@@ -143,7 +143,7 @@ def test_it_observes_unlabelled_data() -> None:
 
 
 def test_it_trains_a_convolutional_net_with_dropout_and_batch_norm() -> None:
-    model = seeded(
+    model = build_seeded(
         lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3, padding=1),
             nn.BatchNorm2d(4),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import flat
 from process_ranks import count_ranks, own_rank, run_ranks
 from torch import Tensor, distributed, nn
@@ -52,7 +52,7 @@ class Tied(nn.Module):
 
 def train_tied(recipe: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """One matrix in two roles. At the second step a process has no examples, and statistics of neither."""
-    model, tokens = seeded(Tied), (3 * X[:, :5]).long() % 7
+    model, tokens = build_seeded(Tied), (3 * X[:, :5]).long() % 7
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     opt = recipe(outer, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.ExactLabels(), **options)
     for step in range(3):
@@ -75,7 +75,7 @@ def train(
     recipe: Callable[..., Any], splits: Sequence[Sequence[int]], steps: int = 8, weight: Any = None, **options: Any
 ) -> dict[str, Any]:
     """Steps on the whole data, split in another way at each; sums, since a mean of means depends on the split."""
-    model = seeded(Net)
+    model = build_seeded(Net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     opt = recipe(outer, nn.CrossEntropyLoss(weight=weight, reduction="sum"), estimate=ng.ExactLabels(), **options)
     for step in range(steps):
@@ -89,7 +89,7 @@ def train(
 
 def with_outside_loss() -> dict[str, Any]:
     """A penalty that `opt.loss` does not know of: how its curvature is measured does not depend on the split either."""
-    model: Any = seeded(Net)
+    model: Any = build_seeded(Net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     opt = ng.kfac(outer, nn.CrossEntropyLoss(), estimate=ng.ExactLabels(), momentum=0.0)
     for _ in range(6):

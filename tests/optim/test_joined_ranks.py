@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import CE, flat, net
 from process_ranks import run_ranks
 from torch import Tensor, distributed, nn
@@ -34,7 +34,7 @@ def own(parts: list[slice]) -> slice:
     return parts[distributed.get_rank()] if distributed.is_initialized() else slice(None)
 
 
-def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+def wrap_model(model: nn.Module, **options: Any) -> nn.Module:
     return DistributedDataParallel(model, **options) if distributed.is_initialized() else model
 
 
@@ -50,7 +50,7 @@ def train(
     steps: int = 3,
 ) -> dict[str, Any]:
     model = make()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = build(outer, criterion)
     for _ in range(steps):
         opt.zero_grad()
@@ -72,7 +72,7 @@ class Convolved(nn.Module):
         return self.last(self.first(x.unsqueeze(1)).tanh().flatten(1) * self.scale)
 
 
-def gathered() -> dict[str, Any]:
+def gather_gradients() -> dict[str, Any]:
     """A group, and gradients that nobody averaged."""
     model = net()
     opt = ng.natgrad_cg(model, CE, solver=TIGHT, group=everyone())
@@ -83,10 +83,10 @@ def gathered() -> dict[str, Any]:
     return {"flat": flat(model)}
 
 
-def closed() -> dict[str, Any]:
+def step_by_closure() -> dict[str, Any]:
     """A closure that does not use the optimizer's loss: all processes weigh the same."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.hessian_free(outer, CE, solver=TIGHT)
 
     def closure() -> Tensor:
@@ -100,10 +100,10 @@ def closed() -> dict[str, Any]:
     return {"flat": flat(model), "loss": opt.state_report().loss}
 
 
-def accumulated() -> dict[str, Any]:
+def accumulate_losses() -> dict[str, Any]:
     """Two losses of one step, over processes with unequal numbers of examples, and a loss that is a sum."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.hessian_free(outer, SUMMED, solver=TIGHT)
     for _ in range(2):
         opt.zero_grad()
@@ -114,10 +114,10 @@ def accumulated() -> dict[str, Any]:
     return {"flat": flat(model), "loss": opt.state_report().loss}
 
 
-def observed() -> dict[str, Any]:
+def observe_metric() -> dict[str, Any]:
     """The metric on other data than the gradient's."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.natgrad_cg(outer, CE, solver=TIGHT)
     for _ in range(2):
         opt.zero_grad()
@@ -130,7 +130,7 @@ def observed() -> dict[str, Any]:
 def several() -> dict[str, Any]:
     """Two metrics, each over all processes' examples of its own, in the space of all their rows."""
     model = net()
-    outer = wrapped(model)
+    outer = wrap_model(model)
     metrics = {"one": ng.fisher(outer, CE), "other": ng.fisher(outer, CE)}
     weights = {"other": 3.0}
     opt = ng.NaturalGradient(outer, metrics=metrics, weights=weights, lr=0.3, damping=0.1, solver=ng.SampleSpace())
@@ -159,10 +159,10 @@ def adaptive() -> dict[str, Any]:
     return {"flat": flat(params), "seen": opt.state_report().counts["seen"]}
 
 
-def poisoned() -> dict[str, Any]:
+def poison_batch() -> dict[str, Any]:
     """NaN in the batch of one process, an infinite loss on another: nobody steps, and the run goes on."""
     model, stayed = net(), True
-    outer = wrapped(model)
+    outer = wrap_model(model)
     opt = ng.hessian_free(outer, CE, solver=TIGHT, on_trouble="skip")
     for bad, poison in ((None, 0.0), (1, math.nan), (2, math.inf), (None, 0.0)):
         before = flat(model)
@@ -179,7 +179,7 @@ def poisoned() -> dict[str, Any]:
 def apart() -> dict[str, Any]:
     """Other rates and solvers, gradients not averaged, a metric that fails on one process, a wrapper inside."""
     words, stayed = [], True
-    nested = nn.Sequential(wrapped(net()), nn.Identity())
+    nested = nn.Sequential(wrap_model(net()), nn.Identity())
 
     def break_metric(opt: Any) -> None:
         if distributed.get_rank() == 1:
@@ -197,7 +197,7 @@ def apart() -> dict[str, Any]:
     ]
     for build, prepare, averaged in cases:
         model = net()
-        outer, before = wrapped(model), flat(model)
+        outer, before = wrap_model(model), flat(model)
         try:
             opt = build(outer)
             opt.loss((outer if averaged else model)(X[own(EVEN)]), Y[own(EVEN)]).backward()
@@ -214,7 +214,7 @@ def flat_kfac(model: nn.Module, criterion: nn.Module) -> Any:
     return ng.NaturalGradient(model, ng.fisher(model, criterion), lr=0.3, structure=structure, damping=0.1)
 
 
-def centred(model: nn.Module, criterion: nn.Module) -> Any:
+def centre_covariance(model: nn.Module, criterion: nn.Module) -> Any:
     metric = ng.covariance(model, criterion, centred=True)
     return ng.NaturalGradient(model, metric, lr=0.1, solver=ng.SampleSpace(), damping=0.1)
 
@@ -224,21 +224,21 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "CG, unequal": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=TIGHT), UNEVEN, WEIGHTED),
     "sample space": lambda: train(lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), EVEN, steps=5),
     "sample space, unequal": lambda: train(
-        lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), UNEVEN, make=lambda: seeded(Convolved)
+        lambda m, c: ng.hessian_free(m, c, solver=ng.SampleSpace()), UNEVEN, make=lambda: build_seeded(Convolved)
     ),
     "Krylov subspace": lambda: train(lambda m, c: ng.krylov_subspace(m, c, damping=0.1), UNEVEN, steps=2),
     "dense": lambda: train(
         lambda m, c: ng.NaturalGradient(m, ng.fisher(m, c), lr=0.3, structure=ng.Dense(0.5), damping=0.1), UNEVEN
     ),
     "layers": lambda: train(flat_kfac, EVEN),
-    "centred": lambda: train(centred, UNEVEN),
-    "gathered": gathered,
-    "closed": closed,
-    "accumulated": accumulated,
-    "observed": observed,
+    "centred": lambda: train(centre_covariance, UNEVEN),
+    "gathered": gather_gradients,
+    "closed": step_by_closure,
+    "accumulated": accumulate_losses,
+    "observed": observe_metric,
     "several": several,
     "adaptive": adaptive,
-    "poisoned": poisoned,
+    "poisoned": poison_batch,
     "apart": apart,
 }
 TOGETHER = [name for name in SCENES if name not in ("poisoned", "apart")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, F64, assert_close, draw, seeded
+from models import CASES, F64, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ ONE = torch.ones((), dtype=F64)
 
 def linear() -> nn.Module:
     """Outputs linear in the parameters: the quadratic model's form is exact for steps of any length."""
-    return seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
+    return build_seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
 
 
 def move(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> Tensor:
@@ -75,7 +75,7 @@ def test_the_form_along_a_step_is_the_metrics(name: str):
 
 
 def test_the_padding_token_does_not_move_the_outputs():
-    table = seeded(lambda: nn.Embedding(5, 3, padding_idx=0))
+    table = build_seeded(lambda: nn.Embedding(5, 3, padding_idx=0))
     model = nn.Sequential(table, nn.Flatten())
     tokens, params = torch.tensor([[0, 1], [4, 0], [2, 2]]), ng.trainable(model)
     metric = ng.fisher(model, CE).at(params, tokens)
@@ -155,7 +155,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("estimate", [ng.ExactLabels(), ng.Empirical()])
 def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: Any):
-    model = seeded(Scaled).to(F64)
+    model = build_seeded(Scaled).to(F64)
     metric = ng.empirical_fisher if isinstance(estimate, ng.Empirical) else ng.fisher
     inputs = (X, Y) if isinstance(estimate, ng.Empirical) else X
     expected = metric(model, CE).at(ng.trainable(model), inputs).diagonal()[: len(model.scale)]
@@ -166,7 +166,7 @@ def test_squares_of_bare_parameters_are_those_of_examples_on_average(estimate: A
 
 
 def test_parameters_without_a_layer_are_measured_by_their_summed_scores():
-    model = seeded(Scaled).to(F64)
+    model = build_seeded(Scaled).to(F64)
     params = ng.trainable(model)
     step = ng.Space(params).unflatten(draw(sum(p.numel() for p in params.values())))
     step["linear.weight"].zero_()
@@ -232,7 +232,7 @@ def test_losses_that_can_be_negative_get_a_bound_in_nats():
         assert opt.state_report().kl <= 0.01 * (1 + 1e-6)
 
 
-def learned(stride: Stride, form: float, promised: float = 1.0) -> float:
+def learn_ratio(stride: Stride, form: float, promised: float = 1.0) -> float:
     """The ratio after a measurement, made up as one parameter's summed score."""
     step = {"w": torch.ones((), dtype=F64)}
     stride.sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
@@ -244,27 +244,27 @@ def learned(stride: Stride, form: float, promised: float = 1.0) -> float:
 def test_the_ratio_rises_at_once_and_falls_slowly_never_below_one():
     stride = Stride()
     assert float(stride.known_ratio(ONE)) == 1
-    assert learned(stride, 8.0) == pytest.approx(8.0)
-    assert learned(stride, 20.0) == pytest.approx(20.0)
+    assert learn_ratio(stride, 8.0) == pytest.approx(8.0)
+    assert learn_ratio(stride, 20.0) == pytest.approx(20.0)
     assert not stride.falls
-    assert learned(stride, 2.0) == pytest.approx(SLOWEST * 20)
+    assert learn_ratio(stride, 2.0) == pytest.approx(SLOWEST * 20)
     assert stride.falls  # a tenth of what it was: the next pass is asked again
-    assert learned(stride, 18.0) == pytest.approx(18.0)
-    assert learned(Stride(), 0.2) == 1
+    assert learn_ratio(stride, 18.0) == pytest.approx(18.0)
+    assert learn_ratio(Stride(), 0.2) == 1
 
 
 def test_a_form_that_is_not_finite_shortens_the_next_steps_and_one_of_zero_says_nothing():
     stride = Stride()
-    learned(stride, 2.0)
-    assert learned(stride, 0.0) == pytest.approx(2.0)
-    assert learned(stride, 4.0, promised=0.0) == pytest.approx(2.0)
-    assert learned(stride, math.inf) == pytest.approx(20.0)
-    assert learned(stride, 30.0) == pytest.approx(30.0)
+    learn_ratio(stride, 2.0)
+    assert learn_ratio(stride, 0.0) == pytest.approx(2.0)
+    assert learn_ratio(stride, 4.0, promised=0.0) == pytest.approx(2.0)
+    assert learn_ratio(stride, math.inf) == pytest.approx(20.0)
+    assert learn_ratio(stride, 30.0) == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_is_as_long_as_the_metric_of_today_says_where_the_averages_remember_a_larger_one(recipe: Any):
-    model = seeded(lambda: nn.Linear(3, 3, bias=False)).to(F64)
+    model = build_seeded(lambda: nn.Linear(3, 3, bias=False)).to(F64)
     x, y = torch.eye(3, dtype=F64).repeat(3, 1), draw(9, 3)
     rule = ng.MeasuredLength(math.inf, math.inf)
     due = {"update_every": 1, "invert_every": 1}

@@ -233,16 +233,16 @@ def test_an_undamped_step_does_not_change_under_a_linear_reparametrisation() -> 
         w = theta.view(2, 3)
         return torch.cat([torch.tanh(x) @ w.T, torch.zeros(len(x), 1).to(x)], dim=1)
 
-    def moved(params: dict[str, Tensor], function) -> Tensor:
+    def move_parameters(params: dict[str, Tensor], function) -> Tensor:
         opt = ng.NaturalGradient(params, ng.fisher(function, ng.Categorical()), lr=1.0, damping=0.0, solver=ng.Direct())
         opt.observe(x)
         CE(function(params, x), y).backward()
         opt.step()
         return params["p"].detach()
 
-    direct = moved({"p": theta.clone().requires_grad_()}, lambda p, x: logits(p["p"], x))
+    direct = move_parameters({"p": theta.clone().requires_grad_()}, lambda p, x: logits(p["p"], x))
     xi = torch.linalg.solve(A, theta).requires_grad_()
-    mapped = A @ moved({"p": xi}, lambda p, x: logits(A @ p["p"], x))
+    mapped = A @ move_parameters({"p": xi}, lambda p, x: logits(A @ p["p"], x))
     assert_close(mapped, direct, 1e-11)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw, seeded
+from models import F64, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, flat, net
 from torch import Tensor, nn
 
@@ -67,7 +67,7 @@ def steps_of(opt: Any, model: nn.Module, x: Tensor, y: Tensor, many: int = 3) ->
 def test_both_flows_take_the_same_steps(criterion: nn.Module, rule: ng.Rule, damping: ng.Damping):
     """For one example a Kronecker block is the layer's metric itself, so that measured and promised forms agree."""
     x, y = draw(1, 4), torch.tensor([1]) if criterion is CE else draw(1, 3, seed=1)
-    models = [seeded(lambda: nn.Linear(4, 3)).to(F64) for _ in range(2)]
+    models = [build_seeded(lambda: nn.Linear(4, 3)).to(F64) for _ in range(2)]
     structure = PlainKronecker()
     whole = ng.NaturalGradient(
         models[0], ng.fisher(models[0], criterion), 0.7, structure=structure, damping=damping, rule=rule

@@ -40,7 +40,7 @@ def optimizer(**choices: Any) -> Callable[[nn.Module], Any]:
     return lambda model: ng.NaturalGradient(model, fisher(model), **choices)
 
 
-def frozen(model: nn.Module) -> Any:
+def freeze_model(model: nn.Module) -> Any:
     metric = fisher(model)
     return ng.NaturalGradient(model.requires_grad_(False), metric)
 
@@ -79,7 +79,7 @@ DOORS = {
     "list of parameters": Door(
         lambda m: ng.NaturalGradient(list(m.parameters()), fisher(m)), TypeError, "params is list, expected a dict"
     ),
-    "no trainable parameters": Door(frozen, ValueError, "model has no trainable parameters.*unfreeze"),
+    "no trainable parameters": Door(freeze_model, ValueError, "model has no trainable parameters.*unfreeze"),
     "a dict of constants": Door(
         lambda m: ng.NaturalGradient({"w": torch.ones(2)}, fisher(m)), ValueError, r"call .requires_grad_\(\)"
     ),

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import (
     CE,
     Closure,
@@ -16,7 +16,7 @@ from optim_models import (
     flat,
     flat_gradient,
     iterate,
-    moved,
+    move_copy,
     net,
 )
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ import natgrad as ng
 
 
 def test_a_closure_is_evaluated_once_where_nothing_needs_the_loss() -> None:
-    expected, model = moved(net(), CE, X, Y), net()
+    expected, model = move_copy(net(), CE, X, Y), net()
     opt = build(model)
     closure = Closure(opt, lambda: CE(model(X), Y))
     value = opt.step(closure)
@@ -52,7 +52,7 @@ def test_closure_and_loop_take_the_same_steps(reduction: str, own_loss: bool) ->
 
 
 def test_reevaluated_closures_put_everything_back() -> None:
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)))
     twin = copy.deepcopy(model)
     before = flat(model)
     state = torch.get_rng_state()

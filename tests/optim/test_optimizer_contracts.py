@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import TOKENS, Sequence, assert_close, batch_norm, draw, seeded
+from models import TOKENS, Sequence, assert_close, batch_norm, build_seeded, draw
 from optim_models import (
     CE,
     X,
@@ -21,7 +21,7 @@ from optim_models import (
     global_random_state_is_untouched,
     iterate,
     mean_gradient,
-    moved,
+    move_copy,
     net,
 )
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ RULES = {"rate": ng.Rate(), "trust region": ng.TrustRegion(0.01), "line search":
 @pytest.mark.parametrize("kind", CRITERIA)
 def test_reduction_does_not_change_the_step(kind: str, rule: str) -> None:
     make, targets = CRITERIA[kind]
-    mean, total = (moved(net(), make(reduction=r), X, targets, rule=RULES[rule]) for r in ("mean", "sum"))
+    mean, total = (move_copy(net(), make(reduction=r), X, targets, rule=RULES[rule]) for r in ("mean", "sum"))
     assert_close(total, mean, 1e-11)
 
 
@@ -53,8 +53,8 @@ def test_reduction_does_not_change_the_step(kind: str, rule: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_batch_twice_over_does_not_change_the_step(reduction: str, rule: str) -> None:
     criterion = nn.CrossEntropyLoss(reduction=reduction)
-    once = moved(net(), criterion, X, Y, rule=RULES[rule])
-    twice = moved(net(), criterion, X.repeat(2, 1), Y.repeat(2), rule=RULES[rule])
+    once = move_copy(net(), criterion, X, Y, rule=RULES[rule])
+    twice = move_copy(net(), criterion, X.repeat(2, 1), Y.repeat(2), rule=RULES[rule])
     assert_close(twice, once, 1e-11)
 
 
@@ -73,8 +73,8 @@ class Classes(nn.Module):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_sequence_twice_over_does_not_change_the_step(reduction: str, rule: str) -> None:
     criterion, labels = nn.CrossEntropyLoss(reduction=reduction), TOKENS.flip(0)
-    once = moved(seeded(Classes), criterion, TOKENS, labels, rule=RULES[rule])
-    twice = moved(seeded(Classes), criterion, TOKENS.repeat(1, 2), labels.repeat(1, 2), rule=RULES[rule])
+    once = move_copy(build_seeded(Classes), criterion, TOKENS, labels, rule=RULES[rule])
+    twice = move_copy(build_seeded(Classes), criterion, TOKENS.repeat(1, 2), labels.repeat(1, 2), rule=RULES[rule])
     assert_close(twice, once, 1e-11)
 
 
@@ -92,7 +92,7 @@ def test_ignored_targets_do_not_count() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_gradient_scaler_does_not_change_the_step(reduction: str) -> None:
     criterion = nn.CrossEntropyLoss(reduction=reduction)
-    expected, model = moved(net(), criterion, X, Y), net()
+    expected, model = move_copy(net(), criterion, X, Y), net()
     opt, scaler = build(model, criterion), torch.amp.GradScaler("cpu", init_scale=2.0**12)
     scaler.scale(opt.loss(model(X), Y)).backward()
     scaler.step(opt)
@@ -104,7 +104,7 @@ def test_the_gradient_scaler_does_not_change_the_step(reduction: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_step_that_was_skipped_leaves_no_trace(reduction: str, zero_before_loss: bool) -> None:
     criterion = nn.CrossEntropyLoss(reduction=reduction)
-    expected, model = moved(net(), criterion, X, Y), net()
+    expected, model = move_copy(net(), criterion, X, Y), net()
     opt, scaler = build(model, criterion), torch.amp.GradScaler("cpu", init_scale=2.0**12)
     for x in (X * 1e308 * 10, X):  # the first batch overflows: the scaler skips its step
         if zero_before_loss:
@@ -121,7 +121,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(reduction: str, zero_before_los
 
 def test_a_step_that_raised_leaves_no_trace() -> None:
     criterion = nn.CrossEntropyLoss(reduction="sum")
-    expected, model = moved(net(), criterion, X, Y), net()
+    expected, model = move_copy(net(), criterion, X, Y), net()
     opt = build(model, criterion, on_trouble="raise")
     with pytest.raises(ValueError, match="not finite"):
         iterate(opt, model, X * torch.nan, Y)
@@ -142,7 +142,7 @@ def test_a_sum_over_micro_batches_of_any_size_has_the_sum_of_their_counts() -> N
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_accumulated_gradients_of_equal_batches_are_one_batch(reduction: str) -> None:
     criterion, parts = nn.CrossEntropyLoss(reduction=reduction), 4
-    expected, model = moved(net(), criterion, X, Y), net()
+    expected, model = move_copy(net(), criterion, X, Y), net()
     opt = build(model, criterion)
     for _ in range(parts):
         loss = opt.loss(model(X), Y)
@@ -164,7 +164,7 @@ def test_gradient_clipping_acts_on_the_gradient() -> None:
 
 
 def test_batch_norm_statistics_are_updated_once() -> None:
-    model = seeded(lambda: batch_norm(True))
+    model = build_seeded(lambda: batch_norm(True))
     twin = copy.deepcopy(model)
     iterate(build(model, rule=ng.LineSearch(), lr=100.0), model, X, Y % 2)
     twin(X)
@@ -173,7 +173,7 @@ def test_batch_norm_statistics_are_updated_once() -> None:
 
 
 def test_batch_norm_in_training_mode_has_the_metric_of_its_training_mode() -> None:
-    model = seeded(lambda: batch_norm(True))
+    model = build_seeded(lambda: batch_norm(True))
     matrix = ng.fisher(model, ng.Categorical()).at(ng.trainable(model), X).dense()
     g, before = mean_gradient(model, X, Y % 2), flat(model)
     iterate(build(model, lr=1.0), model, X, Y % 2)
@@ -232,7 +232,7 @@ def test_sampled_labels_come_from_the_private_generator() -> None:
 
 
 def test_evaluation_passes_and_passes_without_gradients_are_ignored() -> None:
-    expected, model = moved(net(), CE, X, Y), net()
+    expected, model = move_copy(net(), CE, X, Y), net()
     opt = build(model)
     opt.loss(model(X), Y).backward()
     other = draw(5, 3, seed=8)
@@ -245,7 +245,9 @@ def test_evaluation_passes_and_passes_without_gradients_are_ignored() -> None:
     assert_close(flat(model), expected, 1e-12)
 
 
-@pytest.mark.parametrize("make", [dropout_net, lambda: seeded(lambda: batch_norm(True))], ids=["dropout", "batch norm"])
+@pytest.mark.parametrize(
+    "make", [dropout_net, lambda: build_seeded(lambda: batch_norm(True))], ids=["dropout", "batch norm"]
+)
 def test_the_mode_of_the_pass_counts_not_that_of_the_step(make: Any) -> None:
     found = []
     for evaluated in (False, True):
@@ -263,7 +265,7 @@ def test_the_mode_of_the_pass_counts_not_that_of_the_step(make: Any) -> None:
 
 
 def test_a_frozen_batch_norm_inside_a_training_model_stays_frozen() -> None:
-    model = seeded(lambda: batch_norm(True))
+    model = build_seeded(lambda: batch_norm(True))
     model[1].eval()
     statistics = {name: b.clone() for name, b in model.named_buffers()}
     iterate(build(model, rule=ng.LineSearch()), model, X, Y % 2)
@@ -273,7 +275,7 @@ def test_a_frozen_batch_norm_inside_a_training_model_stays_frozen() -> None:
 
 
 def test_of_several_forwards_the_last_counts() -> None:
-    expected, model = moved(net(), CE, X, Y), net()
+    expected, model = move_copy(net(), CE, X, Y), net()
     opt = build(model)
     model(draw(5, 3, seed=8))
     opt.loss(model(X), Y).backward()
@@ -282,7 +284,7 @@ def test_of_several_forwards_the_last_counts() -> None:
 
 
 def test_a_metric_evaluated_in_between_is_not_a_pass() -> None:
-    expected, model = moved(net(), CE, X, Y), net()
+    expected, model = move_copy(net(), CE, X, Y), net()
     opt = build(model)
     opt.loss(model(X), Y).backward()
     ng.fisher(model, CE).at(ng.trainable(model), draw(5, 3, seed=8)).dense()  # somebody looks at the geometry elsewhere

@@ -19,7 +19,7 @@ def fisher(model: nn.Module) -> ng.Metric:
     return ng.fisher(model, CE)
 
 
-def interrupted(*_: Any) -> Any:
+def interrupt_run(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -31,15 +31,15 @@ class Interrupted(ng.Rule):
     def step(self, model, loss_at, memory):
         loss_at(model.proposal.vector)
         loss_at(model.proposal.scale_by(0.5).vector)
-        return interrupted()
+        return interrupt_run()
 
 
 def by_solver(model: nn.Module) -> ng.NaturalGradient:
-    return ng.NaturalGradient(model, fisher(model), solver=ng.CG(callback=interrupted), rule=ng.Momentum())
+    return ng.NaturalGradient(model, fisher(model), solver=ng.CG(callback=interrupt_run), rule=ng.Momentum())
 
 
 def by_sampling(model: nn.Module) -> ng.NaturalGradient:
-    return ng.NaturalGradient(model, ng.sampled_fisher(model, CE), solver=ng.CG(callback=interrupted))
+    return ng.NaturalGradient(model, ng.sampled_fisher(model, CE), solver=ng.CG(callback=interrupt_run))
 
 
 def by_rule(model: nn.Module) -> ng.NaturalGradient:
@@ -86,7 +86,7 @@ def test_ctrl_c_inside_a_reevaluated_closure_puts_the_parameters_back() -> None:
         value = CE(model(X), Y)
         value.backward()
         calls.append(flat(model))
-        return interrupted() if len(calls) == 3 else value
+        return interrupt_run() if len(calls) == 3 else value
 
     with pytest.raises(KeyboardInterrupt):
         opt.step(closure)
@@ -105,7 +105,7 @@ class Stubborn(ng.Damping):
         return 0.1
 
     def update(self, damping: float, ratio: float) -> float:
-        return interrupted()
+        return interrupt_run()
 
 
 def test_ctrl_c_while_the_damping_adapts_leaves_the_last_accepted_step() -> None:
@@ -139,7 +139,7 @@ def test_ctrl_c_in_a_preconditioner_or_a_search_leaves_the_last_accepted_step(pl
 
     def last(*args: Any, **kwargs: Any) -> Any:
         asked(*args, **kwargs)
-        return interrupted()
+        return interrupt_run()
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, last)
@@ -169,7 +169,7 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str) 
     iterate(first, first.model, X, Y)
     saved = snapshot(first)
 
-    def interrupted(n: int) -> tuple[Any, Any, Interrupt]:
+    def interrupt_run(n: int) -> tuple[Any, Any, Interrupt]:
         model = net()
         opt = WHOLE[name](model)
         model.load_state_dict(saved[0])
@@ -181,10 +181,10 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str) 
             opt.step()
         return opt, before, interrupt
 
-    opt, _, count = interrupted(0)
+    opt, _, count = interrupt_run(0)
     whole, lines, outcomes = snapshot(opt), count.seen, set()
     for n in [*range(1, lines - 50, lines // 8), *range(lines - 50, lines + 1, 2)]:  # written at the end
-        opt, before, _ = interrupted(n)
+        opt, before, _ = interrupt_run(n)
         now = snapshot(opt)
         outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n} of {lines}")
     assert outcomes == {"nothing", "all"}

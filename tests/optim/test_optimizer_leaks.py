@@ -20,7 +20,7 @@ from optim_models import (
     build,
     flat,
     iterate,
-    moved,
+    move_copy,
     net,
 )
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def test_hooks_come_off_when_optimizers_die() -> None:
 
 
 def test_building_twice_does_not_stack() -> None:
-    model, expected = net(), moved(net(), CE, X, Y)
+    model, expected = net(), move_copy(net(), CE, X, Y)
     opt = build(model)
     opt = build(model)
     gc.collect()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import TOKENS, Tied, Twice, Unreached, assert_close, draw, in_place, mlp, seeded
+from models import TOKENS, Tied, Twice, Unreached, assert_close, build_seeded, draw, in_place, mlp
 from optim_models import (
     CE,
     X,
@@ -19,7 +19,7 @@ from optim_models import (
     iterate,
     kind,
     mean_gradient,
-    moved,
+    move_copy,
     net,
 )
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ def test_activation_checkpointing_changes_nothing(solver: ng.Solver) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    expected = moved(net(), CE, X, Y, solver=solver, rule=ng.LineSearch())
-    assert_close(moved(Saving(), CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
+    expected = move_copy(net(), CE, X, Y, solver=solver, rule=ng.LineSearch())
+    assert_close(move_copy(Saving(), CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
 
 
 def test_reentrant_checkpointing_is_refused_or_right() -> None:
@@ -63,7 +63,7 @@ def test_reentrant_checkpointing_is_refused_or_right() -> None:
 
 
 def test_a_compiled_model_takes_the_same_step() -> None:
-    expected, model = moved(net(), CE, X, Y), net()
+    expected, model = move_copy(net(), CE, X, Y), net()
     compiled = torch.compile(model, backend="eager")
     iterate(build(model), compiled, X, Y)  # calls go through the model that the optimizer knows
     assert_close(flat(model), expected, 1e-12)
@@ -73,7 +73,7 @@ def test_a_compiled_model_takes_the_same_step() -> None:
 @pytest.mark.parametrize("solver", [ng.Auto(), ng.Direct(), ng.CG()], ids=kind)
 def test_half_precision_parameters_can_be_trained(solver: ng.Solver, dtype: torch.dtype) -> None:
     model = net().to(dtype)
-    expected = moved(net(), CE, X, Y) - flat(net())
+    expected = move_copy(net(), CE, X, Y) - flat(net())
     before = flat(model)
     iterate(build(model, solver=solver), model, X.to(dtype), Y)
     found = (flat(model) - before).double()
@@ -96,7 +96,9 @@ def test_parameters_may_have_different_dtypes() -> None:
     model = Mixed()
     iterate(build(model), model, X, Y)
     assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
-    assert_close(torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]), moved(net(), CE, X, Y), 1e-6)
+    assert_close(
+        torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]), move_copy(net(), CE, X, Y), 1e-6
+    )
 
 
 class Keywords(nn.Module):
@@ -111,7 +113,7 @@ class Keywords(nn.Module):
 
 
 def test_arguments_may_be_dicts_tuples_and_keywords() -> None:
-    model, extra = seeded(Keywords), draw(8, 2, seed=3)
+    model, extra = build_seeded(Keywords), draw(8, 2, seed=3)
     opt, before = build(model, lr=1.0, rule=ng.LineSearch()), flat(model)
     params = ng.trainable(model)
 
@@ -139,7 +141,7 @@ class MeanAndVariance(nn.Module):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_model_may_return_a_tuple(reduction: str) -> None:
-    model, targets = seeded(MeanAndVariance), draw(8, 2, seed=6)
+    model, targets = build_seeded(MeanAndVariance), draw(8, 2, seed=6)
     criterion = nn.GaussianNLLLoss(reduction=reduction, eps=1e-12)
     opt, before = build(model, criterion, lr=1.0, damping=ng.Constant(0.1, per="loss")), flat(model)
     matrix = ng.fisher(model, ng.HeteroscedasticGaussian(log_variance=False)).at(ng.trainable(model), X).dense()
@@ -170,7 +172,7 @@ def test_a_function_of_a_dict_of_tensors_is_a_model() -> None:
 
 @pytest.mark.parametrize("make", [in_place, Tied, Twice], ids=["in-place rectifier", "tied", "twice used"])
 def test_awkward_models_take_the_dense_step(make: Any) -> None:
-    model = seeded(make)
+    model = build_seeded(make)
     labels = Y % 2
     g, before = mean_gradient(model, X, labels), flat(model)
     expected = fisher_step(model, X, ng.Categorical(), g, 0.1)
@@ -179,7 +181,7 @@ def test_awkward_models_take_the_dense_step(make: Any) -> None:
 
 
 def test_tied_parameters_stay_one_and_are_counted_once() -> None:
-    model = seeded(Tied)
+    model = build_seeded(Tied)
     opt = build(model)
     iterate(opt, model, X, Y)
     assert model.decode.weight is model.encode.weight
@@ -199,7 +201,7 @@ def test_frozen_parameters_do_not_move() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_parameter_that_the_loss_does_not_reach_stays(set_to_none: bool) -> None:
-    model = seeded(Unreached)
+    model = build_seeded(Unreached)
     kept = model.unused.weight.detach().clone()
     opt = build(model, lr=1.0)
     for p in model.parameters():
@@ -216,7 +218,7 @@ def test_a_parameter_that_the_loss_does_not_reach_stays(set_to_none: bool) -> No
 
 @pytest.mark.parametrize("solver", [ng.Direct(), ng.CG(rtol=1e-12, max_steps=100), ng.SampleSpace()], ids=kind)
 def test_an_undamped_step_leaves_an_unreached_parameter_alone(solver: ng.Solver) -> None:
-    model = seeded(Unreached)
+    model = build_seeded(Unreached)
     kept = flat(model.unused)
     opt = build(model, damping=0.0, solver=solver)
     opt.zero_grad()
@@ -247,7 +249,7 @@ def test_sparse_gradients_are_gradients() -> None:
     labels = torch.tensor([0, 1, 2])
     found = []
     for sparse in (False, True):
-        model = seeded(lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)))
+        model = build_seeded(lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)))
         model[0].sparse = sparse
         iterate(build(model), model, TOKENS, labels)
         found.append(flat(model))

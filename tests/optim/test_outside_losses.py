@@ -149,7 +149,7 @@ def looked_at(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
     return opt.loss(model(x), y)
 
 
-def evaluated(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+def add_evaluated_loss(opt: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
     model.eval()
     part = opt.loss(model(x.flip(1)), y)
     model.train()
@@ -163,7 +163,7 @@ ALONE: dict[str, Callable[..., Tensor]] = {
     "another model's": lambda opt, model, x, y: opt.loss(model(x), y) + cross_entropy(x[:, :3], y),
     "micro-batches": micro,
     "looked at": looked_at,
-    "in evaluation mode": evaluated,
+    "in evaluation mode": add_evaluated_loss,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, seeded
+from models import assert_close, build_seeded
 from process_ranks import run_ranks
 from test_sharded_training import CE, Net, X, Y, mesh, train
 from torch import distributed, nn
@@ -28,21 +28,21 @@ def rank() -> int:
 
 
 def bucket_views() -> dict[str, Any]:
-    return train(DistributedDataParallel(seeded(Net), gradient_as_bucket_view=True), part=rank(), **OWN)
+    return train(DistributedDataParallel(build_seeded(Net), gradient_as_bucket_view=True), part=rank(), **OWN)
 
 
 def other_buckets() -> dict[str, Any]:
     """Small messages, and a group of its own."""
     group = distributed.new_group([0, 1])
-    outer = DistributedDataParallel(seeded(Net), process_group=group, bucket_cap_mb=0.0005)
+    outer = DistributedDataParallel(build_seeded(Net), process_group=group, bucket_cap_mb=0.0005)
     return train(outer, part=rank(), **OWN)
 
 
-def compressed() -> dict[str, Any]:
+def compress_gradients() -> dict[str, Any]:
     """Gradients that are not the mean: all processes have the same ones still."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    outer = DistributedDataParallel(seeded(Net))
+    outer = DistributedDataParallel(build_seeded(Net))
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     outer.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     before = CE(outer(X), Y).item()
@@ -51,17 +51,17 @@ def compressed() -> dict[str, Any]:
 
 
 def compiled_data_parallel() -> dict[str, Any]:
-    return train(DistributedDataParallel(torch.compile(seeded(Net), backend="eager")), part=rank(), **OWN)
+    return train(DistributedDataParallel(torch.compile(build_seeded(Net), backend="eager")), part=rank(), **OWN)
 
 
 def data_parallel_compiled() -> dict[str, Any]:
-    return train(torch.compile(DistributedDataParallel(seeded(Net)), backend="eager"), part=rank(), **OWN)
+    return train(torch.compile(DistributedDataParallel(build_seeded(Net)), backend="eager"), part=rank(), **OWN)
 
 
 def compiled_parts() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    model = seeded(Net)
+    model = build_seeded(Net)
     for module in [*model.blocks, model]:  # type: ignore[misc]
         fully_shard(module, mesh=mesh(2))
     model.compile(backend="eager")
@@ -71,7 +71,7 @@ def compiled_parts() -> dict[str, Any]:
 def parts_on_the_cpu() -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    model = seeded(Net)
+    model = build_seeded(Net)
     fully_shard(model, mesh=mesh(2), offload_policy=CPUOffloadPolicy(pin_memory=False))
     return train(model, part=rank(), **OWN)
 
@@ -81,7 +81,7 @@ def checkpointed_parts() -> dict[str, Any]:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
-    model = seeded(Net)
+    model = build_seeded(Net)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # type: ignore[index, operator]
     fully_shard(model, mesh=mesh(2))
     return train(model, part=rank(), **OWN)
@@ -119,7 +119,7 @@ def sequence_parts() -> dict[str, Any]:
         parallelize_module,
     )
 
-    model = seeded(Four)
+    model = build_seeded(Four)
     plan = {
         "inner.into": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "inner.norm": SequenceParallel(),
@@ -144,7 +144,7 @@ class Attends(nn.Module):
 def attention_parts() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    return train(fully_shard(seeded(Attends), mesh=mesh(2)), part=rank(), **OWN)
+    return train(fully_shard(build_seeded(Attends), mesh=mesh(2)), part=rank(), **OWN)
 
 
 def accumulate(model: nn.Module, own: slice = slice(None)) -> dict[str, Any]:
@@ -165,14 +165,14 @@ def accumulate(model: nn.Module, own: slice = slice(None)) -> dict[str, Any]:
 def accumulated_parts() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    return accumulate(fully_shard(seeded(Net), mesh=mesh(2)), slice(16 * rank(), 16 * rank() + 16))
+    return accumulate(fully_shard(build_seeded(Net), mesh=mesh(2)), slice(16 * rank(), 16 * rank() + 16))
 
 
 def unlike_parts() -> dict[str, Any]:
     """Numbers of backward passes that differ: unequal parts, an empty one, and one that is not finite."""
     from torch.distributed.fsdp import fully_shard
 
-    model, alone = seeded(Net), not distributed.is_initialized()
+    model, alone = build_seeded(Net), not distributed.is_initialized()
     if not alone:
         fully_shard(model, mesh=mesh(2))
     opt = ng.kfac(model, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.ExactLabels())
@@ -191,9 +191,9 @@ def go_apart() -> dict[str, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.distributed.fsdp import fully_shard
 
-    alone = DistributedDataParallel(seeded(Net))
+    alone = DistributedDataParallel(build_seeded(Net))
     alone.register_comm_hook(None, noop_hook)
-    part = seeded(Net)
+    part = build_seeded(Net)
     fully_shard(part.out, mesh=mesh(2))  # type: ignore[arg-type]
     words = []
     for model in (alone, part):
@@ -201,7 +201,7 @@ def go_apart() -> dict[str, Any]:
             train(model, part=rank(), **OWN)
         except ValueError as error:
             words.append(str(error))
-    outer = DistributedDataParallel(seeded(Net))
+    outer = DistributedDataParallel(build_seeded(Net))
     opt = ng.kfac(outer, CE)
     for step in range(3):
         opt.zero_grad()
@@ -213,7 +213,7 @@ def go_apart() -> dict[str, Any]:
     return {"words": words, "flat": flat, "failures": opt.state_report().failures}
 
 
-def refused() -> dict[str, Any]:
+def refuse_wrappers() -> dict[str, Any]:
     """An optimizer of parameters alone, and what is no module."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.distributed.pipelining import PipelineStage
@@ -243,7 +243,12 @@ SAME: dict[str, Callable[[], dict[str, Any]]] = {
     "attention parts": attention_parts,
 }
 MODELS = {"sequence parts": Four, "attention parts": Attends}
-APART = {"compressed": compressed, "refused": refused, "accumulated parts": accumulated_parts, "go apart": go_apart}
+APART = {
+    "compressed": compress_gradients,
+    "refused": refuse_wrappers,
+    "accumulated parts": accumulated_parts,
+    "go apart": go_apart,
+}
 APART["unlike parts"] = unlike_parts
 SCENES = SAME | APART
 
@@ -255,14 +260,14 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scene", SAME)
 def test_the_steps_are_those_of_one_process(both: list[dict[str, Any]], scene: str):
-    alone = train(seeded(MODELS.get(scene, Net)), **FULL)
+    alone = train(build_seeded(MODELS.get(scene, Net)), **FULL)
     assert torch.equal(both[0][scene]["flat"], both[1][scene]["flat"])
     assert both[0][scene]["structures"] == alone["structures"]
     assert_close(both[0][scene]["flat"], alone["flat"], 1e-9)
 
 
 def test_gradients_that_are_kept_back_belong_to_the_step_that_averages_them(both: list[dict[str, Any]]):
-    alone, found = accumulate(seeded(Net)), both[0]["accumulated parts"]
+    alone, found = accumulate(build_seeded(Net)), both[0]["accumulated parts"]
     assert_close(found["flat"], alone["flat"], 1e-9)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-8)
 

@@ -67,7 +67,7 @@ def tensor_parallel() -> nn.Module:
     return parallelize_module(net(), mesh(), {"0": ColwiseParallel()})
 
 
-def copied() -> nn.Module:
+def copy_model() -> nn.Module:
     model = nn.DataParallel(net())
     model.device_ids = [0, 1]  # as with two accelerators
     return nn.Sequential(model)
@@ -79,7 +79,7 @@ IN_PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "FSDP": (lambda: fsdp(False), "FullyShardedDataParallel"),
     "FSDP with its own parameters": (lambda: fsdp(True), "FullyShardedDataParallel"),
     "tensor parallel": (tensor_parallel, "DTensor"),
-    "DataParallel": (copied, "DataParallel over 2 devices"),
+    "DataParallel": (copy_model, "DataParallel over 2 devices"),
 }
 NEVER = {"FSDP", "FSDP with its own parameters", "DataParallel"}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, seeded
+from models import assert_close, build_seeded
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
@@ -159,7 +159,7 @@ def test_a_parameter_that_was_frozen_is_trained_once_it_is_not(recipe: Any):
 
 def test_parameters_of_another_model_are_refused_by_name_too():
     for recipe in (ng.kfac, ng.hessian_free):
-        model, other = net(), seeded(net)
+        model, other = net(), build_seeded(net)
         with pytest.raises(ValueError, match="not parameters of the model"):
             recipe(model, CE, params=other.named_parameters())
         with pytest.raises(TypeError):

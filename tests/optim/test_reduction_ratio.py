@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw, seeded
+from models import F64, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, deep, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net, same
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ def value(model: nn.Module, x: Any = X) -> float:
     return float(CE(model(x), Y).detach())
 
 
-def damped(opt: Any, model: nn.Module, step: Tensor) -> float:
+def damping_term(opt: Any, model: nn.Module, step: Tensor) -> float:
     """damping |step|^2 / 2, every block with its own."""
     parts = ng.Space(ng.trainable(model)).unflatten(step)
     levels = {name: opt._blocks.of(block)["level"] for block in opt._blocks for name in block.layout.names}
@@ -55,7 +55,7 @@ def judged_next(opt: Any) -> Any:
 
 
 def linear() -> nn.Module:
-    return seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
+    return build_seeded(lambda: nn.Linear(X.shape[1], 3)).to(F64)
 
 
 @pytest.mark.parametrize("rule", [None, ng.MeasuredLength()])
@@ -68,7 +68,7 @@ def test_the_ratio_is_the_true_change_over_the_promised_one(recipe: Callable[...
     before, loss = flat(model), value(model)
     iterate(opt, model)
     step, report = flat(model) - before, opt.state_report()
-    promised = float(step @ flat_gradient(model)) + report.kl + damped(opt, model, step)
+    promised = float(step @ flat_gradient(model)) + report.kl + damping_term(opt, model, step)
     assert report.ratio == pytest.approx((value(model) - loss) / promised, rel=1e-9)
     assert opt.param_groups[0]["damping"] == LM().update(0.05, report.ratio)
     exact = 0.5 * step @ metric.mv(step)
@@ -211,7 +211,9 @@ def test_several_losses_without_a_closure_are_refused():
 
 
 def test_judging_leaves_the_users_model_alone():
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))).to(F64)
+    model = build_seeded(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+    ).to(F64)
     opt = judged_next(ng.kfac(model, CE, damping=LM(0.05)))
     opt.loss(model(X), Y).backward()
     gradient, buffers = flat_gradient(model), deep(dict(model.named_buffers()))
@@ -259,7 +261,7 @@ def test_the_groups_numbers_are_what_is_adapted():
 
 
 def test_a_loss_that_was_rounded_is_computed_again():
-    model = seeded(lambda: nn.Linear(3, 3)).float()
+    model = build_seeded(lambda: nn.Linear(3, 3)).float()
     opt = judged_next(ng.kfac(model, CE, damping=LM(0.05), max_kl=1e-4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = opt.loss(model(X.float()), Y)
@@ -269,7 +271,7 @@ def test_a_loss_that_was_rounded_is_computed_again():
     start, gradient = flat(model), flat_gradient(model)
     opt.step()
     step = flat(model) - start
-    promised = float(step @ gradient) + opt.state_report().kl + damped(opt, model, step)
+    promised = float(step @ gradient) + opt.state_report().kl + damping_term(opt, model, step)
     assert opt.state_report().ratio == pytest.approx((value(model, X.float()) - before) / promised, rel=0.05)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw, seeded
+from models import build_seeded, draw
 from process_ranks import call_ranks, count_ranks, own_rank
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +31,7 @@ Way = tuple[str, str]
 def build(way: Way, first: float = 0.0) -> tuple[nn.Module, Any]:
     """A model in an engine and its optimizer, both as nobody left them."""
     engine, share = way
-    model: nn.Module = seeded(lambda: nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 4)))
+    model: nn.Module = build_seeded(lambda: nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 4)))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(first)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from process_ranks import run_ranks
 from torch import Tensor, distributed, nn
 
@@ -73,11 +73,13 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def sharded(how: str = "blocks", shape: tuple[int, ...] = (4,), reshard: bool = True, **options: Any) -> dict[str, Any]:
+def shard_model(
+    how: str = "blocks", shape: tuple[int, ...] = (4,), reshard: bool = True, **options: Any
+) -> dict[str, Any]:
     """`fully_shard` of each block and the whole, of single layers, or of the whole alone."""
     from torch.distributed.fsdp import fully_shard
 
-    model, of = seeded(Net), mesh(*shape, names=("copies", "parts")[-len(shape) :])
+    model, of = build_seeded(Net), mesh(*shape, names=("copies", "parts")[-len(shape) :])
     inner = {"blocks": list(model.blocks), "layers": [model.out, model.blocks[0].up], "whole": []}[how]  # type: ignore[union-attr]
     for module in [*inner, model]:
         fully_shard(module, mesh=of, reshard_after_forward=reshard)
@@ -87,7 +89,7 @@ def sharded(how: str = "blocks", shape: tuple[int, ...] = (4,), reshard: bool = 
 def in_half_precision() -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = seeded(Net).float()
+    model = build_seeded(Net).float()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     opt = ng.kfac(model, CE)
     own = slice(8 * distributed.get_rank(), 8 * distributed.get_rank() + 8)
@@ -107,7 +109,7 @@ def parallel(plan: str, both: bool = False, **options: Any) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = seeded(Net)
+    model = build_seeded(Net)
     of = mesh(2, 2, names=("data", "tensor")) if both else mesh(4)
     inner = of["tensor"] if both else of
     for block in model.blocks:  # type: ignore[union-attr]
@@ -125,11 +127,14 @@ def parallel(plan: str, both: bool = False, **options: Any) -> dict[str, Any]:
 FULL: dict[str, Any] = {"rule": MeasuredLength()}
 MEMORY: dict[str, Any] = {"share": "memory", "l2": 1e-3, "weight_decay": 0.01}
 WAYS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
-    "fully_shard of blocks": (partial(sharded, **FULL), FULL),
-    "fully_shard of layers, kept whole until the backward": (partial(sharded, "layers", reshard=False, **FULL), FULL),
-    "fully_shard with the state shared out": (partial(sharded, "whole", **MEMORY), MEMORY),
+    "fully_shard of blocks": (partial(shard_model, **FULL), FULL),
+    "fully_shard of layers, kept whole until the backward": (
+        partial(shard_model, "layers", reshard=False, **FULL),
+        FULL,
+    ),
+    "fully_shard with the state shared out": (partial(shard_model, "whole", **MEMORY), MEMORY),
     "fully_shard on a mesh of two dimensions": (
-        partial(sharded, shape=(2, 2), recipe=ng.unitwise),
+        partial(shard_model, shape=(2, 2), recipe=ng.unitwise),
         {"recipe": ng.unitwise},
     ),
     "columns and rows": (partial(parallel, "columns", **FULL), FULL),
@@ -146,7 +151,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_in_parts_steps_as_a_whole_one(four: list[dict[str, Any]], way: str):
-    alone = train(seeded(Net), **WAYS[way][1])
+    alone = train(build_seeded(Net), **WAYS[way][1])
     for rank in four:
         assert torch.equal(rank[way]["flat"], four[0][way]["flat"])
         assert rank[way]["structures"] == alone["structures"]

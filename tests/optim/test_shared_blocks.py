@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import flat
 from process_ranks import count_ranks, own_rank, run_ranks
 from torch import distributed, nn
@@ -37,7 +37,7 @@ def build() -> nn.Module:
 
 
 def train(recipe: Callable[..., Any], steps: int = 6, **options: Any) -> dict[str, Any]:
-    model = seeded(build)
+    model = build_seeded(build)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     opt = recipe(outer, CE, estimate=ng.ExactLabels(), **options)
     own = slice(None) if count_ranks() == 1 else slice(16 * own_rank(), 16 * own_rank() + 16)
@@ -63,7 +63,7 @@ def train(recipe: Callable[..., Any], steps: int = 6, **options: Any) -> dict[st
 
 def resume(share: str, **options: Any) -> dict[str, Any]:
     """Half of the steps, a checkpoint of each process, and the other half in a fresh optimizer."""
-    model = seeded(build)
+    model = build_seeded(build)
     outer = DistributedDataParallel(model)
     own = slice(16 * own_rank(), 16 * own_rank() + 16)
 
@@ -139,7 +139,7 @@ NODES: dict[str, Callable[[], dict[str, Any]]] = {
 
 def recalibrate() -> dict[str, Any]:
     """Batch norms over all processes' batches, unequal numbers of them; then a loader that fails on one process."""
-    model = seeded(lambda: nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)))
     batches = list(X.split(16))
     if count_ranks() == 1:
         return {"norms": flat_buffers(ng.recalibrate(model, batches))}

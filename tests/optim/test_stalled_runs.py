@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import seeded
+from models import build_seeded
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
@@ -39,7 +39,7 @@ def looked_at_without_gradients(opt: Any, model: nn.Module) -> None:
     opt.step()
 
 
-def told(opt: Any, model: nn.Module, act: Any, steps: int) -> list[str]:
+def collect_warnings(opt: Any, model: nn.Module, act: Any, steps: int) -> list[str]:
     """The warnings of so many steps."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -54,8 +54,8 @@ def test_steps_on_old_statistics_warn_once_and_then_raise(recipe: Any, act: Any)
     model = net()
     opt = recipe(model, CE, lr=0.1)
     iterate(opt, model, X, Y)
-    assert told(opt, model, act, WARN - 1) == []
-    (text,) = told(opt, model, act, STOP - WARN)
+    assert collect_warnings(opt, model, act, WARN - 1) == []
+    (text,) = collect_warnings(opt, model, act, STOP - WARN)
     for remedy in ("model.train()", "optimizer.loss", "train_in_eval=True"):
         assert remedy in text
     kept = flat(model)
@@ -66,7 +66,7 @@ def test_steps_on_old_statistics_warn_once_and_then_raise(recipe: Any, act: Any)
     model.train()
     iterate(opt, model, X, Y)  # read again: all is well
     assert not torch.equal(flat(model), kept)
-    assert told(opt, model, act, WARN - 1) == []
+    assert collect_warnings(opt, model, act, WARN - 1) == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -76,8 +76,8 @@ def test_statistics_that_can_never_be_used_warn_once_and_then_raise(recipe: Any,
     iterate(opt, model, X, Y)
     taken = BlockAverages.take
     monkeypatch.setattr(BlockAverages, "take", lambda self, reading, decay: False)
-    assert told(opt, model, iterate_once, WARN - 1) == []
-    (text,) = told(opt, model, iterate_once, STOP - WARN)
+    assert collect_warnings(opt, model, iterate_once, WARN - 1) == []
+    (text,) = collect_warnings(opt, model, iterate_once, STOP - WARN)
     assert "could not be used" in text
     with pytest.raises(RuntimeError, match=r"statistics of the last 25 steps were due and could not be used"):
         iterate_once(opt, model)
@@ -85,7 +85,7 @@ def test_statistics_that_can_never_be_used_warn_once_and_then_raise(recipe: Any,
     kept = flat(model)
     iterate_once(opt, model)
     assert not torch.equal(flat(model), kept)
-    assert told(opt, model, iterate_once, WARN) == []
+    assert collect_warnings(opt, model, iterate_once, WARN) == []
 
 
 def iterate_once(opt: Any, model: nn.Module) -> None:
@@ -97,7 +97,7 @@ def test_statistics_that_are_not_due_are_not_late():
     opt = ng.kfac(model, CE, lr=0.01)
     for step in range(60):  # the interval grows to several steps: as many may be taken with another loss
         act = (lambda o, m: iterate(o, m, X, Y)) if opt._reader.taps.armed else plain_criterion
-        assert told(opt, model, act, 1) == [], step
+        assert collect_warnings(opt, model, act, 1) == [], step
     assert opt._clock["late"] == 0
 
 
@@ -108,7 +108,7 @@ def test_steps_on_another_loss_in_turn_with_ours_say_nothing(other: Any):
     for _ in range(STOP // (WARN - 1) + 2):
         model.train()
         iterate(opt, model, X, Y)
-        assert told(opt, model, other, WARN - 1) == []
+        assert collect_warnings(opt, model, other, WARN - 1) == []
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *MATRIX_FREE])
@@ -135,7 +135,7 @@ def test_training_in_evaluation_mode_on_purpose_is_training_without_dropout(reci
             opt.step()
         return flat(model), losses, opt.state_report().failures
 
-    models = [seeded(Mixed).double() for _ in range(2)]
+    models = [build_seeded(Mixed).double() for _ in range(2)]
     buffers = models[1].norm.running_mean.clone()
     expected, _, _ = run(models[0], True)  # the two layers alone in evaluation mode
     found, losses, failures = run(models[1], False, train_in_eval=True)
@@ -179,11 +179,11 @@ def test_a_dead_run_warns_and_then_raises(recipe: Any, bad: float):
     opt = recipe(model, CE, lr=0.1)
     iterate(opt, model, X, Y)
     kept = flat(model)
-    assert told(opt, model, act, WARN - 1) == []
+    assert collect_warnings(opt, model, act, WARN - 1) == []
     iterate(opt, model, X, Y)  # one good step: the count begins anew
     kept = flat(model)
-    assert told(opt, model, act, WARN - 1) == []
-    (text,) = told(opt, model, act, STOP - WARN)
+    assert collect_warnings(opt, model, act, WARN - 1) == []
+    (text,) = collect_warnings(opt, model, act, STOP - WARN)
     assert "not finite" in text
     with pytest.raises(RuntimeError, match="the last 25 steps were skipped"):
         act(opt, model)
@@ -196,7 +196,7 @@ def test_a_dead_run_without_blocks_warns_and_then_raises(monkeypatch: pytest.Mon
     opt = ng.natgrad_cg(model, CE)
     monkeypatch.setattr("natgrad.optim.optimizer.moves_finitely", lambda point, step: False)
     kept = flat(model)
-    (text,) = told(opt, model, lambda o, m: iterate(o, m, X, Y), STOP - 1)
+    (text,) = collect_warnings(opt, model, lambda o, m: iterate(o, m, X, Y), STOP - 1)
     assert "not finite" in text
     with pytest.raises(RuntimeError, match="the last 25 steps were skipped"):
         iterate(opt, model, X, Y)
@@ -229,7 +229,7 @@ def test_a_search_that_finds_no_step_says_so_once(monkeypatch: pytest.MonkeyPatc
     opt = ng.krylov_subspace(model, CE)
     monkeypatch.setattr(type(opt.rule), "step", lambda self, model, loss_at, memory: (model.nothing(), memory))
     kept = flat(model)
-    (text,) = told(opt, model, lambda o, m: iterate(o, m, X, Y), 2 * STOP)
+    (text,) = collect_warnings(opt, model, lambda o, m: iterate(o, m, X, Y), 2 * STOP)
     assert "none of the last 25 steps moved anything" in text
     assert torch.equal(flat(model), kept)
     assert "moved nothing" in opt.explain()
@@ -245,7 +245,7 @@ def test_a_step_too_long_for_its_numbers_is_skipped_and_not_taken_for_none(monke
     iterate(opt, model, X, Y)
     monkeypatch.setattr("natgrad.rules.quadratic.BlockStep.known_form", lambda step: torch.tensor(math.nan))
     kept = flat(model)
-    (text,) = told(opt, model, lambda o, m: iterate(o, m, X, Y), WARN)
+    (text,) = collect_warnings(opt, model, lambda o, m: iterate(o, m, X, Y), WARN)
     assert "not finite" in text
     assert torch.equal(flat(model), kept)
 
@@ -254,7 +254,7 @@ def test_the_counts_survive_a_checkpoint():
     model = net()
     opt = ng.kfac(model, CE)
     iterate(opt, model, X, Y)
-    told(opt, model, plain_criterion, STOP - 1)
+    collect_warnings(opt, model, plain_criterion, STOP - 1)
     other = ng.kfac(model, CE)
     other.load_state_dict(opt.state_dict())
     with pytest.raises(RuntimeError, match="due and not read"):

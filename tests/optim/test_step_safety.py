@@ -126,7 +126,7 @@ def dense(activation: type[nn.Module], outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), activation(), nn.Linear(32, 32), activation(), nn.Linear(32, outputs))
 
 
-def normed() -> nn.Module:
+def net_with_norm() -> nn.Module:
     """With batch norm."""
     return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
 
@@ -162,7 +162,7 @@ Base = tuple[Callable[[], nn.Module], nn.Module, Callable[[], Batch]]
 BASES: dict[str, Base] = {
     "tanh, classes": (lambda: dense(nn.Tanh, 3), CE, noisy_classes),
     "relu, classes": (lambda: dense(nn.ReLU, 3), CE, noisy_classes),
-    "batch norm": (normed, CE, noisy_classes),
+    "batch norm": (net_with_norm, CE, noisy_classes),
     "relu, values": (lambda: dense(nn.ReLU, 2), MSE, noisy_values),
     "tanh, values": (lambda: dense(nn.Tanh, 2), MSE, noisy_values),
 }

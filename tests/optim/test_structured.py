@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, F64, Case, assert_close, draw, seeded
+from models import CASES, F64, Case, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net
 from pass_readings import iterate, readings
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def test_a_step_moves_no_more_than_the_radius_and_the_share_of_the_loss(recipe: 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains(recipe: Callable[..., Any]):
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3)))
     x = draw(60, 3)
     y = (x @ draw(3, 3, seed=4)).argmax(1)
     opt = recipe(model, CE)
@@ -292,7 +292,7 @@ def test_a_layer_with_two_rates_keeps_its_block():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_reads_float32_statistics(dtype: torch.dtype):
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))).float()
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))).float()
     opt = ng.kfac(model, CE)
     for _ in range(3):
         opt.zero_grad()
@@ -360,7 +360,7 @@ def test_an_infinite_batch_changes_nothing_and_training_goes_on(recipe: Callable
 
 
 def test_a_dead_layer_does_no_harm():
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
     model[0].bias.data.fill_(-100.0)  # every unit is off: zero derivatives below, zero inputs above
     opt = ng.kfac(model, CE)
     for _ in range(5):

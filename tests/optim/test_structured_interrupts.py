@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import seeded
+from models import build_seeded
 from optim_models import CE, Interrupt, X, Y, flat, net, same, snapshot
 from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ def iterate(opt: Any, model: nn.Module, x: Tensor = X, y: Tensor = Y) -> Tensor:
 def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str):
     saved = snapshot(prepare(name, None)[0])
 
-    def interrupted(n: int) -> tuple[Any, Any, Interrupt]:
+    def interrupt_step(n: int) -> tuple[Any, Any, Interrupt]:
         opt, model = prepare(name, saved)
         opt.zero_grad()
         opt.loss(model(X), Y).backward()
@@ -67,13 +67,13 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str):
             opt.step()
         return opt, before, interrupt
 
-    opt, _, count = interrupted(0)
+    opt, _, count = interrupt_step(0)
     whole, lines = snapshot(opt), count.seen
     assert opt.state_report().refused == ("refused" in name)
     start = list(CASES).index(name)
     outcomes = set()
     for n in [*range(1 + 17 * start, lines - 60, 83), *range(lines - 60 + start, lines + 1, 5)]:  # written at the end
-        opt, before, _ = interrupted(n)
+        opt, before, _ = interrupt_step(n)
         now = snapshot(opt)
         outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n}")
         assert torch.isfinite(iterate(opt, opt.model))
@@ -89,7 +89,7 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_batch_that_is_fitted_exactly_moves_nothing_by_itself(recipe: Any, bound: Any, momentum: float):
     for first in (0, 2):  # from the first step on, and after others
-        model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+        model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
         opt = recipe(model, nn.MSELoss(), momentum=momentum, **bound)
         for step in range(first + 2):
             before = flat(model)
@@ -102,7 +102,7 @@ def test_a_batch_that_is_fitted_exactly_moves_nothing_by_itself(recipe: Any, bou
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_value_head_that_starts_at_zero_learns_once_there_are_rewards(recipe: Any):
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
     opt, rewards = recipe(model, nn.MSELoss()), torch.zeros(len(X), 1).to(X)
@@ -121,11 +121,11 @@ def spoil(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     factor = {"inf": math.inf, "nan": math.nan, "overflow": 1e300}[what]
     direction = ng.optim.block_averages.BlockAverages.direction
 
-    def spoiled(*arguments: Any) -> Any:
+    def spoil_direction(*arguments: Any) -> Any:
         steps, slopes = direction(*arguments)
         return {name: step * factor for name, step in steps.items()}, slopes
 
-    monkeypatch.setattr("natgrad.optim.block_averages.BlockAverages.direction", spoiled)
+    monkeypatch.setattr("natgrad.optim.block_averages.BlockAverages.direction", spoil_direction)
 
 
 @pytest.mark.parametrize("what", ["inf", "nan", "overflow"])

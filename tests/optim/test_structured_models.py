@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from optim_models import CE, X, Y, deep, flat, same
 from pass_readings import iterate, readings
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_moves_and_the_report_says_what_it_gets(recipe: Callable[..., Any], name: str):
     build, expected = MODELS[name]
-    model = seeded(build)
+    model = build_seeded(build)
     start, frozen = deep(ng.trainable(model)), {n for n, p in model.named_parameters() if not p.requires_grad}
     opt = recipe(model, CE)
     losses = [float(iterate(opt, model)) for _ in range(4)]
@@ -128,7 +128,7 @@ def test_every_parameter_moves_and_the_report_says_what_it_gets(recipe: Callable
 
 def test_a_product_of_two_parameters_has_no_examples():
     # its rows are the matrix's, whose number happens to be the batch's
-    model = seeded(lambda: LowRank("merged"))
+    model = build_seeded(lambda: LowRank("merged"))
     seen = {one.key: one for one in readings(ng.kfac(model, CE), model, X, Y).layers}
     assert seen["down"].pooled
     assert seen["up"].pooled
@@ -161,8 +161,8 @@ class Late(nn.Module):
 
 
 def test_a_branch_that_is_used_later_gets_its_blocks_then():
-    model: Any = seeded(Late)
-    twin: Any = seeded(Late)
+    model: Any = build_seeded(Late)
+    twin: Any = build_seeded(Late)
     opt = ng.kfac(model, CE)
     iterate(opt, model)
     waiting = {row.parameter for row in opt.report() if row.structure == "not read yet"}
@@ -181,7 +181,7 @@ def test_a_branch_that_is_used_later_gets_its_blocks_then():
 
 
 def test_parameters_that_are_frozen_later_stay_where_they_are():
-    model: Any = seeded(Late)
+    model: Any = build_seeded(Late)
     model.on = True
     opt = ng.kfac(model, CE)
     iterate(opt, model)
@@ -211,7 +211,7 @@ def test_layers_added_later_are_trained():
 def test_a_sequence_s_step_does_not_depend_on_reduction_batch_or_scale(reduction: str):
     # twice the same batch, and a loss in other units: the same step
     def step(times: int, scale: float, reduction: str) -> Tensor:
-        model = seeded(lambda: nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True))
+        model = build_seeded(lambda: nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True))
         opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), estimate=ng.ExactLabels())
         x, y = draw(3, 2, 4).repeat(times, 1, 1), torch.tensor([[0, 1], [2, 3], [1, 1]]).repeat(times, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)

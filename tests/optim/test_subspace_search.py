@@ -45,24 +45,24 @@ def model(loss: float = 0.0, dimension: int = 3, damping: float = 0.05, rate: fl
     return Quadratic(g, DenseOperator(G), damping, proposal, 1.0, loss, basis=solution.basis)
 
 
-def bent(d: Tensor) -> Tensor:
+def bend_model(d: Tensor) -> Tensor:
     """Not quadratic: the model is wrong away from 0."""
     return g @ d + 0.5 * d @ G @ d + 0.3 * d.pow(4).sum() + 0.2 * torch.sin(3 * d).sum() - 0.6 * d.sum()
 
 
 def test_the_search_finds_the_lowest_loss_of_the_subspace():
     m = model(0.0)
-    step, _ = ng.SubspaceSearch(steps=100, progress=0.0).step(m, Known(bent), {})
+    step, _ = ng.SubspaceSearch(steps=100, progress=0.0).step(m, Known(bend_model), {})
     assert m.basis is not None
     found = m.basis.vectors @ step.vector
     assert_close(m.basis.at(found), step.vector, 1e-12)  # it stays inside
     assert_close(step.image, G @ step.vector, 1e-12)
 
     def outside(a):
-        return float(bent(m.basis.at(torch.from_numpy(a))))
+        return float(bend_model(m.basis.at(torch.from_numpy(a))))
 
     peer = minimize(outside, found.numpy(), method="BFGS", options={"gtol": 1e-9})
-    assert float(bent(step.vector)) == pytest.approx(peer.fun, abs=1e-8)
+    assert float(bend_model(step.vector)) == pytest.approx(peer.fun, abs=1e-8)
 
 
 def test_on_an_exact_quadratic_the_proposal_is_the_answer_at_once():
@@ -77,12 +77,12 @@ def test_on_an_exact_quadratic_the_proposal_is_the_answer_at_once():
 
 @pytest.mark.parametrize("rate", [1.0, 50.0])
 def test_a_bad_start_and_losses_that_are_not_finite_are_rejections(rate):
-    def walled(d: Tensor) -> Tensor:
-        return bent(d) if float(d.detach().norm()) < 0.3 else torch.full((), math.nan, dtype=F64) * d.sum()
+    def wall_model(d: Tensor) -> Tensor:
+        return bend_model(d) if float(d.detach().norm()) < 0.3 else torch.full((), math.nan, dtype=F64) * d.sum()
 
-    step, _ = ng.SubspaceSearch(steps=30).step(model(rate=rate), Known(walled), {})
+    step, _ = ng.SubspaceSearch(steps=30).step(model(rate=rate), Known(wall_model), {})
     assert 0 < float(step.vector.norm()) < 0.3
-    assert float(bent(step.vector)) < 0
+    assert float(bend_model(step.vector)) < 0
     nowhere, _ = ng.SubspaceSearch().step(model(), Known(lambda d: d.sum() * math.nan), {})
     assert not nowhere.vector.any()
 
@@ -90,7 +90,7 @@ def test_a_bad_start_and_losses_that_are_not_finite_are_rejections(rate):
 def test_what_the_search_needs_is_named():
     rule = ng.SubspaceSearch()
     with pytest.raises(ValueError, match="KrylovSubspace"):
-        rule.step(Quadratic(g, DenseOperator(G), 0.1, model().proposal), Known(bent), {})
+        rule.step(Quadratic(g, DenseOperator(G), 0.1, model().proposal), Known(bend_model), {})
     with pytest.raises(ValueError, match="gradient of the loss"):
         rule.step(model(), lambda d: 0.0, {})
     with pytest.raises(ValueError, match="re-evaluates the loss"):

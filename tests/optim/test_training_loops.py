@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_close, seeded
+from models import CASES, assert_close, build_seeded
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +39,7 @@ def test_several_losses_of_one_pass_are_read_in_that_pass():
             h = torch.tanh(self.trunk(x))
             return self.left(h), self.right(h)
 
-    model = seeded(Heads)
+    model = build_seeded(Heads)
     opt, passes = ng.kfac(model, CE), []
     model.register_forward_hook(lambda *_: passes.append(1))
     left, right = model(X)
@@ -71,7 +71,7 @@ def test_checkpointing_that_nothing_can_be_read_through_says_so():
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.last, self.first(x), use_reentrant=True)  # type: ignore[return-value]
 
-    model = seeded(Reentrant)
+    model = build_seeded(Reentrant)
     opt = ng.kfac(model, CE)
     with pytest.raises(ValueError, match="use_reentrant=False"):
         opt.loss(model(X), Y)

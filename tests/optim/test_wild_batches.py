@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw, seeded
+from models import build_seeded, draw
 from torch import nn
 
 import natgrad as ng
@@ -18,7 +18,7 @@ RECIPES = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng, ng.tonga, 
 def train(recipe: Any, steps: int, scales: dict[int, float], **options: Any) -> tuple[nn.Module, Any]:
     """A regression in which the first target of some steps is multiplied."""
     torch.manual_seed(0)
-    model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
     opt, weight = recipe(model, nn.MSELoss(), **options), draw(4, 2)
     for step in range(steps):
         x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
@@ -81,7 +81,7 @@ def test_raising_names_the_loss(recipe: Any):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.__name__)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_batch_without_a_target_that_counts_is_left_out(recipe: Any, reduction: str):
-    model = seeded(lambda: nn.Linear(4, 3))
+    model = build_seeded(lambda: nn.Linear(4, 3))
     opt, x, y = recipe(model, nn.CrossEntropyLoss(reduction=reduction)), draw(6, 4), torch.arange(6) % 3
     for step, targets in enumerate([y, torch.full_like(y, -100), y]):
         before = parameters(model)
@@ -96,7 +96,7 @@ def test_a_batch_without_a_target_that_counts_is_left_out(recipe: Any, reduction
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
 def test_a_checkpoint_knows_the_highest_loss(recipe: Any):
     model, opt = train(recipe, 12, {})
-    other = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    other = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
     resumed = recipe(other, nn.MSELoss())
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(opt.state_dict())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import F64, draw, seeded
+from models import F64, build_seeded, draw
 from torch import Tensor, nn
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "scores.json").read_text(encoding="utf-8"))
@@ -58,6 +58,6 @@ def table_case() -> tuple[dict[str, Tensor], Tensor]:
 
 
 def energy_net(inputs: int = 3) -> nn.Module:
-    return seeded(
+    return build_seeded(
         lambda: nn.Sequential(nn.Linear(inputs, 5), nn.Softplus(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
     )

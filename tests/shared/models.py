@@ -31,7 +31,7 @@ def assert_close(found: Tensor, expected: Tensor, rtol: float = 1e-12, scale: Te
     assert error <= allowed + 1e-300, f"off by {error:.3g}, allowed {allowed:.3g}"
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:
     """A module in float64 whose start does not depend on what ran before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -45,7 +45,7 @@ def mlp(*widths: int) -> nn.Module:
         layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
         return nn.Sequential(*layers[:-1])
 
-    return seeded(build)
+    return build_seeded(build)
 
 
 class Sequence(nn.Module):
@@ -171,7 +171,7 @@ class Case:
         """The model and its parameters."""
         if self.build in FUNCTIONS:
             return self.build, {"w": draw(3, 2, seed=8).requires_grad_(), "b": draw(2, seed=9).requires_grad_()}
-        model = seeded(self.build)
+        model = build_seeded(self.build)
         return model, dict(trainable(model))
 
 
@@ -232,7 +232,7 @@ def batch_norm(train: bool) -> nn.Module:
     return model.train(train)
 
 
-def frozen() -> nn.Module:
+def freeze_parts() -> nn.Module:
     """A frozen weight, a frozen bias and a whole frozen layer."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].weight.requires_grad_(False)
@@ -260,7 +260,7 @@ CASES: dict[str, Case] = {
     "twice used": Case(Twice, X3),
     "behind a layer's back": Case(Sneaky, X3),
     "bare parameter": Case(Scale, X3),
-    "frozen": Case(frozen, X3),
+    "frozen": Case(freeze_parts, X3),
     "not reached": Case(Unreached, X3),
     "in-place rectifier": Case(in_place, X3),
     "conv1d": Case(conv1d, draw(3, 2, 7, seed=3)),

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from models import Case, assert_close, draw, mlp, reference_metric, seeded
+from models import Case, assert_close, build_seeded, draw, mlp, reference_metric
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -108,7 +108,7 @@ def build(model: nn.Module, criterion: Any = CE, **choices: Any) -> ng.NaturalGr
     return ng.NaturalGradient(model, ng.fisher(model, criterion), **{"lr": 0.5, "damping": 0.1, **choices})
 
 
-def moved(model: nn.Module, criterion: Any, x: Any, y: Any, **choices: Any) -> Tensor:
+def move_copy(model: nn.Module, criterion: Any, x: Any, y: Any, **choices: Any) -> Tensor:
     """Parameters after one step from a copy of the model."""
     twin = copy.deepcopy(model)
     iterate(build(twin, criterion, **choices), twin, x, y)
@@ -117,7 +117,7 @@ def moved(model: nn.Module, criterion: Any, x: Any, y: Any, **choices: Any) -> T
 
 def dropout_net() -> nn.Module:
     """Random masks after each of two layers."""
-    return seeded(
+    return build_seeded(
         lambda: nn.Sequential(
             nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 6), nn.Dropout(0.3), nn.Linear(6, 3)
         )

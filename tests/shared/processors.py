@@ -23,7 +23,7 @@ def pretend(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("inv", "solve", "cholesky"):
         real = REAL[f"{name}_ex"]
         monkeypatch.setattr(torch.linalg, name, _plain(kind, real))
-        monkeypatch.setattr(torch.linalg, f"{name}_ex", _told(kind, real))
+        monkeypatch.setattr(torch.linalg, f"{name}_ex", _wrap_kind(kind, real))
     monkeypatch.setattr(torch.linalg, "eigh", _decomposing(kind))
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda matrix, **options: _decomposing(kind)(matrix, **options)[0])
 
@@ -42,7 +42,7 @@ def _visible(value: Tensor) -> bool:
     return torch.func.debug_unwrap(value) is value
 
 
-def _told(kind: str, real: Callable) -> Callable:
+def _wrap_kind(kind: str, real: Callable) -> Callable:
     def call(matrix: Tensor, *others: Any, **options: Any) -> Any:
         found, info = real(matrix, *others, **options)
         if not _visible(found) or not bool((wrong := _wrong(real, matrix)).any()):
@@ -64,7 +64,7 @@ def _plain(kind: str, real: Callable) -> Callable:
     def call(matrix: Tensor, *others: Any, **options: Any) -> Tensor:
         if kind == "raises" and _visible(matrix) and bool(_wrong(real, matrix).any()):
             raise torch.linalg.LinAlgError("a raw message of LAPACK")
-        return _told(kind, real)(matrix, *others, **options)[0]
+        return _wrap_kind(kind, real)(matrix, *others, **options)[0]
 
     return call
 

@@ -352,12 +352,12 @@ def test_no_product_is_computed_twice() -> None:
     seen: list[Tensor] = []
     product: Callable[[Tensor], Tensor] = a.mv
 
-    def watched(vector: Tensor) -> Tensor:
+    def watch_products(vector: Tensor) -> Tensor:
         assert all(float((vector - old).abs().max()) > 1e-9 for old in seen)
         seen.append(vector.clone())
         return product(vector)
 
-    a.mv = watched  # type: ignore[method-assign]
+    a.mv = watch_products  # type: ignore[method-assign]
     found = MinresQLP(rtol=1e-8).solve(a, normal())
     assert found.steps == a.products == len(seen)
 
@@ -454,12 +454,12 @@ def test_overflow_returns_the_last_finite_vector() -> None:
     a = Symmetric(matrix(REGULAR["positive"]))
     calls = 0
 
-    def broken(vector: Tensor) -> Tensor:
+    def break_fourth(vector: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return a.matrix @ vector * (math.inf if calls == 4 else 1.0)
 
-    a.mv = broken  # type: ignore[method-assign]
+    a.mv = break_fourth  # type: ignore[method-assign]
     b = normal()
     found = MinresQLP().solve(a, b)
     assert found.status is Status.NON_FINITE

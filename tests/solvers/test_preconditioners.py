@@ -18,7 +18,7 @@ from natgrad.structures.preconditioners import probed_diagonal, safe_power
 LAMBDA = 0.05
 
 
-def made(choice, metric=None, inputs=(X, Y), damping: float = LAMBDA):
+def make_preconditioner(choice, metric=None, inputs=(X, Y), damping: float = LAMBDA):
     """(P, G) at a small network."""
     model = net()
     params = ng.trainable(model)
@@ -30,12 +30,12 @@ def made(choice, metric=None, inputs=(X, Y), damping: float = LAMBDA):
 
 @pytest.mark.parametrize("power", [0.75, 1.0])
 def test_the_exact_diagonal(power):
-    P, G, _ = made(ng.DiagonalPreconditioner(power=power, samples=None))
+    P, G, _ = make_preconditioner(ng.DiagonalPreconditioner(power=power, samples=None))
     assert_close(P.dense(), torch.diag((G.dense().diagonal() + LAMBDA) ** -power), 1e-12)
 
 
 def test_martens_diagonal_is_that_of_the_squared_gradients():
-    P, _, (model, params) = made(ng.DiagonalPreconditioner(empirical=True))
+    P, _, (model, params) = make_preconditioner(ng.DiagonalPreconditioner(empirical=True))
     U = ng.empirical_fisher(model, CE).at(params, (X, Y))
     assert_close(P.diagonal(), (U.dense().diagonal() + LAMBDA) ** -0.75, 1e-12)
 
@@ -108,7 +108,7 @@ def test_metrics_without_labels_are_probed_by_products():
 
 @pytest.mark.parametrize("examples", [3, 100])
 def test_the_empirical_preconditioner_is_a_woodbury_inverse(examples):
-    P, _, (model, params) = made(ng.EmpiricalPreconditioner(examples))
+    P, _, (model, params) = make_preconditioner(ng.EmpiricalPreconditioner(examples))
     drawn = torch.randperm(8, generator=torch.Generator().manual_seed(0))[:examples]
     data = (X, Y) if examples >= 8 else (X[drawn], Y[drawn])
     U = ng.empirical_fisher(model, CE).at(params, data).dense()
@@ -116,7 +116,7 @@ def test_the_empirical_preconditioner_is_a_woodbury_inverse(examples):
 
 
 def test_a_structure_with_a_closed_form_is_one():
-    P, G, _ = made(StructurePreconditioner(ng.Dense()))
+    P, G, _ = make_preconditioner(StructurePreconditioner(ng.Dense()))
     assert_close(P.dense(), torch.linalg.inv(G.dense() + LAMBDA * torch.eye(G.size).to(G.dense())), 1e-9)
 
 
@@ -186,14 +186,14 @@ def test_unlabelled_data_serve_the_diagonal_and_are_refused_by_the_empirical_one
     assert torch.equal(flat(model), before)
 
 
-def centred(model, criterion):
+def centre_covariance(model, criterion):
     return ng.covariance(model, criterion, centred=True)
 
 
-@pytest.mark.parametrize("metric", [ng.covariance, centred, ng.hessian])
+@pytest.mark.parametrize("metric", [ng.covariance, centre_covariance, ng.hessian])
 @pytest.mark.parametrize("choice", [ng.DiagonalPreconditioner(empirical=True), ng.EmpiricalPreconditioner()])
 def test_every_metric_of_a_criterion_has_an_empirical_preconditioner(choice, metric):
-    P, _, (model, params) = made(choice, metric)
+    P, _, (model, params) = make_preconditioner(choice, metric)
     expected, _ = choice.update(None, ng.empirical_fisher(model, CE), params, (X, Y), LAMBDA, P)
     assert_close(P.dense(), expected.dense(), 1e-12)
 

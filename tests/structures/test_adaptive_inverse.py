@@ -108,20 +108,20 @@ def test_reference_vectors() -> None:
     assert not bool(stays_positive(inverse, 10 * root, broken["eps"]))
 
 
-def fixed() -> tuple[nn.Module, ng.Metric]:
+def fix_case() -> tuple[nn.Module, ng.Metric]:
     model = net()
     return model, ng.fisher(model, ng.Categorical())
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_passes_the_public_check(method: ng.Update) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     check_structure(ng.AdaptiveInverse(method), metric, ng.trainable(model), BATCHES[0])
 
 
 @pytest.mark.parametrize("method", [ng.Woodbury(offset=2.0), ng.Woodbury(offset=2.0, floor=0.3)], ids=repr)
 def test_woodbury_follows_the_average_over_many_steps(method: ng.Woodbury) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     params, memory, average = ng.trainable(model), None, torch.eye(31, dtype=F64)
     for t in range(1, 40):
         x = draw(5, 3, seed=t)
@@ -135,7 +135,7 @@ def test_woodbury_follows_the_average_over_many_steps(method: ng.Woodbury) -> No
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_averaged_is_the_damped_mean_over_its_horizon(every: int) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     method = ng.Averaged(horizon=1.0, batches=1, damping=8e-4, decay=0.12, hold=20.0, late=40.0, every=every)
     params, memory, average, columns, seen = ng.trainable(model), None, 0.0, 0.0, 0
     expected = torch.zeros(31, 31, dtype=F64)
@@ -152,7 +152,7 @@ def test_averaged_is_the_damped_mean_over_its_horizon(every: int) -> None:
 
 
 def test_eq_4_is_refused_where_it_would_lose_positivity_and_counted() -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     memory, params, refused = None, ng.trainable(model), 0
     for t in range(1, 12):
         scale = 30.0 if t % 3 == 0 else 0.3
@@ -167,7 +167,7 @@ def test_eq_4_is_refused_where_it_would_lose_positivity_and_counted() -> None:
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_every_solver_takes_the_damped_step_of_the_dense_matrix(method: ng.Update) -> None:
     """Without damping the kept inverse; with more damping than it holds, the same as for any other operator."""
-    model, metric = fixed()
+    model, metric = fix_case()
     operator, _ = ng.AdaptiveInverse(method).update(None, metric, ng.trainable(model), X)
     check_operator(operator)
     rhs, eye = draw(31, seed=5), torch.eye(31, dtype=F64)
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_complete(method: ng.Update) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_numbers_that_are_not_finite_leave_the_last_inverse_in_place(method: ng.Update) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     structure, params = ng.AdaptiveInverse(method), ng.trainable(model)
     before, memory = structure.update(None, metric, params, X)
     huge = dict(params) | {"2.weight": params["2.weight"] * 1e200}
@@ -228,7 +228,7 @@ def test_numbers_that_are_not_finite_leave_the_last_inverse_in_place(method: ng.
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_starts_anew_when_the_parameters_change(method: ng.Update) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     params, structure = ng.trainable(model), ng.AdaptiveInverse(method)
     fewer = {name: p for name, p in params.items() if name.startswith("0")}
     _, memory = structure.update(None, metric, fewer, BATCHES[0])
@@ -240,7 +240,7 @@ def test_starts_anew_when_the_parameters_change(method: ng.Update) -> None:
 
 
 def test_a_metric_without_a_root_is_written_out() -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     params = ng.trainable(model)
 
     class Rootless(ng.operators.DenseOperator):

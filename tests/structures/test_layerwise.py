@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layer_blocks import assert_blocks, operator_of, place
-from models import CASES, F64, X3, assert_close, draw, mlp, reference_metric, seeded
+from models import CASES, F64, X3, assert_close, build_seeded, draw, mlp, reference_metric
 from optim_models import CE, X, Y, flat, flat_gradient, net, same
 from torch import Tensor, nn
 
@@ -98,7 +98,7 @@ class Mean(nn.Module):
 def test_shared_weights_of_a_deep_linear_net_are_exact(build: Any, reduce: bool):
     # derivatives do not depend on the inputs there: expand for a loss at every position, reduce for one on their mean
     layers = [nn.Linear(3, 4), nn.Linear(4, 2), *([Mean()] if reduce else [])]
-    model = seeded(lambda: nn.Sequential(*layers))
+    model = build_seeded(lambda: nn.Sequential(*layers))
     case = dataclasses.replace(CASES["gaussian"], inputs=draw(4, 5, 3))
     params = ng.trainable(model)
     structure = build(estimate=EXACT, reduce=reduce)

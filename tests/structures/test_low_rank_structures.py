@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from layer_blocks import operator_of, place
-from models import CASES, F64, X3, assert_close, draw, mlp, reference_metric, seeded
+from models import CASES, F64, X3, assert_close, build_seeded, draw, mlp, reference_metric
 from optim_models import CE, X, Y, flat, flat_gradient, net
 from torch import Tensor, nn
 
@@ -161,7 +161,7 @@ def test_running_averages_are_bias_corrected_where_the_span_stays():
 
 def test_one_gradient_s_rows_and_columns_give_its_outer_product():
     # one example, one output: the layer's Fisher is vec(g) vec(g)^T with g of rank one
-    model = seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)))
     case = dataclasses.replace(CASES["gaussian"], inputs=draw(1, 5))
     params = ng.trainable(model)
     structure = ng.OnlineLowRank(estimate=EXACT, gradient=True, rank_in=1, rank_out=1)
@@ -202,7 +202,7 @@ def test_norms_get_exact_blocks_and_embeddings_the_diagonal():
 
 
 def test_memory_is_thin():
-    model = seeded(lambda: nn.Linear(300, 200))
+    model = build_seeded(lambda: nn.Linear(300, 200))
     opt = ng.online_ng(model, CE, momentum=0.0)
     opt.loss(model(draw(8, 300)), torch.arange(8)).backward()
     opt.step()
@@ -308,7 +308,7 @@ MODULES += ["sparse embedding", "twice used", "frozen", "mean and log variance"]
 
 @pytest.mark.parametrize("recipe", [ng.online_ng, ng.tonga])
 def test_a_dead_layer_does_no_harm(recipe: Callable[..., Any]):
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
     model[0].bias.data.fill_(-100.0)
     opt = recipe(model, CE)
     for _ in range(5):

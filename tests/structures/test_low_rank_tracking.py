@@ -63,7 +63,7 @@ def test_an_update_within_the_span_is_exact(decay: float):
     assert_close(found.dense(), decay * known.dense() + rows.mT @ rows, 1e-12)
 
 
-def published(known: Tracked, rows: Tensor, eta: float, alpha: float) -> Tensor:
+def publish_update(known: Tracked, rows: Tensor, eta: float, alpha: float) -> Tensor:
     """F' by the formulas as published, in W = E^1/2 R, with H, J, K, L and Z."""
     d, rho, n, size = known.values, known.rest, len(rows), rows.shape[1]
     rank = len(d)
@@ -90,7 +90,7 @@ def published(known: Tracked, rows: Tensor, eta: float, alpha: float) -> Tensor:
 def test_the_update_is_the_published_one(eta: float):
     known, rows = state(), draw(30, 9) * torch.linspace(2, 0.3, 9, dtype=F64)
     found = track_rows(known, (eta / 30) ** 0.5 * rows, 1 - eta)
-    assert_close(found.dense(), published(known, rows, eta, 4.0), 1e-12)
+    assert_close(found.dense(), publish_update(known, rows, eta, 4.0), 1e-12)
 
 
 def test_at_rest_it_is_the_leading_eigenvectors_and_the_mean_of_the_rest():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw, mlp, seeded
+from models import F64, assert_close, build_seeded, draw, mlp
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -68,11 +68,11 @@ def net() -> nn.Module:
 
 
 def images() -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 2, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)))
+    return build_seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 2, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)))
 
 
 def sequences() -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Mean(), nn.Linear(4, 3)))
+    return build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Mean(), nn.Linear(4, 3)))
 
 
 # enough examples for factors of full rank: in a null space the eigenbasis, and so EKFAC, is not unique

@@ -9,7 +9,7 @@ import pytest
 import torch
 from boltzmann_states import boltzmann, weighted_states
 from energies import VECTORS, energy_net, tensor, two_layers, vector_case
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -143,10 +143,10 @@ def test_matrices_of_a_function_are_found_too():
     """W enters in products; V, which is used squared, is not known to be a matrix: it keeps the metric's diagonal."""
     params, x = vector_case("score_matching_n3")
 
-    def squared(given: Any, one: Tensor) -> Tensor:
+    def square_second(given: Any, one: Tensor) -> Tensor:
         return two_layers({"W": given["W"], "V": given["V"].square()}, one)
 
-    metric = ng.score_metric(squared)
+    metric = ng.score_metric(square_second)
     found, memory = ng.UnitWise(**EXACT).update(None, metric, params, x)
     dense = metric.at(params, x).dense()
     block = dense[:9, :9] * torch.block_diag(*torch.ones(3, 3, 3, dtype=dense.dtype))
@@ -228,7 +228,7 @@ def mask_units(params: Any, groups: Any) -> Tensor:
 
 
 def convolutional_case() -> Any:
-    net = seeded(lambda: nn.Sequential(nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 3), nn.Flatten())).double()
+    net = build_seeded(lambda: nn.Sequential(nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 3), nn.Flatten())).double()
     return ng.fisher(net, ng.Categorical()), ng.trainable(net), draw(5, 4).unsqueeze(1)
 
 
@@ -330,7 +330,7 @@ def test_an_optimizer_matches_scores_with_every_structure(structure):
 
 
 def test_reports_name_the_parameters_that_fell_back():
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)))
+    net = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)))
     opt = ng.NaturalGradient(net, ng.score_metric(net), structure=ng.Kronecker(), damping=0.1)
     ng.score_matching_loss(net, ng.trainable(net), draw(6, 3)).backward()
     opt.step()

@@ -17,14 +17,14 @@ STRUCTURES = [ng.Exact(), ng.Dense(), ng.Dense(decay=0.9)]
 BATCHES = [draw(5, 3, seed=seed) for seed in range(4)]
 
 
-def fixed() -> tuple[nn.Module, ng.Metric]:
+def fix_case() -> tuple[nn.Module, ng.Metric]:
     model = net()
     return model, ng.fisher(model, ng.Categorical())
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
 def test_structures_pass_the_public_check(structure: ng.Structure) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     check_structure(structure, metric, ng.trainable(model), BATCHES[0])
 
 
@@ -41,7 +41,7 @@ def test_the_first_operator_is_the_metric(structure: ng.Structure, name: str) ->
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
 def test_dense_is_the_bias_corrected_running_average(decay: float) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     params, memory, structure = ng.trainable(model), None, ng.Dense(decay)
     matrices = []
     for t, x in enumerate(BATCHES):
@@ -54,7 +54,7 @@ def test_dense_is_the_bias_corrected_running_average(decay: float) -> None:
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
 def test_the_memory_passed_in_is_not_changed_and_is_plain(structure: ng.Structure) -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     params = ng.trainable(model)
     _, memory = structure.update(None, metric, params, BATCHES[0])
     kept = deep(memory)
@@ -68,7 +68,7 @@ def test_the_memory_passed_in_is_not_changed_and_is_plain(structure: ng.Structur
 
 
 def test_dense_starts_anew_when_the_parameters_change() -> None:
-    model, metric = fixed()
+    model, metric = fix_case()
     params, structure = ng.trainable(model), ng.Dense(0.9)
     fewer = {name: p for name, p in params.items() if name.startswith("0")}
     _, memory = structure.update(None, metric, fewer, BATCHES[0])

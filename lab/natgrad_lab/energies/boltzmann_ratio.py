@@ -20,7 +20,7 @@ from natgrad_lab.energies import boltzmann_page
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, draws, images, train
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 
 SCALES = (0.3, 0.6, 1.0)
 RATES = tuple(2.0**power for power in range(-6, 4))  # of gradient descent; 8 diverges for every loss and scale
@@ -64,7 +64,7 @@ class BoltzmannRatioSettings:
             raise LabError(f"data is {self.data!r}, expected digits or mnist")
 
 
-def exact(run: Run) -> Numbers:
+def exact(run: StudyRun) -> Numbers:
     """For every scale and loss: KL after each natural step, and how many steps gradient descent takes."""
     s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
@@ -77,7 +77,7 @@ def exact(run: Run) -> Numbers:
     return found
 
 
-def compare_directions(run: Run, known: ExactMachine, loss: str, begun: float) -> Numbers:
+def compare_directions(run: StudyRun, known: ExactMachine, loss: str, begun: float) -> Numbers:
     """Both directions on one loss; gradient descent at the best of ten rates."""
     s: BoltzmannRatioSettings = run.settings
     rates = torch.tensor(RATES, dtype=torch.float64)
@@ -92,7 +92,7 @@ def compare_directions(run: Run, known: ExactMachine, loss: str, begun: float) -
     }
 
 
-def larger(run: Run) -> Numbers:
+def larger(run: StudyRun) -> Numbers:
     """Natural steps of ratio matching on a larger machine, couplings scaled to drive each unit as strongly."""
     s: BoltzmannRatioSettings = run.settings
     found: Numbers = {}
@@ -103,12 +103,12 @@ def larger(run: Run) -> Numbers:
     return found
 
 
-def field(run: Run) -> Numbers:
+def field(run: StudyRun) -> Numbers:
     """Precision recovery on a lattice: one natural step, and steps of gradient descent at its best rate."""
     return {f"{floor:g}": recover_optimum(run, floor, place / len(FLOORS)) for place, floor in enumerate(FLOORS)}
 
 
-def recover_optimum(run: Run, floor: float, begun: float) -> Numbers:
+def recover_optimum(run: StudyRun, floor: float, begun: float) -> Numbers:
     """From the identity to the optimum; distances are relative to the optimum's length."""
     s: BoltzmannRatioSettings = run.settings
     model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))
@@ -140,7 +140,7 @@ def laplacian(model: ng.GaussMarkov, floor: float) -> dict[str, Tensor]:
     return model.parameters(torch.diag(floor - matrix.sum(1)) + matrix)
 
 
-def descent(run: Run, curvature: Tensor, error: Tensor, rate: float, close: float, begun: float) -> int | None:
+def descent(run: StudyRun, curvature: Tensor, error: Tensor, rate: float, close: float, begun: float) -> int | None:
     """Steps of gradient descent on a quadratic until the error is that short; None if that takes over a million."""
     for step in range(1, 1_000_001):
         error = error - rate * (curvature @ error)
@@ -151,7 +151,7 @@ def descent(run: Run, curvature: Tensor, error: Tensor, rate: float, close: floa
     return None
 
 
-def choice(run: Run) -> Numbers:
+def choice(run: StudyRun) -> Numbers:
     """Every contestant's best rate, by its own loss on the last training images after a part of the seconds."""
     s: BoltzmannRatioSettings = run.settings
     shown = images(s.data, s.looked_at)
@@ -175,7 +175,7 @@ def best(tried: Numbers) -> float:
     return min(losses, key=lambda rate: losses[rate])
 
 
-def race(run: Run) -> Numbers:
+def race(run: StudyRun) -> Numbers:
     """Test losses over seconds of every contestant at its rate, and draws from what it has learnt."""
     s: BoltzmannRatioSettings = run.settings
     shown, found = images(s.data, s.looked_at), {}

@@ -24,7 +24,7 @@ from natgrad_lab.energies import score_energy_page
 from natgrad_lab.energies.exact_scores import curve as trace
 from natgrad_lab.energies.exact_scores import exact_score
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 
 TASKS = ("rings", "spiral", "digits", "mnist")
 GRID, HELD_OUT, SHOWN = 60, 1000, 40
@@ -116,7 +116,7 @@ def optimizers(s: ScoreEnergySettings) -> dict[str, Callable[[nn.Module], Any]]:
     }
 
 
-def training(run: Run, task: str, method: str) -> Numbers:
+def training(run: StudyRun, task: str, method: str) -> Numbers:
     """Held-out loss against CPU seconds and steps; the energy's map or samples at the end.
 
     A curve's points are seconds, steps, loss, and the distance from the exact score where that is known.

@@ -28,7 +28,7 @@ from natgrad_lab.equations.problems import (
     poisson,
 )
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Findings, Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun
 
 GRID = 51
 CANDIDATES = 6
@@ -134,7 +134,7 @@ def draw_points(
 METHODS = {"ng.residuals": by_residuals, "Adam": by_adam}
 
 
-def solve(make: Callable[[], EquationProblem], method: str, run: Run) -> Numbers:
+def solve(make: Callable[[], EquationProblem], method: str, run: StudyRun) -> Numbers:
     """Relative error against CPU seconds and steps; solution and error field on a grid at the end."""
     s: PinnSettings = run.settings
     problem, generator = make(), torch.Generator().manual_seed(run.seed)

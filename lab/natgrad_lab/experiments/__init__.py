@@ -13,14 +13,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from natgrad_lab.experiments.base import Budget, Choice, Contestant, Examples, Job, LabError, Race, Task
+from natgrad_lab.experiments.base import Budget, Choice, Contestant, Job, LabError, Race, Task, TaskData
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled, join_unlabelled
 from natgrad_lab.experiments.race import Interrupted, Silence, Watcher, interruptible
 from natgrad_lab.experiments.race import execute as execute_race
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import describe_settings, override
-from natgrad_lab.experiments.study import Findings, Piece, Run, State, Study
+from natgrad_lab.experiments.study import Findings, Piece, State, Study, StudyRun
 from natgrad_lab.experiments.study import execute as execute_study
 from natgrad_lab.experiments.training import Training
 
@@ -30,7 +30,6 @@ __all__ = [
     "Budget",
     "Choice",
     "Contestant",
-    "Examples",
     "Findings",
     "Interrupted",
     "Job",
@@ -38,14 +37,15 @@ __all__ = [
     "Picture",
     "Piece",
     "Race",
-    "Run",
     "Section",
     "Silence",
     "State",
     "Story",
     "Study",
+    "StudyRun",
     "Table",
     "Task",
+    "TaskData",
     "Training",
     "Watcher",
     "describe_settings",

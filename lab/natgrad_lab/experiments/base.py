@@ -43,7 +43,7 @@ class Contestant:
     steps: int | None = None
     schedule: Callable[[int], float] | None = None
     falls: Callable[[float], float] | None = None
-    observes: Callable[[Examples, Rows, int, int], Tensor] | None = None
+    observes: Callable[[TaskData, Rows, int, int], Tensor] | None = None
     needs: str | None = None
 
     @property
@@ -87,7 +87,7 @@ class Task:
     name: str
     title: str
     model: Callable[[], nn.Module]
-    data: Callable[[], Examples]
+    data: Callable[[], TaskData]
     criterion: nn.Module
     unit: str
     divergence: Callable[[Tensor, Tensor], Tensor]
@@ -95,7 +95,7 @@ class Task:
     scale: float = 1.0
     error: Callable[[Tensor, Tensor], Tensor] | None = None
     share: float = 1.0
-    draw: Callable[[Examples, int], Examples] | None = None
+    draw: Callable[[TaskData, int], TaskData] | None = None
     tuned_on: str = "train_loss"
     paper: Mapping[str, tuple[float | None, float | None]] | None = None
     also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] | None = None
@@ -115,7 +115,7 @@ class Task:
         """
         return outputs if self.heard is None else self.heard(outputs)
 
-    def examples(self, pool: Examples, seed: int) -> Examples:
+    def examples(self, pool: TaskData, seed: int) -> TaskData:
         """What a run trains on.
 
         Args:
@@ -126,7 +126,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Examples:
+class TaskData:
     """Inputs (n, ...) and targets (n, ...), for training, testing and validating.
 
     Args:
@@ -147,7 +147,7 @@ class Examples:
     valid_y: Tensor | None = None
     unlabelled_x: Tensor | None = None
 
-    def to(self, device: str) -> Examples:
+    def to(self, device: str) -> TaskData:
         """The same examples on another device.
 
         Args:
@@ -161,22 +161,22 @@ class Examples:
         return ("train", "test") if self.valid_x is None else ("train", "valid", "test")
 
 
-def pair_with_labels(split: Split) -> Examples:
+def pair_with_labels(split: Split) -> TaskData:
     """Examples whose targets are the labels.
 
     Args:
         split: The data set.
     """
-    return Examples(split.train_x, split.train_y, split.test_x, split.test_y)
+    return TaskData(split.train_x, split.train_y, split.test_x, split.test_y)
 
 
-def pair_with_inputs(split: Split) -> Examples:
+def pair_with_inputs(split: Split) -> TaskData:
     """Examples whose targets are the inputs themselves.
 
     Args:
         split: The data set.
     """
-    return Examples(split.train_x, split.train_x, split.test_x, split.test_x)
+    return TaskData(split.train_x, split.train_x, split.test_x, split.test_x)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Budget:
         """Of the number of steps, from one of the early evaluations to the next."""
         return 1.4 if self.is_timed else 2.0
 
-    def spent(self, steps: int, seconds: float) -> float:
+    def spent_part(self, steps: int, seconds: float) -> float:
         """The share of the run that is over, by what ends it first.
 
         Args:

@@ -151,7 +151,7 @@ def muon(grid: Iterable[Choice], but: Collection[str] = ()) -> Contestant:
         named = dict(model.named_parameters())
         matrices = {name: p for name, p in named.items() if p.dim() >= 2 and name not in but}
         rest = [p for name, p in named.items() if name not in matrices]
-        return Together(Muon(matrices.values(), choice["lr"]), torch.optim.Adam(rest, lr=choice["adam_lr"]))
+        return JoinedOptimizers(Muon(matrices.values(), choice["lr"]), torch.optim.Adam(rest, lr=choice["adam_lr"]))
 
     return Contestant("Muon and Adam", tuple(grid), build)
 
@@ -205,7 +205,7 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
-class Together(torch.optim.Optimizer):
+class JoinedOptimizers(torch.optim.Optimizer):
     """Several optimisers, each with parameters of its own, that step as one.
 
     Args:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from natgrad_lab.experiments.base import Examples, LabError, Rows
+from natgrad_lab.experiments.base import LabError, Rows, TaskData
 
-Observes = Callable[[Examples, Rows, int, int], Tensor]
+Observes = Callable[[TaskData, Rows, int, int], Tensor]
 
 
 def draw_another_batch(size: int) -> Observes:
@@ -24,7 +24,7 @@ def draw_another_batch(size: int) -> Observes:
         size: How many.
     """
 
-    def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
+    def observes(examples: TaskData, rows: Rows, seed: int, step: int) -> Tensor:
         others = torch.ones(len(examples.train_x), dtype=torch.bool, device=examples.train_x.device)
         others[rows] = False
         return draw_rows(examples.train_x, others.nonzero()[:, 0], size, seed, step)
@@ -39,7 +39,7 @@ def draw_unlabelled(size: int) -> Observes:
         size: How many.
     """
 
-    def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
+    def observes(examples: TaskData, rows: Rows, seed: int, step: int) -> Tensor:
         return draw_rows(*_without_labels(examples), size, seed, step)
 
     return observes
@@ -52,7 +52,7 @@ def join_unlabelled(size: int) -> Observes:
         size: How many without labels.
     """
 
-    def observes(examples: Examples, rows: Rows, seed: int, step: int) -> Tensor:
+    def observes(examples: TaskData, rows: Rows, seed: int, step: int) -> Tensor:
         return torch.cat([examples.train_x[rows], draw_rows(*_without_labels(examples), size, seed, step)])
 
     return observes
@@ -69,8 +69,8 @@ def draw_rows(inputs: Tensor, among: Tensor, size: int, seed: int, step: int) ->
     return inputs[among[torch.randperm(len(among), generator=generator)[:size].to(among.device)]]
 
 
-def _without_labels(examples: Examples) -> tuple[Tensor, Tensor]:
+def _without_labels(examples: TaskData) -> tuple[Tensor, Tensor]:
     inputs = examples.unlabelled_x
     if inputs is None:
-        raise LabError("the metric asks for unlabelled data, and the task has none: expected Examples.unlabelled_x")
+        raise LabError("the metric asks for unlabelled data, and the task has none: expected TaskData.unlabelled_x")
     return inputs, torch.arange(len(inputs), device=inputs.device)

@@ -78,7 +78,7 @@ class Screen:
             self.console.print(Text(text), soft_wrap=True)
 
 
-class Progress:
+class RaceProgress:
     """A watcher for `execute` of a race, used as a context."""
 
     def __init__(self, console: Console) -> None:
@@ -89,7 +89,7 @@ class Progress:
         self.ahead = self.behind = self.seconds = 0.0  # weights: to come, done just now, of the run under way
         self.begun = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RaceProgress:
         self.screen.__enter__()
         return self
 
@@ -205,7 +205,7 @@ class PieceProgress:
         return _bar(state.done + share, state.total, words, now - self.begun, left)
 
 
-watching.register(Race, lambda experiment, console: Progress(console))
+watching.register(Race, lambda experiment, console: RaceProgress(console))
 watching.register(Study, lambda experiment, console: PieceProgress(console))
 
 

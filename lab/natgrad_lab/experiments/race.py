@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from natgrad_lab.experiments.base import Budget, Examples, Job, LabError, Race, Task, plan
+from natgrad_lab.experiments.base import Budget, Job, LabError, Race, Task, TaskData, plan
 from natgrad_lab.experiments.records import Folder, Record, Row, Writer, restore, versions
 from natgrad_lab.experiments.training import Training, count, warm_up
 
@@ -93,7 +93,7 @@ class Runner:
     stopped: Callable[[], bool]
     warm: set[tuple[str, str]] = field(default_factory=set)
 
-    def carry_out(self, job: Job, pool: Examples) -> Record:
+    def carry_out(self, job: Job, pool: TaskData) -> Record:
         """The record of a job: read where it is finished, continued where it was put down, run where it is new."""
         fresh = not self.folder.has_finished(job.name)
         if fresh:
@@ -106,13 +106,13 @@ class Runner:
         self.watcher.show_end(job, record, fresh)
         return record
 
-    def _warm_up(self, job: Job, pool: Examples) -> None:
+    def _warm_up(self, job: Job, pool: TaskData) -> None:
         pair, budget = (job.task.name, job.contestant.name), self.race.budget(self.settings, job.task)
         if budget.is_timed and pair not in self.warm:
             warm_up(job, budget, pool, self.settings.device)
             self.warm.add(pair)
 
-    def _train(self, job: Job, pool: Examples) -> None:
+    def _train(self, job: Job, pool: TaskData) -> None:
         training = Training(job, self.race.budget(self.settings, job.task), pool, self.settings.device)
         kept = restore(self.folder, job.name)
         if kept is not None:

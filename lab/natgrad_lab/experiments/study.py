@@ -40,7 +40,7 @@ def never_stop() -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """What a piece of work is given.
 
     Args:
@@ -65,7 +65,7 @@ class Piece:
     Args:
         name: Of its file of numbers.
         title: Of its line in the terminal.
-        work: From a `Run` to plain numbers; those that are not finite become null on disk.
+        work: From a `StudyRun` to plain numbers; those that are not finite become null on disk.
         repeated: Whether it is done once from every seed, or once in all.
         independent: Whether it needs no other piece's numbers and no clock, and so may be done beside others where the
             settings have `processes` > 1.
@@ -73,7 +73,7 @@ class Piece:
 
     name: str
     title: str
-    work: Callable[[Run], Numbers]
+    work: Callable[[StudyRun], Numbers]
     repeated: bool = True
     independent: bool = False
 
@@ -100,7 +100,7 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Found:
+class FinishedPiece:
     """A finished piece as read back: where its numbers come from, and the numbers."""
 
     header: Numbers
@@ -117,7 +117,7 @@ class Findings:
     """
 
     settings: Any
-    found: tuple[Found, ...]
+    found: tuple[FinishedPiece, ...]
 
     def of(self, piece: str) -> list[Numbers]:
         """The numbers of a piece, in the order of the seeds; empty while it is not finished from any.
@@ -242,7 +242,7 @@ class Worker:
     def _alone(self, piece: Piece, seed: int, tell: Callable[[float], None]) -> None:
         start = time.perf_counter()
         with threads(self.settings.threads):  # a fresh process has torch's own number
-            numbers = piece.work(Run(self.settings, seed, {}, tell))
+            numbers = piece.work(StudyRun(self.settings, seed, {}, tell))
             header = self._header(piece, seed, time.perf_counter() - start)
         replace(self.folder.records / file(piece, seed), self._text(piece, header, numbers))
 
@@ -254,7 +254,7 @@ class Worker:
 
         advance(0.0)
         start = time.perf_counter()
-        numbers = piece.work(Run(self.settings, seed, self._earlier(piece, seed), advance))
+        numbers = piece.work(StudyRun(self.settings, seed, self._earlier(piece, seed), advance))
         seconds = time.perf_counter() - start
         replace(place, self._text(piece, self._header(piece, seed, seconds), numbers))
         return seconds
@@ -290,11 +290,11 @@ def file(piece: Piece, seed: int) -> str:
     return f"{slug(piece.name)}.seed-{seed}.json" if piece.repeated else f"{slug(piece.name)}.json"
 
 
-def read(place: Path) -> Found:
+def read(place: Path) -> FinishedPiece:
     """A finished piece from its file. LabError when the file is damaged."""
     try:
         whole = json.loads(place.read_text())
-        return Found(whole["header"], whole["numbers"])
+        return FinishedPiece(whole["header"], whole["numbers"])
     except (ValueError, KeyError, TypeError) as error:
         raise LabError(f"{place} is damaged ({error!r}): delete it and run the experiment again") from error
 

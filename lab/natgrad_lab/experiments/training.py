@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad_lab.experiments.base import Budget, Examples, Job, Rows
+from natgrad_lab.experiments.base import Budget, Job, Rows, TaskData
+from natgrad_lab.experiments.records import Row
 
-Row = dict[str, Any]  # plain numbers, one step
 OURS = (ng.NaturalGradient, ng.StructuredNaturalGradient)  # they compute the loss themselves
 PROBE = 1000  # training examples on which the KL moved by a step is measured
 CHUNK = 200  # examples evaluated at once: with 1000 and more a small convolutional network took up to twice the time
@@ -38,7 +38,7 @@ class Training:
         device: Where it trains.
     """
 
-    def __init__(self, job: Job, budget: Budget, pool: Examples, device: str = "cpu") -> None:
+    def __init__(self, job: Job, budget: Budget, pool: TaskData, device: str = "cpu") -> None:
         self.job, self.budget, self.device = job, job.within(budget), device
         self.examples = examples = job.task.examples(pool, job.seed)
         torch.manual_seed(job.seed)
@@ -111,7 +111,7 @@ class Training:
         if contestant.schedule is not None:
             factor *= contestant.schedule(self.steps + 1)
         if contestant.falls is not None:
-            factor *= contestant.falls(min(self.budget.spent(self.steps, self.seconds), 1.0))
+            factor *= contestant.falls(min(self.budget.spent_part(self.steps, self.seconds), 1.0))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
 
@@ -216,7 +216,7 @@ def clock(device: str) -> float:
     return time.process_time() if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def warm_up(job: Job, budget: Budget, pool: Examples, device: str) -> None:
+def warm_up(job: Job, budget: Budget, pool: TaskData, device: str) -> None:
     """Two steps that are thrown away: the first calls of a process are slow, whoever makes them."""
     training = Training(job, budget, pool, device)
     for _ in range(2):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Examples, Race, Task
+from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
 from natgrad_lab.networks.text import SYMBOLS, documentation, windows
 
@@ -55,7 +55,7 @@ def tasks(settings: CharTransformerSettings) -> tuple[Task, ...]:
     )
 
 
-def examples(length: int) -> Examples:
+def examples(length: int) -> TaskData:
     """Windows of the documentation."""
     return windows(documentation(), length)
 

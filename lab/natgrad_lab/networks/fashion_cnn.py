@@ -13,7 +13,7 @@ from torch import nn
 
 from natgrad_lab.data import fashion_mnist
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Examples, Race, Task, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
 
 
@@ -49,7 +49,7 @@ def tasks(settings: FashionCnnSettings) -> tuple[Task, ...]:
     )
 
 
-def images() -> Examples:
+def images() -> TaskData:
     """The clothes as (n, 1, 28, 28)."""
     split = fashion_mnist()
     return pair_with_labels(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))

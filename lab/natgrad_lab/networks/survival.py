@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Likelihood
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Examples, LabError, Race, Task
+from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData
 from natgrad_lab.experiments.models import perceptron
 
 END = 3.0  # of the study: who lives longer is counted as alive then
@@ -71,7 +71,7 @@ def network(numbers: int) -> nn.Module:
     return made
 
 
-class Weibull(Likelihood):
+class WeibullHazard(Likelihood):
     """Outputs (log rate a, log shape b): S(t) = exp(-(e^a t)^k) with k = e^b. Targets (b, 2): time, and 1 for a death.
 
     A time without a death is the end of the study. It is a criterion, too: a call gives the mean.
@@ -108,7 +108,7 @@ class Weibull(Likelihood):
             )
 
 
-class Exponential(Weibull):
+class ConstantHazard(WeibullHazard):
     """Outputs (b, 1): the log rate, the same at all times."""
 
     numbers = 1
@@ -117,16 +117,16 @@ class Exponential(Weibull):
         return outputs[:, 0], torch.zeros_like(outputs[:, 0])
 
 
-HAZARDS = {"weibull": Weibull(), "exponential": Exponential()}
+HAZARDS = {"weibull": WeibullHazard(), "exponential": ConstantHazard()}
 
 
-def patients(many: int) -> Examples:
+def patients(many: int) -> TaskData:
     """Simulated ones, the same for the same number: standard normal covariates, Weibull times."""
     generator = torch.Generator().manual_seed(0)
     total = many + many // 4
     x = torch.randn(total, COVARIATES, generator=generator)
     y = HAZARDS["weibull"].sample(truth(x), generator)
-    return Examples(x[:many], y[:many], x[many:], y[many:])
+    return TaskData(x[:many], y[:many], x[many:], y[many:])
 
 
 def truth(x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def compute_true_loss(many: int) -> float:
     return HAZARDS["weibull"](truth(examples.test_x), examples.test_y).item()
 
 
-def sampled_divergence(likelihood: Weibull, before: Tensor, after: Tensor, draws: int = 16) -> Tensor:
+def sampled_divergence(likelihood: WeibullHazard, before: Tensor, after: Tensor, draws: int = 16) -> Tensor:
     """KL in nats, a mean over patients, from draws of a fixed seed: there is no closed form."""
     generator = torch.Generator(before.device).manual_seed(0)
     drawn = [likelihood.sample(before, generator) for _ in range(draws)]

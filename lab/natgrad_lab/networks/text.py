@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from natgrad_lab.experiments.base import Examples, LabError
+from natgrad_lab.experiments.base import LabError, TaskData
 
 SYMBOLS = "\n" + "".join(map(chr, range(32, 127)))  # what is left of the text: 96 characters
 
@@ -45,7 +45,7 @@ def encode_text(text: str) -> Tensor:
     return torch.tensor([place[symbol] for symbol in text if symbol in place])
 
 
-def windows(text: str, length: int, test: float = 0.1) -> Examples:
+def windows(text: str, length: int, test: float = 0.1) -> TaskData:
     """Windows that follow one another: inputs (n, length), and at every place the next character as target.
 
     test: the share of the text, its end, that is kept for testing.
@@ -58,4 +58,4 @@ def windows(text: str, length: int, test: float = 0.1) -> Examples:
             f"length is {length}: the text has {len(symbols)} characters, too few for windows of that length"
         )
     x, y = symbols[: n * length].view(n, length), symbols[1 : n * length + 1].view(n, length)
-    return Examples(x[:cut], y[:cut], x[cut:], y[cut:])
+    return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])

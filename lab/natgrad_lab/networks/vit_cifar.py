@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Examples, LabError, Race, Task, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, mistakes
 
 
@@ -80,12 +80,12 @@ def task(
     )
 
 
-def images() -> Examples:
+def images() -> TaskData:
     """The pictures with every channel at mean 0 and variance 1."""
     examples = pair_with_labels(cifar10())
     mean, spread = (getattr(examples.train_x, name)((0, 2, 3), keepdim=True) for name in ("mean", "std"))
     x, test_x = ((part - mean) / spread for part in (examples.train_x, examples.test_x))
-    return Examples(x, examples.train_y, test_x, examples.test_y)
+    return TaskData(x, examples.train_y, test_x, examples.test_y)
 
 
 def among(but: tuple[str, ...]) -> Mapping[str, Contestant]:

@@ -18,7 +18,7 @@ from natgrad_lab.figures import INK, PALETTE, draw, save
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """One contestant: the paper's number and ours as they are printed on the page, None where there is none.
 
     Args:
@@ -48,7 +48,7 @@ class Panel:
     """
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     limits: tuple[float, float] | None = None
     logarithmic: bool = False
 
@@ -58,29 +58,29 @@ PANELS = {
         Panel(
             "Restricted MNIST: test error, %",
             (
-                Row("MSGD", "5.22", "10.95", None, ".16"),
-                Row("KL, unlabelled", "4.63", "12.03", None, ".21"),
-                Row("KL, different batch", "4.89", "11.94", None, ".20"),
-                Row("KL, same batch", "4.91", "11.86", None, ".20"),
-                Row("covariance", "4.74", "11.48", None, ".28"),
+                ComparedRow("MSGD", "5.22", "10.95", None, ".16"),
+                ComparedRow("KL, unlabelled", "4.63", "12.03", None, ".21"),
+                ComparedRow("KL, different batch", "4.89", "11.94", None, ".20"),
+                ComparedRow("KL, same batch", "4.91", "11.86", None, ".20"),
+                ComparedRow("covariance", "4.74", "11.48", None, ".28"),
             ),
         ),
         Panel(
             "MNIST: test error, %",
             (
-                Row("MSGD", None, "3.63", None, ".19"),
-                Row("KL, different batch", ".78", "5.01", None, ".21"),
-                Row("KL, same batch", ".82", "4.88", None, ".15"),
-                Row("covariance", "1.07", "6.38", None, ".26"),
+                ComparedRow("MSGD", None, "3.63", None, ".19"),
+                ComparedRow("KL, different batch", ".78", "5.01", None, ".21"),
+                ComparedRow("KL, same batch", ".82", "4.88", None, ".15"),
+                ComparedRow("covariance", "1.07", "6.38", None, ".26"),
             ),
         ),
         Panel(
             "Faces: test error, %",
             (
-                Row("MSGD", None, "66.7"),
-                Row("KL, unlabelled", "16.96", "68.0"),
-                Row("KL, different batch", None, "67.0"),
-                Row("KL, same batch", "18.87", "68.9"),
+                ComparedRow("MSGD", None, "66.7"),
+                ComparedRow("KL, unlabelled", "16.96", "68.0"),
+                ComparedRow("KL, different batch", None, "67.0"),
+                ComparedRow("KL, same batch", "18.87", "68.9"),
             ),
         ),
     ),
@@ -88,18 +88,18 @@ PANELS = {
         Panel(
             "Test error at the end",
             (
-                Row("SGD", "-33.21", "-29.40", "2.25", "2.39"),
-                Row("natural, eq. 4", "-32.14", "-29.45", "3.58", "1.80"),
-                Row("natural, exact", None, "-29.87", None, "2.45"),
+                ComparedRow("SGD", "-33.21", "-29.40", "2.25", "2.39"),
+                ComparedRow("natural, eq. 4", "-32.14", "-29.45", "3.58", "1.80"),
+                ComparedRow("natural, exact", None, "-29.87", None, "2.45"),
             ),
             limits=(-37.0, -25.0),
         ),
         Panel(
             "Steps to a test error of -28 (ours: of the runs that reach it)",
             (
-                Row("SGD", "216,000", "296,000", None, "18,000"),
-                Row("natural, eq. 4", "19,300", "45,800", None, "10,200"),
-                Row("natural, exact", None, "32,200", None, "8,100"),
+                ComparedRow("SGD", "216,000", "296,000", None, "18,000"),
+                ComparedRow("natural, eq. 4", "19,300", "45,800", None, "10,200"),
+                ComparedRow("natural, exact", None, "32,200", None, "8,100"),
             ),
             limits=(1e4, 6e5),
             logarithmic=True,
@@ -107,9 +107,9 @@ PANELS = {
         Panel(
             "Processing time, SGD = 1",
             (
-                Row("SGD", "1", "1"),
-                Row("natural, eq. 4", ".34", ".76"),
-                Row("natural, exact", None, ".53"),
+                ComparedRow("SGD", "1", "1"),
+                ComparedRow("natural, eq. 4", ".34", ".76"),
+                ComparedRow("natural, exact", None, ".53"),
             ),
             limits=(0.0, 1.2),
         ),

@@ -19,7 +19,7 @@ import numpy as np
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.policies import page
 
 TUNING_SEED = 1000
@@ -244,7 +244,7 @@ class PolicyTuning:
     contestant: PolicyContestant
     choice: PolicyChoice
 
-    def __call__(self, run: Run) -> Numbers:
+    def __call__(self, run: StudyRun) -> Numbers:
         player = self.contestant.build(run.settings, self.choice, TUNING_SEED)
         *_, last = learn_to_marks(player, run, [run.settings.tuning])
         return {"choice": self.choice.words, **last}
@@ -256,7 +256,7 @@ class PolicyRace:
 
     contestant: PolicyContestant
 
-    def __call__(self, run: Run) -> Numbers:
+    def __call__(self, run: StudyRun) -> Numbers:
         choices = CHOICES[run.settings.env][self.contestant.name]
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
         best = max(range(len(tuned)), key=lambda i: judge_tuning_run(tuned[i]))
@@ -271,7 +271,7 @@ def judge_tuning_run(tuned: Numbers) -> float:
     return test + 1e-3 * max(train, -1e6)
 
 
-def learn_to_marks(player: Player, run: Run, marks: list[int]) -> Iterator[Numbers]:
+def learn_to_marks(player: Player, run: StudyRun, marks: list[int]) -> Iterator[Numbers]:
     """Learn, and look at the last update before each mark: no more steps are taken than the mark says."""
     seconds, updates = [], 0
     for mark in marks:

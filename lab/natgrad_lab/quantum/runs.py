@@ -18,7 +18,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.quantum import page
 
 vmc = ng.vmc
@@ -168,7 +168,7 @@ class AdamTuning:
 
     rate: float
 
-    def __call__(self, run: Run) -> Numbers:
+    def __call__(self, run: StudyRun) -> Numbers:
         problem = SYSTEMS[run.settings.system](run.settings, TUNING_SEED)
         return {"rate": self.rate, **train(problem, AdamSearch(problem, self.rate), run)}
 
@@ -177,7 +177,7 @@ class AdamTuning:
 class BestAdam:
     """The best rate from one seed."""
 
-    def __call__(self, run: Run) -> Numbers:
+    def __call__(self, run: StudyRun) -> Numbers:
         tuned = [run.earlier[f"tune-{i}"] for i in range(len(run.settings.adam_rates()))]
         rate = min(tuned, key=lambda one: math.inf if one["final"] is None else one["final"])["rate"]
         problem = SYSTEMS[run.settings.system](run.settings, run.seed)
@@ -190,12 +190,12 @@ class Reconfiguration:
 
     momentum: float
 
-    def __call__(self, run: Run) -> Numbers:
+    def __call__(self, run: StudyRun) -> Numbers:
         problem = SYSTEMS[run.settings.system](run.settings, run.seed)
         return train(problem, Reconfigured(problem, self.momentum), run)
 
 
-def train(problem: GroundStateProblem, stepper: Stepper, run: Run) -> Numbers:
+def train(problem: GroundStateProblem, stepper: Stepper, run: StudyRun) -> Numbers:
     """Steps until the budget is spent, then the energy that was reached: by enumeration where that is possible."""
     settings, curve, spent, step = run.settings, [], 0.0, 0
     every = max(1, settings.steps // LOOKS)

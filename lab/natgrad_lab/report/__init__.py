@@ -77,7 +77,7 @@ def _printed_race(numbers: Summary) -> Iterator[RenderableType]:
         yield result.verdict + "\n"
 
 
-render_terminal.register(Outcome, study.spoken)
+render_terminal.register(Outcome, study.speak_outcome)
 
 
 def _draw(result: Result, order: list[str], place: Path) -> list[Drawn]:

@@ -99,7 +99,7 @@ def _draw(picture: Picture, place: Path) -> Drawn:
     return Drawn(picture.title, inline(figure, picture.name, picture.title), picture.wide)
 
 
-def spoken(told: Outcome) -> Iterator[RenderableType]:
+def speak_outcome(told: Outcome) -> Iterator[RenderableType]:
     """Tables and verdicts for a terminal: the page tells more."""
     for section in told.story.sections:
         yield from _section(section)

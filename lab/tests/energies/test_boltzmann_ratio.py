@@ -14,7 +14,7 @@ from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, 
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, start, train
 from natgrad_lab.energies.boltzmann_page import count_steps_to_goal, write_range
 from natgrad_lab.energies.boltzmann_ratio import STUDY, BoltzmannRatioSettings, best, field, laplacian
-from natgrad_lab.experiments import LabError, Run, execute
+from natgrad_lab.experiments import LabError, StudyRun, execute
 from natgrad_lab.report import build
 
 FEW = BoltzmannRatioSettings(
@@ -22,7 +22,7 @@ FEW = BoltzmannRatioSettings(
 )
 
 
-def known() -> ExactMachine:
+def known_machine() -> ExactMachine:
     return ExactMachine(3, 0.7, 0)
 
 
@@ -33,7 +33,7 @@ def somewhere(exact: ExactMachine) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_are_those_of_the_losses(loss):
-    exact = known()
+    exact = known_machine()
     for theta, found in zip(somewhere(exact), exact.gradient(loss, somewhere(exact)), strict=True):
         params = exact.params(theta)
         value = {
@@ -78,7 +78,7 @@ def test_diverged_runs_are_told_apart():
 
 
 def test_one_natural_step_recovers_the_field():
-    found = field(Run(FEW))
+    found = field(StudyRun(FEW))
     assert all(one["natural"] < 1e-9 for one in found.values())
     assert [one["condition"] for one in found.values()] == sorted(one["condition"] for one in found.values())
     model = ng.GaussMarkov(4, [(0, 1), (1, 3), (0, 2), (2, 3)])

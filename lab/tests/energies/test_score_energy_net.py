@@ -21,8 +21,8 @@ from natgrad_lab.energies.score_energy_net import (
     spiral,
     step,
 )
-from natgrad_lab.experiments import LabError, Run, find
-from natgrad_lab.experiments.study import Findings, Found
+from natgrad_lab.experiments import LabError, StudyRun, find
+from natgrad_lab.experiments.study import Findings, FinishedPiece
 
 FEW = ScoreEnergySettings(tasks="rings,digits", seconds=0.05, batch=20, width=8)
 
@@ -72,9 +72,9 @@ def test_the_page_tells_every_task():
     study = find("score_energy_net")
     found = []
     for piece in study.pieces(FEW):
-        numbers = piece.work(Run(FEW, 0))
+        numbers = piece.work(StudyRun(FEW, 0))
         assert all(math.isfinite(loss) for _, _, loss, _ in numbers["curve"])
-        found.append(Found({"piece": piece.name, "seed": 0}, numbers))
+        found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
     story = study.tell(Findings(FEW, tuple(found)))
     assert [section.title for section in story.sections] == ["rings", "digits"]
     assert "of 2 tasks" in story.lead

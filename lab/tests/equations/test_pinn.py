@@ -13,8 +13,8 @@ from torch.func import vmap
 from natgrad_lab.equations.pinn import PinnSettings, mean_squares
 from natgrad_lab.equations.problems import EquationProblem, allen_cahn, burgers, heat, helmholtz, inverse, poisson
 from natgrad_lab.equations.solutions import solve_allen_cahn, split_allen_cahn
-from natgrad_lab.experiments import LabError, Run, find
-from natgrad_lab.experiments.study import Findings, Found
+from natgrad_lab.experiments import LabError, StudyRun, find
+from natgrad_lab.experiments.study import Findings, FinishedPiece
 
 FEW = PinnSettings(seconds=0.05, width=8)
 CLOSED = {"pinn_poisson": poisson, "pinn_heat": heat, "pinn_helmholtz": helmholtz, "pinn_inverse": inverse}
@@ -64,10 +64,10 @@ def test_both_methods_have_one_loss():
 def test_the_page_tells_what_is_finished(name: str):
     study, found = find(name), []
     for piece in study.pieces(FEW):
-        numbers = piece.work(Run(FEW, 0))
+        numbers = piece.work(StudyRun(FEW, 0))
         assert all(math.isfinite(error) for _, _, error in numbers["curve"])
         assert ("k" in numbers) == (name == "pinn_inverse")
-        found.append(Found({"piece": piece.name, "seed": 0}, numbers))
+        found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
     story = study.tell(Findings(FEW, tuple(found)))
     assert "ng.residuals" in story.lead
     assert "Adam" in story.lead

@@ -34,7 +34,7 @@ def pool():
     return replace(examples(), unlabelled_x=more)
 
 
-def truncated(name, observes, **rest):
+def truncate_newton(name, observes, **rest):
     def build(model, criterion, choice):
         return ng.natgrad_cg(model, criterion, choice["lr"], damping=0.1)
 
@@ -45,25 +45,25 @@ def truncated(name, observes, **rest):
 def contestants():
     return (
         replace(sgd([{"batch": 4, "lr": 0.1}, {"batch": 4, "lr": 0.5}], momentum=0.0), steps=9),
-        truncated("other", draw_another_batch(6), schedule=Falling(2, 1.0)),
-        truncated("unlabelled", draw_unlabelled(6)),
-        truncated("joined", join_unlabelled(3)),
+        truncate_newton("other", draw_another_batch(6), schedule=Falling(2, 1.0)),
+        truncate_newton("unlabelled", draw_unlabelled(6)),
+        truncate_newton("joined", join_unlabelled(3)),
     )
 
 
-def validated(**changes):
+def validate_task(**changes):
     made = task(among=contestants())
     values = {"data": pool, "draw": lambda all_, seed: divide(all_, seed, 6), "tuned_on": "valid_error", **changes}
     return replace(made, **values)
 
 
 def race(one: Task | None = None):
-    return Race("tiny", "Rings again", Settings, lambda settings: (one or validated(),))
+    return Race("tiny", "Rings again", Settings, lambda settings: (one or validate_task(),))
 
 
 def training(index, seed=0, budget=None):
-    among = validated().contestants
-    return Training(Job(validated(), among[index], 1, seed, "race"), budget or Budget(steps=6), pool())
+    among = validate_task().contestants
+    return Training(Job(validate_task(), among[index], 1, seed, "race"), budget or Budget(steps=6), pool())
 
 
 @pytest.mark.parametrize("index", range(4))
@@ -120,7 +120,7 @@ def test_unlabelled_inputs_come_alone_or_behind_the_batch():
 def test_the_metric_is_taken_where_the_contestant_says():
     """One step with the metric on chosen inputs is the dense natural gradient with that metric."""
     chosen = torch.randn(5, 3, generator=torch.Generator().manual_seed(9))
-    one = truncated("chosen", lambda *_: chosen)
+    one = truncate_newton("chosen", lambda *_: chosen)
     made = Training(Job(replace(task(), contestants=(one,)), one, 1, 0, "race"), Budget(steps=1), examples())
     torch.manual_seed(0)
     model = task().model()
@@ -140,8 +140,8 @@ def test_the_metric_is_taken_where_the_contestant_says():
     [
         (draw_another_batch(25), pool, "asks for 25 examples besides the gradient's, and there are 22"),
         (draw_unlabelled(13), pool, "there are 12"),
-        (draw_unlabelled(3), examples, "expected Examples.unlabelled_x"),
-        (join_unlabelled(3), examples, "expected Examples.unlabelled_x"),
+        (draw_unlabelled(3), examples, "expected TaskData.unlabelled_x"),
+        (join_unlabelled(3), examples, "expected TaskData.unlabelled_x"),
     ],
 )
 def test_missing_data_is_refused_in_a_sentence(draw, has, said):
@@ -158,8 +158,8 @@ def test_the_rate_is_held_and_falls():
 
 
 def test_a_schedule_sets_the_rate_of_every_step():
-    among = validated().contestants
-    made = Training(Job(validated(), among[1], 1, 0, "race"), Budget(steps=5), pool())
+    among = validate_task().contestants
+    made = Training(Job(validate_task(), among[1], 1, 0, "race"), Budget(steps=5), pool())
     rates = []
     for _ in range(5):
         made.advance()
@@ -230,4 +230,4 @@ def test_unbounded_runs_and_unknown_criteria_are_refused():
     with pytest.raises(LabError, match="expected a number of one of them"):
         Budget(steps=None)
     with pytest.raises(LabError, match="expected train_loss, valid_loss or valid_error"):
-        validated(tuned_on="test_error")
+        validate_task(tuned_on="test_error")

@@ -6,7 +6,7 @@ from torch import nn
 from natgrad_lab.experiments.soap import SOAP
 
 
-def trained(optimizer, parameter, gradients):
+def train_parameter(optimizer, parameter, gradients):
     """The parameter after a step along each gradient."""
     for gradient in gradients:
         parameter.grad = gradient.clone()
@@ -14,7 +14,7 @@ def trained(optimizer, parameter, gradients):
     return parameter.detach()
 
 
-def drawn(*shape, many=25):
+def draw_gradients(*shape, many=25):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(many)]
 
@@ -25,27 +25,29 @@ def zeros(*shape):
 
 def test_a_vector_is_adam_s():
     soap, adam = zeros(4), zeros(4)
-    expected = trained(torch.optim.Adam([adam], lr=0.1, betas=(0.95, 0.95)), adam, drawn(4))
-    assert torch.allclose(trained(SOAP([soap], 0.1), soap, drawn(4)), expected, atol=1e-12)
+    expected = train_parameter(torch.optim.Adam([adam], lr=0.1, betas=(0.95, 0.95)), adam, draw_gradients(4))
+    assert torch.allclose(train_parameter(SOAP([soap], 0.1), soap, draw_gradients(4)), expected, atol=1e-12)
 
 
 def test_sides_too_long_for_a_factor_are_adam_s():
     soap, adam = zeros(4, 5), zeros(4, 5)
-    expected = trained(torch.optim.Adam([adam], lr=0.1, betas=(0.95, 0.95)), adam, drawn(4, 5))
-    assert torch.allclose(trained(SOAP([soap], 0.1, longest=3), soap, drawn(4, 5)), expected, atol=1e-12)
+    expected = train_parameter(torch.optim.Adam([adam], lr=0.1, betas=(0.95, 0.95)), adam, draw_gradients(4, 5))
+    assert torch.allclose(
+        train_parameter(SOAP([soap], 0.1, longest=3), soap, draw_gradients(4, 5)), expected, atol=1e-12
+    )
 
 
 def test_steps_turn_with_the_sides_of_a_matrix():
-    left, right = (torch.linalg.qr(matrix)[0] for matrix in drawn(5, 5, many=2))
-    gradients = [gradient * torch.linspace(1, 4, 5) for gradient in drawn(5, 5)]
+    left, right = (torch.linalg.qr(matrix)[0] for matrix in draw_gradients(5, 5, many=2))
+    gradients = [gradient * torch.linspace(1, 4, 5) for gradient in draw_gradients(5, 5)]
     plain, turned = zeros(5, 5), zeros(5, 5)
-    expected = left @ trained(SOAP([plain], 0.1), plain, gradients) @ right.mT
-    found = trained(SOAP([turned], 0.1), turned, [left @ gradient @ right.mT for gradient in gradients])
+    expected = left @ train_parameter(SOAP([plain], 0.1), plain, gradients) @ right.mT
+    found = train_parameter(SOAP([turned], 0.1), turned, [left @ gradient @ right.mT for gradient in gradients])
     assert torch.allclose(found, expected, atol=1e-5)  # eps adds 1e-8 to roots that start near it
 
 
 def test_filters_of_a_convolution_are_rows():
     flat, filters = zeros(4, 9), zeros(4, 1, 3, 3)
-    expected = trained(SOAP([flat], 0.1), flat, drawn(4, 9))
-    found = trained(SOAP([filters], 0.1), filters, [g.view(4, 1, 3, 3) for g in drawn(4, 9)])
+    expected = train_parameter(SOAP([flat], 0.1), flat, draw_gradients(4, 9))
+    found = train_parameter(SOAP([filters], 0.1), filters, [g.view(4, 1, 3, 3) for g in draw_gradients(4, 9)])
     assert torch.equal(found.flatten(1), expected)

@@ -13,10 +13,10 @@ from natgrad_lab.experiments import (
     Interrupted,
     LabError,
     Piece,
-    Run,
     Section,
     Story,
     Study,
+    StudyRun,
     Table,
     execute,
 )
@@ -25,7 +25,7 @@ from natgrad_lab.report import build
 
 
 @pytest.fixture
-def known(monkeypatch):
+def know_walks(monkeypatch):
     monkeypatch.setitem(EXPERIMENTS, "walks", "small_study:STUDY")
 
 
@@ -56,11 +56,11 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
 def test_a_stopped_study_keeps_what_is_finished_and_goes_on(tmp_path):
     states = []
 
-    def stopped():
+    def stop_halfway():
         return any(s.piece.name == "walk" and s.seed == 1 and s.fraction == 0.5 for s in states)
 
     with pytest.raises(Interrupted):
-        execute(STUDY, Settings(), [0, 1], tmp_path, states.append, stopped)
+        execute(STUDY, Settings(), [0, 1], tmp_path, states.append, stop_halfway)
     records = tmp_path / "records"
     kept = {path.name: path.stat().st_mtime_ns for path in records.iterdir()}
     assert set(kept) == {"target.json", "walk.seed-0.json"}
@@ -103,7 +103,7 @@ def test_only_races_and_studies_are_executed():
 
 
 def test_a_piece_can_be_worked_alone():
-    assert made.walk(Run(Settings(steps=2), seed=3)) == {"path": [3.0, 4.0, 5.0]}
+    assert made.walk(StudyRun(Settings(steps=2), seed=3)) == {"path": [3.0, 4.0, 5.0]}
 
 
 def test_a_table_counts_its_cells():
@@ -112,7 +112,7 @@ def test_a_table_counts_its_cells():
     assert Table("T", ("", "x"), (("a", ("1", "small")),)).cells == [[("a", ""), ("1", "small")]]
 
 
-def test_the_page_comes_from_the_records(tmp_path, known):
+def test_the_page_comes_from_the_records(tmp_path, know_walks):
     execute(STUDY, Settings(), [0, 1], tmp_path)
     outcome, page = build(tmp_path)
     text = page.read_text()
@@ -133,7 +133,7 @@ def test_the_page_comes_from_the_records(tmp_path, known):
     assert {p.name for p in (tmp_path / "plots").iterdir()} == {"walks.png", "walks.svg"}
 
 
-def test_a_part_of_the_pieces_makes_a_page_too(tmp_path, known):
+def test_a_part_of_the_pieces_makes_a_page_too(tmp_path, know_walks):
     folder = execute(STUDY, Settings(steps=2), [0, 1], tmp_path)
     (folder.records / "distance.seed-1.json").unlink()
     outcome, page = build(tmp_path)
@@ -146,7 +146,7 @@ def test_a_part_of_the_pieces_makes_a_page_too(tmp_path, known):
         build(tmp_path)
 
 
-def test_a_plan_of_another_version_or_kind_is_refused(tmp_path, known):
+def test_a_plan_of_another_version_or_kind_is_refused(tmp_path, know_walks):
     folder = execute(STUDY, Settings(), [0], tmp_path)
     plan = folder.plan()
     folder.plan_path.write_text(json.dumps(plan | {"settings": {"stride": 3}}))
@@ -157,7 +157,7 @@ def test_a_plan_of_another_version_or_kind_is_refused(tmp_path, known):
         build(tmp_path)
 
 
-def test_pictures_have_different_names(tmp_path, monkeypatch, known):
+def test_pictures_have_different_names(tmp_path, monkeypatch, know_walks):
     section = made.tell(findings(STUDY, execute(STUDY, Settings(), [0], tmp_path))).sections[0]
     twice = Section("", "", (), section.pictures * 2)
     monkeypatch.setattr(made, "STUDY", Study("walks", "", Settings, made.pieces, lambda f: Story("", "", "", (twice,))))
@@ -165,7 +165,7 @@ def test_pictures_have_different_names(tmp_path, monkeypatch, known):
         build(tmp_path)
 
 
-def test_the_command_treats_studies_as_races(tmp_path, known):
+def test_the_command_treats_studies_as_races(tmp_path, know_walks):
     assert "Walks along a line" in natgrad("list").output
     said = natgrad("run", "walks", "--set", "steps=3", "--out", str(tmp_path))
     assert said.exit_code == 0, said.output
@@ -185,7 +185,7 @@ def test_the_command_treats_studies_as_races(tmp_path, known):
         (("--seeds", "0"), "seeds"),
     ],
 )
-def test_bad_input_is_refused_at_the_door(words, said, tmp_path, known):
+def test_bad_input_is_refused_at_the_door(words, said, tmp_path, know_walks):
     answer = natgrad("run", "walks", *words, "--out", str(tmp_path / "new"))
     assert answer.exit_code == 2
     assert said in answer.output

@@ -149,14 +149,14 @@ def test_a_rate_falls_with_the_share_of_the_steps(index):
 
 
 def test_the_share_that_is_spent_is_that_of_what_ends_first():
-    assert Budget(seconds=10.0, steps=100).spent(20, 5.0) == 0.5
-    assert Budget(seconds=10.0, steps=100).spent(80, 5.0) == 0.8
-    assert Budget(steps=100).spent(80, 5.0) == 0.8
+    assert Budget(seconds=10.0, steps=100).spent_part(20, 5.0) == 0.5
+    assert Budget(seconds=10.0, steps=100).spent_part(80, 5.0) == 0.8
+    assert Budget(steps=100).spent_part(80, 5.0) == 0.8
 
 
 @pytest.mark.parametrize("index", range(3))
 def test_a_part_of_the_loss_besides_the_criterion_is_trained_in_its_unit(index):
-    def doubled(outputs):
+    def double_outputs(outputs):
         return outputs.repeat(1, 2)
 
     def norm(outputs):
@@ -166,7 +166,7 @@ def test_a_part_of_the_loss_besides_the_criterion_is_trained_in_its_unit(index):
     wide = replace(
         plain,
         scale=3.0,
-        model=lambda: nn.Sequential(*plain.model(), Function(doubled)),
+        model=lambda: nn.Sequential(*plain.model(), Function(double_outputs)),
         heard=lambda outputs: outputs[:, :2],
         besides=norm,
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad_lab.experiments import Examples, LabError, execute, find
+from natgrad_lab.experiments import LabError, TaskData, execute, find
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
 from natgrad_lab.networks import char_transformer as char
 from natgrad_lab.networks import fashion_cnn as fashion
@@ -24,7 +24,7 @@ SMALL = {"steps": 2, "evaluations": 2, "looked_at": 16}
 def pictures(channels, side, many=40):
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(many, channels, side, side, generator=generator)
-    return Examples(x[:32], torch.arange(32) % 10, x[32:], torch.arange(8))
+    return TaskData(x[:32], torch.arange(32) % 10, x[32:], torch.arange(8))
 
 
 def race_of(module, settings, data, batch):

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from natgrad.families import MeanCovariance, MultivariateNormal
 from natgrad.geometry import Wasserstein
-from natgrad_lab.experiments import LabError, Run, find
-from natgrad_lab.experiments.study import Findings, Found
+from natgrad_lab.experiments import LabError, StudyRun, find
+from natgrad_lab.experiments.study import Findings, FinishedPiece
 from natgrad_lab.papers.arbel_2020.toy import (
     ArbelSettings,
     count_steps_to_level,
@@ -39,13 +39,13 @@ def test_fishers_direction_solves_with_the_normals_own_matrix():
     g = torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     coordinates = MeanCovariance(MultivariateNormal(2))
 
-    def named(xi):
+    def name_moments(xi):
         mean, B = task.parts(xi)
         covariance = B @ B.mT
         return torch.stack([*mean, covariance[0, 0], covariance[1, 1], covariance[0, 1]])
 
-    J = torch.autograd.functional.jacobian(named, xi)
-    fisher = J.mT @ coordinates.fisher(named(xi)).dense() @ J
+    J = torch.autograd.functional.jacobian(name_moments, xi)
+    fisher = J.mT @ coordinates.fisher(name_moments(xi)).dense() @ J
     d = fisher_direction(task, xi, fisher @ g)
     assert_close(fisher @ d, fisher @ g, rtol=1e-5, atol=1e-6)
 
@@ -74,7 +74,9 @@ def test_runs_that_break_off_rank_last():
 
 def test_the_page_tells_both_parts():
     study = find("arbel_2020_toy")
-    found = [Found({"piece": piece.name, "seed": 0}, piece.work(Run(FEW, 0))) for piece in study.pieces(FEW)]
+    found = [
+        FinishedPiece({"piece": piece.name, "seed": 0}, piece.work(StudyRun(FEW, 0))) for piece in study.pieces(FEW)
+    ]
     story = study.tell(Findings(FEW, tuple(found)))
     assert [section.title for section in story.sections] == ["Error", "Descent"]
     assert study.tell(Findings(FEW, ())).lead == "Nothing is finished yet."

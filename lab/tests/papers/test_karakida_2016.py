@@ -13,7 +13,7 @@ import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.applications.two_layer import gradients
 from natgrad.positive_parameters import Positive, Square, positive
-from natgrad_lab.experiments import LabError, Run, execute, find, override
+from natgrad_lab.experiments import LabError, StudyRun, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import count_degraded, find_first_steps
 from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, KarakidaSettings, learn, rank
 from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, draw_mixing, isa, starts
@@ -139,7 +139,7 @@ def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
 
     still: Learner = Still()
     settings = override(KarakidaSettings, ["level=1000", "dtype=float64", "examples=20", "held_out=10"])
-    assert learn(Run(settings), still, 100, 2, 5)["steps"] == [0, 5, 10]
+    assert learn(StudyRun(settings), still, 100, 2, 5)["steps"] == [0, 5, 10]
 
 
 @pytest.mark.parametrize("study", [TABLE1, FIGURE1], ids=lambda study: study.name)

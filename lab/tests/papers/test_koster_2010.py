@@ -12,8 +12,8 @@ from models import assert_close
 import natgrad as ng
 from natgrad.applications.two_layer import TwoLayer
 from natgrad_lab.data import sample_photographs
-from natgrad_lab.experiments import LabError, Run, find
-from natgrad_lab.experiments.study import Findings, Found
+from natgrad_lab.experiments import LabError, StudyRun, find
+from natgrad_lab.experiments.study import Findings, FinishedPiece
 from natgrad_lab.papers.koster_2010.feature_blocks import measure_change
 from natgrad_lab.papers.koster_2010.natural_images import (
     KosterSettings,
@@ -67,10 +67,10 @@ def test_every_method_trains_and_the_page_tells_it():
     study = find("koster_2010_natural_images")
     found = []
     for piece in study.pieces(FEW):
-        numbers = piece.work(Run(FEW, 0))
+        numbers = piece.work(StudyRun(FEW, 0))
         assert numbers["steps"] >= 1
         assert all(math.isfinite(loss) for _, _, loss in numbers["curve"])
-        found.append(Found({"piece": piece.name, "seed": 0}, numbers))
+        found.append(FinishedPiece({"piece": piece.name, "seed": 0}, numbers))
     story = study.tell(Findings(FEW, tuple(found)))
     assert "orientations" in story.lead
     assert len(story.sections) == 5
@@ -78,7 +78,7 @@ def test_every_method_trains_and_the_page_tells_it():
 
 
 def test_adam_lowers_the_loss():
-    numbers = training(Run(replace(FEW, seconds=0.5), 0), "Adam")
+    numbers = training(StudyRun(replace(FEW, seconds=0.5), 0), "Adam")
     assert numbers["curve"][-1][2] < numbers["curve"][0][2]
 
 

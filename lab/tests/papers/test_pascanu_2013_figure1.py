@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from natgrad_lab.experiments import LabError, Run, execute
+from natgrad_lab.experiments import LabError, StudyRun, execute
 from natgrad_lab.papers.pascanu_2013.autoencoder_unit import RATES, Unit, at_many, gradient, point, step
 from natgrad_lab.papers.pascanu_2013.figure1 import STUDY, AutoencoderUnitSettings, ending, path, starts
 from natgrad_lab.papers.pascanu_2013.figure1_page import observed_elsewhere, observed_shorter, steps_to_best
@@ -76,7 +76,7 @@ def test_length_in_kl_and_errors_belong_to_the_points():
 
 
 def test_counts_are_shares():
-    counted = starts(Run(FEW), "printed")
+    counted = starts(StudyRun(FEW), "printed")
     assert counted["starts"] == 9
     assert counted["both"] <= min(counted["shorter"], counted["other error"]) <= 1
     assert set(counted["methods"]) == set(RATES)

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad_lab.data import Split
-from natgrad_lab.experiments import LabError, Run, execute
-from natgrad_lab.experiments.study import Findings, Found
+from natgrad_lab.experiments import LabError, StudyRun, execute
+from natgrad_lab.experiments.study import Findings, FinishedPiece
 from natgrad_lab.papers.pascanu_2013 import deformed, order
 from natgrad_lab.papers.pascanu_2013.deformed import SOURCES, Deformation, ImageSource, Stream, number
 from natgrad_lab.papers.pascanu_2013.order import STUDY, OrderSettings, ParallelTraining, crossing, match, measure
@@ -141,7 +141,7 @@ def test_only_the_resampled_segment_differs():
         seen.append(batch[0])
         return [torch.zeros_like(p) for p in model.parameters()]
 
-    measure(Run(s, seed=3), record, 0.1)
+    measure(StudyRun(s, seed=3), record, 0.1)
     assert len(seen) == 2 * s.segments * s.steps
     plain = Stream(pictures(), s.batch, s.side, 3)
     for at, inputs in enumerate(seen):
@@ -153,20 +153,20 @@ def test_only_the_resampled_segment_differs():
 
 
 def test_a_model_that_does_not_move_has_no_variance():
-    still = measure(Run(TINY), gradient, 0.0)
+    still = measure(StudyRun(TINY), gradient, 0.0)
     assert still["variance"] == [0.0] * TINY.segments
-    moved = measure(Run(TINY), gradient, 0.5)
+    moved = measure(StudyRun(TINY), gradient, 0.5)
     assert min(moved["variance"]) > 0
 
 
 def test_variance_is_that_over_the_runs_of_a_segment():
     s, seen = TINY, {}
 
-    def watched(model, batch):
+    def watch_gradient(model, batch):
         seen["model"] = model
         return gradient(model, batch)
 
-    found = measure(Run(s), watched, 0.5)
+    found = measure(StudyRun(s), watch_gradient, 0.5)
     x, _ = Stream(pictures(), s.batch, s.side, 0).held_out(s.held_out)
     p = seen["model"](x[:, None].expand(-1, s.segments * s.runs, -1)).softmax(-1)
     for segment, variance in enumerate(found["variance"]):
@@ -182,12 +182,12 @@ def test_crossing_interpolates_where_the_loss_first_falls_to_the_target():
 
 def test_matching_ends_within_the_tolerance_or_says_so():
     s = replace(TINY, tolerance=0.002, steps=4)
-    level = {"level": {"loss": order.level(Run(s))["loss"]}}
-    found = match(Run(s, earlier=level), s.natural(3.0))
+    level = {"level": {"loss": order.level(StudyRun(s))["loss"]}}
+    found = match(StudyRun(s, earlier=level), s.natural(3.0))
     assert abs(found["loss"] / found["target"] - 1) <= s.tolerance
     assert found["rate"] in [rate for rate, _ in found["tried"]]
     with pytest.raises(LabError, match="no two of the rates tried"):
-        match(Run(s, earlier={"level": {"loss": 0.001}}), s.natural(3.0))
+        match(StudyRun(s, earlier={"level": {"loss": 0.001}}), s.natural(3.0))
 
 
 def test_rates_that_diverge_are_left_out(monkeypatch):
@@ -195,13 +195,13 @@ def test_rates_that_diverge_are_left_out(monkeypatch):
         order, "measure_last_losses", lambda run, direction, rates, advance: [float("nan")] * len(rates)
     )
     with pytest.raises(LabError, match="diverges: change rate"):
-        match(Run(TINY, earlier={"level": {"loss": 1.0}}), TINY.natural(3.0))
+        match(StudyRun(TINY, earlier={"level": {"loss": 1.0}}), TINY.natural(3.0))
 
 
 def test_heavy_damping_is_plain_gradient_descent():
     """(G + lambda I)^-1 g -> g / lambda: at lambda = 1e6 the two protocols give the same variances."""
-    heavy = measure(Run(TINY), TINY.natural(1e6), 0.5e6)
-    plain = measure(Run(TINY), gradient, 0.5)
+    heavy = measure(StudyRun(TINY), TINY.natural(1e6), 0.5e6)
+    plain = measure(StudyRun(TINY), gradient, 0.5)
     assert heavy["variance"] == pytest.approx(plain["variance"], rel=1e-3)
 
 
@@ -226,15 +226,15 @@ def test_the_study_ends_in_a_page(tmp_path):
     assert "No seed is finished for every method" in build(tmp_path)[1].read_text()
 
 
-def told(**variances):
+def tell_outcome(**variances):
     headers = {"msgd": variances["msgd"], "paper": variances["msgd"], "small": variances["small"]}
     matched = {"rate": 0.1, "loss": 1.0, "target": 1.0, "tried": [[0.1, 1.0], [0.2, 0.8]]}
-    found = [Found({"piece": "level", "seed": 0}, {"loss": 1.0})]
-    found += [Found({"piece": piece, "seed": 0}, matched) for piece in ("rate-paper", "rate-small")]
+    found = [FinishedPiece({"piece": "level", "seed": 0}, {"loss": 1.0})]
+    found += [FinishedPiece({"piece": piece, "seed": 0}, matched) for piece in ("rate-paper", "rate-small")]
     for piece, by_seed in headers.items():
         for seed, variance in enumerate(by_seed):
             numbers = {"rate": 0.1, "variance": variance, "loss": [1.0], "error": [0.5]}
-            found.append(Found({"piece": piece, "seed": seed}, numbers))
+            found.append(FinishedPiece({"piece": piece, "seed": seed}, numbers))
     return tell(Findings(OrderSettings(), tuple(found)))
 
 
@@ -242,10 +242,10 @@ LOW, HIGH = [[1.0, 1.0], [1.1, 1.1], [0.9, 0.9]], [[2.0, 2.0], [2.2, 2.2], [1.8,
 
 
 def test_the_verdict_may_go_either_way():
-    fell = told(msgd=HIGH, small=LOW)
+    fell = tell_outcome(msgd=HIGH, small=LOW)
     assert "damping 0.1: 50 % less (shows) overall" in fell.sections[0].verdict
     assert "0.50 times with the natural gradient, damping 0.1" in fell.lead
-    rose = told(msgd=LOW, small=HIGH)
+    rose = tell_outcome(msgd=LOW, small=HIGH)
     assert "100 % more (the reverse shows) overall" in rose.sections[0].verdict
     assert "damping 3: 0 % more (not told apart) overall" in rose.sections[0].verdict
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from natgrad_lab.data import Split
-from natgrad_lab.experiments import EXPERIMENTS, LabError, Run, execute, find, override
+from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, execute, find, override
 from natgrad_lab.experiments.study import findings
 from natgrad_lab.figures import draw
 from natgrad_lab.papers.varady_2022 import data, runs
@@ -37,8 +37,8 @@ def test_every_study_is_found_with_its_own_defaults():
     for name in names:
         settings = find(name).settings()
         assert settings.data == name.removeprefix("varady_2022_")
-    assert LINES.settings().hidden() == [6, 1]
-    assert override(DIGITS.settings, ["sizes=5-4-3", "train=70"]).hidden() == [5, 4, 3]
+    assert LINES.settings().hidden_widths() == [6, 1]
+    assert override(DIGITS.settings, ["sizes=5-4-3", "train=70"]).hidden_widths() == [5, 4, 3]
 
 
 def test_all_contestants_have_as_many_settings():
@@ -83,7 +83,7 @@ def test_training_on_lines_raises_the_exact_likelihood():
     training = WakeSleepTraining(settings, natural, WakeSleepChoice(0.3, 0.0), seed=0)
     start = training.estimate_bound(training.bits.test)
     assert start == pytest.approx(9 * math.log(0.5), abs=0.5)
-    for _ in training.epochs(6, Run(settings)):
+    for _ in training.epochs(6, StudyRun(settings)):
         pass
     assert training.sound()
     assert -math.log(12) > training.estimate_bound(training.bits.test) > start + 1.5
@@ -93,14 +93,14 @@ def test_training_on_lines_raises_the_exact_likelihood():
 def test_a_race_looks_as_often_as_it_is_told():
     settings = replace(SMALL, looks=4, epochs=2)
     training = WakeSleepTraining(settings, CONTESTANTS[0], WakeSleepChoice(0.3, 0.0), seed=0)
-    seen = [(epoch, training.steps) for epoch in training.epochs(2, Run(settings), looks=4)]
+    seen = [(epoch, training.steps) for epoch in training.epochs(2, StudyRun(settings), looks=4)]
     assert [epoch for epoch, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
     assert [steps for _, steps in seen] == [2, 3, 4, 6, 8, 9, 10, 12]  # six steps per epoch
 
 
 def test_a_rate_falls():
     training = WakeSleepTraining(SMALL, CONTESTANTS[0], WakeSleepChoice(1.0, 0.5), seed=0)
-    for _ in training.epochs(1, Run(SMALL)):
+    for _ in training.epochs(1, StudyRun(SMALL)):
         pass
     assert training.steps == 6
     assert training.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 3.5)
@@ -109,14 +109,14 @@ def test_a_rate_falls():
 def test_a_race_takes_the_setting_that_was_best_and_is_sound():
     one = CONTESTANTS[1]
     tuned: dict[str, Any] = {f"tune-rws-{i}": {"valid": v} for i, v in enumerate((-5.0, None, -3.0, -4.0))}
-    numbers = WakeSleepRace(one)(Run(SMALL, 0, tuned))
+    numbers = WakeSleepRace(one)(StudyRun(SMALL, 0, tuned))
     assert numbers["choice"] == str(one.choices(SMALL)[2])
     assert [p["epoch"] for p in numbers["curve"]] == [0, 1, 2]
     assert [look["epoch"] for look in numbers["looks"]] == [1, 2]
-    assert WakeSleepRace(one)(Run(SMALL, 1, tuned))["looks"] == []
-    again = WakeSleepRace(one)(Run(SMALL, 0, tuned))
+    assert WakeSleepRace(one)(StudyRun(SMALL, 1, tuned))["looks"] == []
+    again = WakeSleepRace(one)(StudyRun(SMALL, 0, tuned))
     assert [p["bound"] for p in again["curve"]] == [p["bound"] for p in numbers["curve"]]
-    assert WakeSleepTuning(one, one.choices(SMALL)[0])(Run(SMALL))["valid"] < 0
+    assert WakeSleepTuning(one, one.choices(SMALL)[0])(StudyRun(SMALL))["valid"] < 0
 
 
 def test_levels_are_reached_where_the_curve_says():

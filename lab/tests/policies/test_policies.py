@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from natgrad_lab.experiments import EXPERIMENTS, LabError, Run, find, override
+from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, find, override
 from natgrad_lab.policies import runs
 
 pytest.importorskip("gymnasium")
@@ -58,7 +58,7 @@ def test_all_contestants_have_as_many_settings():
 def test_a_player_never_acts_more_than_the_mark_says():
     player = NatgradPlayer(SMALL, QUICK, 0)
     assert math.isnan(player.recent())
-    looks = list(learn_to_marks(player, Run(SMALL), [100, 150, 300]))
+    looks = list(learn_to_marks(player, StudyRun(SMALL), [100, 150, 300]))
     assert [one["steps"] for one in looks] == [64, 128, 256]
     assert [one["mark"] for one in looks] == [100, 150, 300]
     assert looks[0]["seconds"] < looks[2]["seconds"]
@@ -90,9 +90,9 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
 def test_the_best_setting_races():
     tuned = {"tune-natgrad-0": {"test": -9.0, "train": None}, "tune-natgrad-1": {"test": -9.0, "train": -3.0}}
     one = runs.CONTESTANTS[0]
-    found = PolicyRace(one)(Run(replace(SMALL, steps=100, marks="100"), 0, tuned))
+    found = PolicyRace(one)(StudyRun(replace(SMALL, steps=100, marks="100"), 0, tuned))
     assert found["choice"] == "other"
-    assert PolicyTuning(one, QUICK)(Run(SMALL))["choice"] == "quick"
+    assert PolicyTuning(one, QUICK)(StudyRun(SMALL))["choice"] == "quick"
 
 
 def test_the_peer_plays_by_the_same_rules():
@@ -100,5 +100,5 @@ def test_the_peer_plays_by_the_same_rules():
     player = runs.Peer(
         SMALL, PolicyChoice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0
     )
-    looks = list(learn_to_marks(player, Run(SMALL), [64, 200]))
+    looks = list(learn_to_marks(player, StudyRun(SMALL), [64, 200]))
     assert [one["steps"] for one in looks] == [64, 192]

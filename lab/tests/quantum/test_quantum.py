@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from natgrad_lab.experiments import EXPERIMENTS, LabError, Run, execute, find
+from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, execute, find
 from natgrad_lab.experiments.study import findings
 from natgrad_lab.figures import draw
 from natgrad_lab.quantum.page import gap, tell
@@ -49,7 +49,7 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
 
 
 def test_an_atom_has_an_error_at_the_end():
-    found = Reconfiguration(0.9)(Run(replace(HELIUM.settings(), samples=20, steps=2, draws=2)))
+    found = Reconfiguration(0.9)(StudyRun(replace(HELIUM.settings(), samples=20, steps=2, draws=2)))
     assert found["error"] > 0
     assert found["steps"] == 2
     assert -3.5 < found["final"] < 0

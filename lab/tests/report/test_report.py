@@ -109,8 +109,8 @@ def test_the_page_says_what_was_done(folder, page):
 
 def test_who_was_not_tuned_is_said(tmp_path):
     untuned = apply_recipe("K-FAC", ng.kfac, grid(batch=(8,)))
-    made = execute(race(task(among=(*contestants()[:2], untuned))), Settings(), [0, 1], tmp_path)
-    summary, page = build(made.path)
+    make_record = execute(race(task(among=(*contestants()[:2], untuned))), Settings(), [0, 1], tmp_path)
+    summary, page = build(make_record.path)
     assert summary.missing == 0
     assert "Every contestant but K-FAC, not tuned at all, was tuned over 2 choices" in page.read_text()
     assert "not tuned</td>" in page.read_text()
@@ -140,7 +140,7 @@ def test_a_folder_without_an_experiment_is_refused(tmp_path):
         build(tmp_path)
 
 
-def made(name, losses, steps=100):
+def make_record(name, losses, steps=100):
     rows = [{"step": 0, "seconds": 0.0, "train_loss": 9.0}, {"step": 50, "seconds": 0.5, "train_loss": 5.0}]
     records = [
         Record(
@@ -165,31 +165,33 @@ def made(name, losses, steps=100):
     ],
 )
 def test_the_verdict_says_who_lost(ours, theirs, said):
-    entries = sorted([made("natural gradient", ours), made("Adam", theirs)], key=lambda e: e.train_loss.middle)
+    entries = sorted(
+        [make_record("natural gradient", ours), make_record("Adam", theirs)], key=lambda e: e.train_loss.middle
+    )
     assert said in verdict(entries, "nats", 1.0, 100)
 
 
 def test_sentences_begin_with_a_capital():
-    said = verdict([made("K-FAC", (1.0, 1.1)), made("natural gradient", (3.0, 3.2))], "nats", 1.0, 100)
+    said = verdict([make_record("K-FAC", (1.0, 1.1)), make_record("natural gradient", (3.0, 3.2))], "nats", 1.0, 100)
     assert ". Natural gradient ends 3 times higher (3.1)." in said
 
 
 def test_step_for_step_is_told_beside_second_for_second():
-    entries = [made("Adam", (1.0, 1.1), steps=400), made("natural gradient", (3.0, 3.2), steps=60)]
+    entries = [make_record("Adam", (1.0, 1.1), steps=400), make_record("natural gradient", (3.0, 3.2), steps=60)]
     said = verdict(entries, "nats", 1.0, 60)
     assert "Step for step, after 60 steps: natural gradient 3.1, Adam 5" in said
     assert loss_after(entries[0].records[0], 60) == 5.0
 
 
 def test_the_verdict_says_who_is_ahead_on_the_test_part():
-    first, second = made("Adam", (1.0, 1.1)), made("natural gradient", (2.0, 2.1))
+    first, second = make_record("Adam", (1.0, 1.1)), make_record("natural gradient", (2.0, 2.1))
     second = replace(second, test_loss=Spread((0.5, 0.6)))
     said = verdict([first, second], "nats", 1.0, 100)
     assert "On the test part natural gradient ends lowest: 0.55 against 1.05." in said
 
 
 def test_a_contestant_that_broke_down_is_named():
-    entries = [made("Adam", (1.0, 1.1)), made("natural gradient", (float("nan"), float("inf")))]
+    entries = [make_record("Adam", (1.0, 1.1)), make_record("natural gradient", (float("nan"), float("inf")))]
     assert "Natural gradient broke down" in verdict(entries, "nats", 1.0, 10)
 
 
@@ -203,7 +205,7 @@ def test_a_choice_that_broke_down_in_the_tuning_leaves_the_race_on_equal_seconds
 
 
 def test_what_came_after_the_budget_does_not_count():
-    late = made("natural gradient", (1.0, 1.0)).records[0]
+    late = make_record("natural gradient", (1.0, 1.0)).records[0]
     rows = (*late.rows[:-1], {**late.rows[-1], "seconds": 1.5})
     assert final_loss(Record(late.header, rows, late.end)) == 5.0
 
@@ -215,7 +217,7 @@ def test_the_lead_counts_the_tasks_won(folder):
 
 
 def test_targets_are_found_where_the_loss_first_passes_them():
-    one = made("Adam", (4.0, 4.5))
+    one = make_record("Adam", (4.0, 4.5))
     assert one.steps_to_target.values == (100, None)
     assert one.steps_to_target.middle is None
 

@@ -202,9 +202,9 @@ class Term:
 
     def _state(self, params: Params) -> dict[str, Tensor]:
         """All parameters of the unknowns, those that are not trained too."""
-        return self._frozen(params.keys()) | dict(params)
+        return self._hold_frozen(params.keys()) | dict(params)
 
-    def _frozen(self, trained: Set[str]) -> dict[str, Tensor]:
+    def _hold_frozen(self, trained: Set[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name, part in self.unknowns.items():
             if isinstance(part, nn.Parameter):

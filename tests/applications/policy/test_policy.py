@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, nn.Module, Any]] = {
 }
 
 
-def enumerated(head: pg.Head, rows: Tensor) -> tuple[list[Tensor], Tensor]:
+def enumerate_draws(head: pg.Head, rows: Tensor) -> tuple[list[Tensor], Tensor]:
     """All draws, or Gauss-Hermite nodes for Gaussians (exact for scores of second order), with their probabilities."""
     if isinstance(head, pg.GaussianHead):
         nodes, weights = np.polynomial.hermite_e.hermegauss(4)
@@ -98,7 +98,7 @@ def test_fisher_product_is_that_of_enumerated_scores(name: str):
     actor = Actor(policy, choose_head(space, head), torch.zeros(2, dtype=F64))
     params, states = ng.trainable(actor), draw(3, 2)
     operator = ng.fisher(actor, actor.head.family).at(params, states)
-    draws, shares = enumerated(actor.head, actor(states).detach())
+    draws, shares = enumerate_draws(actor.head, actor(states).detach())
     assert_close(shares.sum(0), torch.ones(3, dtype=F64))
     expected = torch.zeros(operator.shape, dtype=F64)
     for one, share in zip(draws, shares, strict=True):
@@ -119,7 +119,7 @@ def test_entropy_and_kl_are_those_of_the_distribution(name: str):
     space, policy, head = CASES[name]
     actor = Actor(policy, choose_head(space, head), torch.zeros(2, dtype=F64))
     rows, other = actor(draw(4, 2)).detach(), actor(draw(4, 2, seed=5)).detach()
-    draws, shares = enumerated(actor.head, rows)
+    draws, shares = enumerate_draws(actor.head, rows)
     log_p = torch.stack([actor.head.log_prob(rows, one) for one in draws])
     log_q = torch.stack([actor.head.log_prob(other, one) for one in draws])
     assert_close(actor.head.entropy(rows), -(shares * log_p).sum(0))

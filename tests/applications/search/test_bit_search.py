@@ -191,7 +191,7 @@ def test_bits_are_bits():
 # Functions that are hard on independent bits: unequal weights, and order.
 
 
-def weighted(weights: Tensor):
+def weigh_bits(weights: Tensor):
     return (lambda X: -(X @ weights)), -float(weights.clamp(min=0).sum())
 
 
@@ -218,7 +218,7 @@ def test_linear_functions_are_solved_whatever_their_weights(name: str, n: int, m
     weights = WEIGHTS[name](n)
     if make is ng.MarkovSearch and n > 24:
         pytest.skip("the same statistics, learned in seconds")
-    f, target = weighted(weights)
+    f, target = weigh_bits(weights)
     for seed in range(2):
         assert ng.minimize(f, make(len(weights), seed=seed), ftarget=target + 1e-9, maxfevals=2000).success
 

@@ -69,15 +69,15 @@ def count_calls(f: Callable[[Any], Any]) -> tuple[Callable[[Tensor], Any], list[
     """f, and a list of how many points each of its calls was given: a batch of b is b, anything else is one."""
     calls: list[int] = []
 
-    def counted(x: Tensor) -> Any:
+    def count_call(x: Tensor) -> Any:
         calls.append(0)  # before f runs, which may raise
         calls[-1] = len(x) if x.dim() == 2 else 1
         return f(x)
 
-    return counted, calls
+    return count_call, calls
 
 
-def asked(f: Callable[[Any], Any], b: int, d: int) -> tuple[BlackBox, Tensor, Tensor]:
+def ask_black_box(f: Callable[[Any], Any], b: int, d: int) -> tuple[BlackBox, Tensor, Tensor]:
     X = 0.5 * torch.randn(b, d, generator=torch.Generator().manual_seed(10 * b + d), dtype=torch.float64)
     objective = BlackBox(f)
     return objective, X, objective(X)
@@ -91,7 +91,7 @@ def asked(f: Callable[[Any], Any], b: int, d: int) -> tuple[BlackBox, Tensor, Te
 def test_a_function_of_one_point_gets_points(name: str, shape: tuple[int, int]):
     """Squares included, where the shape tells nothing."""
     f = POINTS[name]
-    objective, X, values = asked(f, *shape)
+    objective, X, values = ask_black_box(f, *shape)
     expected = torch.tensor([float(np.ravel(f(x))[0]) for x in X], dtype=torch.float64)
     torch.testing.assert_close(values, expected)
     if shape[1] > 1:  # with one coordinate, most of them take batches as well
@@ -104,7 +104,7 @@ def test_a_function_of_one_point_gets_points(name: str, shape: tuple[int, int]):
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_function_of_batches_gets_batches(name: str, shape: tuple[int, int]):
     f, calls = count_calls(BATCHES[name])
-    objective, X, values = asked(f, *shape)
+    objective, X, values = ask_black_box(f, *shape)
     assert objective.vectorized is True
     expected = torch.as_tensor(BATCHES[name](X), dtype=torch.float64).reshape(-1)
     torch.testing.assert_close(values, expected)

@@ -106,10 +106,10 @@ def test_light_variables_are_settled_after_the_heavy_ones(size: int):
     goal = torch.randint(0, size, (n,), generator=generator)
     costs[torch.arange(n), goal] = 0
 
-    def weighted(X: Tensor) -> Tensor:
+    def weigh_categories(X: Tensor) -> Tensor:
         return costs[torch.arange(n), X.long()] @ 1.5 ** torch.arange(n, dtype=torch.float64)
 
-    result = ng.minimize(weighted, CategoricalSearch([size] * n, seed=0), ftarget=1e-9, maxfevals=150 * size)
+    result = ng.minimize(weigh_categories, CategoricalSearch([size] * n, seed=0), ftarget=1e-9, maxfevals=150 * size)
     assert result.x.tolist() == goal.tolist()
 
 
@@ -143,7 +143,7 @@ def test_a_resumed_search_is_the_uninterrupted_one(update):
 # Products.
 
 
-def centred(X: Tensor) -> Tensor:
+def centred_bowl(X: Tensor) -> Tensor:
     """Real columns 0-2, integers to rank in column 3, categories in the last two; least, 0, at (0, 0, 0, 2, 1, 1)."""
     return X[:, :3].square().sum(1) + (X[:, 3] - 2).square() + (X[:, 4:] != 1).sum(1)
 
@@ -152,7 +152,7 @@ def centred(X: Tensor) -> Tensor:
 def test_reals_integers_and_categories_are_found_together(seed: int):
     real = ng.GaussianSearch([1.0, 2.0, -1.0, 7.0], 1.0, 16, seed, integers=[3])
     kinds = CategoricalSearch([3, 4], 16, seed, update=PBIL(0.1, 4))
-    result = ng.minimize(centred, ProductSearch(real, kinds), ftarget=1e-6, maxfevals=8000)
+    result = ng.minimize(centred_bowl, ProductSearch(real, kinds), ftarget=1e-6, maxfevals=8000)
     assert result.success
     assert result.x[3:].tolist() == [2, 1, 1]
 

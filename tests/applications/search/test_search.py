@@ -276,13 +276,13 @@ def test_a_callback_sees_the_search_and_may_stop_it():
 def test_ctrl_c_leaves_a_result():
     calls = []
 
-    def interrupted(X: Tensor) -> Tensor:
+    def interrupt_at_five(X: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
         return sphere(X)
 
-    result = ng.minimize(interrupted, torch.ones(3), 1.0, seed=0, vectorized=True)
+    result = ng.minimize(interrupt_at_five, torch.ones(3), 1.0, seed=0, vectorized=True)
     assert result.nit == 4
     assert result.message.startswith("interrupted")
     assert result.fun == float(sphere(result.x))

@@ -176,12 +176,12 @@ def test_a_constant_objective_ends_without_success():
 
 @pytest.mark.parametrize("worst", [math.inf, 1e308, math.nan])
 def test_infinite_values_are_ranked_last(worst: float):
-    def walled(X: Tensor) -> Tensor:
+    def walled_sphere(X: Tensor) -> Tensor:
         return torch.where(X[:, 0] < 0.5, worst, sphere(X))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        result = ng.minimize(walled, [2.0, 2.0], 1.0, seed=0, maxfevals=800)
+        result = ng.minimize(walled_sphere, [2.0, 2.0], 1.0, seed=0, maxfevals=800)
     assert 0.25 <= result.fun < 0.2501
 
 

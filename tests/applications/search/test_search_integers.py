@@ -38,7 +38,7 @@ def test_at_a_bound_the_other_side_keeps_its_chance():
     assert_close(phi((0.5 - m[1]) / s[1]), torch.tensor(0.02, dtype=torch.float64))
 
 
-def mixed(X: Tensor) -> Tensor:
+def mixed_bowl(X: Tensor) -> Tensor:
     return (X[:, :2] - torch.tensor([3.0, -2.0])).square().sum(1) + 10 * (X[:, 2:] - 0.7).square().sum(1)
 
 
@@ -46,7 +46,7 @@ def mixed(X: Tensor) -> Tensor:
 def test_a_mixed_minimum_is_found(seed: int):
     bounds = ([-10, -10, -5, -5], [10, 10, 5, 5])
     result = ng.minimize(
-        mixed, torch.zeros(4), 1.0, integers=[0, 1], bounds=bounds, ftarget=1e-8, maxfevals=4000, seed=seed
+        mixed_bowl, torch.zeros(4), 1.0, integers=[0, 1], bounds=bounds, ftarget=1e-8, maxfevals=4000, seed=seed
     )
     assert result.success
     assert result.x[:2].tolist() == [3.0, -2.0]
@@ -80,7 +80,7 @@ def test_bad_arguments_are_named(case: str):
 # What integers find.
 
 
-def stepped(X: Tensor) -> Tensor:
+def stepped_ellipsoid(X: Tensor) -> Tensor:
     """An ellipsoid of condition 1000 with its minimum, 0, at (0, 1, 2, ...)."""
     d = X.shape[1]
     return ((X - torch.arange(d)).square() * 1000.0 ** torch.linspace(0, 1, d)).sum(1)
@@ -91,7 +91,7 @@ def stepped(X: Tensor) -> Tensor:
 def test_an_ellipsoid_of_integers_is_minimised(d: int, model):
     for seed in range(2):
         settings = {"bounds": (-20, 20), "ftarget": 0, "seed": seed, "model": model, "maxfevals": 5000}
-        result = ng.minimize(stepped, [7.0] * d, 2.0, integers=range(d), **settings)
+        result = ng.minimize(stepped_ellipsoid, [7.0] * d, 2.0, integers=range(d), **settings)
         assert result.success
 
 

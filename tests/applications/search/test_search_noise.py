@@ -17,7 +17,7 @@ def noisy(f, deviation: float, seed: int):
     return lambda X: f(X) + deviation * torch.randn(len(X), generator=generator, dtype=torch.float64)
 
 
-def stretched(X: Tensor) -> Tensor:
+def stretched_bowl(X: Tensor) -> Tensor:
     return (X.square() * 100.0 ** torch.linspace(0, 1, X.shape[1])).sum(1)
 
 
@@ -59,7 +59,7 @@ def test_pure_noise_makes_evaluations_grow_to_their_bound():
     assert repeated.evaluations == 9
 
 
-@pytest.mark.parametrize("f", [sphere, stretched])
+@pytest.mark.parametrize("f", [sphere, stretched_bowl])
 def test_noise_handling_comes_nearer_than_going_on(f):
     """Five dimensions, noise of standard deviation 1: mean value of the results over four seeds."""
     settings = {"maxfevals": 8000, "vectorized": True}

@@ -72,12 +72,12 @@ def test_a_gaussian_that_would_not_be_finite_is_not_taken(name: str, factor: flo
     kind, before = type(MODELS[name]), search.state
     plain = kind.advance
 
-    def spoiled(self: Any, *arguments: Any) -> Any:
+    def spoil_numbers(self: Any, *arguments: Any) -> Any:
         state = plain(self, *arguments)
         return state | {"mean": (state["mean"] + 1) * factor, "sigma": state["sigma"] * factor}
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "advance", spoiled)
+        patch.setattr(kind, "advance", spoil_numbers)
         advance(search, squares, 2)
     assert search.state is before
     assert str(search.stop()).startswith("overflow")
@@ -110,11 +110,11 @@ def test_a_discrete_search_takes_no_direction_that_is_not_finite(name: str, wron
             module, function = place.split(".")
             plain = getattr(getattr(searches, module), function)
 
-            def spoiled(*arguments: Any, plain: Any = plain, **options: Any) -> Any:
+            def spoil_numbers(*arguments: Any, plain: Any = plain, **options: Any) -> Any:
                 found = plain(*arguments, **options)
                 return found * wrong if isinstance(found, Tensor) else found
 
-            patch.setattr(f"natgrad.applications.search.{place}", spoiled)
+            patch.setattr(f"natgrad.applications.search.{place}", spoil_numbers)
         advance(search, squares, 4)
     advance(search, squares, 4)
 

@@ -32,7 +32,7 @@ def test_all_that_is_told_of_the_best_point_is_true():
     """Also while most candidates have a value of the model alone."""
     calls: list[Tensor] = []
 
-    def counted(X: Tensor) -> Tensor:
+    def count_calls(X: Tensor) -> Tensor:
         calls.append(X)
         return rosenbrock(X)
 
@@ -42,7 +42,7 @@ def test_all_that_is_told_of_the_best_point_is_true():
         seen.append(search.best.fun == float(rosenbrock(search.best.x.unsqueeze(0))))
 
     result = ng.minimize(
-        counted, torch.zeros(3), 0.5, surrogate=True, maxfevals=150, seed=1, vectorized=True, callback=look
+        count_calls, torch.zeros(3), 0.5, surrogate=True, maxfevals=150, seed=1, vectorized=True, callback=look
     )
     assert all(seen)
     assert result.nfev == sum(len(X) for X in calls) <= 150

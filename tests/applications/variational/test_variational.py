@@ -158,12 +158,12 @@ def test_projected_agrees_with_the_log_joint_written_out():
     target = sparse_classification()
     plain = Projected(target.rows, target.log_likelihood)
 
-    def written(z: Tensor) -> Tensor:
+    def write_log_joint(z: Tensor) -> Tensor:
         return target.log_likelihood(z @ target.rows.mT).sum(-1) + normal(z, 1.0).sum(-1)
 
     start = torch.linspace(-1, 1, 15, dtype=F64)
     q = [
-        variational(written, start, covariance=0.05, points=Sobol(4096)),
+        variational(write_log_joint, start, covariance=0.05, points=Sobol(4096)),
         variational(plain, start, covariance=0.05),
     ]
     bounds = [one.step() for one in q]
@@ -245,19 +245,19 @@ def test_neither_step_nor_fit_lowers_the_bound_where_unguarded_steps_diverge():
     """A diagonal q of a correlated posterior: at rate 1 each entry moves as if it were alone, and together too far."""
     precision = 0.9 * torch.ones(5, 5, dtype=F64) + 0.1 * torch.eye(5, dtype=F64)
 
-    def correlated(z: Tensor) -> Tensor:
+    def correlated_normal(z: Tensor) -> Tensor:
         return -0.5 * ((z - 1) @ precision * (z - 1)).sum(-1)
 
-    plain = variational(correlated, 5, diagonal=True)
+    plain = variational(correlated_normal, 5, diagonal=True)
     bounds = [plain.step() for _ in range(20)]  # by -4e6 nats without a guard
     assert all(after > before - 1e-6 for before, after in pairwise(bounds[1:]))
-    q = variational(correlated, 5, diagonal=True)
+    q = variational(correlated_normal, 5, diagonal=True)
     bounds = q.fit(200)
     assert all(after > before - 1e-6 for before, after in pairwise(bounds))
     assert_close(q.mean, torch.ones(5, dtype=F64), rtol=1e-2)
     assert_close(q.precision, precision.diagonal(), rtol=1e-8)
     assert q.lr == 1.0
-    short = variational(correlated, 5, diagonal=True)
+    short = variational(correlated_normal, 5, diagonal=True)
     (bound,) = short.fit(1)
     assert short.elbo() >= bound - 1e-6  # the last step too
 

@@ -93,11 +93,14 @@ def test_a_projected_hinge_is_the_hinge_written_out(diagonal):
     precision = 0.01
     projected = Projected(INPUTS, lambda f: -torch.relu(1 - SIGNS * f), precision=precision, order=64)
 
-    def written(z: Tensor) -> Tensor:
+    def write_log_joint(z: Tensor) -> Tensor:
         prior = 0.5 * (4 * math.log(precision / (2 * math.pi)) - precision * z.square().sum(-1))
         return -torch.relu(1 - SIGNS * (z @ INPUTS.mT)).sum(-1) + prior
 
-    q = [variational(projected, 4, diagonal=diagonal), variational(written, 4, diagonal=diagonal, points=Sobol(256))]
+    q = [
+        variational(projected, 4, diagonal=diagonal),
+        variational(write_log_joint, 4, diagonal=diagonal, points=Sobol(256)),
+    ]
     bounds = [one.fit(40)[-1] for one in q]
     assert bounds[0] == pytest.approx(bounds[1], abs=0.1)
     assert float((q[0].covariance.diagonal() / q[1].covariance.diagonal()).log().abs().max()) < 0.2
@@ -142,11 +145,11 @@ def test_fit_takes_the_rate_back_up():
     rates = []
     advance = q.advance
 
-    def watched(batch: tuple[()]) -> tuple[float, float]:
+    def watch_rate(batch: tuple[()]) -> tuple[float, float]:
         rates.append(q.lr)
         return advance(batch)
 
-    q.advance = watched  # type: ignore[method-assign]
+    q.advance = watch_rate  # type: ignore[method-assign]
     assert q.fit(100).converged
     assert rates[-1] == q.lr == 1.0
 

@@ -24,7 +24,7 @@ import natgrad as ng
 DAMPING = 1e-3
 
 
-def moved(psi: ng.LogAmplitude, sr: ng.vmc.StochasticReconfiguration, *data: Tensor, **how: bool) -> Tensor:
+def step_of(psi: ng.LogAmplitude, sr: ng.vmc.StochasticReconfiguration, *data: Tensor, **how: bool) -> Tensor:
     """The step that the data lead to."""
     before = flat_parameters(psi)
     sr.step(*data, **how)
@@ -59,7 +59,7 @@ def test_the_step_is_by_definition(name):
     slope = ng.Space(params).flatten(dict(zip(params, slopes, strict=True)))
     assert_close(2 * force, slope)  # F is half the energy's gradient: 2 Re Cov(O, e)
     sr = ng.stochastic_reconfiguration(psi, lr=0.1, damping=DAMPING, rule=ng.Rate())
-    found = moved(psi, sr, states, local, p, enumerated=True)
+    found = step_of(psi, sr, states, local, p, enumerated=True)
     assert_close(found, -0.1 * expected, rtol=1e-9)
     assert sr.energies[0].error == 0
     assert abs(sr.energies[0].mean - float(energy.detach())) < 1e-12
@@ -86,7 +86,7 @@ def test_few_samples_are_solved_in_sample_space_and_agree(name):
     for solver in (None, ng.Direct()):
         psi = WAVES[name]()
         sr = ng.stochastic_reconfiguration(psi, damping=DAMPING, solver=solver)
-        steps.append(moved(psi, sr, states, local))
+        steps.append(step_of(psi, sr, states, local))
     assert_close(steps[0], steps[1], rtol=1e-8)
 
 
@@ -105,23 +105,25 @@ def test_momentum_is_the_damped_least_squares_of_spring():
         root = DAMPING**0.5 * torch.eye(len(last), dtype=F64)
         target = torch.cat([goal.real, goal.imag, DAMPING**0.5 * mu * last])
         last = torch.linalg.lstsq(torch.cat([rows, root]), target.unsqueeze(1)).solution.squeeze(1)
-        assert_close(moved(psi, sr, states, local), -0.1 * last, rtol=1e-7)
+        assert_close(step_of(psi, sr, states, local), -0.1 * last, rtol=1e-7)
 
 
 def test_repeated_states_are_weights():
     states, generator = all_spins()[:6], torch.Generator().manual_seed(0)
     local, counts = torch.randn(6, dtype=F64, generator=generator), torch.tensor([1, 2, 3, 1, 1, 2])
     psi, other = WAVES["real log psi"](), WAVES["real log psi"]()
-    weighted = moved(psi, ng.stochastic_reconfiguration(psi), states, local, counts / 10)
+    weighted = step_of(psi, ng.stochastic_reconfiguration(psi), states, local, counts / 10)
     many = states.repeat_interleave(counts, 0), local.repeat_interleave(counts)
-    assert_close(weighted, moved(other, ng.stochastic_reconfiguration(other), *many), rtol=1e-6)
+    assert_close(weighted, step_of(other, ng.stochastic_reconfiguration(other), *many), rtol=1e-6)
 
 
 def test_chains_are_their_samples_one_after_another():
     states, local = all_spins().view(2, 8, 4), torch.arange(16, dtype=F64).view(2, 8)
     psi, other = WAVES["real log psi"](), WAVES["real log psi"]()
-    step = moved(psi, ng.stochastic_reconfiguration(psi), states, local)
-    assert torch.equal(step, moved(other, ng.stochastic_reconfiguration(other), states.flatten(0, 1), local.flatten()))
+    step = step_of(psi, ng.stochastic_reconfiguration(psi), states, local)
+    assert torch.equal(
+        step, step_of(other, ng.stochastic_reconfiguration(other), states.flatten(0, 1), local.flatten())
+    )
 
 
 def test_clipped_energies_count_in_the_step_and_not_in_the_energy():
@@ -131,7 +133,9 @@ def test_clipped_energies_count_in_the_step_and_not_in_the_energy():
     psi, other = WAVES["real log psi"](), WAVES["real log psi"]()
     sr = ng.stochastic_reconfiguration(psi, clip=5.0)
     assert_close(
-        moved(psi, sr, states, local), moved(other, ng.stochastic_reconfiguration(other), states, clipped), rtol=1e-9
+        step_of(psi, sr, states, local),
+        step_of(other, ng.stochastic_reconfiguration(other), states, clipped),
+        rtol=1e-9,
     )
     assert sr.energies[0].mean == pytest.approx(float(local.mean()))
 
@@ -225,7 +229,7 @@ def test_a_structures_step_ends_where_the_quadratic_with_s_is_lowest_along_it(mo
     for _ in range(2):  # the second has a momentum
         o, last = log_derivatives(psi, states).real, step
         o = o - (p.unsqueeze(1) * o).sum(0)
-        step = moved(psi, sr, states, local, p, enumerated=True)
+        step = step_of(psi, sr, states, local, p, enumerated=True)
         pulled = (o.mT * p) @ (local - p @ local) - DAMPING * momentum * last
         slope, form = -(step @ pulled), step @ ((o.mT * p) @ o + DAMPING * torch.eye(len(step), dtype=F64)) @ step
         assert_close(slope, form)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from natgrad_lab.data import cifar10
 from natgrad_lab.experiments import contestants
-from natgrad_lab.experiments.base import Contestant, Examples, LabError, Race, Task
+from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, TaskData
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, precision
 from natgrad_lab.experiments.settings import fill, require_size
 from natgrad_lab.papers.ang_2020.networks import dense_net, wide_resnet
@@ -101,16 +101,16 @@ def task(name: str, title: str, model: Callable[[], nn.Module], settings: AngCif
     )
 
 
-def images(many: int, side: int) -> Examples:
+def images(many: int, side: int) -> TaskData:
     """The first images of CIFAR-10, shrunk, every colour with mean 0 and variance 1 over the training images."""
     split = cifar10()
-    parts = [shrunk(part, side) for part in (split.train_x[:many], split.test_x)]
+    parts = [shrink_pictures(part, side) for part in (split.train_x[:many], split.test_x)]
     mean, deviation = parts[0].mean((0, 2, 3), keepdim=True), parts[0].std((0, 2, 3), keepdim=True)
     train, test = ((part - mean) / deviation for part in parts)
-    return Examples(train, split.train_y[:many], test, split.test_y)
+    return TaskData(train, split.train_y[:many], test, split.test_y)
 
 
-def shrunk(pictures: Tensor, side: int) -> Tensor:
+def shrink_pictures(pictures: Tensor, side: int) -> Tensor:
     """(n, 3, 32, 32) -> (n, 3, side, side)."""
     return functional.avg_pool2d(pictures, pictures.shape[-1] // side)
 

@@ -17,7 +17,7 @@ import natgrad as ng
 from natgrad.lapack import eigh, invert_or_nan, solve_or_nan
 from natgrad.metrics import RBF
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.papers.arbel_2020 import page
 
 DIMENSIONS, SAMPLES = (1, 2, 5), (128, 512, 2048)
@@ -59,7 +59,7 @@ def independent(params: dict[str, Tensor], z: Tensor) -> Tensor:
     return params["mean"] + params["deviations"] * z
 
 
-def errors(run: Run) -> Numbers:
+def errors(run: StudyRun) -> Numbers:
     """|d - g| / |g| of the kernelised natural gradient d for random gradients g, in every dimension."""
     s: ArbelSettings = run.settings
     found: Numbers = {}
@@ -176,7 +176,7 @@ def fisher_direction(task: ToyProblem, xi: Tensor, g: Tensor) -> Tensor:
     return ng.natural_gradient(ng.operators.DenseOperator(hessian), g, damping=DAMPING).value
 
 
-def descents(run: Run) -> Numbers:
+def descents(run: StudyRun) -> Numbers:
     """For each method the losses at its best rate, and the path of the mean."""
     s: ArbelSettings = run.settings
     task = problem(s.d, s.condition, run.seed)

@@ -19,7 +19,7 @@ import natgrad as ng
 from natgrad.applications import TwoLayer
 from natgrad.positive_parameters import Positive, Square, positive
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.papers.karakida_2016 import page
 from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, isa, starts
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
@@ -70,14 +70,14 @@ class KarakidaSettings:
             raise LabError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
 
 
-def many(run: Run, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
+def many(run: StudyRun, link: Positive | Square, times: int = 1) -> dict[str, Tensor]:
     """The initial conditions of this seed, `times` over."""
     s: KarakidaSettings = run.settings
     first = starts(run.seed, s.runs, link, s.spread, s.pooling)
     return {name: p.repeat(times, 1, 1).to(s.device, DTYPES[s.dtype]) for name, p in first.items()}
 
 
-def learn(run: Run, learner: Learner, steps: int, batch: int, every: int) -> Numbers:
+def learn(run: StudyRun, learner: Learner, steps: int, batch: int, every: int) -> Numbers:
     """Train to the end, or until all reached the level and stayed for as long again; test errors on the way.
 
     All models see one stream of examples, drawn with replacement. Returns {"steps": [...], "errors": [one list per
@@ -108,43 +108,43 @@ def error(learner: Learner, test: Tensor) -> list[float]:
     return learner.model.loss(learner.params, test.expand(len(learner.params["W"]), -1, -1)).tolist()
 
 
-Made = Callable[[Run], Learner]
+Made = Callable[[StudyRun], Learner]
 
 
-def descent(run: Run) -> Learner:
+def descent(run: StudyRun) -> Learner:
     """Gradient descent as the paper has it, with V = v^2, which suits it best."""
     return DescentLearner(TwoLayer(SQUARE), many(run, SQUARE), run.settings.rate)
 
 
-def first_order(run: Run) -> Learner:
+def first_order(run: StudyRun) -> Learner:
     """Eq. 4, eps = 1 / (t + 100)."""
     return Paper(TwoLayer(), many(run, positive), run.settings.rate, ng.FirstOrder())
 
 
-def exact(run: Run) -> Learner:
+def exact(run: StudyRun) -> Learner:
     """The exact update, eps = 1 / (t + 30)."""
     return Paper(TwoLayer(), many(run, positive), run.settings.rate, ng.Woodbury())
 
 
-def exact_square(run: Run) -> Learner:
+def exact_square(run: StudyRun) -> Learner:
     """The exact update with V = v^2."""
     return Paper(TwoLayer(SQUARE), many(run, SQUARE), run.settings.rate, ng.Woodbury())
 
 
-def ours(run: Run) -> Learner:
+def ours(run: StudyRun) -> Learner:
     """ng.ang."""
     return NatgradLearner(TwoLayer(), many(run, positive))
 
 
-def ours_single(run: Run) -> Learner:
+def ours_single(run: StudyRun) -> Learner:
     """ng.ang on single examples."""
     return NatgradLearner(TwoLayer(), many(run, positive), method=replace(ng.Averaged(), every=run.settings.every))
 
 
-def run_learner(made: Made, steps: str, batch: str | None, points: int) -> Callable[[Run], Numbers]:
+def run_learner(made: Made, steps: str, batch: str | None, points: int) -> Callable[[StudyRun], Numbers]:
     """A piece of work: one learner, so many steps, test errors at so many points."""
 
-    def work(run: Run) -> Numbers:
+    def work(run: StudyRun) -> Numbers:
         total = getattr(run.settings, steps)
         size = 1 if batch is None else getattr(run.settings, batch)
         learner = made(run)
@@ -156,10 +156,10 @@ def run_learner(made: Made, steps: str, batch: str | None, points: int) -> Calla
     return work
 
 
-def choose_rate(kind: str) -> Callable[[Run], Numbers]:
+def choose_rate(kind: str) -> Callable[[StudyRun], Numbers]:
     """A piece of work: all rates at once, and the one that most models reach the level with, then soonest."""
 
-    def work(run: Run) -> Numbers:
+    def work(run: StudyRun) -> Numbers:
         s: KarakidaSettings = run.settings
         rates, single = RATES[kind], kind.endswith("single")
         each = torch.tensor(rates, dtype=DTYPES[s.dtype], device=s.device).repeat_interleave(s.runs).view(-1, 1, 1)
@@ -191,7 +191,7 @@ def rank(found: Numbers, level: float) -> tuple[int, float, float]:
     return len(reached) - len(steps), statistics.mean(steps) if steps else math.inf, statistics.mean(last)
 
 
-def cost(run: Run) -> Numbers:
+def cost(run: StudyRun) -> Numbers:
     """Seconds per step of every method, all models at once; medians over rounds in which they take turns."""
     s: KarakidaSettings = run.settings
     data = isa(run.seed, s.examples).to(s.device, DTYPES[s.dtype])
@@ -220,7 +220,7 @@ def cost(run: Run) -> Numbers:
     return {name: statistics.median(all_[5:]) for name, all_ in taken.items()} | {"rounds": rounds - 5}
 
 
-def beside_others(name: str, title: str, work: Callable[[Run], Numbers]) -> Piece:
+def beside_others(name: str, title: str, work: Callable[[StudyRun], Numbers]) -> Piece:
     """A piece that needs no other."""
     return Piece(name, title, work, independent=True)
 

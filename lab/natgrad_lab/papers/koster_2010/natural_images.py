@@ -19,7 +19,7 @@ from natgrad.applications.two_layer import TwoLayer
 from natgrad.lapack import eigh
 from natgrad_lab.data import kodak, sample_photographs
 from natgrad_lab.experiments.base import LabError
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.papers.koster_2010 import page
 from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
 
@@ -136,7 +136,7 @@ def optimizers(s: KosterSettings) -> dict[str, Callable[[dict[str, Tensor], TwoL
     }
 
 
-def training(run: Run, method: str) -> Numbers:
+def training(run: StudyRun, method: str) -> Numbers:
     """Loss on held-out patches against CPU seconds and steps, and the filters at the end."""
     s: KosterSettings = run.settings
     data, params, model = patches(s, run.seed), start(s.keep, run.seed), Graphed()

@@ -24,7 +24,7 @@ from natgrad.families import ExponentialFamily, Ising, MultivariateNormal
 from natgrad.lapack import invert_or_nan, solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.sections import Story
-from natgrad_lab.experiments.study import Findings, Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun
 from natgrad_lab.papers.malago_2023 import page as story
 
 KINDS = {"Euclidean": False, "natural": True}
@@ -81,12 +81,12 @@ TOY_CHARTS = {"mu": probability_coordinates(TOY), "theta": natural_coordinates(T
 TOY_VIEWS = {"mu": ((0.0, 1.0), (0.0, 1.0)), "theta": ((-1.5, 1.5), (-1.5, 1.5))}
 
 
-def toy_flows(run: Run) -> Numbers:
+def toy_flows(run: StudyRun) -> Numbers:
     """Descent from a lattice of starts, both kinds of gradient, both coordinates."""
     return _grid(run, {name: (TOY, toy, chart, TOY_VIEWS[name]) for name, chart in TOY_CHARTS.items()}, False)
 
 
-def toy_same(run: Run) -> Numbers:
+def toy_same(run: StudyRun) -> Numbers:
     """How far the natural flows in mu, theta and eta are apart, in mu, over the starts."""
     value, worst = expected_value(TOY, toy), 0.0
     times = torch.tensor([0.0, 0.25], dtype=torch.float64)
@@ -103,7 +103,7 @@ def toy_same(run: Run) -> Numbers:
     return {"apart": worst, "starts": len(starts)}
 
 
-def _grid(run: Run, cases: dict, maximise: bool) -> Numbers:
+def _grid(run: StudyRun, cases: dict, maximise: bool) -> Numbers:
     """{case: {kind: [{points, values, status}]}} from a lattice of starts in the case's view."""
     s: MalagoFlowSettings = run.settings
     span = s.span / 3 if maximise else s.span  # over the line all is over sooner
@@ -136,13 +136,13 @@ def plain(ways: Tensor) -> list[Numbers]:
 LINE_CASES = {"quadratic": (quadratic, ((-1.0, 1.5), (0.0, 1.2))), "quartic": (quartic, ((-3.0, 3.0), (0.0, 1.8)))}
 
 
-def line_flows(run: Run) -> Numbers:
+def line_flows(run: StudyRun) -> Numbers:
     """Ascent over univariate normals in (mean, standard deviation)."""
     chart = deviation_coordinates()
     return _grid(run, {name: (LINE, f, chart, view) for name, (f, view) in LINE_CASES.items()}, True)
 
 
-def line_closed(run: Run) -> Numbers:
+def line_closed(run: StudyRun) -> Numbers:
     """The quadratic's natural flow beside its closed form, 1 / s^2 = 1 / s0^2 + 6 t."""
     times = torch.tensor([0.0, 0.1, 0.5, 1.0, 5.0], dtype=torch.float64)
     start = torch.tensor([-1.0, 1.0], dtype=torch.float64)
@@ -169,7 +169,7 @@ def moments() -> FlowCoordinates:
     return FlowCoordinates("mean and covariance", theta, None, inside)
 
 
-def plane_flows(run: Run) -> Numbers:
+def plane_flows(run: StudyRun) -> Numbers:
     """Ascent of the two-dimensional quadratic from means around the optimum, beside the closed form."""
     s: MalagoFlowSettings = run.settings
     times = torch.linspace(0, s.span, s.steps, dtype=torch.float64).square() / s.span  # dense where it starts

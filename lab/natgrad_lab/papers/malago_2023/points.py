@@ -16,7 +16,7 @@ from natgrad.geometry import HalfPlane, Simplex, level_set
 from natgrad.lapack import solve_or_nan
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
-from natgrad_lab.experiments.study import Findings, Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Findings, Numbers, Piece, Study, StudyRun
 from natgrad_lab.figures import GRID, INK, PALETTE
 from natgrad_lab.papers.malago_2023.page import QUIET, panel
 
@@ -53,7 +53,7 @@ def normal_kl(point: Tensor, others: Tensor) -> Tensor:
 CENTRES = [(m, s) for s in (0.5, 1.0, 1.75, 2.75) for m in (-3.0, -1.0, 1.0, 3.0)]
 
 
-def balls(run: Run) -> Numbers:
+def balls(run: StudyRun) -> Numbers:
     """Around every centre: KL(centre, .) = radius, and Fisher-Rao distance sqrt(2 radius)."""
     radius, plane, found = run.settings.radius, HalfPlane(), []
     for centre in CENTRES:
@@ -115,7 +115,7 @@ def slope(p: Tensor) -> Tensor:
     return 2 * p - 3 * p.square()
 
 
-def simplex_flows(run: Run) -> Numbers:
+def simplex_flows(run: StudyRun) -> Numbers:
     """Ascent and descent over three camps, Euclidean (projected) and natural."""
     space = Simplex()
     grid = [(i / 10, j / 10, 1 - (i + j) / 10) for i in range(1, 9, 2) for j in range(1, 10 - i, 2) if i + j < 10]
@@ -229,7 +229,7 @@ def descend(model: Ising, values: Tensor, theta: Tensor, time: float, h: float =
     return theta
 
 
-def theorem(run: Run) -> Numbers:
+def theorem(run: StudyRun) -> Numbers:
     """Random pairwise problems: how many starts end at the optimum, model by model."""
     s: MalagoPointSettings = run.settings
     generator = torch.Generator().manual_seed(run.seed)

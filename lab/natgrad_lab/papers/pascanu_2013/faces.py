@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from natgrad_lab.data import fer2013
-from natgrad_lab.experiments.base import Contestant, Examples, Race, Task
+from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData
 from natgrad_lab.experiments.metric_data import draw_another_batch, join_unlabelled
 from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
 from natgrad_lab.experiments.settings import fill, require_size
@@ -98,12 +98,12 @@ NOTE = (
 )
 
 
-def faces() -> Examples:
+def faces() -> TaskData:
     """Faces as (n, 1, 48, 48), each with mean 0 and variance 1: lighting differs more than expression."""
     split = fer2013()
     assert split.unlabelled_x is not None
     train, test, more = (standardise_images(x) for x in (split.train_x, split.test_x, split.unlabelled_x))
-    return Examples(train, split.train_y, test, split.test_y, unlabelled_x=more)
+    return TaskData(train, split.train_y, test, split.test_y, unlabelled_x=more)
 
 
 def standardise_images(images: Tensor) -> Tensor:

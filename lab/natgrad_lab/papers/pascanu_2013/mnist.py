@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Examples, Race, Task, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, Race, Task, TaskData, pair_with_labels
 from natgrad_lab.experiments.metric_data import draw_another_batch
 from natgrad_lab.experiments.models import Convolution, categorical_divergence, convolutional, mistakes
 from natgrad_lab.experiments.settings import fill, require_size
@@ -92,7 +92,7 @@ NOTE = (
 )
 
 
-def images() -> Examples:
+def images() -> TaskData:
     """The digits as (n, 1, 28, 28)."""
     split = mnist()
     return pair_with_labels(replace(split, train_x=split.train_x[:, None], test_x=split.test_x[:, None]))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import natgrad as ng
-from natgrad_lab.experiments.base import Choice, Contestant, Examples, LabError
+from natgrad_lab.experiments.base import Choice, Contestant, LabError, TaskData
 from natgrad_lab.experiments.metric_data import Observes
 
 MSGD = "MSGD"
@@ -99,7 +99,7 @@ def list_adapted_choices(batch: int, *pairs: tuple[float, float]) -> list[Choice
     return [{"batch": batch, "lr": rate, ADAPTED: start} for rate, start in pairs]
 
 
-def divide(pool: Examples, seed: int, validation: int, labels: int | None = None) -> Examples:
+def divide(pool: TaskData, seed: int, validation: int, labels: int | None = None) -> TaskData:
     """The training part cut by a seed: so many labelled examples, a validation part, the rest without labels.
 
     labels: None for all but the validation part; unlabelled inputs that the pool has are kept then.
@@ -115,4 +115,4 @@ def divide(pool: Examples, seed: int, validation: int, labels: int | None = None
     kept, held, rest = order.split([kept_number, validation, number - kept_number - validation])
     x, y = pool.train_x, pool.train_y
     more = pool.unlabelled_x if labels is None else x[rest]
-    return Examples(x[kept], y[kept], pool.test_x, pool.test_y, x[held], y[held], more)
+    return TaskData(x[kept], y[kept], pool.test_x, pool.test_y, x[held], y[held], more)

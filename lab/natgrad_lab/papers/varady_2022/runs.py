@@ -19,7 +19,7 @@ import natgrad as ng
 from natgrad.applications.helmholtz import Classic, Reweighted
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.settings import change_defaults
-from natgrad_lab.experiments.study import Numbers, Piece, Run, Study
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.experiments.training import Order, clock
 from natgrad_lab.papers.varady_2022 import page
 from natgrad_lab.papers.varady_2022.data import SETS, BitImages, bits
@@ -61,7 +61,7 @@ class VaradySettings:
             raise LabError(f"evaluation is {self.evaluation}, expected a number of draws, or 0 for the exact sum")
         if not 0 < self.damping < math.inf:
             raise LabError(f"damping is {self.damping}, expected a number > 0")
-        self.hidden()
+        self.hidden_widths()
         self.names()
 
     def names(self) -> list[str]:
@@ -72,7 +72,7 @@ class VaradySettings:
             raise LabError(f"contestants is {self.contestants}, expected some of {known}, comma-separated")
         return found
 
-    def hidden(self) -> list[int]:
+    def hidden_widths(self) -> list[int]:
         """The hidden layers' sizes."""
         try:
             sizes = [int(part) for part in self.sizes.split("-")]
@@ -185,7 +185,7 @@ class WakeSleepTuning:
     contestant: WakeSleepContestant
     choice: WakeSleepChoice
 
-    def __call__(self, run: Run) -> Numbers:
+    def __call__(self, run: StudyRun) -> Numbers:
         training = WakeSleepTraining(run.settings, self.contestant, self.choice, TUNING_SEED)
         for _ in training.epochs(run.settings.tuning, run):
             if not training.sound():
@@ -203,7 +203,7 @@ class WakeSleepRace:
 
     contestant: WakeSleepContestant
 
-    def __call__(self, run: Run) -> Numbers:
+    def __call__(self, run: StudyRun) -> Numbers:
         choices = self.contestant.choices(run.settings)
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
         best = max(range(len(tuned)), key=lambda i: -math.inf if tuned[i]["valid"] is None else tuned[i]["valid"])
@@ -233,13 +233,13 @@ class WakeSleepTraining:
         torch.manual_seed(seed)
         width = self.bits.train.shape[1]
         values = (-1, 1) if settings.units == "signs" else (0, 1)
-        self.machine = ng.HelmholtzMachine([width, *settings.hidden()], units=values).to(settings.device)
+        self.machine = ng.HelmholtzMachine([width, *settings.hidden_widths()], units=values).to(settings.device)
         start_at_means(self.machine, self.bits.train)
         self.trainer = contestant.build(self.machine, choice.rate, settings, seed)
         self.order = Order(len(self.bits.train), settings.batch, seed)
         self.steps, self.seconds = 0, 0.0
 
-    def epochs(self, many: int, run: Run, looks: int = 1) -> Iterator[float]:
+    def epochs(self, many: int, run: StudyRun, looks: int = 1) -> Iterator[float]:
         """Train, and stop `looks` times per epoch, where the epochs so far are told."""
         for look in range(1, many * looks + 1):
             while self.steps < round(look * self.order.per_epoch / looks):
