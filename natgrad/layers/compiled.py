@@ -9,9 +9,11 @@ asking autograd for the dummy's gradient runs the region's backward and nothing 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ class Recorder:
         self.dummy = torch.zeros((), requires_grad=True)
         self.records: list[Record] | None = None
         RECORDERS[self.number] = self
+        if "torch.distributed.tensor" in sys.modules:
+            hear_whole_tensors()
 
     def move(self, device: torch.device) -> None:
         """Put the dummy where the model is: one tensor elsewhere would keep a graph from being captured whole.
@@ -70,6 +74,19 @@ def hear_delta(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place:
 @hear_delta.register_fake
 def _(inputs: Tensor, delta: Tensor, dummy: Tensor, number: int, place: int) -> Tensor:
     return torch.empty_like(dummy)
+
+
+@cache
+def hear_whole_tensors() -> None:
+    """Let torch put tensors that lie in parts over several processes together before `heard` gets them."""
+    from torch.distributed.tensor import Replicate  # seconds, and for models in parts alone
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def place_parts(inputs: Any, delta: Any, dummy: Any, number: int, place: int) -> Any:
+        return [([Replicate()], [Replicate(), Replicate(), Replicate(), None, None])]
+
+    register: Any = register_sharding(torch.ops.natgrad.heard.default)
+    register(place_parts)
 
 
 class Fused(torch.autograd.Function):

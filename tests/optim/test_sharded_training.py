@@ -103,7 +103,7 @@ def in_half_precision() -> dict[str, Any]:
     return {"losses": losses, "structures": [row.structure for row in opt.report()]}
 
 
-def parallel(plan: str, both: bool = False, **options: Any) -> dict[str, Any]:
+def parallel(plan: str, both: bool = False, compiled: bool = False, **options: Any) -> dict[str, Any]:
     """Tensor parallelism over four processes, or over two times two with `fully_shard`."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
@@ -117,6 +117,8 @@ def parallel(plan: str, both: bool = False, **options: Any) -> dict[str, Any]:
         parallelize_module(block, inner, steps)
     if plan == "columns":
         parallelize_module(model, inner, {"out": ColwiseParallel(output_layouts=Replicate())})
+    if compiled:
+        model.compile(backend="eager")
     if not both:
         return train(model, **options)
     for module in [*model.blocks, model]:  # type: ignore[misc]
@@ -139,6 +141,7 @@ WAYS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     ),
     "columns and rows": (partial(parallel, "columns", **FULL), FULL),
     "columns and rows of blocks alone": (partial(parallel, "blocks", recipe=ng.ekfac), {"recipe": ng.ekfac}),
+    "compiled columns and rows": (partial(parallel, "columns", compiled=True, **FULL), FULL),
     "fully_shard of columns and rows": (partial(parallel, "columns", both=True, **MEMORY), MEMORY),
 }
 SCENES = {name: scene for name, (scene, _) in WAYS.items()} | {"half precision": in_half_precision}
