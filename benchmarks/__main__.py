@@ -217,6 +217,14 @@ def residual_races(choices: Choices) -> None:
     stream(title, rows, residuals.HEADS)
 
 
+def posterior_races(choices: Choices) -> None:
+    from benchmarks import posteriors
+
+    seeds = choices.seeds or range(3)
+    title = f"A normal q, {list_seeds(seeds)}, CPU seconds of one thread; kept in {posteriors.KNOWN}"
+    stream(title, posteriors.figures(seeds, choices.seconds), posteriors.HEADS)
+
+
 def step_races(choices: Choices) -> None:
     from rich.console import Console
 
@@ -268,7 +276,11 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
 }
 
 
-RACES: dict[str, Callable[[Choices], None]] = {"step": step_races, "residuals": residual_races}
+RACES: dict[str, Callable[[Choices], None]] = {
+    "step": step_races,
+    "residuals": residual_races,
+    "posteriors": posterior_races,
+}
 """Minutes to hours: only where they are named."""
 
 

@@ -25,7 +25,7 @@ from natgrad.applications.residuals import time_derivative as time_derivative
 from natgrad.applications.search import BernoulliSearch as BernoulliSearch
 from natgrad.applications.search import GaussianSearch, minimize
 from natgrad.applications.search import MarkovSearch as MarkovSearch
-from natgrad.applications.variational import variational, variational_mixture
+from natgrad.applications.variational import variational, variational_low_rank, variational_mixture
 from natgrad.applications.vmc import LogAmplitude as LogAmplitude
 from natgrad.applications.vmc import stochastic_reconfiguration as stochastic_reconfiguration
 from natgrad.damping import Constant, LevenbergMarquardt, Relative
@@ -203,6 +203,7 @@ __all__ = [
     "transport_metric",
     "unitwise",
     "variational",
+    "variational_low_rank",
     "variational_mixture",
 ]
 

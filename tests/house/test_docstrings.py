@@ -233,6 +233,7 @@ TYPED = (
     "trainable",
     "transport_metric",
     "variational",
+    "variational_low_rank",
     "variational_mixture",
 )
 

@@ -1,6 +1,7 @@
 """Natural-gradient variational inference: Gaussians and mixtures of them, fitted to a posterior."""
 
 from natgrad.applications.variational.gaussian import Variational, variational
+from natgrad.applications.variational.low_rank import LowRankVariational, variational_low_rank
 from natgrad.applications.variational.mixture import VariationalMixture, variational_mixture
 from natgrad.applications.variational.network import NetworkData
 from natgrad.applications.variational.projected import Projected, inducing
@@ -10,6 +11,7 @@ from natgrad.applications.variational.targets import Moments, Target
 __all__ = [
     "Draws",
     "GaussHermite",
+    "LowRankVariational",
     "Moments",
     "NetworkData",
     "Points",
@@ -20,5 +22,6 @@ __all__ = [
     "VariationalMixture",
     "inducing",
     "variational",
+    "variational_low_rank",
     "variational_mixture",
 ]

@@ -75,14 +75,31 @@ class Network(Target):
         return Moments(value, gradient, hessian)
 
     def value(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Tensor:
-        inputs, targets = require_batch(batch)
         z, weights = (part.to(mean) for part in self.points.at(len(mean), step))
-        places = mean + apply_root(root, z)
+        return weights @ self.values_at(mean + apply_root(root, z), batch)
+
+    def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """log p (s,) and its gradient (s, d) at every place.
+
+        Args:
+            places: Weights, shape (s, d).
+            batch: Inputs and targets.
+        """
+        found = [self._differentiate(place, *require_batch(batch))[:2] for place in places]
+        values, gradients = (torch.stack(part) for part in zip(*found, strict=True))
+        return values, gradients
+
+    def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        """log p at every place, shape (s,).
+
+        Args:
+            places: Weights, shape (s, d).
+            batch: Inputs and targets.
+        """
+        inputs, targets = require_batch(batch)
         if self._has_none(inputs):
-            return weights @ torch.stack([self._log_joint(place.new_zeros(()), place) for place in places])
-        return weights @ torch.stack(
-            [self._log_joint(self._loss(place, inputs, targets)[0], place) for place in places]
-        )
+            return torch.stack([self._log_joint(place.new_zeros(()), place) for place in places])
+        return torch.stack([self._log_joint(self._loss(place, inputs, targets)[0], place) for place in places])
 
     def take_part(self, parts: int, total: int | None = None) -> Network:
         part = copy.copy(self)
@@ -100,19 +117,28 @@ class Network(Target):
 
     def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Value, gradient and Hessian at the weights z (d,)."""
-        params = {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
-        precision = self.precision / self.parts
-        own = torch.full_like(place, precision)
+        own = torch.full_like(place, self.precision / self.parts)
         prior = own if diagonal else torch.diag(own)
+        value, gradient, share = self._differentiate(place, inputs, targets)
+        if share is None:
+            return value, gradient, -prior
+        metric = self.metric.at(self._leaves(place), inputs)
+        curvature = (metric.diagonal() if diagonal else metric.dense()) * share
+        return value, gradient, -(curvature + prior)
+
+    def _differentiate(self, place: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, float | None]:
+        """log p and its gradient at the weights z (d,); the rows of outputs in the whole set, None for no rows."""
+        params, precision = self._leaves(place), self.precision / self.parts
         if self._has_none(inputs):
-            return self._log_joint(place.new_zeros(()), place), -precision * place, -prior
+            return self._log_joint(place.new_zeros(()), place), -precision * place, None
         with torch.enable_grad():
             loss, share = self._loss(params, inputs, targets)
         slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + precision * place
-        metric = self.metric.at(params, inputs)
-        curvature = (metric.diagonal() if diagonal else metric.dense()) * share
-        return self._log_joint(loss.detach(), place), -gradient, -(curvature + prior)
+        return self._log_joint(loss.detach(), place), -gradient, share
+
+    def _leaves(self, place: Tensor) -> dict[str, Tensor]:
+        return {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
 
     def _has_none(self, inputs: Any) -> bool:
         """True where other processes have examples and this one has none."""

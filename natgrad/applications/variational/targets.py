@@ -120,6 +120,31 @@ class LogDensity(Target):
         places = mean + apply_root(root, z)
         return weights @ torch.cat([self.values(part).detach() for part in places.split(_rows_at_once(len(mean)))])
 
+    def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """log p (s,) and its gradient (s, d) at every place.
+
+        Args:
+            places: Shape (s, d).
+            batch: Nothing: the data are inside.
+        """
+        require_no_batch(batch)
+
+        def one(row: Tensor) -> Tensor:
+            return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(())
+
+        found, values = map_rows(torch.func.grad_and_value(one), places)
+        return values.detach(), found.detach()
+
+    def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        """log p at every place, shape (s,).
+
+        Args:
+            places: Shape (s, d).
+            batch: Nothing: the data are inside.
+        """
+        require_no_batch(batch)
+        return self.values(places).detach()
+
     def _points(self, mean: Tensor, step: int) -> tuple[Tensor, Tensor]:
         z, weights = (self.points or default_points(len(mean))).at(len(mean), step)
         return z.to(mean), weights.to(mean)
