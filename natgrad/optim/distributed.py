@@ -313,7 +313,7 @@ def refuse_join(wrappers: Sequence[DistributedDataParallel]) -> None:
     if any(getattr(getattr(wrapper, "_join_config", None), "enable", False) for wrapper in wrappers):
         raise ValueError(
             "the model is within DistributedDataParallel.join(): a process that is out of examples adds no statistics, "
-            "and the others would wait for ever. Give every process the same number of batches (drop_last=True)"
+            "and the others would wait for ever. Give all as many batches: drop_last=True, or empty ones (x[:0]) last"
         )
 
 
