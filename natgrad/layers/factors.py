@@ -47,8 +47,8 @@ def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) ->
     if seen.single:
         return {"blocks": layer_units(seen)}
     if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
-        moment = total([factor(deltas.unsqueeze(2), room, 0) for deltas in seen.deltas])
         rows = seen.layer.layout.outputs
+        moment = total([factor(deltas.unsqueeze(2), room, 0, rows) for deltas in seen.deltas])
         counts = token_moment(seen.activations, rows, seen.padding, moment.dtype, seen.weights)
         return {"left": seen.share * counts, "right": moment}
     reduce = reduce and not seen.pooled
@@ -56,11 +56,12 @@ def layer_factors(seen: Seen, reduce: bool, room: Room, add_up: AddUp = dict) ->
     a = pairs[0][0]
     if seen.weights is not None:
         a = a * seen.weights.to(a).sqrt().view(-1, 1, 1, 1)
-    if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size()) > 1:
-        right = factor(a, room, 0) * (seen.share / (a.shape[0] * a.shape[1]))
+    _, outputs, columns = seen.layer.layout.matrix_shape
+    if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size(), outputs) > 1:
+        right = factor(a, room, 0, outputs) * (seen.share / (a.shape[0] * a.shape[1]))
     else:
         right = input_moment(a, seen.share)
-    left = total([factor(deltas, room, 1) for _, deltas in pairs])
+    left = total([factor(deltas, room, 1, columns) for _, deltas in pairs])
     if seen.layer.is_routed and seen.counts is not None:  # experts: another share of positions in every pass
         return {"left": left, "right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
     if seen.counts is not None:
@@ -97,13 +98,13 @@ def trace(factor: Tensor) -> Tensor:
     return factor.sum() if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1).sum()
 
 
-def factor(deltas: Tensor, room: Room, axis: int) -> Tensor:
+def factor(deltas: Tensor, room: Room, axis: int, other: int) -> Tensor:
     """The deltas' second moment, or blocks of it or its diagonal where that is too large.
 
-    axis: 1 for left factors (k, 1, s, s), 0 for right ones (1, m, t, t).
+    axis: 1 for left factors (k, 1, s, s), 0 for right ones (1, m, t, t). other: rows of the layer's other factor.
     """
     size = deltas.shape[3]
-    pieces = room.pieces(size, deltas.element_size()) if deltas.shape[2] == 1 else 1
+    pieces = room.pieces(size, deltas.element_size(), other) if deltas.shape[2] == 1 else 1
     if pieces == 1:
         return output_moment(deltas)
     return diagonal_moment(deltas) if pieces == size else output_moment(cut(deltas, pieces)).unsqueeze(axis)
@@ -138,6 +139,6 @@ def factor_sizes(layer: Layer, room: Room) -> list[tuple[int, int]]:
         return [(groups, columns)]
     found = []
     for size in (columns,) if layer.by_token else (outputs, columns):
-        pieces = room.pieces(size, 4) if groups == 1 else 1
+        pieces = room.pieces(size, 4, outputs + columns - size) if groups == 1 else 1
         found.append((groups * pieces, -(-size // pieces)))
     return found

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+LONG, SLENDER, NARROW = 1024, 10, 256
+"""Rows, and times the other factor's, above which blocks of a factor have at most the last number of rows."""
+
 
 @dataclass(frozen=True)
 class Room:
@@ -31,14 +34,20 @@ class Room:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}, expected a number of {unit}, an integer >= {least}")
 
-    def pieces(self, size: int, itemsize: int) -> int:
+    def pieces(self, size: int, itemsize: int, other: int) -> int:
         """How many blocks, as few as fit: k blocks of n / k rows take n^2 / k numbers. n of them are a diagonal.
+
+        The inverse of a factor takes n^3 operations, and a pass of its layer n m for each row of a batch: of a factor
+        that is long and much longer than m, as that of a head of 4000 words on 64 features, only narrow blocks cost
+        less than the pass.
 
         Args:
             size: n, the factor's rows.
             itemsize: Bytes of one number.
+            other: m, the rows of the layer's other factor.
         """
-        fitting = max(math.ceil(size / self.largest), math.ceil(size * size * itemsize / self.budget))
+        most = min(self.largest, NARROW) if size > max(LONG, SLENDER * other) else self.largest
+        fitting = max(math.ceil(size / most), math.ceil(size * size * itemsize / self.budget))
         each = math.ceil(size / min(max(fitting, 1), max(size, 1)))
         return math.ceil(size / max(each, 1))
 

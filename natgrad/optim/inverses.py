@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.layers import Layer
 from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.pure import leaves
+from natgrad.typed_torch import list_numbers
 
 Prepare = Callable[[Operator, float], dict[str, Tensor]]
 
@@ -77,7 +78,7 @@ def least_damping(norms: Sequence[Tensor]) -> float:
     Args:
         norms: |g| of each parameter, scalar tensors. One that is not finite counts as 0: its step is left out.
     """
-    sizes = torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+    sizes = list_numbers(torch.stack([norm.double() for norm in norms])) if norms else []
     return math.hypot(*(size for size in sizes if math.isfinite(size))) / FARTHEST
 
 

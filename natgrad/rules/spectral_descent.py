@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.lapack import invert_factor_or_nan
 from natgrad.linalg import gram
-from natgrad.operators import KroneckerOperator, Operator, Spectral
+from natgrad.operators import KroneckerOperator, Operator, Spectral, Tiled
 from natgrad.rules.base import Objective, Rule
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory
@@ -41,9 +41,10 @@ class SpectralDescent(Rule):
     layer's outputs over whitened inputs, |d R^-1| in operator norm. All directions of a layer move alike, whatever the
     gradient has of them, so that neither noise nor a few steep directions take the whole step. n = (1 - ahead) m +
     ahead g, of the running mean m and today's gradient g. A layer of (outputs, inputs) moves by length * sqrt(max(1,
-    outputs / inputs)) in that norm. Parameters without a Kronecker product (norms, biases alone, cut factors) move
-    along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at a fixed root mean square: `vectors` * length, and
-    no more than that of a layer's matrix.
+    outputs / inputs)) in that norm. An embedding moves along R n, at a fixed root mean square of the change of
+    its outputs: `rows` * length. Parameters without a Kronecker product (norms, biases alone, cut factors of inputs)
+    move along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at a fixed root mean square: `vectors` *
+    length, and no more than that of a layer's matrix.
 
     Lengths do not depend on the gradient's: let the learning rate fall towards the end of training, or take a finite
     `falls_after`, which needs no end: the learning rate is multiplied by sqrt(falls_after / k) after k steps.
@@ -53,12 +54,13 @@ class SpectralDescent(Rule):
         damping: Added to A, in units of its mean eigenvalue.
         ahead: Weight of today's gradient in n besides its part in m.
         vectors: Root mean square of entries without a Kronecker product, in lengths.
+        rows: Root mean square of the change of an embedding's outputs, in lengths.
         kl_share: Most nats per example of a step as a share of the loss; a bound against accidents.
         iterations: Of the polar factor, 1 to 7: with 5 singular values come out between .87 and 1.13, with 7 as 1.
         falls_after: Steps from which on the learning rate falls by itself; math.inf for never.
 
     Raises:
-        ValueError: Unless length, damping, vectors, kl_share, falls_after > 0, 0 <= ahead <= 1, and 1 to 7 iterations.
+        ValueError: Unless lengths, shares, damping and falls_after are > 0, 0 <= ahead <= 1, and 1 to 7 iterations.
 
     Reference:
         Jordan et al. 2024 (Muon) is R = I.
@@ -68,6 +70,7 @@ class SpectralDescent(Rule):
     damping: float = 0.3
     ahead: float = 0.1
     vectors: float = 0.06
+    rows: float = 0.5
     kl_share: float = 0.5
     iterations: int = 5
     falls_after: float = math.inf
@@ -76,7 +79,7 @@ class SpectralDescent(Rule):
     steady = True
 
     def __post_init__(self) -> None:
-        for name in ("length", "damping", "vectors", "kl_share", "falls_after"):
+        for name in ("length", "damping", "vectors", "rows", "kl_share", "falls_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number > 0")
         if not 0 <= self.ahead <= 1:
@@ -88,33 +91,33 @@ class SpectralDescent(Rule):
         return min(1.0, math.sqrt(self.falls_after / max(steps, 1)))
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
-        if isinstance(metric, KroneckerOperator) and max(metric.left.dim(), metric.right.dim()) < 4:
-            tokens = metric.left.dim() == 1 and metric.right.dim() > 1  # an embedding's inputs are on the left
-            return (
-                whitener(metric.left, tokens, self.damping) if tokens else whitener(metric.right, False, self.damping)
-            )
-        if isinstance(metric, Spectral) and metric.spectrum.dim() < 4:
-            eigen = metric.eigen
-            if eigen.left_vectors is None and eigen.right_vectors is not None:
-                return whitener(eigen.left_values, True, self.damping)
-            values, vectors = eigen.right_values.clamp(min=0), eigen.right_vectors
-            return whitener(
-                values if vectors is None else (vectors * values.unsqueeze(-2)) @ vectors.mT, False, self.damping
-            )
-        return {"squares": metric.diagonal().clamp(min=0)}
+        found = find_input_moment(metric)
+        return {"squares": metric.diagonal().clamp(min=0)} if found is None else whitener(*found, self.damping)
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         n = block.mean.lerp(block.gradient().to(block.mean), self.ahead)
         if "squares" in block.prepared or not block.prepared:
             return self.scale_entries(n, block.prepared.get("squares")), {}
-        tokens = "tokens" in block.prepared
-        root = block.prepared["tokens" if tokens else "inputs"].to(n)
-        matrix = n.mT if tokens else n  # (..., outputs, inputs)
-        found = (
-            apply_root(polar(whiten_inputs(matrix, root), self.iterations), root)
-            * max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
-        )
-        return (found.mT if tokens else found).contiguous(), {}
+        if "tokens" in block.prepared:
+            return self.scale_rows(n, block.prepared["tokens"].to(n)), {}
+        root = block.prepared["inputs"].to(n)
+        found = apply_root(polar(whiten_inputs(n, root), self.iterations), root)
+        return (found * max(1.0, n.shape[-2] / n.shape[-1]) ** 0.5).contiguous(), {}
+
+    def scale_rows(self, n: Tensor, root: Tensor) -> Tensor:
+        """R n for a table of tokens, long enough to change its outputs by `rows` in root mean square over the tokens.
+
+        One token reads one row and mixes none, so that no combination of rows is a direction that could take the whole
+        step: a polar factor would share it out over the vocabulary.
+
+        Args:
+            n: The gradient's mean, shape (tokens, entries).
+            root: R's diagonal, shape (tokens,).
+        """
+        step = root.unsqueeze(-1) * n
+        often = (root.square().reciprocal() - self.damping).clamp(min=0)  # frequencies over their mean
+        size = (step.square().mean(-1) @ often / often.sum().clamp(min=torch.finfo(n.dtype).tiny)).sqrt()
+        return torch.where(size > 0, step * (self.rows / size.clamp(min=torch.finfo(n.dtype).tiny)), 0.0)
 
     def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
         """n / (F + damping mean F)^(1/2) at the root mean square of entries.
@@ -153,6 +156,30 @@ class SpectralDescent(Rule):
             loss = as_tensor_like(model.loss, like)
             bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
         return bound.clamp(max=scale_usual(model.options.get("max_kl", math.inf), model))
+
+
+def find_input_moment(metric: Operator) -> tuple[Tensor, bool] | None:
+    """A of a layer's inputs, and True if these are tokens; None without a Kronecker product, or where A is cut.
+
+    The outputs' factor is not asked: it may be cut, as that of a head of many words.
+
+    Args:
+        metric: Of a layer.
+    """
+    tiles = metric.tiles if isinstance(metric, Tiled) else metric
+    if isinstance(tiles, KroneckerOperator):
+        tokens = tiles.left.dim() == 1 and tiles.right.dim() > 1  # an embedding's inputs are on the left
+        moment = tiles.left if tokens else tiles.right
+        return (moment, tokens) if moment.dim() < 4 else None
+    if not isinstance(tiles, Spectral):
+        return None
+    eigen = tiles.eigen
+    if eigen.left_vectors is None and eigen.right_vectors is not None:
+        return eigen.left_values, True
+    values, vectors = eigen.right_values.clamp(min=0), eigen.right_vectors
+    if values.dim() > 2:
+        return None
+    return values if vectors is None else (vectors * values.unsqueeze(-2)) @ vectors.mT, False
 
 
 def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:

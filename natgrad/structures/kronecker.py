@@ -176,7 +176,7 @@ class EigenKronecker(Layerwise):
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
-        found = Spectral(basis_of(totals), totals["spectrum"] / weight)
+        found = Spectral(basis_of(totals | find_eigenvalues(totals)), totals["spectrum"] / weight)
         if not is_cut(totals):
             return found
         return Tiled.spectral(found, layer.layout.matrix_shape[1:])
@@ -231,11 +231,20 @@ def move_spectrum(spectrum: Tensor, old: KroneckerEigen, new: KroneckerEigen) ->
     return spectrum
 
 
+def find_eigenvalues(totals: Statistics) -> Statistics:
+    """The diagonals V^T M V of an EKFAC layer's factors in their eigenvectors, by the factor's side: "left_values"."""
+    found = dict[str, Tensor]()
+    for side in SIDES:
+        if (vectors := totals.get(f"{side}_vectors")) is not None:
+            found[f"{side}_values"] = (vectors * (totals[side] @ vectors)).sum(-2)
+    return found
+
+
 def basis_of(totals: Statistics) -> KroneckerEigen:
-    """The eigenbasis in an EKFAC layer's totals; the factors' diagonals stand for their eigenvalues' shape."""
+    """The eigenbasis in an EKFAC layer's totals; without eigenvalues the factors' diagonals stand for their shape."""
     sides = []
-    for side in ("left", "right"):
+    for side in SIDES:
         factor = totals[side]
-        values = factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1)
+        values = totals.get(f"{side}_values", factor if factor.dim() == 1 else factor.diagonal(dim1=-2, dim2=-1))
         sides += [values, totals.get(f"{side}_vectors")]
     return KroneckerEigen(*sides)

@@ -96,12 +96,34 @@ DEFAULTS = (8192, 2**28)
     ],
 )
 def test_blocks_are_as_few_as_fit(room: tuple[int, int], size: int, pieces: int):
-    (largest, budget), found = room, Room(*room).pieces(size, 4)
+    (largest, budget), found = room, Room(*room).pieces(size, 4, size)
     rows = -(-size // found)
     assert found == pieces
     assert rows <= largest
     assert found * rows**2 * 4 <= budget * (1 + 2 * found / size)  # but for the rows that fill up the last block
     assert (found - 1) * rows < size
+
+
+@pytest.mark.parametrize(
+    ("size", "other", "pieces"),
+    [(1024, 1, 1), (1025, 102, 5), (1025, 103, 1), (4001, 64, 16), (4608, 512, 1), (50257, 768, 197)],
+)
+def test_a_long_factor_beside_a_short_one_has_narrow_blocks(size: int, other: int, pieces: int):
+    assert Room(*DEFAULTS).pieces(size, 4, other) == pieces
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker])
+def test_a_head_of_many_words_is_cut_where_it_is_read_and_where_it_is_counted(structure: Callable[..., Any]):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1100, 4), nn.Linear(4, 1100))
+    opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), structure(0.9))
+    x = torch.randint(1100, (8,))
+    opt.loss(model(x), x).backward()
+    opt.step()
+    assert {row.parameter: row.structure for row in opt.report()}["1.weight"].endswith("(left in 5 blocks)")
+    layer = next(block.layer for block in opt._blocks if "1.weight" in block.layout.names)
+    assert layer is not None
+    assert opt.structure.inverted_sizes(layer)[0] == (5, 220)
 
 
 @pytest.mark.parametrize("room", [{"largest": 0}, {"largest": 0.5}, {"budget": 0}])

@@ -60,12 +60,13 @@ def test_whitened_second_moment_is_its_damped_share() -> None:
     assert torch.isfinite(whitener(torch.zeros(4, 4), False, 0.3)["inputs"]).all()
 
 
-def test_a_spectral_step_is_the_written_out_one() -> None:
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+def test_a_spectral_step_is_the_written_out_one(recipe: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     x, y = draw(50, 4), draw(50, 3, seed=1)
     rule = SpectralDescent(length=0.1, damping=0.2, ahead=0.25, iterations=7)
-    opt = ng.kfac(model, nn.MSELoss(), rule=rule, lr=0.5)
+    opt = recipe(model, nn.MSELoss(), rule=rule, lr=0.5)
     before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
     train_batches(opt, model, [(x, y)])
     after = torch.cat([model.weight, model.bias[:, None]], 1).detach()
@@ -76,6 +77,39 @@ def test_a_spectral_step_is_the_written_out_one() -> None:
     root = (vectors * values.rsqrt()) @ vectors.mT
     expected = polar_by_svd(gradient @ root) @ root  # 3 outputs, 5 inputs: no factor
     torch.testing.assert_close(before - after, 0.5 * 0.1 * expected, atol=2e-4, rtol=0)
+
+
+def test_a_spectral_step_of_an_embedding_changes_its_outputs_by_as_much_as_asked() -> None:
+    """R n at a fixed root mean square over the tokens of the batch, whatever the vocabulary."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)).double()
+    x, y = torch.tensor([0, 0, 0, 1, 1, 5]), draw(6, 3, seed=1)
+    opt = ng.kfac(model, nn.MSELoss(), rule=SpectralDescent(length=0.1, damping=0.2, ahead=0.25, rows=0.7))
+    before = model[0].weight.detach().clone()
+    train_batches(opt, model, [(x, y)])
+    moved = before - model[0].weight.detach()
+    counts = torch.bincount(x, minlength=9).double() / 6
+    gradient = torch.zeros(9, 4, dtype=F64).index_add_(0, x, model[0].weight.grad[x] / (6 * counts[x, None]))
+    expected = gradient * (counts / counts.mean() + 0.2).rsqrt()[:, None]
+    size = (counts @ expected.square().mean(1)).sqrt()
+    torch.testing.assert_close(moved, 0.1 * 0.7 * expected / size)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+def test_a_head_of_many_words_takes_spectral_steps_too(recipe: Any) -> None:
+    """Only the factor of the inputs is asked, and it is whole: in white inputs all singular values are the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1100, bias=False).double()
+    x, y = draw(50, 4), torch.arange(50)
+    opt = recipe(model, nn.CrossEntropyLoss(), rule=SpectralDescent(length=1e-3, damping=0.2, iterations=7))
+    before = model.weight.detach().clone()
+    train_batches(opt, model, [(x, y)])
+    moment = x.mT @ x / 50
+    white = moment / moment.diagonal().mean() + 0.2 * torch.eye(4, dtype=F64)
+    step = (before - model.weight.detach()) @ torch.linalg.cholesky(white)
+    torch.testing.assert_close(
+        torch.linalg.svdvals(step), torch.full((4,), 1e-3 * math.sqrt(1100 / 4), dtype=F64), rtol=1e-3, atol=0
+    )
 
 
 def test_the_move_of_a_layer_is_a_share_of_it() -> None:
