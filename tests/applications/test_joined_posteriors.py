@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, draw, seeded
+from models import assert_close, build_seeded, draw
 from process_ranks import count_ranks, own_rank, run_ranks
 from torch import Tensor, distributed, nn
 
@@ -42,7 +42,7 @@ def own(rows: Tensor) -> Tensor:
 
 
 def network(**options: Any) -> dict[str, Any]:
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)))
+    net = build_seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)))
     q = ng.variational(net, criterion=nn.MSELoss(), data_size=50, lr=0.3, group=everyone(), **options)
     bounds = [q.step(own(X), own(Y)) for _ in range(3)]
     return {"q": torch.cat([q.mean, q.precision.reshape(-1)]), "bounds": [*bounds, q.elbo(own(X), own(Y))]}
@@ -92,7 +92,7 @@ def end_together() -> list[int]:
 def fail_together() -> list[str]:
     """What one process gives does not fit."""
     last, words = own_rank() == count_ranks() - 1, []
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 1)))
+    net = build_seeded(lambda: nn.Sequential(nn.Linear(3, 1)))
     q = ng.variational(net, criterion=nn.MSELoss(), data_size=50, group=everyone())
     trainer = ng.NaturalWakeSleep(build_machine(), group=everyone())
     before = torch.cat([q.mean, flat(trainer.machine)])
@@ -118,7 +118,7 @@ BITS = (draw(14, 6) > 0).double()
 
 
 def build_machine(sizes: list[int] = SIZES) -> ng.HelmholtzMachine:
-    return seeded(lambda: ng.HelmholtzMachine(sizes))
+    return build_seeded(lambda: ng.HelmholtzMachine(sizes))
 
 
 def flat(module: nn.Module) -> Tensor:

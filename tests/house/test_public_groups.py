@@ -20,9 +20,11 @@ MADE = {
     "GroundState": "steps by the StochasticReconfiguration that it is given",
 }
 ALONE = {
+    "LowRankVariational": "fits on one process so far",
+    "variational_low_rank": "fits on one process so far",
     "MirrorDescent": "has no metric: its steps follow from gradients, which a DistributedDataParallel averages",
 }
-TRAINERS = {"NaturalGradient", "StructuredNaturalGradient", "WakeSleep", "NaturalWakeSleep", "TRPO", *ALONE}
+TRAINERS = {"NaturalGradient", "StructuredNaturalGradient", "WakeSleep", "NaturalWakeSleep", "TRPO", "MirrorDescent"}
 RECIPES = {
     "kfac",
     "ekfac",

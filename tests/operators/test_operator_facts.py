@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 
@@ -108,7 +109,7 @@ def takes_operators(kind: type) -> bool:
     """Whether the constructor is given operators, or what makes them."""
     names = [k.__name__ for k in operators()]
     given = [str(p.annotation) for p in inspect.signature(kind.__init__).parameters.values()]
-    return any(name in annotation for name in names for annotation in given)
+    return any(re.search(rf"\b{name}\b", annotation) for name in names for annotation in given)
 
 
 def test_every_operator_that_is_made_of_operators_has_a_case_here():

@@ -379,7 +379,7 @@ def test_models_of_one_process_each_are_trained_alone(both: list[dict[str, Any]]
 def test_join_is_refused_before_a_statistic_waits_for_ever(both: list[dict[str, Any]]):
     for rank in both:
         assert "join()" in rank["uneven"]["words"]
-        assert "same number of batches" in rank["uneven"]["words"]
+        assert "as many batches" in rank["uneven"]["words"]
 
 
 def test_gradients_that_nobody_averages_are_refused(both: list[dict[str, Any]]):

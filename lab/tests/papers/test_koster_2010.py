@@ -9,12 +9,11 @@ import pytest
 import torch
 from models import assert_close
 
-import natgrad as ng
 from natgrad.applications.two_layer import TwoLayer
 from natgrad_lab.data import sample_photographs
 from natgrad_lab.experiments import LabError, StudyRun, find
 from natgrad_lab.experiments.study import Findings, FinishedPiece
-from natgrad_lab.papers.koster_2010.feature_blocks import measure_change
+from natgrad_lab.papers.koster_2010.feature_blocks import FeatureBlocks
 from natgrad_lab.papers.koster_2010.natural_images import (
     KosterSettings,
     coherence,
@@ -105,10 +104,15 @@ def test_settings_say_what_is_wrong(options, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_steps_change_of_the_scores_is_its_length_in_the_score_metric():
+def test_no_step_of_feature_blocks_raises_the_loss_of_its_batch():
     params = {name: p.detach().double() for name, p in start(5, 0).items()}
-    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).double()
-    step = {name: torch.randn(5, 5, generator=torch.Generator().manual_seed(2)).double() for name in params}
-    flat = ng.Space(params).flatten(step)
-    found = measure_change(TwoLayer(), params, step, x)
-    assert_close(found, flat @ ng.score_metric(TwoLayer()).at(params, x).mv(flat) / 5)
+    x = torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double()
+    rule = FeatureBlocks(params, TwoLayer(), lr=5.0, damping=1e-3, radius=10.0, every=2, examples=20)
+    losses = [float(TwoLayer().loss(params, x))]
+    for _ in range(8):
+        free = {name: p.clone().requires_grad_() for name, p in params.items()}
+        slopes = torch.autograd.grad(TwoLayer().loss(free, x), list(free.values()))
+        rule.take_step(dict(zip(free, slopes, strict=True)), x)
+        losses.append(float(TwoLayer().loss(params, x)))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]

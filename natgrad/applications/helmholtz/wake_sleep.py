@@ -20,6 +20,7 @@ from natgrad.linalg import all_finite
 from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, meet_processes, read_parts, write_parts
 from natgrad.progress import Progress, check_callback
 from natgrad.shown_tables import write_choices
+from natgrad.typed_torch import as_tensor_like
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -189,7 +190,7 @@ class WakeSleep:
         """x as the machine takes it; no examples where other processes may have some."""
         shape = tuple(getattr(x, "shape", ()))
         if self.processes.size > 1 and shape == (0, self.machine.sizes[0]):
-            return torch.as_tensor(x).to(next(self.machine.parameters()))
+            return as_tensor_like(x, next(self.machine.parameters()))
         return self.machine.check(x)
 
     def _ends(self, callback: Callable[[WakeSleep], Any] | None) -> bool:

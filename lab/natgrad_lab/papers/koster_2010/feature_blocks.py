@@ -63,7 +63,8 @@ class FeatureBlocks:
         if self.count % self.every == 0:
             self._update_blocks(examples[: self.examples])
         self.count += 1
-        self.mean = torch.lerp(self.mean, space.flatten(gradients), 1 - self.momentum)
+        flat = space.flatten(gradients)
+        self.mean = torch.lerp(self.mean.to(flat), flat, 1 - self.momentum)
         direction = self.inverse.mv(self.mean / (1 - self.momentum**self.count))
         square = direction @ self.total.mv(direction) / examples.shape[1]
         move = self.lr * square.clamp(min=0).sqrt()
