@@ -107,7 +107,7 @@ def test_settings_say_what_is_wrong(options, words):
 def test_no_step_of_feature_blocks_raises_the_loss_of_its_batch():
     params = {name: p.detach().double() for name, p in start(5, 0).items()}
     x = torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double()
-    rule = FeatureBlocks(params, TwoLayer(), lr=5.0, damping=1e-3, radius=10.0, every=2, examples=20)
+    rule = FeatureBlocks(params, TwoLayer(), lr=1.0, damping=1e-2, radius=0.5, every=2, examples=20)
     losses = [float(TwoLayer().loss(params, x))]
     for _ in range(8):
         free = {name: p.clone().requires_grad_() for name, p in params.items()}
