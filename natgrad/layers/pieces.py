@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LONG, SLENDER, NARROW = 1024, 10, 256
+LONG, SLENDER, NARROW = 2048, 10, 256
 """Rows, and times the other factor's, above which blocks of a factor have at most the last number of rows."""
 
 

@@ -37,7 +37,7 @@ class Kronecker(Layerwise):
             losses that see their mean, instead of one by one.
         factored: True for K-FAC's own damped inverse, with pi, instead of the exact one.
         largest: A factor with more rows keeps as few equal blocks of its diagonal as fit; 1 keeps the diagonal. One of
-            more than 1024 rows, and of more than ten times the other's, has blocks of at most 256.
+            more than 2048 rows, and of more than ten times the other's, has blocks of at most 256.
         budget: Likewise for a factor of more bytes.
         rows: An optimiser takes the factors of a pass from so many rows (examples times positions) for each row of the
             larger factor, and from 1024 at the least, where the pass has half as many again. Default: from all.

@@ -106,7 +106,7 @@ def test_blocks_are_as_few_as_fit(room: tuple[int, int], size: int, pieces: int)
 
 @pytest.mark.parametrize(
     ("size", "other", "pieces"),
-    [(1024, 1, 1), (1025, 102, 5), (1025, 103, 1), (4001, 64, 16), (4608, 512, 1), (50257, 768, 197)],
+    [(2048, 1, 1), (2049, 204, 9), (2049, 205, 1), (4001, 64, 16), (4608, 512, 1), (50257, 768, 197)],
 )
 def test_a_long_factor_beside_a_short_one_has_narrow_blocks(size: int, other: int, pieces: int):
     assert Room(*DEFAULTS).pieces(size, 4, other) == pieces
@@ -115,15 +115,15 @@ def test_a_long_factor_beside_a_short_one_has_narrow_blocks(size: int, other: in
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker])
 def test_a_head_of_many_words_is_cut_where_it_is_read_and_where_it_is_counted(structure: Callable[..., Any]):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(1100, 4), nn.Linear(4, 1100))
+    model = nn.Sequential(nn.Embedding(2100, 4), nn.Linear(4, 2100))
     opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), structure(0.9))
-    x = torch.randint(1100, (8,))
+    x = torch.randint(2100, (8,))
     opt.loss(model(x), x).backward()
     opt.step()
-    assert {row.parameter: row.structure for row in opt.report()}["1.weight"].endswith("(left in 5 blocks)")
+    assert {row.parameter: row.structure for row in opt.report()}["1.weight"].endswith("(left in 9 blocks)")
     layer = next(block.layer for block in opt._blocks if "1.weight" in block.layout.names)
     assert layer is not None
-    assert opt.structure.inverted_sizes(layer)[0] == (5, 220)
+    assert opt.structure.inverted_sizes(layer)[0] == (9, 234)
 
 
 @pytest.mark.parametrize("room", [{"largest": 0}, {"largest": 0.5}, {"budget": 0}])

@@ -99,7 +99,7 @@ def test_a_spectral_step_of_an_embedding_changes_its_outputs_by_as_much_as_asked
 def test_a_head_of_many_words_takes_spectral_steps_too(recipe: Any) -> None:
     """Only the factor of the inputs is asked, and it is whole: in white inputs all singular values are the same."""
     torch.manual_seed(0)
-    model = nn.Linear(4, 1100, bias=False).double()
+    model = nn.Linear(4, 2100, bias=False).double()
     x, y = draw(50, 4), torch.arange(50)
     opt = recipe(model, nn.CrossEntropyLoss(), rule=SpectralDescent(length=1e-3, damping=0.2, iterations=7))
     before = model.weight.detach().clone()
@@ -108,7 +108,7 @@ def test_a_head_of_many_words_takes_spectral_steps_too(recipe: Any) -> None:
     white = moment / moment.diagonal().mean() + 0.2 * torch.eye(4, dtype=F64)
     step = (before - model.weight.detach()) @ torch.linalg.cholesky(white)
     torch.testing.assert_close(
-        torch.linalg.svdvals(step), torch.full((4,), 1e-3 * math.sqrt(1100 / 4), dtype=F64), rtol=1e-3, atol=0
+        torch.linalg.svdvals(step), torch.full((4,), 1e-3 * math.sqrt(2100 / 4), dtype=F64), rtol=1e-3, atol=0
     )
 
 
