@@ -27,7 +27,8 @@ class Steps:
         rule: How a direction becomes a step.
         lr: The least learning rate of the parameter groups, as far as it has fallen by itself.
         settings: Bounds that the parameter groups have, such as kl_share.
-        turned: The step at which noise had hidden the gradient; -1 before.
+        turned: The step at which noise had hidden the gradient; -1 before, and after it showed again.
+        returns: Times that it showed again.
     """
 
     reports: Sequence[StateReport]
@@ -36,6 +37,7 @@ class Steps:
     lr: float
     settings: Mapping[str, float]
     turned: int = -1
+    returns: int = 0
 
     @property
     def last(self) -> StateReport:
@@ -159,7 +161,9 @@ def list_changed(rule: Rule) -> str:
 
 
 def tell_noise(steps: Steps) -> Iterator[str]:
-    """Whether the rule has turned to spectral steps."""
+    """Whether the rule has turned to spectral steps, or back."""
+    if steps.turned < 0 < steps.returns:
+        yield "The gradient showed again after noise had hidden it: steps are natural ones as at the start."
     if steps.turned >= 0:
         yield (
             f"Noise has hidden the gradient since step {steps.turned}: steps are spectral ones from there on, of a "

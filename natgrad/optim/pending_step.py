@@ -227,11 +227,11 @@ class Attempt:
         return Penalised(gradients, self.values, strengths) if any(strengths.values()) else gradients
 
     def count_signal(self, gradients: Mapping[str, Tensor]) -> None:
-        """Follow how much of the gradients is signal, and turn to the rule's own directions where that is little.
+        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little, or back.
 
         Turning asks for fresh statistics, roots and measurements at the next step.
         """
-        if not self.rule.turns_at or self.turned:
+        if not self.rule.turns_at:
             return
         kept = {name: mean for name, mean in self.means.items() if mean}
         if not kept and not self.blocks.owners.apart:  # no momentum: nothing is known

@@ -12,6 +12,7 @@ RAMP = 5  # steps after which the intervals between updates grow by one
 TURNED = 2  # times as long they are once noise has hidden the gradient, and whitened inputs are all that is asked for
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
 FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
+STERNER = 4.0  # times less signal it takes to turn again, after each return
 UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, before any was compared
 MARGIN = 5.0  # of the largest factor by which it was too small lately
 FORGETS = 0.98  # of that factor, per comparison
@@ -35,7 +36,8 @@ def start_clock() -> Clock:
         - `late`: steps in a row, up to now, whose statistics were due and not read.
         - `skipped`: steps in a row, up to now, that were skipped.
         - `seen`: examples, where the rule counts them.
-        - `turned`: the step at which noise had hidden the gradient, -1 before.
+        - `turned`: the step at which noise had hidden the gradient, -1 before and after a return.
+        - `returns`: times that it showed again.
         - `signal`: what `follow_signal` knows.
         - `doubt`: how many times the estimate of a step's KL may be too small.
         - `compared`: the step at which a step's KL was measured on its own batch last, or would have been.
@@ -55,6 +57,7 @@ def start_clock() -> Clock:
         "skipped": 0,
         "seen": 0,
         "turned": -1,
+        "returns": 0,
         "signal": [0.0, 0.0, 0.0],
         "doubt": UNKNOWN,
         "compared": 0,
@@ -148,21 +151,28 @@ def is_watched(clock: Clock) -> bool:
 
 
 def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:
-    """Count one step's |m|^2, |g|^2 and noise, and turn where the share of signal is below `least`.
+    """Count one step's |m|^2, |g|^2 and noise; turn where the share of signal is low, return where it is high again.
 
     The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
-    were noise alone.
+    were noise alone. Steps that are too short for a curved valley make gradients that agree, where the longer ones
+    before had thrown the run from side to side: that is a return, and the next turn takes a quarter of the share.
 
     Args:
         clock: Holds the running sums; this step is added.
         sums: |m|^2, |g|^2 and Z of this step.
-        least: The share of signal below which to turn.
+        least: The share of signal below which to turn, and above which to return.
 
     Returns:
-        True at the turn.
+        True at the turn and at the return.
     """
     clock["signal"] = [FADES * before + (1 - FADES) * now for before, now in zip(clock["signal"], sums, strict=True)]
     mean, single, noise = clock["signal"]
+    if clock["turned"] >= 0:
+        if not mean - noise > least * (single - noise):
+            return False
+        clock |= {"turned": -1, "returns": clock["returns"] + 1}
+        return True
+    least /= STERNER ** clock["returns"]
     if clock["step"] + 1 < SURE or not mean - noise < least * (single - noise):
         return False
     clock["turned"] = clock["step"]

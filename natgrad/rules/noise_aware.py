@@ -34,7 +34,9 @@ class NoiseAware(Rule):
 
     The signal is |m|^2 / E|g|^2 for the running mean m of the gradient g, less what pure noise has there:
     (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are noise; averaged over ten
-    steps. From the step on at which it is below `noise`, all steps are `SpectralDescent`. That stays so.
+    steps. Once it is below `noise`, steps are `SpectralDescent`. Where it comes above `noise` again after that,
+    short steps go along a curved valley that noise had nothing to do with: steps are natural ones again, and the next
+    turn takes a quarter of `noise`.
 
     Args:
         max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.

@@ -153,7 +153,7 @@ def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(dec
         assert (m - z) / (g - z) == pytest.approx(expected, abs=0.02)
 
 
-def test_the_turn_comes_after_ten_steps_at_the_least_and_stays() -> None:
+def test_the_turn_comes_after_ten_steps_at_the_least() -> None:
     clock = start_clock()
     for step in range(9):
         clock["step"] = step
@@ -161,6 +161,38 @@ def test_the_turn_comes_after_ten_steps_at_the_least_and_stays() -> None:
     clock["step"] = 9
     assert follow_signal(clock, [0.0, 1.0, 0.05], 0.26)
     assert clock["turned"] == 9
+
+
+def test_steps_return_where_the_gradient_shows_again_and_turn_later_the_next_time() -> None:
+    clock = start_clock() | {"step": 20}
+
+    def steps_to_change(share: float) -> int:
+        for count in range(1, 100):
+            clock["step"] += 1
+            if follow_signal(clock, [0.05 + 0.95 * share, 1.0, 0.05], 0.26):
+                return count
+        return 0
+
+    assert steps_to_change(0.2) == 1  # turned
+    assert clock["turned"] == 21
+    assert steps_to_change(0.25) == 0
+    assert steps_to_change(1.0) == 1
+    assert (clock["turned"], clock["returns"]) == (-1, 1)
+    assert steps_to_change(0.2) == 0  # a quarter of .26 from now on
+    assert steps_to_change(0.05) > 0
+    assert clock["turned"] > 0
+
+
+def test_a_curved_valley_is_left_to_natural_steps_after_a_return() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30))
+    opt = ng.kfac(model, nn.MSELoss())
+    x = draw(200, 30, seed=3).float() @ draw(30, 30, seed=4).float()
+    opt._clock |= {"step": 30, "turned": 25}  # as if noise had hidden the gradient; the whole data show it
+    train_batches(opt, model, [(x, x)] * 12)
+    assert (opt._clock["turned"], opt._clock["returns"]) == (-1, 1)
+    assert opt.state_report().status == "stepped"
+    assert "showed again" in opt.explain()
 
 
 def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that() -> None:
