@@ -230,3 +230,52 @@ def test_a_term_of_coefficients_alone_is_fitted():
     for _ in range(20):
         opt.step(fit=(x, 2 * torch.exp(-0.5 * x[:, 0])))
     assert (k.detach() - torch.tensor([2.0, 0.5], dtype=torch.float64)).abs().max() < 1e-8
+
+
+class ComplexWave(nn.Module):
+    """A complex network of real points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kind = torch.complex128
+        self.layers = nn.Sequential(nn.Linear(1, 4, dtype=kind), nn.Tanh(), nn.Linear(4, 1, dtype=kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.to(torch.complex128))
+
+
+def test_a_complex_network_takes_the_step_of_its_real_and_imaginary_parts():
+    net, points = ComplexWave(), torch.linspace(0, 1, 15, dtype=torch.float64).unsqueeze(1)
+    opt = ng.residuals(
+        net,
+        {"inside": lambda u, x: ng.jacobian(u, x)[:, 0] - 1j * u(x)},
+        damping=ng.Constant(0.1),
+        scaling=False,
+        acceleration=False,
+        rule=ng.Rate(),
+    )
+    parts = {name: p.detach().clone() for name, p in net.named_parameters()}
+    assert sum(p.numel() for p in parts.values()) == 26
+    assert all(p.dtype == torch.float64 for p in parts.values())
+
+    def residuals(values: dict[str, Tensor]) -> Tensor:
+        u = lambda x: torch.func.functional_call(net, values, (x.unsqueeze(0),))[0]  # noqa: E731
+        slopes = torch.func.vmap(lambda x: torch.func.jvp(u, (x,), (torch.ones_like(x),))[1])(points)
+        gaps = slopes - 1j * torch.func.vmap(u)(points)
+        return torch.view_as_real(gaps).flatten() * (2 / len(points)) ** 0.5
+
+    J = torch.cat([part.flatten(1) for part in torch.func.jacrev(residuals)(parts).values()], dim=1)
+    r = residuals(parts)
+    expected = torch.linalg.solve(J.mT @ J + 0.1 * torch.eye(26, dtype=torch.float64), J.mT @ r)
+    loss = opt.step(inside=points)
+    moved = torch.cat([(parts[name] - p.detach()).flatten() for name, p in net.named_parameters()])
+    assert_close(loss, r.square().sum() / 2)
+    assert_close(moved, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_complex_coefficient_is_refused_with_advice():
+    with pytest.raises(
+        ValueError, match=r"net\['k'\] is a parameter of torch.complex64, expected a real one: give two"
+    ):
+        ng.residuals({"u": ComplexWave(), "k": nn.Parameter(torch.tensor(1 + 1j))}, {"inside": lambda u, k, x: k})

@@ -58,6 +58,7 @@ FLOORS: dict[str, int] = {
     "embedding_bags": 0,
     "derivatives": 0,
     "layered_energies": 0,
+    "complex_parts": 0,
     "positive_parameters": 0,
     "densities": 0,
     "loss_listeners": 0,

@@ -47,7 +47,8 @@ def residuals(
 
     Args:
         net: The network. For several unknowns a list or a dict of modules and of parameters (coefficients to be found):
-            a term then takes them in that order, `lambda u, k, x: ...`.
+            a term then takes them in that order, `lambda u, k, x: ...`. Complex parameters of a module are trained by
+            their real and imaginary parts, as in `ng.LogAmplitude`.
         terms: Name -> function of the unknowns and a point. It returns the residual, a tensor of any shape. A term on
             data takes more than the point: `lambda u, x, y: u(x) - y` and `step(data=(x, y))`.
         weights: w by name, default 1.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.complex_parts import split_complex_parameters
 from natgrad.spaces import Params
 
 
@@ -27,7 +28,8 @@ class Unknowns(nn.Module):
 def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Parameter]]:
     """The module whose parameters are trained, and the unknowns in the order of a term's arguments, by name.
 
-    The name is what the unknown's parameters start with: "" for a module alone.
+    The name is what the unknown's parameters start with: "" for a module alone. Complex parameters of modules become
+    their real and imaginary parts, in place.
 
     Args:
         given: A module; a list or a dict of modules and of parameters.
@@ -38,6 +40,7 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
     """
     if isinstance(given, nn.Module) and not isinstance(given, (nn.ModuleDict, nn.ModuleList)):
         check_precision("net", given)
+        split_complex_parameters(given)
         return given, {"": given}
     if isinstance(given, (nn.ModuleList, Sequence)) and not isinstance(given, str):
         given = {f"unknown{i}": part for i, part in enumerate(given)}
@@ -51,6 +54,9 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
         raise ValueError("net is empty, expected at least one torch.nn.Module")
     for name, part in parts.items():
         check_unknown(name, part)
+    for part in parts.values():
+        if isinstance(part, nn.Module):
+            split_complex_parameters(part)
     return Unknowns(parts), parts
 
 
@@ -61,6 +67,11 @@ def check_unknown(name: Any, part: Any) -> None:
     if not isinstance(part, (nn.Module, nn.Parameter)):
         hint = "; wrap a number: nn.Parameter(torch.tensor(1.0))" if isinstance(part, (Tensor, float, int)) else ""
         raise TypeError(f"net[{name!r}] is {type(part).__name__}, expected a module or a parameter{hint}")
+    if isinstance(part, nn.Parameter) and part.is_complex():
+        raise ValueError(
+            f"net[{name!r}] is a parameter of {part.dtype}, expected a real one: give two, its real and its imaginary "
+            "part, and write torch.complex(a, b) in the terms"
+        )
     check_precision(f"net[{name!r}]", part)
 
 

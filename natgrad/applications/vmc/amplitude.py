@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
 
+from natgrad.complex_parts import split_complex_parameters
 from natgrad.optim import refuse_processes
 
 Head = Callable[[Any], Tensor]
@@ -154,41 +154,6 @@ class LogAmplitude(nn.Module):
     def device(self) -> torch.device:
         """Where the parameters lie."""
         return next(self.parameters()).device
-
-
-class ComplexParts(nn.Module):
-    """A complex tensor from its real and imaginary parts, as a parametrisation of torch's."""
-
-    def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
-        """real + i imaginary.
-
-        Args:
-            real: Any shape.
-            imaginary: The same shape.
-        """
-        return torch.complex(real, imaginary)
-
-    def right_inverse(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The two parts.
-
-        Args:
-            value: Complex, any shape.
-        """
-        return value.real.clone(), value.imag.clone()
-
-
-def split_complex_parameters(net: nn.Module) -> None:
-    """Represent every complex parameter by its real and imaginary parts. ValueError for one that modules share."""
-    found = [
-        (module, name, p)
-        for module in net.modules()
-        for name, p in module.named_parameters(recurse=False)
-        if p.is_complex()
-    ]
-    if len({id(p) for _, _, p in found}) < len(found):
-        raise ValueError("net shares a complex parameter between modules; keep it in one and call that one twice")
-    for module, name, _ in found:
-        register_parametrization(module, name, ComplexParts())
 
 
 def has_complex_sign(outputs: Any) -> bool:
