@@ -84,7 +84,7 @@ def build_molecule(molecule: ng.vmc.Molecule, exact: float) -> Callable[[GroundS
         net = vmc.AntisymmetricNet(molecule, seed=seed, dtype=torch.float64)
         psi = ng.LogAmplitude(net, head=vmc.read_sign)
         return GroundStateProblem(
-            molecule, psi, vmc.Metropolis(molecule, samples=settings.samples, seed=seed), exact, 5.0
+            molecule, psi, vmc.Metropolis(molecule, samples=settings.samples, sweep=20, seed=seed), exact, 5.0
         )
 
     return build
@@ -107,11 +107,12 @@ class Stepper(Protocol):
 
 
 class Reconfigured:
-    """`ng.stochastic_reconfiguration`. Molecules take steps that shrink to a fifth."""
+    """`ng.stochastic_reconfiguration`. Molecules take steps that shrink to a fifth, and that walkers can follow."""
 
     def __init__(self, problem: GroundStateProblem, momentum: float) -> None:
         self.lr, self.falls = (0.05, False) if problem.clip is None else (0.5, True)
-        sr = ng.stochastic_reconfiguration(problem.psi, self.lr, 1e-3, momentum, clip=problem.clip)
+        rule = ng.TrustRegion(radius=0.01 if self.falls else 0.1)
+        sr = ng.stochastic_reconfiguration(problem.psi, self.lr, 1e-3, momentum, clip=problem.clip, rule=rule)
         self.search = vmc.GroundState(problem.hamiltonian, problem.sampler, sr)
 
     def step(self, part: float) -> ng.vmc.EnergyEstimate:

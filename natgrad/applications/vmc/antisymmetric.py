@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 
 import torch
@@ -13,14 +14,18 @@ from natgrad.checks import check_integer
 LARGEST = 5
 """Electrons of one spin at most: the determinants are written out as sums over permutations."""
 
+SLOWEST = 0.2
+"""Slowest decay of an orbital, per bohr: exp(-sqrt(2 I) r) has .23 for H- and more for whatever binds more firmly."""
+
 
 class AntisymmetricNet(nn.Module):
     """psi = exp(J) sum_k det[phi^k_i(x_j; all others)]_up det[...]_down, with all cusps built in.
 
     A stream of features per electron sees smooth functions of its distances to the nuclei, and the means of the other
-    electrons' features and of those of its pairs (FermiNet); orbitals are linear in the features, times a decaying
-    envelope about each nucleus. J has the cusps: -Z r / (1 + r) at nuclei, and r / (2 + 2 r) or r / (4 + 4 r) for pairs
-    of different or of equal spin (PauliNet), so that local energies are finite everywhere. Returns (sign, log |psi|):
+    electrons' features and of those of its pairs (FermiNet); orbitals are linear in the features, times an envelope
+    about each nucleus, which decays whatever its parameter is, so that |psi|^2 has a finite integral. J has the cusps:
+    -Z r / (1 + r) at nuclei, and r / (2 + 2 r) or r / (4 + 4 r) for pairs of different or of equal spin (PauliNet), so
+    that local energies are finite everywhere. Returns (sign, log |psi|):
     `ng.LogAmplitude(net, head=ng.vmc.read_sign)`.
 
     Args:
@@ -81,7 +86,7 @@ class AntisymmetricNet(nn.Module):
             self.streams = nn.ModuleList(nn.Linear(size, hidden, dtype=kind) for size in sizes)
             self.orbitals = nn.Linear(hidden, determinants * max(molecule.up, molecule.down) * 2, dtype=kind)
             shape = (2, determinants, max(molecule.up, molecule.down), len(charges))
-            self.decays = nn.Parameter(torch.ones(shape, dtype=kind))
+            self.decays = nn.Parameter(torch.full(shape, math.log(math.expm1(1 - SLOWEST)), dtype=kind))
             self.shares = nn.Parameter(torch.ones(shape, dtype=kind) + 0.1 * torch.randn(shape, dtype=kind))
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +104,7 @@ class AntisymmetricNet(nn.Module):
         between = x.unsqueeze(2) - x.unsqueeze(1)  # (b, n, n, 3)
         features = self._stream(apart, squares, between)
         tables = self.orbitals(features).unflatten(2, (2, self.determinants, -1))  # (b, n, 2, k, orbital)
-        envelope = torch.exp(-torch.einsum("skoa,bna->bnskoa", self.decays, (1 + squares).sqrt()))
+        envelope = torch.exp(-torch.einsum("skoa,bna->bnskoa", self._find_decays(), (1 + squares).sqrt()))
         tables = tables * (envelope * self.shares).sum(5)
         up = self.molecule.up
         psi = determinant(tables[:, :up, 0, :, :up].movedim(2, 1))
@@ -108,6 +113,10 @@ class AntisymmetricNet(nn.Module):
             psi = psi * determinant(tables[:, up:, 1, :, :down].movedim(2, 1))
         total = psi.sum(1)
         return total.sign().detach(), total.abs().log() + self._cusp(squares, between)
+
+    def _find_decays(self) -> Tensor:
+        """Rates of the envelopes, at least `SLOWEST`: below zero psi would grow, and |psi|^2 could not be sampled."""
+        return SLOWEST + nn.functional.softplus(self.decays)
 
     def _stream(self, apart: Tensor, squares: Tensor, between: Tensor) -> Tensor:
         """Features of every electron, (b, n, hidden)."""

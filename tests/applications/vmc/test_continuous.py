@@ -118,6 +118,24 @@ def test_local_energies_stay_finite_where_particles_meet(name):
     assert bool(((energies[2] - energies[1]).abs() < 0.2 * (energies[1] - energies[0]).abs() + 1e-2).all())
 
 
+@pytest.mark.parametrize("name", ["helium", "LiH"])
+@pytest.mark.parametrize("rate", [-4.0, -40.0])
+def test_psi_decays_far_away_whatever_its_rates_are(name, rate):
+    # where psi grows |psi|^2 cannot be normalised: walkers run off, and mean local energies may lie below the lowest
+    psi, molecule = antisymmetric(name), MOLECULES[name]
+    with torch.no_grad():
+        psi.net.decays.fill_(rate)
+    x = draw(5, molecule.electrons, 3)
+    for electron in range(molecule.electrons):
+        logs = []
+        for distance in (100.0, 200.0, 400.0):
+            moved = x.clone()
+            moved[:, electron] += torch.tensor([0.0, distance, 0.0], dtype=F64)
+            logs.append(psi(moved.flatten(1)).real.detach())
+        assert bool((logs[1] < logs[0] - 5).all())
+        assert bool((logs[2] < logs[1] - 5).all())
+
+
 def test_electrons_start_near_the_nuclei():
     lih = vmc.Molecule.lithium_hydride()
     assert sorted(lih.assign_electrons()) == [0, 0, 0, 1]
