@@ -19,6 +19,7 @@ from natgrad.applications.vmc.metropolis import Exchange, Flip, Hop, Metropolis,
 from natgrad.applications.vmc.networks import RBM, AutoregressiveNet
 from natgrad.applications.vmc.reconfiguration import StochasticReconfiguration, stochastic_reconfiguration
 from natgrad.applications.vmc.samples import AncestralSampler, Enumerated, ExactSampler, Sampler, Samples
+from natgrad.applications.vmc.symmetric import SymmetricNet, chain_translations, square_translations
 
 __all__ = [
     "RBM",
@@ -45,9 +46,11 @@ __all__ = [
     "Shift",
     "Spins",
     "StochasticReconfiguration",
+    "SymmetricNet",
     "TransverseIsing",
     "WidthTuning",
     "chain_edges",
+    "chain_translations",
     "estimate_energy",
     "extrapolate_variance",
     "kinetic_energies",
@@ -58,5 +61,6 @@ __all__ = [
     "read_phase",
     "read_sign",
     "square_edges",
+    "square_translations",
     "stochastic_reconfiguration",
 ]
