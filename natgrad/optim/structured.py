@@ -74,7 +74,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         **options: Rule, momentum, damping, intervals and more: `natgrad.optim.BlockOptions`.
 
     Raises:
-        TypeError: For a criterion that is not a likelihood, a model whose parameters are held in parts (FSDP, DTensor).
+        TypeError: For a criterion that is not a likelihood, a model in `FullyShardedDataParallel`: use `fully_shard`.
         ValueError: For a rule that needs the solver of a flat system.
 
     Example:

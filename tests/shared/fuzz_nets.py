@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,104 +145,162 @@ class Named(nn.Module):
         return torch.tanh(self.a(inputs["u"])) * self.b(inputs["v"])
 
 
-def recurrent(draw: st.DrawFn, i: int, w: int, first: bool) -> nn.Module:
-    kind = draw(st.sampled_from([nn.RNN, nn.GRU, nn.LSTM]))
-    return nn.Sequential(kind(i, 3, batch_first=first), Take(), nn.Linear(3, w))
+@dataclass(frozen=True)
+class Sizes:
+    """What all kinds of networks have in common.
+
+    draw: takes from a strategy. b, t, i, w: examples, positions, inputs and outputs. first: examples come before
+    positions. act: makes an activation.
+    """
+
+    draw: st.DrawFn
+    b: int
+    t: int
+    i: int
+    w: int
+    bias: bool
+    first: bool
+    act: Callable[[], nn.Module]
+
+    def choose(self, *among: Any) -> Any:
+        return self.draw(st.sampled_from(among))
+
+    def line(self, a: int, c: int) -> nn.Module:
+        return nn.Linear(a, c, bias=self.bias)
+
+    def rows(self) -> Tensor:
+        return torch.randn(self.b, self.i)
+
+    def positions(self, width: int) -> Tensor:
+        return torch.randn(*((self.b, self.t) if self.first else (self.t, self.b)), width)
 
 
-KINDS = (
-    "linear", "deep", "residual", "conv1", "conv2", "groups", "conv3", "transposed", "embedding", "bag", "sequence",
-    "attention", "encoder", "pooled", "recurrent", "cells", "bare", "behind", "shared", "low rank", "tied", "named",
-    "batch norm", "group norm", "graph",
-)  # fmt: skip
+def build_deep(s: Sizes) -> tuple[nn.Module, Any]:
+    parts = (s.line(s.i, 4), s.act(), nn.LayerNorm(4), s.line(4, 3), s.act(), s.line(3, s.w))
+    return nn.Sequential(*parts), s.rows()
+
+
+def build_residual(s: Sizes) -> tuple[nn.Module, Any]:
+    return nn.Sequential(Residual(s.line(s.i, 3), s.act(), s.line(3, s.i)), s.line(s.i, s.w)), s.rows()
+
+
+def build_shared(s: Sizes) -> tuple[nn.Module, Any]:
+    one = s.line(3, 3)
+    return nn.Sequential(s.line(s.i, 3), s.act(), one, nn.Tanh(), one, s.line(3, s.w)), s.rows()
+
+
+def build_conv1(s: Sizes) -> tuple[nn.Module, Any]:
+    inputs, stride, padding = torch.randn(s.b, s.i, 7), s.choose(1, 2), s.choose(0, 1)
+    conv = nn.Conv1d(s.i, 3, 3, stride=stride, padding=padding, bias=s.bias)
+    return nn.Sequential(conv, s.act(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), s.line(6, s.w)), inputs
+
+
+def build_conv2(s: Sizes) -> tuple[nn.Module, Any]:
+    inputs, mode = torch.randn(s.b, s.i, 4, 5), s.choose("zeros", "circular", "reflect")
+    conv = nn.Conv2d(s.i, 2, 3, padding=s.choose(1, "same"), padding_mode=mode, bias=s.bias)
+    return nn.Sequential(conv, s.act(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), s.line(8, s.w)), inputs
+
+
+def build_groups(s: Sizes) -> tuple[nn.Module, Any]:
+    conv = nn.Conv2d(4, 4, 2, groups=s.choose(2, 4))
+    after = (s.act(), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), s.line(4, s.w))
+    return nn.Sequential(conv, *after), torch.randn(s.b, 4, 4, 4)
+
+
+def build_conv3(s: Sizes) -> tuple[nn.Module, Any]:
+    after = (s.act(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), s.line(2, s.w))
+    return nn.Sequential(nn.Conv3d(1, 2, 2), *after), torch.randn(s.b, 1, 3, 3, 3)
+
+
+def build_transposed(s: Sizes) -> tuple[nn.Module, Any]:
+    conv = nn.ConvTranspose2d(s.i, 2, 2, stride=s.choose(1, 2), bias=s.bias)
+    return nn.Sequential(conv, s.act(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), s.line(2, s.w)), torch.randn(
+        s.b, s.i, 2, 2
+    )
+
+
+def build_embedding(s: Sizes) -> tuple[nn.Module, Any]:
+    table = nn.Embedding(5, 2, padding_idx=s.choose(None, 0))
+    return nn.Sequential(table, s.act(), nn.Flatten(), s.line(6, s.w)), torch.randint(0, 5, (s.b, 3))
+
+
+def build_bag(s: Sizes) -> tuple[nn.Module, Any]:
+    bag = nn.EmbeddingBag(5, 3, mode=s.choose("sum", "mean", "max"))
+    return nn.Sequential(bag, s.act(), s.line(3, s.w)), torch.randint(0, 5, (s.b, 3))
+
+
+def build_sequence(s: Sizes) -> tuple[nn.Module, Any]:
+    return nn.Sequential(s.line(s.i, 4), s.act(), nn.RMSNorm(4), s.line(4, s.w)), s.positions(s.i)
+
+
+def build_attention(s: Sizes) -> tuple[nn.Module, Any]:
+    return nn.Sequential(Residual(Attend(s.first)), s.line(4, s.w)), s.positions(4)
+
+
+def build_encoder(s: Sizes, *after: nn.Module) -> tuple[nn.Module, Any]:
+    norm = s.draw(st.booleans())
+    body = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=s.first, norm_first=norm)
+    return nn.Sequential(body, *after, s.line(4, s.w)), s.positions(4)
+
+
+def build_recurrent(s: Sizes) -> tuple[nn.Module, Any]:
+    kind = s.choose(nn.RNN, nn.GRU, nn.LSTM)
+    return nn.Sequential(kind(s.i, 3, batch_first=s.first), Take(), nn.Linear(3, s.w)), s.positions(s.i)
+
+
+def build_batch_norm(s: Sizes) -> tuple[nn.Module, Any]:
+    norm = nn.BatchNorm1d(4).train(s.draw(st.booleans()))
+    return nn.Sequential(s.line(s.i, 4), norm, s.act(), s.line(4, s.w)), torch.randn(max(s.b, 3), s.i)
+
+
+def build_group_norm(s: Sizes) -> tuple[nn.Module, Any]:
+    parts = (nn.GroupNorm(2, 4), nn.Conv1d(4, 2, 2), s.act(), nn.Flatten(), s.line(4, s.w))
+    return nn.Sequential(*parts), torch.randn(s.b, 4, 3)
+
+
+def put_before_line(make: Callable[[int], nn.Module], s: Sizes) -> tuple[nn.Module, Any]:
+    """A module of four outputs, then an activation and a layer."""
+    return nn.Sequential(make(s.i), s.act(), s.line(4, s.w)), s.rows()
+
+
+KINDS: dict[str, Callable[[Sizes], tuple[nn.Module, Any]]] = {
+    "linear": lambda s: (s.line(s.i, s.w), s.rows()),
+    "deep": build_deep,
+    "residual": build_residual,
+    "conv1": build_conv1,
+    "conv2": build_conv2,
+    "groups": build_groups,
+    "conv3": build_conv3,
+    "transposed": build_transposed,
+    "embedding": build_embedding,
+    "bag": build_bag,
+    "sequence": build_sequence,
+    "attention": build_attention,
+    "encoder": build_encoder,
+    "pooled": lambda s: build_encoder(s, Mean(1 if s.first else 0)),
+    "recurrent": build_recurrent,
+    "cells": lambda s: (nn.Sequential(Cells(s.i), s.line(4, s.w)), torch.randn(s.b, s.t, s.i)),
+    "bare": partial(put_before_line, Contract),
+    "behind": partial(put_before_line, Behind),
+    "shared": build_shared,
+    "low rank": partial(put_before_line, LowRankUpdate),
+    "tied": lambda s: (TiedTable(), torch.randint(0, 4, (s.b, s.t))),
+    "named": lambda s: (Named(s.i, s.w), ({"u": torch.randn(s.b, s.i), "v": torch.randn(s.b, s.i)},)),
+    "batch norm": build_batch_norm,
+    "group norm": build_group_norm,
+    "graph": lambda s: (nn.Sequential(s.line(s.i, 4), s.act(), Neighbours(), s.line(4, s.w)), s.rows()),
+}
 
 
 @st.composite
 def nets(draw: st.DrawFn) -> Net:
     """A network with outputs (b, w), (b, t, w) or, examples second, (t, b, w), and inputs for it."""
-    kind, b = draw(st.sampled_from(KINDS)), draw(st.sampled_from([1, 2, 3, 5]))
+    kind, b = draw(st.sampled_from(tuple(KINDS))), draw(st.sampled_from([1, 2, 3, 5]))
     i, w, t = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(2, 3))
     bias, first, act = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(ACTIVATIONS))
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    size = (b, t) if first else (t, b)
-    inputs: Any = torch.randn(b, i)
-    mixes = False
-
-    def line(a: int, c: int) -> nn.Module:
-        return nn.Linear(a, c, bias=bias)
-
-    if kind == "linear":
-        model = line(i, w)
-    elif kind == "deep":
-        model = nn.Sequential(line(i, 4), act(), nn.LayerNorm(4), line(4, 3), act(), line(3, w))
-    elif kind == "residual":
-        model = nn.Sequential(Residual(line(i, 3), act(), line(3, i)), line(i, w))
-    elif kind == "conv1":
-        inputs = torch.randn(b, i, 7)
-        conv = nn.Conv1d(i, 3, 3, stride=draw(st.integers(1, 2)), padding=draw(st.integers(0, 1)), bias=bias)
-        model = nn.Sequential(conv, act(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), line(6, w))
-    elif kind == "conv2":
-        inputs, mode = torch.randn(b, i, 4, 5), draw(st.sampled_from(["zeros", "circular", "reflect"]))
-        conv = nn.Conv2d(i, 2, 3, padding=draw(st.sampled_from([1, "same"])), padding_mode=mode, bias=bias)
-        model = nn.Sequential(conv, act(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), line(8, w))
-    elif kind == "groups":
-        inputs, groups = torch.randn(b, 4, 4, 4), draw(st.sampled_from([2, 4]))
-        model = nn.Sequential(
-            nn.Conv2d(4, 4, 2, groups=groups),
-            act(),
-            nn.GroupNorm(2, 4),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            line(4, w),
-        )
-    elif kind == "conv3":
-        inputs = torch.randn(b, 1, 3, 3, 3)
-        model = nn.Sequential(nn.Conv3d(1, 2, 2), act(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), line(2, w))
-    elif kind == "transposed":
-        inputs, stride = torch.randn(b, i, 2, 2), draw(st.integers(1, 2))
-        conv = nn.ConvTranspose2d(i, 2, 2, stride=stride, bias=bias)
-        model = nn.Sequential(conv, act(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), line(2, w))
-    elif kind == "embedding":
-        inputs, padding = torch.randint(0, 5, (b, 3)), draw(st.sampled_from([None, 0]))
-        model = nn.Sequential(nn.Embedding(5, 2, padding_idx=padding), act(), nn.Flatten(), line(6, w))
-    elif kind == "bag":
-        inputs, mode = torch.randint(0, 5, (b, 3)), draw(st.sampled_from(["sum", "mean", "max"]))
-        model = nn.Sequential(nn.EmbeddingBag(5, 3, mode=mode), act(), line(3, w))
-    elif kind == "sequence":
-        inputs = torch.randn(*size, i)
-        model = nn.Sequential(line(i, 4), act(), nn.RMSNorm(4), line(4, w))
-    elif kind == "attention":
-        inputs, model = torch.randn(*size, 4), nn.Sequential(Residual(Attend(first)), line(4, w))
-    elif kind in ("encoder", "pooled"):
-        inputs, norm = torch.randn(*size, 4), draw(st.booleans())
-        body = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=first, norm_first=norm)
-        after = [] if kind == "encoder" else [Mean(1 if first else 0)]
-        model = nn.Sequential(body, *after, line(4, w))
-    elif kind == "recurrent":
-        inputs, model = torch.randn(*size, i), recurrent(draw, i, w, first)
-    elif kind == "cells":
-        inputs, model = torch.randn(b, t, i), nn.Sequential(Cells(i), line(4, w))
-    elif kind == "bare":
-        model = nn.Sequential(Contract(i), act(), line(4, w))
-    elif kind == "behind":
-        model = nn.Sequential(Behind(i), act(), line(4, w))
-    elif kind == "shared":
-        one = line(3, 3)
-        model = nn.Sequential(line(i, 3), act(), one, nn.Tanh(), one, line(3, w))
-    elif kind == "low rank":
-        model = nn.Sequential(LowRankUpdate(i), act(), line(4, w))
-    elif kind == "tied":
-        inputs, model = torch.randint(0, 4, (b, t)), TiedTable()
-    elif kind == "graph":
-        model = nn.Sequential(line(i, 4), act(), Neighbours(), line(4, w))
-    elif kind == "named":
-        inputs, model = ({"u": torch.randn(b, i), "v": torch.randn(b, i)},), Named(i, w)
-    elif kind == "batch norm":
-        inputs, mixes = torch.randn(max(b, 3), i), draw(st.booleans())
-        model = nn.Sequential(line(i, 4), nn.BatchNorm1d(4).train(mixes), act(), line(4, w))
-    else:
-        inputs = torch.randn(b, 4, 3)
-        model = nn.Sequential(nn.GroupNorm(2, 4), nn.Conv1d(4, 2, 2), act(), nn.Flatten(), line(4, w))
+    model, inputs = KINDS[kind](Sizes(draw, b, t, i, w, bias, first, act))
+    mixes = any(isinstance(part, nn.BatchNorm1d) and part.training for part in model.modules())
     return Net(kind, model.double(), double(inputs), mixes)
 
 
