@@ -69,12 +69,25 @@ def project() -> Any:
     return ng.variational(Projected(rows, lambda f: nn.functional.logsigmoid(signs * f)), start=3, group=everyone())
 
 
+def fit_low_rank() -> Any:
+    return ng.variational_low_rank(log_terms, 3, rank=2, group=everyone())
+
+
+def step_low_rank() -> dict[str, Any]:
+    net = build_seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)))
+    q = ng.variational_low_rank(net, rank=2, criterion=nn.MSELoss(), data_size=50, lr=0.3, group=everyone())
+    bounds = [q.step(own(X), own(Y)) for _ in range(3)]
+    return {"q": torch.cat([q.mean, q.covariance.reshape(-1)]), "bounds": [*bounds, q.elbo(own(X), own(Y))]}
+
+
 POSTERIORS: dict[str, Callable[[], dict[str, Any]]] = {
     "a network": network,
     "a network with a diagonal": lambda: network(diagonal=True),
     "terms": lambda: fit(lambda: ng.variational(log_terms, start=3, group=everyone())),
     "terms and a mixture": lambda: fit(mix),
     "rows": lambda: fit(project),
+    "terms and a low rank": lambda: fit(fit_low_rank),
+    "a network with a low rank": step_low_rank,
 }
 
 
@@ -101,6 +114,7 @@ def fail_together() -> list[str]:
         lambda: trainer.step(BITS + (1 if last else 0)),
         lambda: ng.variational(log_terms, torch.full((3,), float(last)).double(), group=everyone()),
         lambda: ng.variational(log_terms, start=3, lr=0.5 if last else 1.0, group=everyone()),
+        lambda: ng.variational_low_rank(log_terms, 3, rank=2 if last else 1, group=everyone()),
         lambda: ng.WakeSleep(build_machine([6, 5, 2] if last else SIZES), group=everyone()),
     ):
         try:
@@ -209,11 +223,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", POSTERIORS)
 def test_a_posterior_of_data_on_processes_is_that_of_all_data(ranks: list[dict[str, Any]], name: str):
     alone = POSTERIORS[name]()
+    # over a pair of draws the equations of a low rank are singular, and MINRES-QLP stops at 1e-4: round-off grows
+    within = 1e-6 if name == "a network with a low rank" else 1e-9
     for rank in ranks:
         assert torch.equal(rank[name]["q"], ranks[0][name]["q"])
         assert rank[name]["bounds"] == ranks[0][name]["bounds"]
-    assert_close(ranks[0][name]["q"], alone["q"], 1e-9)
-    assert ranks[0][name]["bounds"] == pytest.approx(alone["bounds"], rel=1e-9)
+    assert_close(ranks[0][name]["q"], alone["q"], within)
+    assert ranks[0][name]["bounds"] == pytest.approx(alone["bounds"], rel=within)
     assert alone["bounds"][-1] > alone["bounds"][0]
 
 
@@ -245,7 +261,8 @@ def test_processes_with_parts_of_a_posterior_end_and_fail_together(ranks: list[d
         for words in rank["fail"][:2]:
             assert words.startswith("RuntimeError: process 2 of 3 met an error, which it reports itself")
     for rank in ranks:
-        values, settings, models = rank["fail"][2:]
+        values, *settings, models = rank["fail"][2:]
         assert "other values on rank 2" in values
-        assert "different settings" in settings
+        assert len(settings) == 2
+        assert all("different settings" in words for words in settings)
         assert "different models" in models

@@ -12,6 +12,7 @@ import natgrad as ng
 
 MADE = {
     "Variational": "made by variational, which takes it",
+    "LowRankVariational": "made by variational_low_rank, which takes it",
     "VariationalMixture": "made by variational_mixture, which takes it",
     "StochasticReconfiguration": "made by stochastic_reconfiguration, which takes it",
     "ResidualOptimizer": "made by residuals, which takes it",
@@ -20,8 +21,6 @@ MADE = {
     "GroundState": "steps by the StochasticReconfiguration that it is given",
 }
 ALONE = {
-    "LowRankVariational": "fits on one process so far",
-    "variational_low_rank": "fits on one process so far",
     "MirrorDescent": "has no metric: its steps follow from gradients, which a DistributedDataParallel averages",
 }
 TRAINERS = {"NaturalGradient", "StructuredNaturalGradient", "WakeSleep", "NaturalWakeSleep", "TRPO", "MirrorDescent"}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from natgrad.applications.variational.network import Network, count_examples
-from natgrad.applications.variational.targets import Moments, Target
+from natgrad.applications.variational.targets import LogDensity, Moments, Target
 from natgrad.optim import RankExchange, meet_processes
 from natgrad.spaces import trainable
 from natgrad.typed_torch import split_tensor
+
+AnyTarget = TypeVar("AnyTarget", bound=Target)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,38 @@ class JoinedTarget(Target):
             found = part.value(mean, root, step, batch)
         return self.processes.sum(found)
 
+    def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """log p (s,) and its gradient (s, d) at every place, of a function or a network.
+
+        Args:
+            places: Shape (s, d), the same on all processes.
+            batch: Inputs and targets for a network, nothing otherwise.
+        """
+        part = self._take_known(places, batch)
+        with self.processes.failing_together(places.device):
+            values, slopes = part.slopes(places, batch)
+        values, slopes = split_tensor(
+            self.processes.sum(torch.cat([values, slopes.reshape(-1)])), [len(values), slopes.numel()]
+        )
+        return values, slopes.view(places.shape)
+
+    def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        """log p at every place, shape (s,), of a function or a network.
+
+        Args:
+            places: Shape (s, d), the same on all processes.
+            batch: Inputs and targets for a network, nothing otherwise.
+        """
+        part = self._take_known(places, batch)
+        with self.processes.failing_together(places.device):
+            found = part.values_at(places, batch)
+        return self.processes.sum(found)
+
+    def _take_known(self, places: Tensor, batch: tuple[Any, ...]) -> LogDensity | Network:
+        part = self._take_part(places, batch)
+        assert isinstance(part, (LogDensity, Network))
+        return part
+
     def _take_part(self, mean: Tensor, batch: tuple[Any, ...]) -> Target:
         """This process's target with its share of the prior, and of a network with the examples of all processes."""
         if not isinstance(self.own, Network):
@@ -58,7 +92,9 @@ class JoinedTarget(Target):
         return self.own.take_part(self.processes.size, total)
 
 
-def join_target(target: Target, group: Any, mean: Tensor, covariance: Tensor | float, *settings: object) -> Target:
+def join_target(
+    target: AnyTarget, group: Any, mean: Tensor, covariance: Tensor | float, *settings: object
+) -> AnyTarget | JoinedTarget:
     """The target over the processes of a group, which all call this; the same where there is no group.
 
     Args:

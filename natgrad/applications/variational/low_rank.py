@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from natgrad.applications.variational.factored_covariance import FactoredCovariance, FactorFisher
 from natgrad.applications.variational.fitting import Fitted
 from natgrad.applications.variational.gaussian import ENOUGH, HALVINGS, format_few
-from natgrad.applications.variational.joined import find_processes
+from natgrad.applications.variational.joined import JoinedTarget, find_processes, join_target
 from natgrad.applications.variational.network import Network, NetworkData, NetworkOptions, build_network
 from natgrad.applications.variational.quadrature import Points, default_points
 from natgrad.applications.variational.start import as_mean, as_precision, read_density
@@ -26,7 +26,7 @@ from natgrad.pure import run_detached
 from natgrad.shown_tables import write_choices
 from natgrad.solvers import MinresQLP
 
-OWN = ("target", "start", "rank", "covariance", "lr", "points", "seed")
+OWN = ("target", "start", "rank", "covariance", "lr", "points", "seed", "group")
 GROUPS = {"data": Group(NetworkData())}
 SHARE = 0.25
 """Share of each variance that the low-rank part has at the start, at most."""
@@ -34,6 +34,8 @@ SOLVER = MinresQLP(rtol=1e-4, max_steps=100)
 """The bound over a few points depends a little on rotations of B: what no step can follow is left out."""
 LONGEST = 1.0
 """Most that a step changes the logarithm of a scale."""
+Sloped = LogDensity | Network | JoinedTarget
+"""What tells log p and its gradient at given places."""
 
 
 def variational_low_rank(
@@ -45,6 +47,7 @@ def variational_low_rank(
     lr: float = 1.0,
     points: Points | None = None,
     seed: int = 0,
+    group: Any = None,
     **network: Unpack[NetworkOptions],
 ) -> LowRankVariational:
     """Natural-gradient variational inference with a covariance diag(s)^2 + B B^T, B (d, rank), for many dimensions.
@@ -64,6 +67,8 @@ def variational_low_rank(
         points: In d + rank dimensions; default a Gauss-Hermite grid for two and Sobol points beyond, a pair of draws
             for a module.
         seed: Of B's directions at the start.
+        group: The processes of `torch.distributed` that fit q together, each with its own terms of log p in its
+            function, or its own rows of a network's batch; they all make the same calls.
         **network: For a module: the three that follow, one by one or as `data=NetworkData(...)`.
         criterion: A torch.nn loss or an `ng` likelihood.
         data_size: Number of examples in the whole set.
@@ -107,7 +112,9 @@ def variational_low_rank(
     check_integer("rank", rank, 1)
     if rank > len(mean):
         raise ValueError(f"rank is {rank}, expected 1 to d = {len(mean)}; ng.variational has whole covariances")
-    return LowRankVariational(density, mean, 1 / as_precision(spread, mean, True), int(rank), lr, seed)
+    variances = 1 / as_precision(spread, mean, True)
+    joined = join_target(density, group, mean, variances, data, rank, lr, points, seed)
+    return LowRankVariational(joined, mean, variances, int(rank), lr, seed)
 
 
 class LowRankVariational(Fitted):
@@ -125,9 +132,7 @@ class LowRankVariational(Fitted):
         steps: Number of steps taken.
     """
 
-    def __init__(
-        self, target: LogDensity | Network, mean: Tensor, variances: Tensor, rank: int, lr: float, seed: int
-    ) -> None:
+    def __init__(self, target: Sloped, mean: Tensor, variances: Tensor, rank: int, lr: float, seed: int) -> None:
         self.target, self.lr, self.rank, self.steps = target, lr, rank, 0
         self.mean = mean.clone()
         generator = torch.Generator().manual_seed(seed)
@@ -138,7 +143,7 @@ class LowRankVariational(Fitted):
         )
 
     def __repr__(self) -> str:
-        kind = type(self.target).__name__
+        kind = type(self._own).__name__
         return write_choices(self, d=len(self.mean), target=kind, rank=self.rank, lr=self.lr, steps=self.steps)
 
     @property
@@ -160,6 +165,13 @@ class LowRankVariational(Fitted):
     def variances(self) -> Tensor:
         """Of q's entries, shape (d,): the covariance's diagonal, without the rest of it."""
         return self._covariance.diagonal()
+
+    @property
+    def _own(self) -> LogDensity | Network:
+        """The target, or this process's part of it."""
+        own = self.target.own if isinstance(self.target, JoinedTarget) else self.target
+        assert isinstance(own, (LogDensity, Network))
+        return own
 
     @property
     def steady(self) -> bool:
@@ -225,7 +237,7 @@ class LowRankVariational(Fitted):
 
     def _points(self) -> tuple[Tensor, Tensor]:
         size = len(self.mean) + self.rank
-        z, weights = (self.target.points or default_points(size)).at(size, self.steps)
+        z, weights = (self._own.points or default_points(size)).at(size, self.steps)
         return z.to(self.mean), weights.to(self.mean)
 
     def _add_entropy(self, value: Tensor, covariance: FactoredCovariance) -> Tensor:
@@ -270,9 +282,9 @@ class LowRankVariational(Fitted):
         Raises:
             TypeError: If the target is no network.
         """
-        if not isinstance(self.target, Network):
+        target = self._own
+        if not isinstance(target, Network):
             raise TypeError("predict is for networks; use sample(n) and your own function of z")
-        target = self.target
         draws = self.sample(samples, generator=generator)
         return torch.stack([run_detached(partial(target.predict, z, inputs)) for z in draws])
 
