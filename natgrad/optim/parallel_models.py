@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -36,23 +36,28 @@ def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None
     """TypeError for a module with parameters that are not whole tensors here, and for one that is copied to devices.
 
     Args:
-        model: Anything; what is no module passes.
+        model: A module, or parameters by name; what is neither passes.
         name: What the caller calls it.
         parts: True to let `fully_shard` and tensor parallelism pass, whose parts are put together where needed.
     """
-    if not isinstance(model, nn.Module):
+    own = type(model).__name__
+    if isinstance(model, nn.Module):
+        found: list[Any] = [*model.modules(), *model.parameters()]
+    elif isinstance(model, Mapping):
+        found = [*cast("Mapping[str, Any]", model).values()]
+    else:
         return
     kinds = [getattr(sys.modules[key], kind) for key, kinds in PARTS.items() if key in sys.modules for kind in kinds]
     if parts:
         kinds = [kind for kind in kinds if kind.__name__ == "FullyShardedDataParallel"]
-    for part in [*model.modules(), *model.parameters()]:
+    for part in found:
         for kind in kinds:
             if isinstance(part, kind):
                 why = FLAT if kind.__name__ == "FullyShardedDataParallel" else WHOLE
-                raise TypeError(f"{name} is {type(model).__name__} with a {kind.__name__} in it, {why}")
+                raise TypeError(f"{name} is {own} with a {kind.__name__} in it, {why}")
         if isinstance(part, DataParallel) and len(part.device_ids) > 1:
             raise TypeError(
-                f"{name} is {type(model).__name__} with a DataParallel over {len(part.device_ids)} devices in it, "
+                f"{name} is {own} with a DataParallel over {len(part.device_ids)} devices in it, "
                 "whose copies say nothing to an optimizer: use DistributedDataParallel, one process per device"
             )
 

@@ -94,6 +94,14 @@ def test_a_model_that_is_not_whole_here_is_refused_by_all(kind: str):
             recipe(model, CE)
 
 
+@pytest.mark.parametrize("build", [fully_sharded, tensor_parallel])
+def test_parameters_by_name_that_are_not_whole_here_are_refused(build: Callable[[], nn.Module]):
+    held, metric = dict(build().named_parameters()), ng.fisher(net(), CE)
+    for recipe in (ng.NaturalGradient, ng.ang):
+        with pytest.raises(TypeError, match="dict with a DTensor in it, whose parameters are not whole"):
+            recipe(held, metric)
+
+
 @pytest.mark.parametrize("kind", sorted(IN_PARTS.keys() - NEVER))
 def test_a_model_in_parts_is_trained_by_blocks_and_not_at_trial_points(kind: str):
     build, _ = IN_PARTS[kind]
