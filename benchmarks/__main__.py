@@ -9,22 +9,31 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
 
 from benchmarks import (
+    ang,
     conversions,
     ekfac,
     iterative,
     kfac,
     learning,
+    posterior_races,
     preconditioners,
     products,
     residuals,
     scores,
+    search_bits,
+    search_landscapes,
+    search_pbo,
     solves,
+    step,
     steps,
     training,
     wake_sleep,
 )
+from natgrad_lab.data import DataError
+from natgrad_lab.experiments import Interrupted, LabError
 
 COSTS = ("time / gradient", "memory / gradient")
 
@@ -117,14 +126,14 @@ def search_functions(choices: Choices) -> None:
 
 
 def search_surrogate(choices: Choices) -> None:
-    from benchmarks import search
+    from benchmarks import search  # needs cma
 
     title = f"Evaluations to 1e-8 with a quadratic model, {list_seeds(choices.search_seeds)}; kept in {search.KNOWN}"
     stream(title, search.surrogate_figures(choices.search_seeds), search.SURROGATE_HEADS)
 
 
 def search_bbob(choices: Choices) -> None:
-    from benchmarks import search
+    from benchmarks import search  # needs cma
 
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
     seeds = list_seeds(choices.search_seeds)
@@ -132,9 +141,7 @@ def search_bbob(choices: Choices) -> None:
     stream(title, search.bbob_figures(choices.search_seeds, cases), search.BBOB_HEADS)
 
 
-def search_bits(choices: Choices) -> None:
-    from benchmarks import search_bits
-
+def race_bits(choices: Choices) -> None:
     stream(
         f"Bits and categories, {list_seeds(choices.search_seeds)}",
         search_bits.figures(choices.search_seeds),
@@ -142,17 +149,13 @@ def search_bits(choices: Choices) -> None:
     )
 
 
-def search_pbo(choices: Choices) -> None:
-    from benchmarks import search_pbo
-
+def race_pbo(choices: Choices) -> None:
     budget = f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations"
     title = f"{budget}, {list_seeds(choices.search_seeds)}; kept in {search_pbo.KNOWN}"
     stream(title, search_pbo.figures(choices.search_seeds), search_pbo.HEADS)
 
 
-def search_landscapes(choices: Choices) -> None:
-    from benchmarks import search_landscapes
-
+def race_landscapes(choices: Choices) -> None:
     title = (
         f"{search_landscapes.BUDGET} evaluations, {list_seeds(choices.search_seeds)}; kept in {search_landscapes.KNOWN}"
     )
@@ -160,14 +163,14 @@ def search_landscapes(choices: Choices) -> None:
 
 
 def search_noise(choices: Choices) -> None:
-    from benchmarks import search_noise
+    from benchmarks import search_noise  # needs cma
 
     title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {list_seeds(choices.search_seeds)}"
     stream(title, search_noise.figures(choices.search_seeds), search_noise.HEADS)
 
 
 def search_cost(choices: Choices) -> None:
-    from benchmarks import search_costs
+    from benchmarks import search_costs  # needs cma
 
     rows = search_costs.overheads(max(3, choices.repeats // 3))
     stream("One generation of ask and tell", rows, search_costs.HEADS)
@@ -196,8 +199,6 @@ def conversion_table(repeats: int) -> None:
 
 
 def ang_table(repeats: int) -> None:
-    from benchmarks import ang  # twelve minutes on one core, kept as they come
-
     title = f"Held-out loss after {ang.STEPS} steps of {ang.BATCH} rows; kept in {ang.KNOWN}"
     stream(title, ang.figures(), ang.HEADS)
 
@@ -217,21 +218,13 @@ def residual_races(choices: Choices) -> None:
     stream(title, rows, residuals.HEADS)
 
 
-def posterior_races(choices: Choices) -> None:
-    from benchmarks import posteriors
-
+def race_posteriors(choices: Choices) -> None:
     seeds = choices.seeds or range(3)
-    title = f"A normal q, {list_seeds(seeds)}, CPU seconds of one thread; kept in {posteriors.KNOWN}"
-    stream(title, posteriors.figures(seeds, choices.seconds), posteriors.HEADS)
+    title = f"A normal q, {list_seeds(seeds)}, CPU seconds of one thread; kept in {posterior_races.KNOWN}"
+    stream(title, posterior_races.figures(seeds, choices.seconds), posterior_races.HEADS)
 
 
 def step_races(choices: Choices) -> None:
-    from rich.console import Console
-
-    from benchmarks import step
-    from natgrad_lab.data import DataError
-    from natgrad_lab.experiments import Interrupted, LabError
-
     request = step.Request(
         choices.workloads,
         choices.methods or step.Request.methods,
@@ -268,9 +261,9 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
     "search-functions": search_functions,
     "search-bbob": search_bbob,
     "search-surrogate": search_surrogate,
-    "search-bits": search_bits,
-    "search-pbo": search_pbo,
-    "search-landscapes": search_landscapes,
+    "search-bits": race_bits,
+    "search-pbo": race_pbo,
+    "search-landscapes": race_landscapes,
     "search-noise": search_noise,
     "search-cost": search_cost,
 }
@@ -279,7 +272,7 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
 RACES: dict[str, Callable[[Choices], None]] = {
     "step": step_races,
     "residuals": residual_races,
-    "posteriors": posterior_races,
+    "posteriors": race_posteriors,
 }
 """Minutes to hours: only where they are named."""
 

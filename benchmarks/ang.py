@@ -20,7 +20,7 @@ HEADS = ("untrained", "Adam at its best rate", "ng.ang", "lowest of ng.ang")
 KNOWN = Path("build/benchmarks/ang.json")
 """What was raced already, by model, data and method: an interrupted run goes on from here. Delete it to begin anew."""
 
-Build = Callable[[energies.Task, dict[str, Tensor]], Any]
+Build = Callable[[energies.EnergyTask, dict[str, Tensor]], Any]
 
 
 def race(name: str, which: int, build: Build, steps: int = STEPS) -> list[float]:
@@ -44,7 +44,7 @@ def race(name: str, which: int, build: Build, steps: int = STEPS) -> list[float]
     return found
 
 
-def value(task: energies.Task, params: dict[str, Tensor], x: Tensor) -> float:
+def value(task: energies.EnergyTask, params: dict[str, Tensor], x: Tensor) -> float:
     return float(ng.score_matching_loss(task.log_p, params, x).detach())
 
 
@@ -52,7 +52,7 @@ def adam(rate: float) -> Build:
     return lambda task, params: torch.optim.Adam(list(params.values()), lr=rate)
 
 
-def ours(task: energies.Task, params: dict[str, Tensor]) -> ng.NaturalGradient:
+def ours(task: energies.EnergyTask, params: dict[str, Tensor]) -> ng.NaturalGradient:
     return ng.ang(params, ng.score_metric(task.log_p))
 
 

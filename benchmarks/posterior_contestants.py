@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.posteriors import FREEDOM, JITTER, NOISE, Posterior, Steps, by_log_joint, by_projection, quadrature
@@ -145,7 +146,6 @@ def compile_once(problem: Posterior, settings: Any, make: Callable[[], Any]) -> 
 
 
 def read_blackjax(state: Any) -> Any:
-    import numpy as np
     from blackjax.vi.fullrank_vi import _unflatten_cholesky  # the factor is nowhere public
 
     mean = torch.from_numpy(np.array(state.mu)).double()

@@ -10,19 +10,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from sklearn import datasets
 from torch import Tensor
 from torch.distributions import StudentT
 
 import natgrad as ng
-from benchmarks.kept_results import keep_result
 from natgrad.applications.variational import GaussHermite, Projected, Sobol, inducing
 from natgrad_lab.data import uci
 
-KNOWN = Path("build/benchmarks/posteriors.json")
-HEADS = ("to .01 nats of the best bound, CPU seconds: median (least to largest)", "settings")
 NEAR = 0.01
 """Nats that a bound may lack."""
 FREEDOM, NOISE = 4.0, 0.3
@@ -87,8 +84,6 @@ def standardise(x: Tensor) -> Tensor:
 
 def scikit(name: str) -> tuple[Tensor, Tensor]:
     """Inputs of unit variance and targets of a table that comes with scikit-learn."""
-    from sklearn import datasets
-
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     return standardise(torch.from_numpy(x).double()), torch.from_numpy(y).double()
 
@@ -205,40 +200,3 @@ def quadrature(problem: Posterior, order: int = 8) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     nodes, weights = GaussHermite(order).at(1, 0)
     return nodes.squeeze(1), weights
-
-
-def figures(seeds: range, seconds: float | None) -> Iterator[tuple[str, ...]]:
-    """A row per problem and contestant: each has as many settings as it has knobs, of which the fastest counts."""
-    from benchmarks.posterior_contestants import contestants
-
-    limit = seconds or 15.0
-    for name, build in PROBLEMS.items():
-        problem = build()
-        best = problem.best()
-        yield f"{name}: best bound {best:.3f}", "", ""
-        for title, settings in contestants(problem).items():
-            found = keep_result(
-                KNOWN,
-                f"{name} {title} {seeds} {limit}",
-                lambda s=settings, p=problem, b=best: fastest(s, p, b, seeds, limit),
-            )
-            yield title, found[0], found[1]
-
-
-def fastest(
-    settings: dict[str, Callable[[Posterior, int], Steps]], problem: Posterior, best: float, seeds: range, limit: float
-) -> tuple[str, str]:
-    """The setting that is fastest on the first seed, on all of them. One that is slower than the best so far stops."""
-    least, chosen, lacks = limit, "", []
-    for name, start in settings.items():
-        warm = start(problem, 0)
-        for _ in range(2):
-            next(warm, None)  # compilers, caches and first calls are nobody's time
-        took, lack = reach(start(problem, seeds[0]), problem, best, least)
-        lacks.append(lack)
-        if took < least:
-            least, chosen = took, name
-    if not chosen:
-        return f"not in {limit:g} s, lacks {min(lacks):.2g} nats", f"{len(settings)} tried"
-    took = sorted(reach(settings[chosen](problem, seed), problem, best, limit)[0] for seed in seeds)
-    return f"{took[len(took) // 2]:.3g} ({took[0]:.3g}-{took[-1]:.3g})", f"{chosen}; {len(settings)} tried"

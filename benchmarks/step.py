@@ -22,6 +22,7 @@ from benchmarks.peers import BEYOND, PEERS, contestant
 from benchmarks.step_workloads import WORKLOADS
 from natgrad_lab.experiments import Contestant, Job, LabError, Race, Task, TaskData, interruptible
 from natgrad_lab.experiments.base import plan
+from natgrad_lab.experiments.contestants import FAMILY
 from natgrad_lab.experiments.progress import RaceProgress
 from natgrad_lab.experiments.race import Runner, choose, final_row, threads
 from natgrad_lab.experiments.records import Folder, Record
@@ -99,8 +100,6 @@ def race_of(name: str, title: str) -> Race:
 
 def contestants_of_ours() -> tuple[str, ...]:
     """All that can be raced with their defaults."""
-    from natgrad_lab.experiments.contestants import FAMILY
-
     return tuple(FAMILY)
 
 

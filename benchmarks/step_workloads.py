@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from sklearn import datasets
 from torch import nn
 
 from natgrad_lab.experiments import Task, TaskData
@@ -90,8 +91,6 @@ def dense(widths: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential
 
 def rows_of(name: str, regression: bool) -> TaskData:
     """A table by scikit-learn's name for it."""
-    from sklearn import datasets
-
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     x, y = torch.from_numpy(x).float(), torch.from_numpy(y)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

@@ -20,6 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot
+
+from natgrad_lab.figures import STYLE
+
 MARK = re.compile(r"^# %%[ \t]*(\[markdown\])?[ \t]*\n", re.M)
 
 
@@ -67,14 +73,7 @@ def run_cells(cells: list[Cell], name: str) -> None:
         cells: Of one tutorial, changed in place.
         name: Of the file, for tracebacks.
     """
-    import matplotlib as mpl
-    import torch
-
     mpl.use("Agg")
-    from matplotlib import pyplot
-
-    from natgrad_lab.figures import STYLE
-
     names: dict[str, Any] = {"__name__": "__main__"}
     show = pyplot.show
     pyplot.show = lambda *_, **__: None  # the figures are taken from pyplot when the cell has run
@@ -117,8 +116,6 @@ def run_cell(cell: Cell, name: str, names: dict[str, Any]) -> None:
 
 def take_pictures() -> Iterator[Picture]:
     """Every open figure of pyplot, in order, closed afterwards."""
-    from matplotlib import pyplot
-
     for number in pyplot.get_fignums():
         figure = pyplot.figure(number)
         buffer = io.BytesIO()
@@ -191,8 +188,6 @@ def main(source: str, out: str) -> None:
         source: The tutorial.
         out: Where the cells go.
     """
-    import torch
-
     torch.set_num_threads(1)  # sums in one order: the page says the same on every build
     path = Path(source)
     cells = read_cells(path.read_text(encoding="utf-8"))

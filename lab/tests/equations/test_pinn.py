@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.func import vmap
 
+import natgrad as ng
 from natgrad_lab.equations.pinn import PinnSettings, mean_squares
 from natgrad_lab.equations.problems import EquationProblem, allen_cahn, burgers, heat, helmholtz, inverse, poisson
 from natgrad_lab.equations.solutions import solve_allen_cahn, split_allen_cahn
@@ -52,8 +53,6 @@ def test_conditions_by_construction_hold_from_the_start(make: Callable[[], Equat
 
 
 def test_both_methods_have_one_loss():
-    import natgrad as ng
-
     problem = inverse()
     unknowns, points = problem.unknowns(0, 8), problem.draw(torch.Generator().manual_seed(0))
     expected = mean_squares(problem, unknowns, points).detach()

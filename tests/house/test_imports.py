@@ -1,0 +1,85 @@
+"""Imports stand at the top of a file, but for what may be missing or is slow to load."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("natgrad", "lab/natgrad_lab", "benchmarks", "docs", "examples")
+# Packages that an installation for users or for the tests may lack.
+OPTIONAL = frozenset(
+    (
+        "blackjax",
+        "cmaes",
+        "dask",
+        "gpytorch",
+        "gymnasium",
+        "ioh",
+        "jax",
+        "lightning",
+        "linear_operator",
+        "matplotlib",
+        "mpi4py",
+        "optax",
+        "pytorch_lightning",
+        "pytorch_optimizer",
+        "ray",
+        "sb3_contrib",
+        "scipy",
+        "stable_baselines3",
+        "transformers",
+    )
+)
+LATE = {
+    "lab/natgrad_lab/cli.py": "the command says that it loads, and what is missing, before it loads PyTorch",
+    "lab/natgrad_lab/data.py": "scikit-learn takes seconds, and most data sets do without it",
+    "natgrad/layers/compiled.py": "DTensor takes seconds, and models in one part do without it",
+    "natgrad/whole_tensors.py": "the same",
+}
+NEEDY = {"search", "search_costs", "search_noise", "policy"}  # of benchmarks: they import optional packages at the top
+
+
+def find_late_imports(source: str) -> Iterator[str]:
+    """Modules that a function imports, each as `package.module` or `package.name`.
+
+    Args:
+        source: Of a Python file.
+    """
+    functions = [f for f in ast.walk(ast.parse(source)) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in (node for function in functions for node in ast.walk(function)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def may_be_late(module: str) -> bool:
+    """True for what an installation may lack."""
+    package, _, rest = module.partition(".")
+    return package in OPTIONAL or (package == "benchmarks" and rest in NEEDY)
+
+
+def test_imports_stand_at_the_top():
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        if late := [
+            module for module in find_late_imports(path.read_text(encoding="utf-8")) if not may_be_late(module)
+        ]:
+            found[path.relative_to(ROOT).as_posix()] = late
+    assert set(found) == set(LATE), f"{found}, expected only {sorted(LATE)}"
+
+
+def test_benchmarks_can_be_imported():
+    assert importlib.import_module("benchmarks.__main__").TABLES  # all tables but those of NEEDY
+
+
+def test_a_late_import_is_found():
+    late = list(
+        find_late_imports("import os\ndef f():\n    import scipy.linalg\n    from natgrad.pure import trainable")
+    )
+    assert late == ["scipy.linalg", "natgrad.pure.trainable"]
+    assert [may_be_late(module) for module in late] == [True, False]
