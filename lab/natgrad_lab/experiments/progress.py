@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from natgrad_lab.experiments.base import Budget, Job, Race
+from natgrad_lab.experiments.race import Watcher
 from natgrad_lab.experiments.records import Record, Row
 from natgrad_lab.experiments.study import State, Study
 
@@ -78,7 +79,7 @@ class Screen:
             self.console.print(Text(text), soft_wrap=True)
 
 
-class RaceProgress:
+class RaceProgress(Watcher):
     """A watcher for `execute` of a race, used as a context."""
 
     def __init__(self, console: Console) -> None:

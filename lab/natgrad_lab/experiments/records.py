@@ -45,6 +45,7 @@ class Folder:
 
     @property
     def plan_path(self) -> Path:
+        """The file of the plan."""
         return self.path / "experiment.json"
 
     def plan(self) -> Row:
@@ -75,9 +76,11 @@ class Folder:
         return tuple(self.records / f"{name}.{ending}" for ending in ("jsonl", "part", "checkpoint"))  # type: ignore[return-value]
 
     def has_finished(self, name: str) -> bool:
+        """True if the run of that name is on disk whole."""
         return self.paths(name)[0].exists()
 
     def read(self, name: str) -> Record:
+        """The finished run of that name."""
         return read(self.paths(name)[0])
 
     def read_all(self) -> list[Record]:
@@ -97,6 +100,7 @@ class Writer:
             self.rows([header])
 
     def rows(self, rows: Iterable[Row]) -> None:
+        """Append rows to the file of the run."""
         for row in rows:
             self.file.write(dump(row).encode() + b"\n")
 
@@ -108,12 +112,14 @@ class Writer:
         scratch.replace(self.checkpoint)
 
     def finish(self, end: Row) -> None:
+        """Append the last row and give the file its final name; the checkpoint is no longer needed."""
         self.rows([end])
         self.close()
         self.part.replace(self.final)
         self.checkpoint.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close the file, as it is."""
         self.file.close()
 
 

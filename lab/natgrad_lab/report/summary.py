@@ -36,6 +36,7 @@ class Spread:
 
     @property
     def known_values(self) -> list[float]:
+        """The values that are not missing."""
         return [v for v in self.values if v is not None]
 
 

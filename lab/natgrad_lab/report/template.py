@@ -13,19 +13,39 @@ class Provenance(Protocol):
     """Where a report's numbers come from: what every page tells at its end."""
 
     @property
-    def experiment(self) -> str: ...
+    def experiment(self) -> str:
+        """Its name."""
+        ...
+
     @property
-    def settings(self) -> dict[str, Any]: ...
+    def settings(self) -> dict[str, Any]:
+        """By their names."""
+        ...
+
     @property
-    def seeds(self) -> tuple[int, ...]: ...
+    def seeds(self) -> tuple[int, ...]:
+        """Of all runs."""
+        ...
+
     @property
-    def versions(self) -> tuple[dict[str, str], ...]: ...
+    def versions(self) -> tuple[dict[str, str], ...]:
+        """Package -> version, one table for each set that runs were made with."""
+        ...
+
     @property
-    def threads(self) -> tuple[int, ...]: ...
+    def threads(self) -> tuple[int, ...]:
+        """Numbers of threads that runs were made with."""
+        ...
+
     @property
-    def devices(self) -> tuple[str, ...]: ...
+    def devices(self) -> tuple[str, ...]:
+        """What runs were made on."""
+        ...
+
     @property
-    def missing(self) -> int: ...
+    def missing(self) -> int:
+        """How many planned runs are not there."""
+        ...
 
 
 def fill(name: str, **values: Any) -> str:

@@ -44,6 +44,7 @@ class DescentLearner:
         self.single = SingleExample(self.params, self.model.link)
 
     def step(self, examples: Tensor) -> None:
+        """One step of every run against its gradient."""
         if examples.shape[1] == 1:
             self.single.descend(examples, self.rate)
             return
@@ -62,6 +63,7 @@ class Adam:
     moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def step(self, examples: Tensor) -> None:
+        """One step of every run by Adam."""
         self.count += 1
         for name, gradient in self.model.gradient(self.params, examples).items():
             zeros = (torch.zeros_like(gradient), torch.zeros_like(gradient))
@@ -89,6 +91,7 @@ class Paper:
         self.inverse = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1) / self.method.start_at
 
     def step(self, examples: Tensor) -> None:
+        """One step of every run by the inverse that the paper adapts."""
         self.count += 1
         gradient, root = self.slopes(examples)
         both = torch.bmm(self.inverse, torch.cat([root, gradient.unsqueeze(-1)], -1))  # one pass over G^-1
@@ -133,6 +136,7 @@ class NatgradLearner:
         self.lower = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1)
 
     def step(self, examples: Tensor) -> None:
+        """One step of every run by the library's own metric and inverse."""
         batch = examples.shape[1]
         self.count, self.seen = self.count + 1, self.seen + batch
         gradient, root = self.slopes(examples)
