@@ -10,7 +10,7 @@ from natgrad.layers.examples import (
     partitions,
 )
 from natgrad.layers.factors import factor_sizes, layer_factors, layer_spectrum
-from natgrad.layers.hearing import Heard, Pass, hear, hear_rows, is_asking
+from natgrad.layers.hearing import Heard, Pass, Recording, hear, hear_rows, is_asking, record_pass
 from natgrad.layers.kinds import Layer
 from natgrad.layers.layout import Layout
 from natgrad.layers.model_layers import GraphLeaves, ModelLayers
@@ -33,6 +33,7 @@ __all__ = [
     "Mixed",
     "ModelLayers",
     "Pass",
+    "Recording",
     "Room",
     "Seen",
     "Tap",
@@ -56,6 +57,7 @@ __all__ = [
     "partitions",
     "recalibrate",
     "record_calls",
+    "record_pass",
     "register",
     "square_elementwise",
 ]

@@ -165,25 +165,45 @@ def is_asking(readings: int) -> bool:
     return readings % 32 == 0 or (readings > 1 and readings & (readings - 1) == 0)
 
 
-def hear_rows(
-    model: nn.Module, space: Space, run: Callable[[], Tensor], cotangents: Sequence[Tensor], batch: int
-) -> list[Seen]:
-    """What a pass tells of the layers, one delta per cotangent.
+@dataclass(frozen=True)
+class Recording:
+    """A forward pass with its layers' calls.
+
+    Args:
+        outputs: (R, m), with a graph.
+        taps: The calls in it.
+    """
+
+    outputs: Tensor
+    taps: Sequence[Tap]
+
+
+def record_pass(model: nn.Module, space: Space, run: Callable[[], Tensor]) -> Recording:
+    """A forward pass that is listened to.
 
     Args:
         model: The module.
         space: Of the parameters.
-        run: A forward pass of the model, which gives the outputs with a graph.
+        run: The pass, which gives the outputs (R, m).
+    """
+    with record_calls(known_layers(model, space)) as taps, torch.enable_grad():
+        return Recording(run(), taps)
+
+
+def hear_rows(recording: Recording, dtype: torch.dtype, cotangents: Sequence[Tensor], batch: int) -> list[Seen]:
+    """What a pass tells of the layers, one delta per cotangent. The graph is kept.
+
+    Args:
+        recording: The pass.
+        dtype: Of the activations and deltas.
         cotangents: On the outputs, (R, m) each.
         batch: The number of examples.
 
     Returns:
         The layers whose inputs and derivatives fit together; no embeddings, whose rows are better not written out.
     """
-    with record_calls(known_layers(model, space)) as taps, torch.enable_grad():
-        outputs = run()
-    deltas = fill_zeros(derivatives(outputs, taps, cotangents)[0])
-    return [seen for seen in collect_passes(taps, deltas, space.dtype, batch) if not seen.by_token]
+    deltas = fill_zeros(derivatives(recording.outputs, recording.taps, cotangents)[0])
+    return [seen for seen in collect_passes(recording.taps, deltas, dtype, batch) if not seen.by_token]
 
 
 def fill_zeros(deltas: list[list[Tensor | None]]) -> list[list[Tensor | None]]:

@@ -71,7 +71,7 @@ class GeometricTensor(Metric):
         states, weights = split_targets(inputs)
         pure = build_pure_model(self.model, params, states, random)
         function = OutputMap(pure, lay_out_amplitudes, self.outputs)
-        linearization = Linearization(function, params, linearise_after(self.model))
+        linearization = Linearization(function, params, linearise_after(self.model), recorded=self.centred)
         rows = linearization.outputs
         weights = check_weights(weights, rows)
         moment = Pullback(linearization, Diagonals(torch.ones_like(rows)), weights, Facts(nats=NATS))

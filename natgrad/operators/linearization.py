@@ -10,9 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.derivatives import exact_derivatives
+from natgrad.layers import Recording, record_pass
 from natgrad.linalg import all_finite
 from natgrad.pure import PureModel, map_tensors
 from natgrad.shown_tables import write_choices
@@ -78,20 +79,28 @@ class Linearization:
         function: f, params -> outputs (R, m).
         params: theta_0, by name. It is copied.
         linearise_after: Number of products J v after which the linear form takes over. Default: never.
+        recorded: True to record the layers' calls in the pass, for an operator that will need the layers' rows: `Rows`
+            takes a pass of its own otherwise.
 
     Raises:
         ValueError: If the outputs are not finite, are empty or do not depend on the parameters.
     """
 
     def __init__(
-        self, function: Callable[[Params], Tensor], params: Params, linearise_after: int | None = None
+        self,
+        function: Callable[[Params], Tensor],
+        params: Params,
+        linearise_after: int | None = None,
+        *,
+        recorded: bool = False,
     ) -> None:
         self.space = Space(params)
         self.function = function
         self.linearise_after = linearise_after
         # copies: the operator stays that of this point when the parameters move on
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-        self.graph = self._build(function)
+        self.recording = self._record() if recorded else None
+        self.graph = self._build(function) if self.recording is None else self.recording.outputs
         check_outputs(self.graph)
         self.outputs = self.graph.detach()
         self.products = 0
@@ -200,6 +209,13 @@ class Linearization:
         with torch.enable_grad():
             return function(self.leaves)
 
+    def _record(self) -> Recording | None:
+        """The forward pass with its layers' calls; None where the function is not a module's."""
+        model = None if self.origin is None else self.origin.pure.model
+        if not isinstance(model, nn.Module):
+            return None
+        return record_pass(model, self.space, lambda: self.function(self.leaves))
+
     def _fall_back(self, vector: Tensor, error: RuntimeError) -> Tensor:
         """A graph without the fused kernels that lack second derivatives; then forward mode; then an error."""
         if "embedding_bag" not in str(error):  # its plain kernel costs no more
@@ -207,7 +223,7 @@ class Linearization:
                 "natgrad: an operation of this model has no double backward "
                 f"({str(error).splitlines()[0]}); products use plain kernels or forward mode instead"
             )
-        self.function = PlainKernels(self.function)
+        self.function, self.recording = PlainKernels(self.function), None
         self.graph, self._pulled = self._build(self.function), None
         try:
             return self._double_backward(vector)

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers import hear_rows
+from natgrad.layers import hear_rows, record_pass
 from natgrad.operators.linearization import Linearization, OutputMap, PlainKernels, say_once
 from natgrad.operators.row_parts import Explicit, Part, add_cross_gram, fresh_point, part_of
 from natgrad.pure import Call, PureModel, mixes_examples
@@ -193,7 +193,10 @@ class Rows:
             return None
         point = fresh_point(self.linearization.leaves)
         cotangents = position_cotangents(self.factor, self.batch)
-        heard = hear_rows(pure.model, self.space, lambda: self.linearization.function(point), cotangents, self.batch)
+        recording = self.linearization.recording
+        if recording is None:
+            recording = record_pass(pure.model, self.space, lambda: self.linearization.function(point))
+        heard = hear_rows(recording, self.space.dtype, cotangents, self.batch)
         if not heard or any(len(seen.activations) != self.batch for seen in heard):
             return None
         parts = [part_of(seen) for seen in heard]

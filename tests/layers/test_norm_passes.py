@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from natgrad.layers.hearing import hear_rows
+from natgrad.layers.hearing import hear_rows, record_pass
 from natgrad.spaces import Space
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -38,7 +38,7 @@ def test_deltas_times_activations_are_the_scores_of_every_example(case: str) -> 
     def run() -> Tensor:
         return norm(inputs).tanh().flatten(1)
 
-    (seen,) = hear_rows(norm, Space(params), run, cotangents, shape[0])
+    (seen,) = hear_rows(record_pass(norm, Space(params), run), torch.float64, cotangents, shape[0])
     for deltas, cotangent in zip(seen.deltas, cotangents, strict=True):
         scores = torch.einsum("btgo,btgd->bgod", deltas, seen.activations)
         for i in range(shape[0]):

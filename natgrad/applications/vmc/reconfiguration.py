@@ -209,7 +209,7 @@ class StochasticReconfiguration:
         gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
         place = sum(int(one) for (one,) in processes.share_numbers([len(states)], states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
-        vector = processes.sum(moment.linearization.vjp(cotangents))
+        vector = processes.sum(pull_back(moment, cotangents))
         gradient = moment.linearization.space.unflatten(vector)
         for name, p in params.items():
             p.grad = gradient[name]
@@ -251,6 +251,19 @@ def find_gaps(local_energies: Tensor, weights: Tensor | None, clip: float | None
     shares = torch.full_like(values[:, 0], 1 / len(values)) if weights is None else weights.to(values)
     shares = (shares / shares.sum()).unsqueeze(1)
     return shares * (values - (shares * values).sum(0))
+
+
+def pull_back(moment: Pullback, cotangents: Tensor) -> Tensor:
+    """J^T w, shape (n,), from the rows sqrt(w_i) O_i of the moment, which S needs as well: no backward pass for it.
+
+    Args:
+        moment: E[O O^T] at the samples.
+        cotangents: On the rows of log psi, shape (b, m); zero where a sample has no weight.
+    """
+    rows = moment.rows
+    assert rows is not None  # of the identity form
+    roots = moment.weights.sqrt().unsqueeze(1)
+    return rows.mv(torch.where(roots > 0, cotangents / roots, 0).flatten())
 
 
 def fit_columns(gaps: Tensor, rows: Tensor) -> Tensor:

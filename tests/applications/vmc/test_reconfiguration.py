@@ -20,6 +20,7 @@ from wave_functions import (
 )
 
 import natgrad as ng
+from natgrad.applications.vmc.reconfiguration import pull_back
 
 DAMPING = 1e-3
 
@@ -63,6 +64,26 @@ def test_the_step_is_by_definition(name):
     assert_close(found, -0.1 * expected, rtol=1e-9)
     assert sr.energies[0].error == 0
     assert abs(sr.energies[0].mean - float(energy.detach())) < 1e-12
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_the_force_is_the_pull_back_where_states_have_no_probability(name):
+    psi, states = WAVES[name](), all_spins()
+    weights = torch.rand(len(states), generator=torch.Generator().manual_seed(1), dtype=F64)
+    weights[::3] = 0
+    metric = ng.metrics.geometric_tensor(psi, outputs=psi.take_moving)
+    moment = metric.at(ng.trainable(psi), (states, weights / weights.sum())).moment
+    cotangents = torch.randn(moment.outputs.shape, generator=torch.Generator().manual_seed(2), dtype=F64)
+    cotangents[::3] = 0
+    assert_close(pull_back(moment, cotangents), moment.linearization.vjp(cotangents), rtol=1e-9)
+
+
+def test_a_step_runs_the_network_once():
+    psi, calls = WAVES["real log psi"](), []
+    psi.register_forward_hook(lambda *told: calls.append(1))
+    sr = ng.stochastic_reconfiguration(psi)
+    sr.step(all_spins(), torch.randn(len(all_spins()), dtype=F64))
+    assert len(calls) == 1
 
 
 def test_complex_parameters_move_as_complex_numbers():
