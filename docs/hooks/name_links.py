@@ -83,7 +83,7 @@ PAGE = """<!doctype html>
 <title>{file}</title>
 <style>
 body {{ margin: 0; font: 14px/1.45 system-ui, sans-serif; color-scheme: light dark; }}
-header {{ padding: .7rem 1rem; border-bottom: 1px solid #8886; }}
+header {{ padding: .7rem 1rem; border-bottom: 1px solid #8886; overflow-wrap: anywhere; }}
 pre {{ margin: 0; padding: 1rem; overflow-x: auto; }}
 .source a {{ color: inherit; text-decoration: none; }}
 .source .linenos {{ user-select: none; opacity: .5; padding-right: 1em; }}
