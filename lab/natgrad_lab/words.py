@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+VAST = 1e6
+"""Times as much that are told as a ratio, at most."""
+
 
 def unique(values: Any) -> tuple[Any, ...]:
     """Different values in the order of their first appearance.
@@ -48,13 +51,17 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def factor(times: float) -> str:
-    """1.32 -> "1.3 times", 1.004 -> "0.4 %": how much higher one loss is than another.
+def how_much_higher(high: float, low: float) -> str:
+    """ "1.3 times higher", "0.4 % higher" for 1.004; "higher" alone where a ratio says nothing: zero, negative, vast.
 
     Args:
-        times: Their ratio, at least 1.
+        high: A number.
+        low: One that is no higher.
     """
-    return f"{times:.2g} times" if times >= 1.5 else f"{(times - 1) * 100:.2g} %"
+    times = high / low if low > 0 and math.isfinite(high) else math.inf
+    if times > VAST:
+        return "higher"
+    return f"{times:.2g} times higher" if times >= 1.5 else f"{(times - 1) * 100:.2g} % higher"
 
 
 def short(value: float | None) -> str:

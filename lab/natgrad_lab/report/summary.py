@@ -17,7 +17,7 @@ from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.race import final_loss, final_row
 from natgrad_lab.experiments.records import Folder, Record
 from natgrad_lab.report.paired import Pair, balance, pair_all, write_verdict
-from natgrad_lab.words import capital, factor, plural, short, unique
+from natgrad_lab.words import capital, how_much_higher, plural, short, unique
 
 OURS = ("K-FAC", "natural gradient")  # whom a verdict is about: the first of them that is in the race
 
@@ -290,18 +290,18 @@ def _find_test_winner(entries: Sequence[Entry]) -> str:
 
 def _compare_entries(ours: Entry, other: Entry) -> str:
     a, b = ours.train_loss, other.train_loss
-    if a.middle is None or b.middle is None:
-        return f"{capital((ours if a.middle is None else other).name)} broke down."
-    ahead = a.middle <= b.middle
+    mine, theirs = a.middle, b.middle
+    if mine is None or theirs is None:
+        return f"{capital((ours if mine is None else other).name)} broke down."
+    ahead = mine <= theirs
     low, high = (a, b) if ahead else (b, a)
     one = len(low.known_values) < 2 or len(high.known_values) < 2
     if not one and max(low.known_values) >= min(high.known_values):
-        return f"{capital(ours.name)} and {other.name} ({short(b.middle)}) are level: their seeds overlap."
-    times = (high.middle or math.inf) / max(low.middle or 0.0, 1e-300)
-    certainty = ", on one seed" if one else ""
+        return f"{capital(ours.name)} and {other.name} ({short(theirs)}) are level: their seeds overlap."
+    told, certainty = how_much_higher(max(mine, theirs), min(mine, theirs)), ", on one seed" if one else ""
     if ahead:
-        return f"{capital(other.name)} ends {factor(times)} higher ({short(b.middle)}{certainty})."
-    return f"{capital(ours.name)} loses here: it ends {factor(times)} higher ({short(a.middle)}{certainty})."
+        return f"{capital(other.name)} ends {told} ({short(theirs)}{certainty})."
+    return f"{capital(ours.name)} loses here: it ends {told} ({short(mine)}{certainty})."
 
 
 def _per_step(entries: Sequence[Entry], ours: Entry, steps: int) -> str:

@@ -162,6 +162,10 @@ def make_record(name, losses, steps=100):
         ((1.1, 2.2), (1.0, 2.0), "are level: their seeds overlap"),
         ((1.0, 1.01), (1.1, 1.11), "Adam ends 10 % higher"),
         ((1.0,), (3.0,), "Adam ends 3 times higher (3, on one seed)"),
+        ((0.0, 0.0), (3.0, 3.2), "Adam ends higher (3.1)"),
+        ((1e-20, 1e-20), (3.0, 3.2), "Adam ends higher (3.1)"),
+        ((-2.0, -2.1), (3.0, 3.2), "Adam ends higher (3.1)"),
+        ((3.0, 3.2), (-2.0, -2.1), "Natural gradient loses here: it ends higher (3.1)"),
     ],
 )
 def test_the_verdict_says_who_lost(ours, theirs, said):
