@@ -18,6 +18,7 @@ from natgrad.linalg import (
     shift_diagonal,
     solve_psd,
     symmetrise,
+    take_absolute,
     woodbury_solve,
 )
 
@@ -190,3 +191,19 @@ def test_eigenvectors_come_in_double_precision_where_single_fails(monkeypatch: p
     values, vectors = eigh(matrix)
     assert values.dtype == vectors.dtype == torch.float32
     assert torch.allclose(vectors * values @ vectors.mT, matrix, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_absolute_value_of_a_semi_definite_matrix_is_the_matrix(dtype: torch.dtype):
+    root = draw(40, 12)
+    matrix = symmetrise(root @ root.mT).to(dtype)
+    assert torch.equal(take_absolute(matrix), symmetrise(matrix))
+    assert torch.equal(take_absolute(torch.zeros(3, 3, dtype=dtype)), torch.zeros(3, 3, dtype=dtype))
+    assert take_absolute(torch.zeros(0, 0, dtype=dtype)).shape == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_absolute_value_of_an_indefinite_matrix_keeps_eigenvectors(dtype: torch.dtype):
+    turn, values = torch.linalg.qr(draw(24, 24))[0], torch.linspace(-3, 5, 24, dtype=F64)
+    found = take_absolute(((turn * values) @ turn.mT).to(dtype)).double()
+    assert float((found - (turn * values.abs()) @ turn.mT).abs().max()) <= 24 * torch.finfo(dtype).eps * 5
