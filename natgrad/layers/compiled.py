@@ -33,7 +33,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.number = next(NUMBERS)
-        self.dummy = torch.zeros((), requires_grad=True)
+        self.dummy = make_dummy()
         self.records: list[Record] | None = None
         RECORDERS[self.number] = self
         if "torch.distributed.tensor" in sys.modules:
@@ -45,7 +45,7 @@ class Recorder:
         Args:
             device: The model's.
         """
-        self.dummy = torch.zeros((), device=device, requires_grad=True)
+        self.dummy = make_dummy(device)
 
     @contextmanager
     def recording(self) -> Generator[list[Record]]:
@@ -56,6 +56,21 @@ class Recorder:
             yield found
         finally:
             self.records = None
+
+
+def make_dummy(device: torch.device | None = None) -> Tensor:
+    """A number that a backward pass leaves no gradient at.
+
+    That gradient is a `DTensor` where the layers are in parts, and the compiler takes no plain tensor with such a one.
+    """
+    dummy = torch.zeros((), device=device, requires_grad=True)
+    dummy.register_post_accumulate_grad_hook(forget_gradient)
+    return dummy
+
+
+def forget_gradient(tensor: Tensor) -> None:
+    """Hook after a gradient was accumulated."""
+    tensor.grad = None
 
 
 NUMBERS = itertools.count()

@@ -167,6 +167,17 @@ def test_one_forward_and_nobody_s_gradients():
     assert norm[1].num_batches_tracked == 1
 
 
+def test_taps_keep_no_gradient_which_a_later_compilation_would_meet():
+    model = net()
+    called = compile_quickly(model)
+    opt = ng.kfac(model, CE)
+    dummy = opt._reader.taps.recorder.dummy
+    for _ in range(2):
+        iterate(opt, called)
+        assert dummy.grad is None
+    assert dummy is opt._reader.taps.recorder.dummy
+
+
 def test_an_infinite_first_batch_does_no_harm():
     model = net()
     called = compile_quickly(model)

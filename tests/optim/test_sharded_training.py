@@ -143,6 +143,7 @@ WAYS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "columns and rows of blocks alone": (partial(parallel, "blocks", recipe=ng.ekfac), {"recipe": ng.ekfac}),
     "compiled columns and rows": (partial(parallel, "columns", compiled=True, **FULL), FULL),
     "fully_shard of columns and rows": (partial(parallel, "columns", both=True, **MEMORY), MEMORY),
+    "compiled, fully_shard of columns and rows": (partial(parallel, "columns", True, True, **FULL), FULL),
 }
 SCENES = {name: scene for name, (scene, _) in WAYS.items()} | {"half precision": in_half_precision}
 
