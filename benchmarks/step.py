@@ -234,7 +234,9 @@ def picture(folder: Folder, records: Sequence[Record]) -> None:
     order = [one["name"] for one in there["contestants"]]
     for plot in plots(found):
         if plot.name in ("loss-steps", "loss-seconds", "test-seconds"):
-            save(draw(plot, found.entries, order), folder.path / "plots" / f"{found.name}-{plot.name}")
+            seeds = max(len(entry.records) for entry in found.entries)
+            title = f"{task['title']}, {folder.path.name}: {plot.title.lower()}, median and range of {seeds} seeds"
+            save(draw(plot, found.entries, order, title), folder.path / "plots" / f"{found.name}-{plot.name}")
 
 
 def check(kind: str, word: str, known: Any) -> None:

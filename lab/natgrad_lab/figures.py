@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -31,6 +32,7 @@ DASHES: tuple[Any, ...] = (  # one for each colour: in grey, lines differ by the
     "-", (0, (6, 1.5)), (0, (2, 1.2)), "-.", ":", (0, (1, 1)),
     (0, (7, 1.2, 2, 1.2)), (0, (4, 1.2, 1, 1.2, 1, 1.2)), (0, (9, 2.5)), (0, (3, 0.7)),
 )  # fmt: skip
+LETTERS = 13.5  # of a title, to an inch
 STYLE: dict[Any, Any] = {
     "axes.prop_cycle": cycler(color=PALETTE, linestyle=DASHES),
     "axes.titlesize": 11,
@@ -78,6 +80,19 @@ def put_legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
     """
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.6)
+
+
+def put_title(figure: Figure, title: str) -> None:
+    """A title at the left above the figure, in as many lines as it needs; a figure that has one keeps it.
+
+    Args:
+        figure: What is drawn on.
+        title: Names the data set and the contestants, or what is shown.
+    """
+    own = (axes.get_title(where) for axes in figure.axes for where in ("left", "center", "right"))
+    if not figure.get_suptitle() and not any(own):
+        lines = textwrap.fill(title, round(LETTERS * figure.get_figwidth()))
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=9)
 
 
 def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:

@@ -38,6 +38,7 @@ def draw(paths):
         axes = figure.add_subplot()
         for path in paths:
             axes.plot(path)
+        axes.set(xlabel="steps", ylabel="place")
 
     return fill
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from natgrad_lab.figures import DARK, DASHES, PALETTE, draw, put_legend_below
+from natgrad_lab.figures import DARK, DASHES, PALETTE, draw, put_legend_below, put_title
 
 SEEN_BY = {  # linear RGB to what is seen (Machado, Oliveira and Fernandes 2009, severity 1)
     "everybody": np.eye(3),
@@ -42,6 +42,8 @@ def test_the_legend_lies_below_the_axes():
     def fill(figure):
         axes = figure.subplots()
         axes.plot([0, 1], [0, 1], label="a line")
+        axes.set(xlabel="x", ylabel="y")
+        put_title(figure, "A line")
         put_legend_below(figure, axes)
 
     figure = draw(fill, (4.0, 3.0))

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, put_title
 from natgrad_lab.words import short
 
 METHOD = (
@@ -89,29 +90,44 @@ def _exact(findings: Findings) -> Section:
         f"Over {len(runs)} seeds. Gradient descent had at most {findings.settings.steps:,} steps.",
     )
     units = findings.settings.units
-    picture = Picture("exact", f"KL over steps, {units} units, first seed", _paths(runs[0]), (9.0, 3.6))
+    picture = Picture("exact", f"KL over steps, {units} units", _paths(runs, units), (9.0, 3.8))
     return Section(f"{units} spins, known exactly", _lead(findings), (table,), (picture,))
 
 
-def _paths(run: Numbers) -> Callable[[Figure], None]:
+def _paths(runs: Sequence[Numbers], units: int) -> Callable[[Figure], None]:
+    title = f"Boltzmann machine of {units} spins, exact: natural gradient (solid) and gradient descent (dashed)"
+    seeds = f"first of {len(runs)} seeds with marks, the others faint" if len(runs) > 1 else "one seed"
+
     def fill(figure: Figure) -> None:
-        for axes, (scale, losses) in zip(_axes(figure, 1, len(run)), run.items(), strict=True):
-            for colour, mark, (loss, found) in zip(PALETTE, "os^", losses.items(), strict=False):
-                look = {"color": colour, "marker": mark, "markersize": 4.5}
-                axes.plot(range(len(found["natural"])), found["natural"], "-", linewidth=1.8, label=loss, **look)
-                if found["path"]:
-                    steps, gaps = zip(*found["path"], strict=True)
-                    axes.plot(steps, gaps, "--", linewidth=1.2, markevery=max(len(steps) // 8, 1), **look)
+        for axes, scale in zip(_axes(figure, 1, len(runs[0])), runs[0], strict=True):
+            for number, run in reversed(list(enumerate(runs))):
+                for colour, mark, (loss, found) in zip(PALETTE, "os^", run[scale].items(), strict=False):
+                    look = (
+                        {"color": colour, "marker": mark, "markersize": 4.5}
+                        if number == 0
+                        else {"color": colour, "alpha": 0.3}
+                    )
+                    _way(axes, found, loss if number == 0 else None, look)
             axes.set_xscale("symlog", linthresh=1)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axes.tick_params(axis="x", labelsize=7)
             axes.set_yscale("log")
             axes.set_ylim(1e-8, 30)  # a run that diverges leaves at the top
-            axes.set_title(f"scale {scale}", loc="left", fontsize=11)
-            axes.set_xlabel("steps", fontsize=9)
+            axes.set_title(f"couplings from N(0, {scale}²)", loc="left", fontsize=10)
+            axes.set_xlabel("steps")
         figure.axes[0].set_ylabel("KL in nats")
-        figure.suptitle("Boltzmann machine, exact: natural gradient (solid), gradient descent (dashed)", fontsize=11)
+        figure.suptitle(f"{title}; {seeds}", x=0.01, ha="left", fontsize=9)
         put_legend_below(figure, figure.axes[0], 3)
 
     return fill
+
+
+def _way(axes: Axes, found: Numbers, name: str | None, look: dict[str, Any]) -> None:
+    """Natural steps as a solid line, those of gradient descent as a dashed one."""
+    axes.plot(range(len(found["natural"])), found["natural"], "-", linewidth=1.8, label=name, **look)
+    if found["path"]:
+        steps, gaps = zip(*found["path"], strict=True)
+        axes.plot(steps, gaps, "--", linewidth=1.2, markevery=max(len(steps) // 8, 1), **look)
 
 
 def _axes(figure: Figure, rows: int, columns: int) -> list[Axes]:
@@ -155,7 +171,10 @@ def _images(findings: Findings) -> Section:
     table = Table(
         f"After {findings.settings.seconds:g} seconds", heads, rows, f"Means over {len(runs)} seeds (spread)."
     )
-    pictures = [Picture(f"images-{n}", f"Test {loss}", _curves(runs, loss)) for n, loss in enumerate(LOSSES)]
+    pictures = [
+        Picture(f"images-{n}", f"Test {loss}", _curves(runs, loss, findings.settings.data), (5.0, 3.9))
+        for n, loss in enumerate(LOSSES)
+    ]
     pictures.append(Picture("draws", "Draws by Gibbs sampling", _draws(runs[0]), (9.0, 1.2 * (len(names) + 1))))
     return Section(f"Pixels of digits ({findings.settings.data})", _verdict(runs), (table,), tuple(pictures))
 
@@ -186,7 +205,7 @@ def _row(name: str, runs: Sequence[Numbers], tried: Numbers) -> tuple[str, ...]:
     return (name, rate, f"{steps:,.0f}", *cells)
 
 
-def _curves(runs: Sequence[Numbers], loss: str) -> Callable[[Figure], None]:
+def _curves(runs: Sequence[Numbers], loss: str, data: str) -> Callable[[Figure], None]:
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
         for colour, dash, name in zip((INK, *PALETTE), DASHES, runs[0]["contestants"], strict=False):
@@ -196,9 +215,10 @@ def _curves(runs: Sequence[Numbers], loss: str) -> Callable[[Figure], None]:
                 x, y = [p["seconds"] for p in points], [p[loss] for p in points]
                 axes.plot(x, y, label=name if number == 0 else None, **style)
         axes.set_yscale("log")
-        axes.set_xlabel("seconds")
+        axes.set(xlabel="CPU seconds", ylabel=f"{loss}, test images")
         axes.grid(visible=True, axis="y")
-        axes.legend(fontsize=7)
+        put_title(figure, f"Boltzmann machines on {data}: a line per seed")
+        put_legend_below(figure, axes)
 
     return fill
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import DASHES, INK, PALETTE, draw_images
+from natgrad_lab.figures import DASHES, INK, PALETTE, draw_images, put_legend_below, put_title
 
 METHODS = ("K-FAC", "Adam")
 
@@ -35,6 +35,7 @@ def tell(findings: Findings) -> Story:
     )
 
 
+DATA = {"rings": "three rings", "spiral": "a spiral", "digits": "the embedded digits", "mnist": "MNIST"}
 LOSS, DISTANCE = 2, 3
 """Places in a curve's points."""
 
@@ -81,6 +82,8 @@ def _section(task: str, methods: dict[str, list[Numbers]]) -> Section:
 
 
 def _curve(task: str, methods: dict[str, list[Numbers]], axis: int, place: int) -> Picture:
+    title = f"Energy network on {DATA[task]}, {' and '.join(methods)}: a line per seed"
+
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
         for number, (method, found) in enumerate(methods.items()):
@@ -88,27 +91,39 @@ def _curve(task: str, methods: dict[str, list[Numbers]], axis: int, place: int) 
                 across, up = ([point[i] for point in one["curve"]] for i in (axis, place))
                 style = {"color": PALETTE[number], "linestyle": DASHES[number], "linewidth": 1.6}
                 axes.plot(across, up, label=method if seed == 0 else None, **style)
-        measure = {LOSS: "held-out loss", DISTANCE: "distance from the exact score"}[place]
+        measure = {LOSS: "held-out loss per variable", DISTANCE: "distance from the exact score"}[place]
         axes.set(xlabel=("CPU seconds", "steps")[axis], ylabel=measure, yscale="log" if place == DISTANCE else "linear")
-        axes.legend(fontsize=9)
+        axes.grid(visible=True, axis="y")
+        put_title(figure, title)
+        put_legend_below(figure, axes)
 
-    return Picture(f"{task}-{('seconds', 'steps')[axis]}", ("Against seconds", "Against steps")[axis], fill)
+    return Picture(f"{task}-{('seconds', 'steps')[axis]}", ("Against seconds", "Against steps")[axis], fill, (5.0, 3.9))
 
 
 def _densities(task: str, methods: dict[str, list[Numbers]]) -> Picture:
     def fill(figure: Figure) -> None:
-        grid = figure.subplots(1, 2 * len(methods) + 1)
+        grid = figure.subplots(2, len(methods) + 1)
         first = next(iter(methods.values()))[0]
-        _points(grid[0], first["data"], "data")
-        for place, (method, found) in enumerate(methods.items()):
-            axes = grid[2 * place + 1]
-            height = np.exp(np.maximum(np.array(found[0]["map"]), -12.0))
-            axes.imshow(height, origin="lower", extent=(-3.8, 3.8, -3.8, 3.8), cmap="magma")
-            axes.set(xticks=[], yticks=[])
-            axes.set_title(f"{method}: density", fontsize=10)
-            _points(grid[2 * place + 2], found[0]["samples"], f"{method}: samples")
+        grid[1, 0].set_axis_off()
+        _points(grid[0, 0], first["data"], "data")
+        for (upper, lower), (method, found) in zip(grid.T[1:], methods.items(), strict=True):
+            height = np.array(found[0]["map"])
+            highest = _at_data(height, np.array(first["data"])).max()  # where no data are, nothing holds the energy up
+            density = np.exp(np.clip(height - highest, -12.0, 0.0))
+            upper.imshow(density, origin="lower", extent=(-3.8, 3.8, -3.8, 3.8), cmap="magma")
+            upper.set(xticks=[], yticks=[])
+            upper.set_title(f"{method}: density", fontsize=10)
+            _points(lower, found[0]["samples"], f"{method}: samples")
+        parts = "bright: as high as anywhere on the data; the square from -3.8 to 3.8"
+        figure.suptitle(f"Energy network on {DATA[task]}, first seed:\ndensity, {parts}", fontsize=9)
 
-    return Picture(f"{task}-density", "Densities (each on its own scale) and samples, first seed", fill, (11.0, 2.6))
+    return Picture(f"{task}-density", "Densities and samples, first seed", fill, (5.4, 4.0))
+
+
+def _at_data(height: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """The map's values in the cells that hold the data."""
+    column, row = np.clip(((data + 3.8) / 7.6 * (len(height) - 1)).round().astype(int), 0, len(height) - 1).T
+    return height[row, column]
 
 
 def _points(axes, points: list[list[float]], title: str) -> None:

@@ -84,7 +84,7 @@ def _energies(races: dict[str, list[Numbers]]) -> Callable[[Figure], None]:
             axes.fill_between(x, y - 2 * error, y + 2 * error, color=COLOURS[name], alpha=0.2, linewidth=0)
             tops.append(np.median(y[len(y) // 10 :]))
             lowest = min(lowest, float((y - 2 * error)[len(y) // 4 :].min()))
-        axes.axhline(exact, color=INK, linewidth=1.0, label="exact")
+        axes.axhline(exact, color=INK, linestyle=(0, (1, 3)), linewidth=1.2, label="exact")
         room = max(max(tops) - exact, abs(exact) * 2e-3)
         axes.set_ylim(min(lowest, exact) - 0.3 * room, exact + 4 * room)
         axes.set(xlabel="CPU seconds", ylabel="energy")

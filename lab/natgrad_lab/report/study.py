@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import RenderableType
 from rich.table import Table as RichTable
 
 from natgrad_lab.experiments.records import Folder, replace
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Study, findings
-from natgrad_lab.figures import draw, inline, save
+from natgrad_lab.figures import draw, inline, put_title, save
 from natgrad_lab.report.page import Drawn, command, facts
 from natgrad_lab.report.template import fill
 from natgrad_lab.words import unique
@@ -75,7 +76,7 @@ def build(study: Study, folder: Folder, defaults: dict[str, Any]) -> tuple[Outco
     told = outcome(study, folder)
     (folder.path / "plots").mkdir(exist_ok=True)
     parts = [
-        {"section": section, "figures": [_draw(p, folder.path / "plots") for p in section.pictures]}
+        {"section": section, "figures": [_draw(p, told.story.title, folder.path / "plots") for p in section.pictures]}
         for section in told.story.sections
     ]
     text = fill(
@@ -93,8 +94,23 @@ def build(study: Study, folder: Folder, defaults: dict[str, Any]) -> tuple[Outco
     return told, page
 
 
-def _draw(picture: Picture, place: Path) -> Drawn:
-    figure = draw(picture.draw, picture.size)
+def draw_titled(picture: Picture, story: str) -> Figure:
+    """The picture as its file shows it: with a title, since a file is seen without the page around it.
+
+    Args:
+        picture: One of a section.
+        story: The page's title, which names the data and the model.
+    """
+
+    def fill_and_name(figure: Figure) -> None:
+        picture.draw(figure)
+        put_title(figure, f"{story}: {picture.title}")
+
+    return draw(fill_and_name, picture.size)
+
+
+def _draw(picture: Picture, story: str, place: Path) -> Drawn:
+    figure = draw_titled(picture, story)
     save(figure, place / picture.name)
     return Drawn(picture.title, inline(figure, picture.name, picture.title), picture.wide)
 

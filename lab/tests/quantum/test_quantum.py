@@ -8,9 +8,9 @@ import pytest
 
 from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, execute, find
 from natgrad_lab.experiments.study import findings
-from natgrad_lab.figures import draw
 from natgrad_lab.quantum.page import gap, tell
 from natgrad_lab.quantum.runs import HELIUM, ISING, SYSTEMS, GroundStateSettings, Reconfiguration
+from natgrad_lab.report.study import draw_titled
 
 SMALL = replace(ISING.settings(), spins=4, samples=50, steps=5, rates="0.01,0.05")
 
@@ -45,7 +45,7 @@ def test_a_study_goes_from_tuning_to_its_page(tmp_path):
     assert [row[0] for row in race.tables[0].rows] == ["stochastic reconfiguration", "SPRING", "Adam"]
     assert [row[0] for row in rates.tables[0].rows] == ["0.01", "0.05"]
     for picture in race.pictures:
-        draw(picture.draw, picture.size)
+        draw_titled(picture, story.title)
 
 
 def test_an_atom_has_an_error_at_the_end():

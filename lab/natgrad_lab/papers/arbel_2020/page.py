@@ -6,12 +6,16 @@ from statistics import median
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import DASHES, PALETTE
+from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, put_title
 
 METHODS = ("gradient", "Wasserstein, E[J^T J]", "Wasserstein, kernelised", "Fisher")
+SHOWN = {"Wasserstein, E[J^T J]": r"Wasserstein, $\mathrm{E}[J^\top J]$"}
+SIZE = (5.0, 3.9)  # of a picture, in inches
+LOWEST = 1e-8  # of the drawn shares of the first loss
 
 
 def tell(findings: Findings) -> Story:
@@ -38,17 +42,32 @@ def _errors(found: Numbers) -> Section:
     rows = tuple((f"d = {d}", *(f"{median(cells[n]):.3g}" for n in counts)) for d, cells in found.items())
     table = Table("Relative error of the natural gradient", ("", *(f"{n} samples" for n in counts)), rows)
 
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
-        for colour, dash, (d, cells) in zip(PALETTE, DASHES, found.items(), strict=False):
-            errors = [median(cells[n]) for n in counts]
-            axes.plot([int(n) for n in counts], errors, marker="o", linestyle=dash, color=colour, label=f"d = {d}")
-        axes.set(xscale="log", yscale="log", xlabel="samples", ylabel="relative error")
-        axes.legend(fontsize=9)
-
     first, last = (max(median(cells[n]) for cells in found.values()) for n in (counts[0], counts[-1]))
     verdict = f"The largest error over the dimensions falls from {first:.2g} to {last:.2g}."
-    return Section("Error", verdict, (table,), (Picture("errors", "Error against samples", fill),))
+    return Section("Error", verdict, (table,), (_draw_errors(found, counts),))
+
+
+def _draw_errors(found: Numbers, counts: list[str]) -> Picture:
+    many = len(next(iter(found.values()))[counts[0]])
+    title = f"Kernelised metric on normals with d independent entries: medians and quartiles of {many} draws"
+
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        for place, (d, cells) in enumerate(found.items()):
+            low, middle, high = np.percentile([cells[n] for n in counts], [25, 50, 75], axis=1)
+            look = {"color": PALETTE[place], "linestyle": DASHES[place], "marker": "os^"[place], "capsize": 3}
+            x = [int(n) * 1.04 ** (place - 1) for n in counts]  # beside one another
+            axes.errorbar(x, middle, yerr=(middle - low, high - middle), label=f"d = {d}", **look)
+        axes.set(xscale="log", yscale="log", xlabel="samples", ylabel="relative error")
+        axes.set_xticks([int(n) for n in counts], counts)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.grid(visible=True, axis="y")
+        put_title(figure, title)
+        put_legend_below(figure, axes, 3)
+
+    return Picture("errors", "Error against samples", fill, SIZE)
 
 
 def _descents(runs: list[Numbers], level: float) -> Section:
@@ -72,16 +91,18 @@ def _curves(runs: list[Numbers]) -> Picture:
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
         for colour, dash, name in zip(PALETTE, DASHES, METHODS, strict=False):
-            for place, run in enumerate(runs):
-                losses = np.array(run[name]["losses"])
-                label = name if place == 0 else None
-                axes.plot(
-                    np.maximum(losses / losses[0], 1e-8), color=colour, linestyle=dash, linewidth=1.2, label=label
-                )
-        axes.set(yscale="log", xlabel="steps", ylabel="loss, of the first")
-        axes.legend(fontsize=8)
+            length = min(len(run[name]["losses"]) for run in runs)
+            shares = [np.array(run[name]["losses"][:length]) / run[name]["losses"][0] for run in runs]
+            low, middle, high = (np.maximum(kind(shares, axis=0), LOWEST) for kind in (np.min, np.median, np.max))
+            axes.plot(middle, color=colour, linestyle=dash, linewidth=2, label=SHOWN.get(name, name))
+            axes.fill_between(range(length), low, high, color=colour, alpha=0.16, linewidth=0)
+        axes.set(yscale="log", xlabel="steps", ylabel="loss, share of the first")
+        axes.grid(visible=True, axis="y")
+        title = f"Squared Wasserstein distance between normals, four metrics: median and range of {len(runs)} seeds"
+        put_title(figure, f"{title} (drawn down to {LOWEST:g})")
+        put_legend_below(figure, axes)
 
-    return Picture("losses", "Loss against steps, each seed", fill)
+    return Picture("losses", "Loss against steps", fill, SIZE)
 
 
 def _paths(run: Numbers) -> Picture:
@@ -90,9 +111,12 @@ def _paths(run: Numbers) -> Picture:
         for colour, dash, name in zip(PALETTE, DASHES, METHODS, strict=False):
             means = np.array(run[name]["means"])[:, :2]
             across, up = means[:, 0], means[:, 1] if means.shape[1] > 1 else np.zeros(len(means))
-            axes.plot(across, up, ".", linestyle=dash, color=colour, linewidth=1.2, markersize=3, label=name)
-        axes.plot(*[[value] for value in [*run["goal"], 0.0][:2]], "k*", markersize=10)
-        axes.set(xlabel="mean, first entry", ylabel="second")
-        axes.legend(fontsize=8)
+            look = {"color": colour, "linestyle": dash, "linewidth": 1.2, "marker": ".", "markersize": 3}
+            axes.plot(across, up, label=SHOWN.get(name, name), **look)
+        goal = [[value] for value in [*run["goal"], 0.0][:2]]
+        axes.plot(*goal, marker="*", color=INK, linestyle="none", markersize=10, label="target")
+        axes.set(xlabel="mean, first entry", ylabel="mean, second entry")
+        put_title(figure, "Paths of the mean of a normal to its target under four metrics, a dot a step: first seed")
+        put_legend_below(figure, axes)
 
-    return Picture("paths", "Paths of the mean, first seed", fill)
+    return Picture("paths", "Paths of the mean, first seed", fill, SIZE)

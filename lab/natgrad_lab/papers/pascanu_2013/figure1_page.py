@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import DASHES, GRID, INK, PALETTE
+from natgrad_lab.figures import DASHES, GRID, INK, PALETTE, put_legend_below
 from natgrad_lab.words import short
 
 # as in the paper: purple, gray, orange, blue
+MARKS = {"gradient descent": "o", "natural gradient": "s", "covariance": "^", "Newton": "D"}
 COLOURS = {
     "gradient descent": PALETTE[3],
     "natural gradient": INK,
@@ -189,23 +190,24 @@ def _surface(axes: Axes, paths: Numbers, surfaces: Numbers) -> None:
         ticks, ticks, error, levels=np.linspace(low, high, 22), colors=GRID, linewidths=0.9, linestyles="solid"
     )
     for one in paths.values():
-        for method, colour in COLOURS.items():
-            _path(axes, np.array(one[method]["points"]), colour)
+        for method, mark in MARKS.items():
+            _path(axes, np.array(one[method]["points"]), COLOURS[method], mark)
     for name, place in surfaces["around"].items():
         b, w = place["at"]
         axes.annotate(
             f"[{name}]", (b, w), (14, 10), textcoords="offset points", color=INK, fontsize=11, fontweight="bold",
             arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.8},
         )  # fmt: skip
-    for method, colour in COLOURS.items():
-        axes.plot([], [], "-", color=colour, linewidth=2, label=method)
+    for method, mark in MARKS.items():
+        axes.plot([], [], "-", marker=mark, markersize=4, color=COLOURS[method], linewidth=2, label=method)
     axes.set(xlim=(ticks[0], ticks[-1]), ylim=(ticks[0], ticks[-1]), xlabel="b", ylabel="w")
     axes.set_title("error, logarithmic", loc="left", fontsize=11)
     axes.legend(fontsize=9, loc="upper left")
 
 
-def _path(axes: Axes, points: np.ndarray, colour: str) -> None:
-    """Every other step in a paler shade, as in the paper."""
+def _path(axes: Axes, points: np.ndarray, colour: str, mark: str) -> None:
+    """Every other step in a paler shade, as in the paper; marks tell the methods apart in grey."""
+    axes.plot(points[:, 0], points[:, 1], mark, color=colour, linestyle="none", markersize=3)
     for number in range(len(points) - 1):
         ends = points[number : number + 2]
         if np.abs(ends[1] - ends[0]).max() > 1e-3:
@@ -234,9 +236,8 @@ def _errors(paths: Numbers) -> Callable[[Figure], None]:
             errors = np.maximum(paths[method]["errors"], 1e-12)
             axes.plot(errors, color=colour, linestyle=dash, linewidth=2, label=method)
         axes.set_yscale("log")
-        axes.set_xlabel("steps")
-        axes.set_title("squared error", loc="left", fontsize=11)
+        axes.set(xlabel="steps", ylabel="squared error")
         axes.grid(visible=True, axis="y")
-        axes.legend(fontsize=9)
+        put_legend_below(figure, axes)
 
     return fill

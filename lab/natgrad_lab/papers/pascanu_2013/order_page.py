@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.study import Findings, Numbers
-from natgrad_lab.figures import PALETTE
+from natgrad_lab.figures import PALETTE, put_legend_below, put_title
 from natgrad_lab.words import plural, short
 
 METHODS: tuple[str, ...] = ("msgd", "paper", "small")
@@ -163,9 +163,13 @@ def _figure(runs: Sequence[dict[str, Numbers]], called: dict[str, str]) -> Calla
         axes.yaxis.set_minor_formatter("{x:.1g}")
         axes.set_xticks(x)
         axes.set_xlabel("resampled segment of the first half of the stream")
-        axes.set_title("variance of the outputs (line: mean of seeds, band: range)", loc="left", fontsize=11)
+        axes.set_ylabel("variance of the outputs")
+        put_title(
+            figure,
+            f"Networks on MNIST, {' and '.join(called[m] for m in METHODS)}: mean and range of {len(runs)} seeds",
+        )
         axes.grid(visible=True, axis="y", which="both")
-        axes.legend(fontsize=10)
+        put_legend_below(figure, axes, len(METHODS))
 
     return fill
 
