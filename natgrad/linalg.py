@@ -96,7 +96,7 @@ def cholesky(matrix: Tensor) -> Factor:
 
     Example:
         >>> from natgrad.linalg import cholesky
-        >>> factor = cholesky(torch.ones(2, 2))  # singular
+        >>> factor = cholesky(torch.tensor([[1, 1.000001], [1.000001, 1]]))  # by round-off not definite
         >>> factor.failed, factor.rung > 0
         (False, True)
     """
@@ -184,17 +184,10 @@ def inverse_symmetric(matrix: Tensor, damping: float = 0.0) -> Tensor:
 
 
 def take_absolute(matrix: Tensor) -> Tensor:
-    """|A| for symmetric A (n, n): the same eigenvectors, absolute eigenvalues.
-
-    Formed as A + 2 |A_-| with the negative part A_-, so that a PSD A comes back as it is; put together from all its
-    eigenvectors it would be off by several eps of the largest eigenvalue, which a damping of 1e-4 of that turns into
-    a relative residual of 1e-3 in float32. Eigenvalues within n * eps of zero count as no negative part.
-    """
-    if not len(matrix):
-        return matrix.clone()
+    """|A| for symmetric A (n, n), as A + 2 |A_-| of its negative part, so that a PSD A comes back without round-off."""
     values, vectors = eigh(matrix)
-    negative = torch.where(values < -safe_cutoff(len(values), values.dtype) * values.abs().max(), -2 * values, 0)
-    return symmetrise(matrix + (vectors * negative) @ vectors.mT)
+    cut = safe_cutoff(len(values), values.dtype) * values.square().sum().sqrt()
+    return symmetrise(matrix + (vectors * torch.where(values < -cut, -2 * values, 0)) @ vectors.mT)
 
 
 def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor]:
