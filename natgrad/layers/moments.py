@@ -97,6 +97,13 @@ class Seen:
         return replace(self, **parts, cotangents=stop - start)
 
     @property
+    def positions(self) -> float:
+        """Examples times positions that the layer saw: the mean over groups that see some each."""
+        if self.counts is not None:
+            return float(self.counts.mean())
+        return self.activations.shape[0] * self.activations.shape[1] / self.cotangents
+
+    @property
     def by_token(self) -> bool:
         """True if the activations are tokens, standing for unit vectors."""
         return not self.activations.is_floating_point()
@@ -189,6 +196,10 @@ class Mixed(Seen):
     @cached_property
     def deltas(self) -> list[Tensor]:  # type: ignore[override]
         return [torch.cat([side_by_side(part)[1] for part in self.parts], dim=1)]
+
+    @property
+    def positions(self) -> float:
+        return sum(part.positions for part in self.parts)
 
     @property
     def by_token(self) -> bool:

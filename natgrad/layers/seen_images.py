@@ -62,6 +62,10 @@ class SeenImages(Seen):
         return [self.layer.deltas(each) for each in self.derivatives]
 
     @property
+    def positions(self) -> float:
+        return float(self.derivatives[0].shape[0] * prod(self.derivatives[0].shape[2:]))
+
+    @property
     def by_token(self) -> bool:
         return False
 

@@ -17,16 +17,17 @@ from natgrad.optim.block_owners import Cost, Owners, cost_of
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Block, Inverted, Prepare, give_back, invert_block, single
 from natgrad.optim.readings import Reading, agree_on_parts, sound
-from natgrad.optim.running_averages import change, renew_entry
+from natgrad.optim.running_averages import change, count_positions, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
 from natgrad.typed_torch import list_numbers
 from natgrad.whole_tensors import zeros_whole
 
-ENTRIES = ("totals", "weight", "inverse", "level", "prepared", "shape")
+ENTRIES = ("totals", "weight", "positions", "readings", "inverse", "level", "prepared", "shape")
 OWNED = (*ENTRIES, "mean", "count")
 """What a process remembers of its own blocks alone, where their numbers are their owners'."""
+Count = tuple[float, float]  # rows of the loss, and a layer's examples times positions, of all processes
 MISFIT = "the statistics in state_dict do not fit the block of {}"
 
 
@@ -109,52 +110,52 @@ class BlockAverages:
             return False
         taken = self._taken = True
         self._assign(reading)
-        for seen, rows in self._weigh_layers(reading):
+        for seen, count in self._weigh_layers(reading):
             with exchanging(*self.owners.exchange(seen.key)):
                 totals = self.structure.statistics(seen, self._totals(seen.key), decay)
-                taken &= self._average(seen.key, Block(seen.layer.layout, seen.layer), totals, decay, rows)
-        for name, squares, rows in self._weigh_squares(reading):
+                taken &= self._average(seen.key, Block(seen.layer.layout, seen.layer), totals, decay, count)
+        for name, squares, count in self._weigh_squares(reading):
             with exchanging(*self.owners.exchange(name)):
                 totals = accumulate_statistics(self._totals(name, layered=False), squares, decay)
-                taken &= self._average(name, Block(single(name, self.named[name]), None), totals, decay, rows)
+                taken &= self._average(name, Block(single(name, self.named[name]), None), totals, decay, count)
         return taken if not self.owners.apart else not bool(self._sum([0.0 if taken else 1.0])[0])
 
     def _send(self, reading: Reading, decay: float) -> Callable[[], bool]:
         """`take` with several processes, whose parts are on their way when it returns."""
         self._assign(reading)
-        coming = dict[str, tuple[Block, float]]()
+        coming = dict[str, tuple[Block, Count]]()
 
         def deliver(key: str, fresh: Statistics) -> None:
-            block, rows = coming.pop(key)
+            block, count = coming.pop(key)
             before = self._totals(key, layered=block.layer is not None) if self.owners.holds(key) else None
-            self._average(key, block, accumulate_statistics(before, fresh, decay), decay, rows)
+            self._average(key, block, accumulate_statistics(before, fresh, decay), decay, count)
             self._taken = True
 
         sums = self.owners.open_sums(self.structure.symmetric, deliver, sound(reading))
         of = self.owners.of if self.owners.apart else {}
-        for seen, rows in self._weigh_layers(reading):
-            coming[seen.key] = Block(seen.layer.layout, seen.layer), rows
+        for seen, count in self._weigh_layers(reading):
+            coming[seen.key] = Block(seen.layer.layout, seen.layer), count
             with exchanging(None, add_up=self.owners.ranks.sum_entries):
                 sums.send(seen.key, self.structure.statistics(seen, None, decay), of.get(seen.key))
-        for name, squares, rows in self._weigh_squares(reading):
-            coming[name] = Block(single(name, self.named[name]), None), rows
+        for name, squares, count in self._weigh_squares(reading):
+            coming[name] = Block(single(name, self.named[name]), None), count
             sums.send(name, squares, of.get(name))
         sums.finish()
         return sums.wait
 
-    def _weigh_layers(self, reading: Reading) -> Iterator[tuple[Seen, float]]:
-        """The layers' passes, weighted by rows, and the rows of all processes. They are taken out of the reading."""
+    def _weigh_layers(self, reading: Reading) -> Iterator[tuple[Seen, Count]]:
+        """The layers' passes, weighted by rows, and what all processes saw. They are taken out of the reading."""
         share, weight = float(reading.rows), reading.weight
         while reading.layers:
             seen = reading.layers.pop()
-            rows = float(reading.weights.get(seen.key, share))
-            yield seen.thin(self.structure.rows_needed(seen.layer)).count_times(share, weight), rows
+            rows, positions = reading.weights.get(seen.key, share), reading.positions.get(seen.key, math.inf)
+            yield seen.thin(self.structure.rows_needed(seen.layer)).count_times(share, weight), (rows, positions)
 
-    def _weigh_squares(self, reading: Reading) -> Iterator[tuple[str, Statistics, float]]:
+    def _weigh_squares(self, reading: Reading) -> Iterator[tuple[str, Statistics, Count]]:
         """The same of the parameters without a layer."""
         share, weight = float(reading.rows), reading.weight
         for name, squares in reading.squares.items():
-            yield name, {"squares": share * weight * squares}, float(reading.weights.get(name, share))
+            yield name, {"squares": share * weight * squares}, (reading.weights.get(name, share), math.inf)
 
     def _assign(self, reading: Reading) -> None:
         """An owner for every block of the reading."""
@@ -184,7 +185,7 @@ class BlockAverages:
         ranks = self.owners.near
         return list_numbers(ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=ranks.device)))
 
-    def _average(self, key: str, block: Block, totals: Statistics, decay: float, rows: float) -> bool:
+    def _average(self, key: str, block: Block, totals: Statistics, decay: float, count: Count) -> bool:
         """One block's new totals, unless something in them is not finite: an eigendecomposition may have failed."""
         if not self.owners.holds(key):
             self._find_block(key, block)
@@ -192,10 +193,11 @@ class BlockAverages:
         if not all(bool(torch.isfinite(t.sum())) for t in totals.values()):
             return False
         numbers = self.of(self._find_block(key, block))
-        weight = accumulate_weight(numbers["weight"] if "totals" in numbers else None, decay, rows)
+        weight = accumulate_weight(numbers["weight"] if "totals" in numbers else None, decay, float(count[0]))
         if "totals" in numbers:
             self._changes.append(change(numbers["totals"], totals, numbers["weight"] / weight))
         numbers.update(totals=renew_entry(numbers, "totals", totals), weight=weight)
+        count_positions(numbers, count[1], decay)
         return True
 
     def drift(self) -> float | None:

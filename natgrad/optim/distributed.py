@@ -9,14 +9,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.layers import GraphLeaves, Layer, Mixed, Seen
+from natgrad.layers import GraphLeaves, Seen
 from natgrad.lost_processes import listen_for_questions, naming_lost
 from natgrad.optim.equal_models import check_equal_models
 from natgrad.optim.last_pass import Loss
@@ -324,6 +323,7 @@ class Roll:
     Attributes:
         failed: True if the pass of some process was not finite.
         layers: Rows by layer.
+        positions: Examples times positions by layer.
         names: Rows by parameter without a layer.
         refused: Layers that did not explain the gradients of some process.
         tokens: Matrices that some process looked rows up in, and did nothing else with.
@@ -332,6 +332,7 @@ class Roll:
 
     failed: bool
     layers: dict[str, int]
+    positions: dict[str, int]
     names: dict[str, int]
     refused: set[str]
     tokens: set[str]
@@ -345,26 +346,29 @@ def call_roll(
     heard: Mapping[str, bool] | None,
     squares: Collection[str] = (),
     rows: int = 0,
-    tokens: Collection[str] = (),
-    parts: Mapping[str, int] = MappingProxyType({}),
+    passes: Sequence[Seen] = (),
 ) -> Roll:
     """Agree on one pass. heard: this process's layers, and whether they explained its gradients; None: it failed."""
     known: Mapping[str, bool] = {} if heard is None else heard
+    tokens, parts = {one.key for one in passes if one.by_token}, {one.key: len(one.split_parts()) for one in passes}
+    positions = {one.key: round(one.positions) for one in passes}
     entries: list[int] = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
     entries += [known.get(key) is False for key in layers]
     entries += [key in tokens for key in layers]
     entries += [parts.get(key, 1) > 1 for key in layers]
+    entries += [positions.get(key, 0) if known.get(key) else 0 for key in layers]
     entries += [rows if name in squares else 0 for name in names]
     failed, *found = entries
     if ranks.size > 1:
         failed, *found = list_numbers(ranks.sum(torch.tensor([int(entry) for entry in entries], device=ranks.device)))
     size = len(layers)
-    used, refused, looked, mixed = (found[i * size : (i + 1) * size] for i in range(4))
+    used, refused, looked, mixed, seen = (found[i * size : (i + 1) * size] for i in range(5))
     several = [key for key, count in zip(layers, mixed, strict=True) if count]
     return Roll(
         bool(failed),
         {key: count for key, count in zip(layers, used, strict=True) if count},
-        {name: count for name, count in zip(names, found[4 * size :], strict=True) if count},
+        dict(zip(layers, seen, strict=True)),
+        {name: count for name, count in zip(names, found[5 * size :], strict=True) if count},
         {key for key, count in zip(layers, refused, strict=True) if count},
         {key for key, count in zip(layers, looked, strict=True) if count},
         dict(zip(several, find_largest(ranks, [parts.get(key, 1) for key in several]), strict=True)),
@@ -378,23 +382,3 @@ def find_largest(ranks: Ranks, counts: Sequence[int]) -> list[int]:
     table = torch.zeros(ranks.size, len(counts), dtype=torch.int64, device=ranks.device)
     table[ranks.rank] = torch.tensor(counts, dtype=torch.int64, device=ranks.device)
     return list_numbers(ranks.sum(table).amax(0))
-
-
-def make_empty_pass(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
-    """A pass of a layer that this process did not use: it adds zeros to the others' sums, in the shapes of theirs."""
-    groups, outputs, columns = layer.layout.matrix_shape
-    if by_token or layer.by_token:
-        tokens = torch.zeros(1, 1, dtype=torch.long, device=like.device)
-        return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0)
-    deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents
-    counts = like.new_zeros(groups) if layer.is_routed else None
-    return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0, counts)
-
-
-def match_parts(seen: Seen, count: int, cotangents: int, like: Tensor) -> Seen:
-    """The same pass in as many parts as another process has, zeros in place of those that are not there."""
-    parts = seen.split_parts()
-    if len(parts) >= count:
-        return seen
-    parts = parts + [make_empty_pass(seen.layer, cotangents, like, False)] * (count - len(parts))
-    return Mixed(seen.layer, parts, seen.share)

@@ -31,10 +31,10 @@ from natgrad.layers import (
 )
 from natgrad.metrics import fisher
 from natgrad.optim.aligned_passes import AlignedPasses
-from natgrad.optim.distributed import Ranks, call_roll, make_empty_pass, match_parts
+from natgrad.optim.distributed import Ranks, call_roll
 from natgrad.optim.error_size import ErrorSize, find_error_size
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.readings import Reading, Span, line_up, sign_examples, sum_scores
+from natgrad.optim.readings import Reading, Span, line_up, make_empty_pass, match_parts, sign_examples, sum_scores
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
 from natgrad.whole_tensors import zeros_whole
@@ -281,12 +281,8 @@ class Reader:
 
     def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
-        layers, tokens = self.layers.by_key, {one.key for one in own.layers if one.by_token}
-        span = self._line_up(own.rows, 1)
-        parts = {one.key: len(one.split_parts()) for one in own.layers}
-        roll = call_roll(
-            self.ranks, list(layers), list(self.named), answers, list(own.squares), own.rows, tokens, parts
-        )
+        layers, span = self.layers.by_key, self._line_up(own.rows, 1)
+        roll = call_roll(self.ranks, list(layers), list(self.named), answers, list(own.squares), own.rows, own.layers)
         if roll.failed:
             return None
         self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
@@ -309,7 +305,7 @@ class Reader:
         exchange, span = (self.ranks.sum_entries, span) if self.ranks.size > 1 else (None, None)
         apart = [one for one in own.apart if one.key in kept]
         heard = replace(own.heard, layers=passed, squares=squares)
-        return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, exchange, span)
+        return Reading(heard, own.rows, apart, own.scores, roll.layers | roll.names, roll.positions, exchange, span)
 
     @property
     def _device(self) -> torch.device:

@@ -26,6 +26,7 @@ from natgrad.optim.running_averages import (
     add_penalty,
     all_stay_finite,
     average_gradient,
+    mean_positions,
     signal_sums,
     sum_scalars,
 )
@@ -212,6 +213,7 @@ class Attempt:
             prepared=last.prepared,
             memory=self.blocks.of(block).get("shape", {}),
             steps=self.clock["step"],
+            positions=mean_positions(self.blocks.of(block)),
         )
         direction, self.memories[key] = self.rule.shape(point)
         return give_back(block.layout, direction, means)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from natgrad.layers import Examples, Heard, Seen
+from natgrad.layers import Examples, Heard, Layer, Mixed, Seen
 from natgrad.optim.distributed import Ranks
 from natgrad.typed_torch import list_numbers, measure_norm
 
@@ -25,6 +25,7 @@ class Reading:
         apart: The layers again, with labels drawn apart, for measuring what the statistics were fitted to.
         scores: From those labels, of the parameters without a layer, summed over examples, per cotangent.
         weights: By layer and parameter, the rows of all processes that used it; default this one's.
+        positions: By layer, its examples times positions, of all processes.
         exchange: How the parts of several processes are added up.
         span: Where this part stands in the batch of all processes; None: it is all there is.
     """
@@ -34,6 +35,7 @@ class Reading:
     apart: list[Seen] = field(default_factory=list[Seen])
     scores: tuple[dict[str, Tensor], ...] = ()
     weights: Mapping[str, int] = field(default_factory=dict[str, int])
+    positions: Mapping[str, int] = field(default_factory=dict[str, int])
     exchange: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     span: Span | None = None
 
@@ -157,3 +159,23 @@ def sign_examples(cotangent: Tensor, examples: Examples, generator: torch.Genera
     """
     bits = torch.randint(0, 2, (span.total,), generator=generator, device=cotangent.device)
     return examples.scale(cotangent, 2 * bits[span.first : span.first + span.count] - 1)
+
+
+def make_empty_pass(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
+    """A pass of a layer that this process did not use: it adds zeros to the others' sums, in the shapes of theirs."""
+    groups, outputs, columns = layer.layout.matrix_shape
+    if by_token or layer.by_token:
+        tokens = torch.zeros(1, 1, dtype=torch.long, device=like.device)
+        return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0)
+    deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents
+    counts = like.new_zeros(groups) if layer.is_routed else None
+    return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0, counts)
+
+
+def match_parts(seen: Seen, count: int, cotangents: int, like: Tensor) -> Seen:
+    """The same pass in as many parts as another process has, zeros in place of those that are not there."""
+    parts = seen.split_parts()
+    if len(parts) >= count:
+        return seen
+    parts = parts + [make_empty_pass(seen.layer, cotangents, like, False)] * (count - len(parts))
+    return Mixed(seen.layer, parts, seen.share)

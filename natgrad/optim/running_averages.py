@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -144,3 +145,22 @@ def sum_scalars(scalars: Mapping[str, Tensor]) -> Tensor:
     """The sum of scalar tensors, which may lie apart."""
     found = list(scalars.values())
     return torch.stack([one.to(found[0].device) for one in found]).sum() if found else torch.zeros(())
+
+
+def count_positions(numbers: dict[str, Any], positions: float, decay: float) -> None:
+    """Follow how many examples times positions of a step a layer sees.
+
+    Args:
+        numbers: The block's; `positions` and `readings` are written, whose ratio is the mean.
+        positions: Of one reading; infinite where nothing is known, which changes nothing.
+        decay: Weight of the past; 1 for a further micro-batch of the same step, which is no reading of its own.
+    """
+    if math.isfinite(positions):
+        first = "readings" not in numbers
+        numbers["positions"] = positions if first else decay * numbers["positions"] + positions
+        numbers["readings"] = 1.0 if first else decay * numbers["readings"] + (decay < 1)
+
+
+def mean_positions(numbers: Mapping[str, Any]) -> float:
+    """What `count_positions` followed; infinite where it knows nothing."""
+    return numbers["positions"] / numbers["readings"] if "readings" in numbers else math.inf

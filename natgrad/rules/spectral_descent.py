@@ -41,7 +41,9 @@ class SpectralDescent(Rule):
     layer's outputs over whitened inputs, |d R^-1| in operator norm. All directions of a layer move alike, whatever the
     gradient has of them, so that neither noise nor a few steep directions take the whole step. n = (1 - ahead) m +
     ahead g, of the running mean m and today's gradient g. A layer of (outputs, inputs) moves by length * sqrt(max(1,
-    outputs / inputs)) in that norm. An embedding moves along R n, at a fixed root mean square of the change of
+    outputs / inputs)) in that norm; where a step's T examples times positions are less than enough * min(outputs,
+    inputs), by the root of their ratio less: a gradient of T rows has T singular values, and all others of the
+    running mean are of earlier steps. An embedding moves along R n, at a fixed root mean square of the change of
     its outputs: `rows` * length. Parameters without a Kronecker product (norms, biases alone, cut factors of inputs)
     move along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at a fixed root mean square: `vectors` *
     length, and no more than that of a layer's matrix.
@@ -55,6 +57,7 @@ class SpectralDescent(Rule):
         ahead: Weight of today's gradient in n besides its part in m.
         vectors: Root mean square of entries without a Kronecker product, in lengths.
         rows: Root mean square of the change of an embedding's outputs, in lengths.
+        enough: Examples times positions per singular value of a layer, from which on its step has the whole length.
         kl_share: Most nats per example of a step as a share of the loss; a bound against accidents.
         iterations: Of the polar factor, 1 to 7: with 5 singular values come out between .87 and 1.13, with 7 as 1.
         falls_after: Steps from which on the learning rate falls by itself; math.inf for never.
@@ -71,6 +74,7 @@ class SpectralDescent(Rule):
     ahead: float = 0.1
     vectors: float = 0.06
     rows: float = 0.5
+    enough: float = 2.0
     kl_share: float = 0.5
     iterations: int = 5
     falls_after: float = math.inf
@@ -79,7 +83,7 @@ class SpectralDescent(Rule):
     steady = True
 
     def __post_init__(self) -> None:
-        for name in ("length", "damping", "vectors", "rows", "kl_share", "falls_after"):
+        for name in ("length", "damping", "vectors", "rows", "enough", "kl_share", "falls_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number > 0")
         if not 0 <= self.ahead <= 1:
@@ -102,7 +106,8 @@ class SpectralDescent(Rule):
             return self.scale_rows(n, block.prepared["tokens"].to(n)), {}
         root = block.prepared["inputs"].to(n)
         found = apply_root(polar(whiten_inputs(n, root), self.iterations), root)
-        return (found * max(1.0, n.shape[-2] / n.shape[-1]) ** 0.5).contiguous(), {}
+        wide, directions = max(1.0, n.shape[-2] / n.shape[-1]), min(n.shape[-2:])
+        return (found * (wide * min(1.0, block.positions / (self.enough * directions))) ** 0.5).contiguous(), {}
 
     def scale_rows(self, n: Tensor, root: Tensor) -> Tensor:
         """R n for a table of tokens, long enough to change its outputs by `rows` in root mean square over the tokens.

@@ -1,0 +1,116 @@
+"""A spectral step of few rows is shorter: by the root of rows per singular value of the layer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.layers import Seen
+from natgrad.optim.running_averages import mean_positions
+from natgrad.rules import SpectralDescent
+from natgrad.rules.block_point import BlockPoint
+
+F64 = torch.float64
+OUTPUTS, INPUTS = 16, 20
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+@pytest.mark.parametrize(("positions", "share"), [(8, 0.25), (32, 1.0), (500, 1.0), (math.inf, 1.0)])
+def test_a_direction_is_shorter_by_the_root_of_rows(positions: float, share: float) -> None:
+    n = draw(1, OUTPUTS, INPUTS)
+
+    def shape(rows: float) -> Tensor:
+        kept = {"inputs": torch.ones(INPUTS, dtype=F64)}
+        point = BlockPoint(
+            ("w",), "Kronecker", n, lambda: n, None, lambda: pytest.fail("asked"), 0.1, kept, positions=rows
+        )
+        return SpectralDescent(enough=2.0).shape(point)[0]
+
+    torch.testing.assert_close(shape(positions), math.sqrt(share) * shape(math.inf))
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, parts: int = 1, steps: int = 1, **options: Any) -> Any:
+    """Spectral steps from batches in as many micro-batches. The blocks' numbers are in the optimizer's state."""
+    opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=SpectralDescent(**options), update_every=1, invert_every=1)
+    for _ in range(steps):
+        opt.zero_grad()
+        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (opt.loss(model(a), b) / parts).backward()
+        opt.step()
+    return opt
+
+
+@pytest.mark.parametrize("rows", [4, 12, 64])
+def test_a_step_of_few_rows_is_shorter(rows: int) -> None:
+    x, y = draw(rows, INPUTS), torch.arange(rows) % OUTPUTS
+    first = nn.Linear(INPUTS, OUTPUTS, dtype=F64)
+    moved = dict[float, Tensor]()
+    for enough in (1e-9, 2.0):
+        model = copy.deepcopy(first)
+        train(model, x, y, enough=enough)
+        moved[enough] = model.weight.detach() - first.weight.detach()
+    assert float(moved[1e-9].norm()) > 0
+    torch.testing.assert_close(moved[2.0], math.sqrt(min(1, rows / 2 / OUTPUTS)) * moved[1e-9])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_micro_batches_count_as_one_step(parts: int) -> None:
+    model = nn.Linear(INPUTS, OUTPUTS, dtype=F64)
+    opt = train(model, draw(8, INPUTS), torch.arange(8) % OUTPUTS, parts, steps=3)
+    numbers = opt.state[model.weight]
+    assert numbers["positions"] / numbers["readings"] == pytest.approx(8)
+
+
+def test_positions_of_images_and_texts_count() -> None:
+    image = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4)).double()
+    opt = train(image, draw(7, 3, 6, 6), torch.arange(7) % 4)
+    found = [opt.state[image[i].weight] for i in (0, 3)]
+    assert [one["positions"] / one["readings"] for one in found] == [7 * 36, 7]
+
+    text = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)).double()
+    model = ng.kfac(text, nn.CrossEntropyLoss(), rule=SpectralDescent())
+    tokens = torch.arange(20).view(4, 5) % 9
+    model.loss(text(tokens).transpose(1, 2), tokens).backward()
+    model.step()
+    assert model.state[text[1].weight]["positions"] == 20
+
+
+def test_groups_that_see_some_count_their_mean() -> None:
+    layer = nn.Linear(2, 3)
+    seen = Seen(layer, torch.zeros(2, 5, 4, 2), [torch.zeros(2, 5, 4, 3)], counts=torch.tensor([4.0, 6, 2, 0]))  # type: ignore[arg-type]
+    assert seen.positions == 3
+    assert Seen(layer, torch.zeros(6, 5, 1, 2), [torch.zeros(6, 5, 1, 3)], cotangents=3).positions == 10  # type: ignore[arg-type]
+
+
+def test_rows_are_saved_and_older_checkpoints_learn_them() -> None:
+    x, y = draw(6, INPUTS), torch.arange(6)
+    opt = train(model := nn.Linear(INPUTS, OUTPUTS, dtype=F64), x, y, steps=2)
+
+    def resume() -> dict[str, Any]:
+        fresh = ng.kfac(other := copy.deepcopy(model), nn.CrossEntropyLoss(), rule=SpectralDescent())
+        fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
+        loaded = dict(fresh.state[other.weight])
+        fresh.loss(other(x), y).backward()
+        fresh.step()
+        return {"loaded": loaded, "stepped": dict(fresh.state[other.weight])}
+
+    assert mean_positions(resume()["loaded"]) == pytest.approx(6)
+    for entry in ("positions", "readings"):
+        del opt.state[model.weight][entry]
+    older = resume()
+    assert mean_positions(older["loaded"]) == math.inf  # the whole length
+    assert mean_positions(older["stepped"]) == pytest.approx(6)
+
+
+def test_enough_is_checked() -> None:
+    with pytest.raises(ValueError, match="enough is 0"):
+        SpectralDescent(enough=0)
