@@ -1,4 +1,4 @@
-"""The mean of local energies with its error, correlated samples counted for what they are worth."""
+"""The mean of local energies with its error: correlated samples count for what they are worth, chains are compared."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+MIXED = 1.1
+"""Chains whose R-hat is above this differ; mixed ones have 1."""
+NOISE = 0.07
+"""The largest standard deviation of R-hat squared, of independent samples, at which MIXED can be told from 1."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class EnergyEstimate:
         samples: Their number.
         settled: False if the chains are too short to tell the error, which is then a lower bound.
         imaginary: Mean of the imaginary part, which is zero up to noise.
+        r_hat: How much the chains, and their first and second halves, differ: split R-hat, 1 where they are mixed. None
+            where there are too few samples to tell 1.1 from 1, as from chains of one sample each.
 
     Example:
         >>> print(ng.vmc.EnergyEstimate(mean=-2.90372, error=0.00041, variance=0.1, correlation=1.0, samples=1000))
@@ -34,10 +41,13 @@ class EnergyEstimate:
     samples: int = 1
     settled: bool = True
     imaginary: float = 0.0
+    r_hat: float | None = None
 
     def __str__(self) -> str:
         digits = 8 if not 0 < self.error < math.inf else max(0, 1 - math.floor(math.log10(self.error)))
-        return f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
+        told = f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
+        differ = self.r_hat is not None and self.r_hat > MIXED
+        return f"{told}, chains differ (R-hat {self.r_hat:.2f})" if differ else told
 
 
 def estimate_energy(
@@ -47,7 +57,7 @@ def estimate_energy(
 
     Samples of a chain are taken in order, and averaged in blocks of 1, 2, 4, ... The error of the block means grows
     until blocks are longer than the correlations; the smallest block B with B^3 > 2 L (error_B / error_1)^4 is taken.
-    Chains are independent of one another.
+    Chains are independent of one another, and `r_hat` compares them.
 
     Args:
         local_energies: Shape (L,), or (chains, L); real or complex.
@@ -56,7 +66,8 @@ def estimate_energy(
         enumerated: True if the states are all there are, with their probabilities: no error is left.
 
     Reference:
-        Flyvbjerg & Petersen 1989; the choice of the block: Lee, Mella & Rappe 2011 and Wolff 2004.
+        Flyvbjerg & Petersen 1989; the choice of the block: Lee, Mella & Rappe 2011 and Wolff 2004; R-hat: Gelman &
+        Rubin 1992, with halves of chains as in Vehtari et al. 2021.
 
     Example:
         >>> energy = ng.vmc.estimate_energy(torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)))
@@ -71,13 +82,14 @@ def estimate_energy(
     mean = (shares * values).sum()
     gaps = values - mean
     variance = float((shares * gaps.abs().square()).sum())
-    error, correlation, settled = 0.0, 1.0, True
+    error, correlation, settled, r_hat = 0.0, 1.0, True, None
     if not enumerated and weights is not None:
         error = float((shares * gaps.real).square().sum().sqrt())
     elif not enumerated:
         error, correlation, settled = measure_error(gaps.real)
+        r_hat = compare_chains(gaps.real)
     imaginary = float(mean.imag) if values.is_complex() else 0.0
-    return EnergyEstimate(float(mean.real), error, variance, correlation, values.numel(), settled, imaginary)
+    return EnergyEstimate(float(mean.real), error, variance, correlation, values.numel(), settled, imaginary, r_hat)
 
 
 def measure_error(gaps: Tensor) -> tuple[float, float, bool]:
@@ -103,6 +115,24 @@ def measure_error(gaps: Tensor) -> tuple[float, float, bool]:
 def block_error(means: Tensor) -> float:
     """Standard error of the mean of independent numbers."""
     return math.sqrt(float(means.var()) / means.numel())
+
+
+def compare_chains(values: Tensor) -> float | None:
+    """Split R-hat, ((n - 1) / n + B / (n W))^(1/2) of the halves of chains, n samples each.
+
+    W is the mean of their variances, B is n times the variance of their means. None where noise hides it.
+
+    Args:
+        values: Shape (chains, L).
+    """
+    length = values.shape[1] // 2
+    parts = values[:, values.shape[1] - 2 * length :].reshape(-1, max(1, length))
+    if length < 2 or math.sqrt(2 / (len(parts) - 1) + 2 / (len(parts) * (length - 1))) / length > NOISE:
+        return None
+    within, between = float(parts.var(1).mean()), length * float(parts.mean(1).var())
+    if within == 0:
+        return math.inf if between > 0 else 1.0
+    return math.sqrt((length - 1) / length + between / (length * within))
 
 
 def extrapolate_variance(energies: list[EnergyEstimate]) -> EnergyEstimate:

@@ -86,6 +86,7 @@ def combine_estimates(parts: Sequence[EnergyEstimate]) -> EnergyEstimate:
         samples=samples,
         settled=all(part.settled for part in parts),
         imaginary=sum(share * part.imaginary for share, part in pairs),
+        r_hat=max((part.r_hat for part in parts if part.r_hat is not None), default=None),
     )
 
 

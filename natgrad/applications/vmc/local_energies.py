@@ -105,20 +105,33 @@ def read_states(psi: LogAmplitude, states: Any) -> Tensor:
         psi: The wave function.
         states: A tensor, which stays as it is, or an array.
     """
-    return states if isinstance(states, Tensor) else read_numbers(psi, states).to(psi.dtype)
+    return states if isinstance(states, Tensor) else read_numbers(psi, states, "states").to(psi.dtype)
 
 
-def read_numbers(psi: LogAmplitude, numbers: Any) -> Tensor:
+def read_numbers(psi: LogAmplitude, numbers: Any, name: str) -> Tensor:
     """Numbers as a tensor; those of an array on the device of the wave function.
 
     Args:
         psi: The wave function.
         numbers: A tensor, which stays as it is, or an array.
+        name: What they are called.
+
+    Raises:
+        TypeError: For anything else.
     """
-    return numbers if isinstance(numbers, Tensor) else torch.as_tensor(as_array(numbers)).to(psi.device)
+    if isinstance(numbers, Tensor):
+        return numbers
+    try:
+        return torch.as_tensor(as_array(numbers)).to(psi.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} is {type(numbers).__name__}, expected a tensor, or an array of NumPy's or JAX's"
+        ) from error
 
 
 def as_array(part: Any) -> Any:
     """A NumPy array of its own memory, from NumPy's or from another library's arrays."""
+    if not hasattr(part, "__array__") and hasattr(part, "__jax_array__"):  # such as NetKet's LocalEstimators
+        part = part.__jax_array__()
     array = part.__array__() if hasattr(part, "__array__") else part
     return array.copy() if hasattr(array, "copy") else array

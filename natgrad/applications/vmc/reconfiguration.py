@@ -132,8 +132,9 @@ class StochasticReconfiguration:
 
         Args:
             states: Samples of |psi|^2, shape (b, ...); or of several chains, shape (chains, b, ...). A tensor, or an
-                array of NumPy's or JAX's, as NetKet has them; so are the next two.
-            local_energies: (H psi)(s) / psi(s), shape (b,) or (chains, b), real or complex.
+                array of NumPy's or JAX's, as NetKet's `state.samples`; so are the next two.
+            local_energies: (H psi)(s) / psi(s), shape (b,) or (chains, b), real or complex; NetKet's
+                `state.local_estimators(H)` too.
             weights: Of the samples, with sum one, same shape. None: equal ones.
             enumerated: True if the states are all there are, with their probabilities as weights.
 
@@ -144,12 +145,14 @@ class StochasticReconfiguration:
             The energy before the step, with its error. It joins `energies`.
 
         Raises:
+            TypeError: For what is neither a tensor nor an array.
             ValueError: For shapes that do not fit, and for a local energy or log psi that is not finite: the sentence
                 names the sample. Nothing is changed then.
         """
         processes = self.processes
-        states, local_energies = read_states(self.psi, states), read_numbers(self.psi, local_energies)
-        weights = None if weights is None else read_numbers(self.psi, weights)
+        states = read_states(self.psi, states)
+        local_energies = read_numbers(self.psi, local_energies, "local_energies")
+        weights = None if weights is None else read_numbers(self.psi, weights, "weights")
         prepared = self.optimizer.metric
         assert isinstance(prepared, Prepared)
         with processes.failing_together(self.psi.device):

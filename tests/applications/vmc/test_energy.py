@@ -9,6 +9,7 @@ import torch
 from models import F64, assert_close
 
 import natgrad as ng
+from natgrad.applications.vmc.energy import MIXED, compare_chains
 
 
 def autoregressive(chains: int, length: int, decay: float, seed: int = 0) -> torch.Tensor:
@@ -36,7 +37,33 @@ def test_the_error_counts_correlations(decay):
 def test_chains_that_are_too_short_say_so():
     found = ng.vmc.estimate_energy(autoregressive(2, 64, 0.99))
     assert not found.settled
-    assert str(found).endswith("or more")
+    assert " or more" in str(found)
+
+
+def test_chains_that_differ_say_so():
+    same = autoregressive(8, 100, 0.0)
+    mixed = ng.vmc.estimate_energy(same)
+    assert mixed.r_hat is not None
+    assert mixed.r_hat < 1.05
+    assert "R-hat" not in str(mixed)
+    for apart in (same + torch.arange(8, dtype=F64).unsqueeze(1), same + torch.linspace(0, 5, 100, dtype=F64)):
+        found = ng.vmc.estimate_energy(apart)  # chains in different places, chains that all drift
+        halves = apart.reshape(16, 50)
+        within, means = halves.var(1).mean(), halves.mean(1)
+        assert found.r_hat == pytest.approx(float((49 / 50 + means.var() / within).sqrt()))
+        assert str(found).endswith(f", chains differ (R-hat {found.r_hat:.2f})")
+    assert ng.vmc.estimate_energy(torch.arange(2.0).repeat_interleave(100).view(2, 100)).r_hat == math.inf
+
+
+@pytest.mark.parametrize(("chains", "length"), [(400, 1), (400, 3), (2, 10), (1, 2)])
+def test_too_few_samples_have_no_r_hat(chains, length):
+    assert compare_chains(autoregressive(chains, length, 0.0)) is None
+
+
+@pytest.mark.parametrize(("chains", "length"), [(400, 4), (40, 10), (1, 100)])
+def test_independent_samples_seldom_seem_to_differ(chains, length):
+    told = [compare_chains(autoregressive(chains, length, 0.0, seed)) for seed in range(50)]
+    assert all(one is not None and one < MIXED for one in told)  # the bound is three standard deviations away
 
 
 def test_one_sample_has_no_known_error_and_equal_ones_have_none():

@@ -60,6 +60,30 @@ def test_arrays_are_taken_as_samples_and_energies():
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+class LocalEstimators:
+    """What NetKet's `state.local_estimators(H)` gives: JAX's protocol, and no array of NumPy's."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    def __jax_array__(self) -> np.ndarray:
+        return self.data
+
+
+def test_local_estimators_of_netket_are_energies():
+    states, local = torch.ones(2, 5, 4), np.linspace(0, 1, 10).reshape(2, 5)
+    sr = ng.stochastic_reconfiguration(ng.LogAmplitude(vmc.RBM(4)))
+    assert sr.step(states, LocalEstimators(local)).mean == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["states", "local_energies", "weights"])
+def test_what_is_no_array_is_refused(name):
+    given = {"states": torch.ones(5, 4), "local_energies": torch.zeros(5), "weights": torch.full((5,), 0.2)}
+    sr = ng.stochastic_reconfiguration(ng.LogAmplitude(vmc.RBM(4)))
+    with pytest.raises(TypeError, match=f"{name} is object, expected a tensor"):
+        sr.step(**{**given, name: object()})
+
+
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
