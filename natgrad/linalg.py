@@ -55,9 +55,10 @@ BLOCK = 256
 def gram(rows: Tensor, scale: float = 1.0) -> Tensor:
     """scale X^T X, (d, d), for X (n, d).
 
-    On a CPU the blocks under the diagonal are copied, not computed, by halves down to `BLOCK` columns: 6.8 ms against
-    10.2 for (512, 1000), 59 against 83 for (50176, 288).
+    On a CPU blocks under the diagonal are copied: 6.8 ms against 10.2 for (512, 1000), 59 against 83 for (50176, 288).
     """
+    if rows.requires_grad and torch.is_grad_enabled():
+        return scale * (rows.mT @ rows)  # what is written into blocks has no derivative
     found = rows.new_empty(rows.shape[1], rows.shape[1])
     _gram(rows, scale, found, BLOCK if rows.device.type == "cpu" else len(found))
     return found

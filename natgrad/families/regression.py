@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from natgrad.lapack import svd
-from natgrad.linalg import eigh
+from natgrad.linalg import eigh, gram
 
 RIDGES = tuple(10.0**k for k in range(-7, 3))
 
@@ -57,26 +59,47 @@ def natural_slope(
     left, sizes, right = thin_svd(centred)
     coordinates = left.mT @ target
     scale = float(sizes.square().sum()) / statistics.shape[1]
-    best = (torch.inf, ridges[-1])
-    for ridge in ridges:
-        shrink = sizes.square() / (sizes.square() + ridge * scale)
-        leverage = left.square() @ shrink + share
-        error = ((target - left @ (shrink * coordinates)) / (1 - leverage).clamp(min=1e-12)).square().sum()
-        if float(error) < best[0]:
-            best = (float(error), ridge)
-    error, ridge = best
-    slope = right.mT @ (sizes / (sizes.square() + ridge * scale) * coordinates)
-    return Slope(slope, 1 - error / total, ridge)
+    k, error = choose_ridge(left, sizes, target, share, [ridge * scale for ridge in ridges])
+    slope = right.mT @ (sizes / (sizes.square() + ridges[k] * scale) * coordinates)
+    return Slope(slope, 1 - error / total, ridges[k])
+
+
+def choose_ridge(
+    left: Tensor, sizes: Tensor, target: Tensor, share: Tensor, ridges: Sequence[float]
+) -> tuple[int, float]:
+    """The ridge whose predictions of left-out draws err least, and the sum of their squared errors.
+
+    The predictions of all ridges are one product with U and their leverages another with its squares: a pass over U
+    for each ridge took longer than its Gram matrix where there are many draws.
+
+    Args:
+        left: U of the weighted statistics, shape (N, r).
+        sizes: Their singular values, shape (r,).
+        target: The weighted values, shape (N,).
+        share: Weights that sum to one, shape (N,).
+        ridges: In the unit of a squared singular value.
+
+    Returns:
+        The place in `ridges`, the last where no error is a number, and the error, then infinite.
+    """
+    powers = sizes.square().unsqueeze(1)
+    shrink = powers / (powers + torch.tensor(ridges, dtype=powers.dtype, device=powers.device))  # (r, ridges)
+    predicted = left @ (shrink * (left.mT @ target).unsqueeze(1))
+    leverage = left.square() @ shrink + share.unsqueeze(1)
+    residual = (target.unsqueeze(1) - predicted) / (1 - leverage).clamp(min=1e-12)
+    errors = [error if error == error else math.inf for error in residual.square().sum(0).tolist()]
+    least = min(errors)
+    return (errors.index(least) if math.isfinite(least) else len(errors) - 1), least
 
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U (N, r), sizes (r,), V^T (r, K) from the smaller Gram matrix; sizes below 1e-7 of the largest are left out."""
     tall = matrix.shape[0] > matrix.shape[1]
-    values, vectors = eigh(matrix.mT @ matrix if tall else matrix @ matrix.mT)
+    values, vectors = eigh(gram(matrix if tall else matrix.mT))
     kept = values > 1e-14 * values[-1].clamp(min=1e-300)
     sizes, basis = values[kept].sqrt(), vectors[:, kept]
     if tall:
-        return (matrix @ basis) / sizes, sizes, basis.mT
+        return (matrix @ basis).div_(sizes), sizes, basis.mT
     return basis, sizes, (basis.mT @ matrix) / sizes.unsqueeze(1)
 
 

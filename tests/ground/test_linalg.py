@@ -166,6 +166,11 @@ def test_gram_is_the_product_whatever_its_blocks(columns: int):
     assert_close(gram(rows[:, ::2]), rows[:, ::2].mT @ rows[:, ::2], 1e-14)
 
 
+def test_gram_has_a_derivative():
+    rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: gram(x, 0.3), (rows,))
+
+
 @pytest.mark.parametrize("shape", [(6, 6), (3, 6, 6)])
 def test_a_damped_inverse_leaves_the_matrix_alone(shape: tuple[int, ...]):
     factor = draw(*shape)

@@ -49,6 +49,30 @@ def test_the_slope_is_exact_in_the_span_whatever_the_draws():
 
 
 @pytest.mark.parametrize("count", [12, 60])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 10.0])
+def test_the_ridge_is_the_one_that_explains_most(count: int, noise: float):
+    """All ridges are judged in two products: as each alone would be."""
+    generator = torch.Generator().manual_seed(1)
+    T = torch.randn(count, 20, generator=generator, dtype=torch.float64)
+    f = T[:, 0] + noise * torch.randn(count, generator=generator, dtype=torch.float64)
+    weights = torch.rand(count, generator=generator, dtype=torch.float64)
+    ridges = (1e-3, 1e-2, 0.1, 1.0, 10.0)
+    alone = [natural_slope(T, f, weights, ridges=(ridge,)) for ridge in ridges]
+    best = max(alone, key=lambda slope: slope.explained)
+    found = natural_slope(T, f, weights, ridges=ridges)
+    assert found.ridge == best.ridge
+    assert found.explained == pytest.approx(best.explained, rel=1e-12)
+    assert_close(found.value, best.value)
+
+
+def test_the_largest_ridge_is_taken_where_no_error_is_a_number():
+    T = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = natural_slope(T, torch.tensor([1e200, -1e200] * 4, dtype=torch.float64))
+    assert found.ridge == 100.0
+    assert not found.explained > 0
+
+
+@pytest.mark.parametrize("count", [12, 60])
 def test_explained_is_the_error_at_draws_left_out(count: int):
     """Against regressions refitted without each draw, with fewer and with more draws than statistics."""
     generator = torch.Generator().manual_seed(0)
