@@ -111,8 +111,9 @@ class BlockAverages:
         taken = self._taken = True
         self._assign(reading)
         for seen, count in self._weigh_layers(reading):
+            before = self.owners.share_past(seen.key, self._totals(seen.key), self.structure.needs_past(seen))
             with exchanging(*self.owners.exchange(seen.key)):
-                totals = self.structure.statistics(seen, self._totals(seen.key), decay)
+                totals = self.structure.statistics(seen, before, decay)
                 taken &= self._average(seen.key, Block(seen.layer.layout, seen.layer), totals, decay, count)
         for name, squares, count in self._weigh_squares(reading):
             with exchanging(*self.owners.exchange(name)):

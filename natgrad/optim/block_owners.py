@@ -16,6 +16,7 @@ from natgrad.optim.arriving_sums import ArrivingSums
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Inverted
 from natgrad.optim.process_messages import send_tree
+from natgrad.structures import Statistics
 from natgrad.typed_torch import list_numbers, split_tensor
 
 Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -119,6 +120,18 @@ class Owners:
             return None, None, None
         owner = self.of[key]
         return partial(self._sum_statistics, owner), partial(self._solve, owner), self.ranks.sum_entries
+
+    def share_past(self, key: str, own: Statistics | None, needed: bool) -> Statistics | None:
+        """A block's totals so far: where its owner alone remembers them and all need them, from it to all.
+
+        Args:
+            key: The block.
+            own: This process's; None where there are none.
+            needed: Whether all processes need them.
+        """
+        if not (self.apart and needed):
+            return own
+        return send_tree(self.near, own, self.of[key], "statistics")
 
     def open_sums(
         self, symmetric: frozenset[str], deliver: Callable[[str, dict[str, Tensor]], None], fine: bool

@@ -157,10 +157,14 @@ class EigenKronecker(Layerwise):
         eigen = basis_of(totals | kept)
         spectrum = exchange_sums({"spectrum": correct_eigenvalues(seen, eigen)})["spectrum"]
         if before is not None:
-            same = all(before[key] is basis for key, basis in kept.items())
+            # by value: with several processes, eigenvectors that were kept come from their owner as a copy
+            same = self.stale > 0 and all(torch.equal(before[key], basis) for key, basis in kept.items())
             past = before["spectrum"] if same else move_spectrum(before["spectrum"], basis_of(before), eigen)
             spectrum = accumulate_total(past, spectrum, decay)
         return totals | {"spectrum": spectrum} | kept
+
+    def needs_past(self, seen: Seen) -> bool:
+        return False  # the owner alone finds eigenvectors and moves the past's diagonal; others send sums of the pass
 
     def _vectors(self, side: str, totals: Statistics, before: Statistics | None) -> Tensor | None:
         """A factor's eigenvectors, the last ones where they still fit; None for a diagonal."""

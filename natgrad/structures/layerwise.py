@@ -77,6 +77,17 @@ class Layerwise(Structure):
             Tensors by name.
         """
 
+    def needs_past(self, seen: Seen) -> bool:
+        """True if what a process adds up with others is made with the totals so far, which then all of them need.
+
+        Where a block's owner alone remembers them (`share="memory"`), it sends them to all before each pass. The
+        default is True unless `adds`.
+
+        Args:
+            seen: As for `statistics`.
+        """
+        return not self.adds
+
     def rows_needed(self, layer: Layer) -> float:
         """Examples times positions of a pass that a layer's statistics need; math.inf, the default, for all there are.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from natgrad.linalg import all_finite, eigh
 from natgrad.operators.low_rank_plus_identity import Spikes
-from natgrad.structures.running_average import exchange_sums
+from natgrad.structures.running_average import exchange_sums, solve_once
 
 FLOOR = 5e-4
 """Of the largest eigenvalue: the least that a tracked direction has above the rest."""
@@ -43,6 +43,10 @@ class Tracked:
         """sum(d) + D rho, (...,)."""
         return self.values.sum(-1) + self.basis.shape[-1] * self.rest
 
+    def pack(self) -> Tensor:
+        """R, d and rho in one tensor (..., r D + r + 1)."""
+        return torch.cat([self.basis.flatten(-2), self.values, self.rest.unsqueeze(-1)], dim=-1)
+
     def dense(self) -> Tensor:
         """F as a matrix (..., D, D)."""
         return self.spikes().dense()
@@ -55,6 +59,19 @@ class Tracked:
         """
         rest = self.rest.unsqueeze(-1)
         return Spikes(self.basis.mT, scale * torch.cat([self.values + rest, rest], dim=-1))
+
+
+def unpack_tracked(packed: Tensor, rank: int) -> Tracked:
+    """What `Tracked.pack` packed, in storage of its own.
+
+    Args:
+        packed: Shape (..., r D + r + 1).
+        rank: r, at least 1.
+    """
+    size = (packed.shape[-1] - 1) // rank - 1
+    basis, values, rest = packed.split([rank * size, rank, 1], dim=-1)
+    lead = packed.shape[:-1]
+    return Tracked(basis.reshape(*lead, rank, size).contiguous().clone(), values.clone(), rest.squeeze(-1).clone())
 
 
 def start(size: int, rank: int, like: Tensor, level: float = 0.0) -> Tracked:
@@ -86,7 +103,7 @@ def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) 
         least: Floor of d' and rho'.
 
     Returns:
-        F'. NaN throughout for rows that are not finite.
+        F'. NaN throughout for rows that are not finite. With several processes: one of them computes it for all.
     """
     rank, size = before.basis.shape[-2:]
     # all that is asked of the rows adds up over them, and so over the processes that have some each
@@ -96,15 +113,31 @@ def track_rows(before: Tracked, rows: Tensor, decay: float, least: float = 0.0) 
     if rank == 0:
         return Tracked(before.basis, before.values, trace / size)
     own = decay * (before.values + before.rest.unsqueeze(-1))
-    images = fresh["images"] + own.unsqueeze(-1) * before.basis  # Y, (r, D)
+
+    def find() -> Tensor:
+        images = fresh["images"] + own.unsqueeze(-1) * before.basis  # Y, (r, D)
+        return iterate_subspace(images, trace, decay * before.rest, least).pack()
+
+    return unpack_tracked(solve_once(find, before.pack()), rank)
+
+
+def iterate_subspace(images: Tensor, trace: Tensor, floor: Tensor, least: float) -> Tracked:
+    """R', d' and rho' of `track_rows`.
+
+    Args:
+        images: Y = R T, shape (..., r, D).
+        trace: T's, shape (...,).
+        floor: T is nowhere less, shape (...,).
+        least: Floor of d' and rho'.
+    """
+    rank, size = images.shape[-2:]
     squares, turn = (found.flip(-1) for found in eigh(images.double() @ images.double().mT))
-    floor = (decay * before.rest).double().unsqueeze(-1)  # T is nowhere less
-    roots = torch.maximum(squares.clamp(min=0).sqrt(), floor)
-    shown = roots > 16 * torch.finfo(rows.dtype).tiny  # 1 / roots overflows below; such directions are completed
+    roots = torch.maximum(squares.clamp(min=0).sqrt(), floor.double().unsqueeze(-1))
+    shown = roots > 16 * torch.finfo(images.dtype).tiny  # 1 / roots overflows below; such directions are completed
     kept = torch.where(shown, 1 / torch.where(shown, roots, 1), 0)
-    basis = orthonormal((kept.unsqueeze(-1) * turn.mT).to(rows.dtype) @ images)
+    basis = orthonormal((kept.unsqueeze(-1) * turn.mT).to(images.dtype) @ images)
     rest = ((trace - roots.sum(-1).to(trace)) / (size - rank)).clamp(min=least)
-    above = roots.to(rows.dtype) - rest.unsqueeze(-1)
+    above = roots.to(images.dtype) - rest.unsqueeze(-1)
     return Tracked(basis, torch.maximum(above, (FLOOR * roots[..., :1]).clamp(min=least).to(above)), rest)
 
 

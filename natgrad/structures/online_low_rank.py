@@ -12,7 +12,7 @@ from natgrad.layers import Layer, Seen, layer_squares, layer_units
 from natgrad.operators import DiagonalOperator, Operator, SpikedKronecker, Units
 from natgrad.structures.layerwise import Layerwise, Statistics, accumulate_statistics
 from natgrad.structures.low_rank_tracking import Tracked, first, track_rows
-from natgrad.structures.running_average import exchange_sums, exchanging
+from natgrad.structures.running_average import exchange_sums, sums_are_whole
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,11 @@ class OnlineLowRank(Layerwise):
         if not self.gradient:
             return self._sides(*example_rows(seen), before, decay)
         left, right = gradient_rows(seen)
-        with exchanging(None):  # the gradient is that of all processes already
+        with sums_are_whole():  # the gradient is that of all processes already
             return self._sides(left, right, before, decay)
+
+    def needs_past(self, seen: Seen) -> bool:
+        return not (seen.by_token or seen.single)  # the basis that rows are looked at in
 
     def _sides(self, left: Tensor, right: Tensor, before: Statistics | None, decay: float) -> Statistics:
         return side("left", left, self.rank_out, before, decay) | side("right", right, self.rank_in, before, decay)

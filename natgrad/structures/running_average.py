@@ -87,6 +87,11 @@ def add_up_now(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
     return numbers if add_up is None else add_up(numbers)
 
 
+def sums_are_whole() -> Holding[Shared]:
+    """Inside, what is summed is that of all processes already; what one of them computes still comes to all."""
+    return _SHARED.holding((None, _SHARED.get()[1], None))
+
+
 def solve_once(make: Callable[[], Tensor], like: Tensor) -> Tensor:
     """What `make` gives, computed by one of the processes for all; here where there is only one.
 
