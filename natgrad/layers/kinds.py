@@ -178,11 +178,6 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
-SPREAD: dict[int, Callable[..., Tensor]] = {
-    1: functional.conv_transpose1d,
-    2: functional.conv_transpose2d,
-    3: functional.conv_transpose3d,
-}
 KINDS: dict[tuple[type[nn.Module], ...], type[Layer]] = {
     (nn.Linear,): LinearLayer,
     (*CONVOLUTIONS, *TRANSPOSED): ConvolutionLayer,
@@ -265,30 +260,49 @@ def positions(tensor: Tensor) -> Tensor:
 def patches_of(module: Any, inputs: Tensor) -> Tensor:
     """What every output position of a convolution sees, (b, channels * taps, positions), channels slowest.
 
-    `unfold` where it applies. Elsewhere the convolution itself with a one-hot kernel per channel and tap, which is
-    exact for every stride, dilation, padding and dimension, transposed ones included.
+    `unfold`, of spread inputs where the convolution is transposed; it has no third dimension. There the convolution
+    itself with a one-hot kernel per channel and tap is as exact.
     """
-    transposed = isinstance(module, TRANSPOSED)
-    padded = inputs if transposed else pad_as(module, inputs)
-    if not transposed and len(module.kernel_size) < 3:
-        return unfold_patches(module, padded)
+    transposed, dimensions = isinstance(module, TRANSPOSED), len(module.kernel_size)
+    laid = spread_inputs(module, inputs) if transposed else pad_as(module, inputs)
+    stride = (1,) * dimensions if transposed else module.stride
     channels, taps = inputs.shape[1], prod(module.kernel_size)
-    kernel = torch.eye(taps, dtype=inputs.dtype, device=inputs.device).view(taps, 1, *module.kernel_size)
-    if not transposed:
-        kernel = kernel.repeat(channels, 1, *[1] * len(module.kernel_size))
-        return functional.conv3d(padded, kernel, None, module.stride, 0, module.dilation, channels).flatten(2)
-    kernel = kernel.transpose(0, 1).repeat(channels, 1, *[1] * len(module.kernel_size))
-    spread = SPREAD[len(module.kernel_size)]
-    options = (module.stride, module.padding, module.output_padding, channels, module.dilation)
-    return spread(inputs, kernel, None, *options).flatten(2)
+    if dimensions < 3:
+        found = unfold_patches(laid, module.kernel_size, stride, module.dilation)
+    else:
+        kernel = torch.eye(taps, dtype=inputs.dtype, device=inputs.device).view(taps, 1, *module.kernel_size)
+        kernel = kernel.repeat(channels, 1, *[1] * dimensions)
+        found = functional.conv3d(laid, kernel, None, stride, 0, module.dilation, channels).flatten(2)
+    return found.unflatten(1, (channels, taps)).flip(2).flatten(1, 2) if transposed else found
 
 
-def unfold_patches(module: Any, padded: Tensor) -> Tensor:
+def unfold_patches(
+    padded: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
     """Patches of a padded 1-d or 2-d input."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
     if padded.dim() == 3:  # a 1-d convolution is a 2-d one on images of height 1
         padded, kernel, stride, dilation = padded.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
     return functional.unfold(padded, kernel, dilation, 0, stride)
+
+
+def spread_inputs(module: Any, inputs: Tensor) -> Tensor:
+    """What a transposed convolution is a plain one of, at stride 1 and with its taps in reverse.
+
+    The inputs with stride - 1 zeros between them, and at the ends (taps - 1) dilation - padding of them, or fewer
+    entries where that is below 0.
+
+    Args:
+        module: The transposed convolution.
+        inputs: Shape (b, channels, ...).
+    """
+    ends = list[int]()
+    for axis, stride in enumerate(module.stride):
+        place = axis + 2
+        spread = functional.pad(inputs.movedim(place, -1).unsqueeze(-1), (0, stride - 1)).flatten(-2)
+        inputs = spread[..., : spread.shape[-1] - stride + 1].movedim(-1, place)
+        reach = (module.kernel_size[axis] - 1) * module.dilation[axis] - module.padding[axis]
+        ends = [reach, reach + module.output_padding[axis], *ends]  # functional.pad counts from the last dimension
+    return functional.pad(inputs, ends)
 
 
 def pad_as(module: Any, inputs: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -20,6 +20,11 @@ from natgrad.typed_torch import measure_norm
 IMAGES = 32
 """Examples that a convolution's patches are made of at the least: neighbouring patches tell much the same."""
 CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
+SPREAD: tuple[Callable[..., Tensor], ...] = (
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+)
 WEIGHT_GRADIENT = (conv1d_weight, conv2d_weight, conv3d_weight)
 
 
@@ -42,7 +47,7 @@ class SeenImages(Seen):
 
     @staticmethod
     def fits(layer: ConvolutionLayer, inputs: Tensor, derivatives: Sequence[Tensor], examples: int | None) -> bool:
-        """True if a call of a convolution can be followed without patches: not transposed, one image per example.
+        """True if a call of a convolution can be followed without patches: one image per example, the usual size.
 
         Args:
             layer: The convolution's.
@@ -51,7 +56,9 @@ class SeenImages(Seen):
             examples: Their number, if known.
         """
         counts = {len(inputs), *map(len, derivatives)} | (set() if examples is None else {examples})
-        return not isinstance(layer.module, TRANSPOSED) and len(counts) == 1
+        return len(counts) == 1 and (
+            not isinstance(layer.module, TRANSPOSED) or has_usual_size(layer.module, inputs, derivatives[0])
+        )
 
     @cached_property
     def activations(self) -> Tensor:  # type: ignore[override]
@@ -74,7 +81,7 @@ class SeenImages(Seen):
         return len(self.inputs)
 
     def bound_inputs(self) -> Tensor:
-        padded = pad_as(self.layer.module, self.inputs)
+        padded = self.inputs if self._is_transposed else pad_as(self.layer.module, self.inputs)
         taps = prod(self.layer.module.kernel_size)  # an entry is in no more patches than that
         ones = padded.new_tensor(float(self.deltas[0].shape[:2].numel())).sqrt()
         return torch.hypot(taps**0.5 * measure_norm(padded), ones)
@@ -108,24 +115,60 @@ class SeenImages(Seen):
         found = dict[str, Tensor]()
         if layout.weight is not None:
             find = WEIGHT_GRADIENT[len(module.kernel_size) - 1]
-            found[layout.weight] = find(pad_as(module, self.inputs), layout.shape, first, **self._strides())
+            if self._is_transposed:  # the adjoint of a convolution of the outputs: the two change places
+                options = self._strides() | {"padding": module.padding}
+                found[layout.weight] = find(first, layout.shape, self.inputs, **options)
+            else:
+                found[layout.weight] = find(pad_as(module, self.inputs), layout.shape, first, **self._strides())
         if layout.bias is not None:
             found[layout.bias] = first.flatten(2).sum((0, 2))
         return layout.join(found)
 
     def slopes(self, matrix: Tensor, examples: int) -> Tensor:
-        layout, module = self.layer.layout, self.layer.module
+        layout = self.layer.layout
         parts = layout.split(matrix)
         found = torch.zeros(len(self.derivatives), examples, dtype=matrix.dtype, device=matrix.device)
         if layout.weight is not None:
-            convolve: Any = CONVOLVE[len(module.kernel_size) - 1]
-            image = convolve(pad_as(module, self.inputs), parts[layout.weight], **self._strides())
+            image = self._convolve(parts[layout.weight])
             found += torch.stack([(image * each).reshape(examples, -1).sum(1) for each in self.derivatives])
         if layout.bias is not None:
             sums = torch.stack([each.flatten(2).sum(2) for each in self.derivatives])
             found += (sums @ parts[layout.bias].reshape(-1)).reshape(len(sums), examples, -1).sum(2)
         return found
 
+    @property
+    def _is_transposed(self) -> bool:
+        return isinstance(self.layer.module, TRANSPOSED)
+
+    def _convolve(self, weight: Tensor) -> Tensor:
+        """The convolution without its bias, of another weight."""
+        module = self.layer.module
+        if self._is_transposed:
+            options = self._strides() | {"padding": module.padding, "output_padding": module.output_padding}
+            return SPREAD[len(module.kernel_size) - 1](self.inputs, weight, **options)
+        convolve: Any = CONVOLVE[len(module.kernel_size) - 1]
+        return convolve(pad_as(module, self.inputs), weight, **self._strides())
+
     def _strides(self) -> dict[str, Any]:
         module = self.layer.module
         return {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
+
+
+def has_usual_size(module: Any, inputs: Tensor, outputs: Tensor) -> bool:
+    """True if a transposed convolution was asked for no `output_size`, and the inputs are what a plain one returns.
+
+    Args:
+        module: The transposed convolution.
+        inputs: What it saw.
+        outputs: What it gave, or a derivative there.
+    """
+    options = zip(
+        module.kernel_size, module.stride, module.padding, module.dilation, module.output_padding, strict=True
+    )
+    for (kernel, stride, padding, dilation, more), before, after in zip(
+        options, inputs.shape[2:], outputs.shape[2:], strict=True
+    ):
+        reach = dilation * (kernel - 1) + 1 - 2 * padding
+        if after != (before - 1) * stride + reach + more or (after - reach) // stride + 1 != before:
+            return False
+    return True

@@ -22,6 +22,14 @@ CALLS = {
     "volume": (lambda: nn.Conv3d(2, 3, 2), (5, 2, 3, 4, 3)),
     "by channel": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (5, 4, 6, 6)),
     "bias alone": (lambda: freeze_weight(nn.Conv2d(3, 4, 3)), (5, 3, 6, 6)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 4, 2, 1), (5, 3, 4, 5)),
+    "transposed, groups": (lambda: nn.ConvTranspose2d(4, 6, (3, 2), 2, 1, 1, 2, dilation=(1, 2)), (5, 4, 4, 3)),
+    "transposed, few taps": (lambda: nn.ConvTranspose2d(3, 4, 2, 3, bias=False), (5, 3, 4, 3)),
+    "transposed, cropped": (lambda: nn.ConvTranspose2d(3, 4, 2, 2, 2, 1), (5, 3, 6, 5)),
+    "transposed, stride 1": (lambda: nn.ConvTranspose2d(3, 4, 3, 1, 1), (5, 3, 4, 4)),
+    "transposed line": (lambda: nn.ConvTranspose1d(4, 2, 3, 2, 1, 1), (5, 4, 6)),
+    "transposed volume": (lambda: nn.ConvTranspose3d(2, 3, 3, 2, 1), (5, 2, 3, 2, 3)),
+    "transposed, bias alone": (lambda: freeze_weight(nn.ConvTranspose2d(3, 4, 4, 2)), (5, 3, 3, 3)),
 }
 
 
@@ -40,6 +48,7 @@ def passes(request: pytest.FixtureRequest):
     x = torch.randn(shape, dtype=torch.float64)
     y = module(x)
     derivatives = [torch.randn_like(y) for _ in range(2)]
+    assert SeenImages.fits(layer, x, derivatives, 5)
     seen = Seen(layer, layer.activations(x), [layer.deltas(d) for d in derivatives])
     return SeenImages(layer, x, derivatives), seen, module, y
 
@@ -87,3 +96,18 @@ def test_thinned_to_some_images_they_weigh_as_much_as_all():
     thin = SeenImages(layer, x, [derivative]).thin(1.0)
     assert len(thin.activations) < 64
     assert_close(thin.deltas[0].square().sum(), derivative.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("module", "size"),
+    [
+        # more outputs than by default, and so many that a convolution of them has more entries than the inputs
+        (nn.ConvTranspose2d(2, 3, 3, stride=2), (8, 7)),
+        (nn.ConvTranspose2d(2, 3, 3, stride=1, output_padding=1, dilation=2), None),
+    ],
+)
+def test_outputs_of_an_unusual_size_are_left_to_patches(module, size):
+    (layer,) = known_layers(module, Space(ng.trainable(module))).values()
+    x = torch.randn(4, 2, 3, 3)
+    y = module(x) if size is None else module(x, output_size=size)
+    assert not SeenImages.fits(layer, x, [torch.ones_like(y)], 4)
