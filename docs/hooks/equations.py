@@ -15,6 +15,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
+from xml.etree import ElementTree
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
@@ -25,6 +26,10 @@ from source_pages import source_url
 
 PLACES = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 """What `pymdownx.arithmatex` makes of $...$ and $$...$$."""
+ENDS = tuple("=≤≥<>≈→←+−-,;")
+"""Signs after which a line may end."""
+WHOLE = 12
+"""Formulas of up to so many letters stay whole."""
 
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
@@ -43,7 +48,7 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
     def render(place: re.Match[str]) -> str:
         latex = html.unescape(place[2]).strip()
         if place[1] == "span":
-            return f'<span class="formula">{draw_formula(latex, "inline")}</span>'
+            return f'<span class="formula">{allow_breaks(draw_formula(latex, "inline"))}</span>'
         return render_equation(latex, next(numbers), page.url)
 
     return PLACES.sub(render, content)
@@ -75,6 +80,45 @@ def draw_formula(latex: str, display: str) -> str:
         display: "inline" or "block".
     """
     return convert(latex, display=display).replace(r"\_", "_")
+
+
+def allow_breaks(formula: str) -> str:
+    """A long formula in a line of text as several, between which the line may end: browsers break no formula.
+
+    It may end after a relation, a sum's sign or a comma, outside of brackets or within one pair of them.
+
+    Args:
+        formula: MathML.
+    """
+    tree = ElementTree.fromstring(formula)
+    row = tree.find("{*}mrow")
+    if row is None or len("".join(tree.itertext())) <= WHOLE:
+        return formula
+    parts: list[list[ElementTree.Element]] = [[]]
+    depth = 0
+    for piece in row:
+        sign = (piece.text or "") if piece.tag.endswith("}mo") else ""
+        depth += (sign in tuple("([{")) - (sign in tuple(")]}"))
+        parts[-1].append(piece)
+        if sign in ENDS and depth <= 1 and len(parts[-1]) > 1:
+            piece.set("form", "infix")  # the last of its part, it would lose the space behind it
+            parts.append([])
+    return "<wbr>".join(join_row(part) for part in parts if part)
+
+
+def join_row(pieces: list[ElementTree.Element]) -> str:
+    """A formula of its own.
+
+    Args:
+        pieces: Elements of MathML.
+    """
+    math = ElementTree.Element("math", {"xmlns": "http://www.w3.org/1998/Math/MathML", "display": "inline"})
+    row = ElementTree.SubElement(math, "mrow")
+    for piece in pieces:
+        for element in piece.iter():
+            element.tag = element.tag.rpartition("}")[2]  # ElementTree writes a namespace before every name
+        row.append(piece)
+    return ElementTree.tostring(math, encoding="unicode")
 
 
 def split_references(latex: str) -> tuple[str, list[tuple[str, str]]]:

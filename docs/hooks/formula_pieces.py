@@ -131,7 +131,7 @@ def is_torn(piece: Piece | None) -> bool:
     if piece is None or piece.kind == "stop":
         return False
     if piece.kind == "word":
-        return not piece.ends or re.search(r"[\[\](){}^|=+*/<>_]", piece.text.strip("()")) is not None
+        return not piece.ends or re.search(r"[\[\](){}^|=+*/<>_²³⁴√]", piece.text.strip("()")) is not None
     return piece.is_operator or piece.kind in ("power", "bar")
 
 

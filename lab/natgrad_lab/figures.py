@@ -85,12 +85,14 @@ def put_legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
 def put_title(figure: Figure, title: str) -> None:
     """A title at the left above the figure, in as many lines as it needs; a figure that has one keeps it.
 
+    The titles of several axes name the panels, so that the figure needs one of its own beside them.
+
     Args:
         figure: What is drawn on.
         title: Names the data set and the contestants, or what is shown.
     """
     own = (axes.get_title(where) for axes in figure.axes for where in ("left", "center", "right"))
-    if not figure.get_suptitle() and not any(own):
+    if not figure.get_suptitle() and (len(figure.axes) > 1 or not any(own)):
         lines = textwrap.fill(title, round(LETTERS * figure.get_figwidth()))
         figure.suptitle(lines, x=0.01, ha="left", fontsize=9)
 

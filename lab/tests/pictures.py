@@ -56,6 +56,8 @@ def check_names(figure: Figure) -> Iterator[str]:
     titles = [text for axes in figure.axes for text in (axes.get_title(where) for where in ("left", "center", "right"))]
     if not any((figure.get_suptitle(), *titles)):
         yield "no title"
+    if len(figure.axes) > 1 and not figure.get_suptitle():
+        yield "several panels, and no title over them all"
     for axes in figure.axes:
         box = axes.get_position()
         for which in "xy":

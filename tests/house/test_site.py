@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,6 +17,8 @@ import equations
 import griffe
 import name_links
 import names
+import page_formulas
+import pictures_of_pages as pictures
 import self_contained
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +123,46 @@ def test_requests_to_elsewhere_are_seen(text: str):
 def test_links_that_a_reader_may_follow_are_no_requests():
     text = '<a href="https://example.org">x</a><link rel="canonical" href="https://example.org/"><img src="a.png">'
     assert not self_contained.find_requests(text)
+
+
+def test_a_long_formula_in_a_line_may_end_the_line():
+    long = equations.draw_formula(r"F = E[a(x) - b, c] + \frac{a - b}{c - d} + e + f + g", "inline")
+    parts = equations.allow_breaks(long).split("<wbr>")
+    words = ["".join(ElementTree.fromstring(part).itertext()) for part in parts]
+    assert words == ["F=", "E[a(x)−", "b,", "c]+", "a−bc−d+", "e+", "f+", "g"]
+    assert all('form="infix"' in part for part in parts[:-1])
+    short = equations.draw_formula("a = -b", "inline")
+    assert equations.allow_breaks(short) == short
+
+
+def test_a_picture_leads_to_its_file_and_the_gallery_to_its_pages():
+    page = '<p><img alt="x" src="../images/a.png" /></p><a class="card" href="b.html"><img src="b.png"></a>'
+    linked = pictures.on_page_content(page)
+    assert '<p><a href="../images/a.png"><img alt="x" src="../images/a.png" /></a></p>' in linked
+    assert linked.endswith('<a class="card" href="b.html"><img src="b.png"></a>')
+
+
+@pytest.mark.parametrize(
+    ("plain", "typeset"),
+    [
+        ("the step (G + damping I)^-1 g is", r"the step $( G + \mathrm{damping} \, I ) ^{- 1} g$ is"),
+        ("| `x` | U U^T | 2 x_i x_j |", r"| `x` | $U U ^{T}$ | $2 x_{i} x_{j}$ |"),
+        ("in `U U^T`, $U U^T$ and [a](x.md#u-u^t)", None),
+        ("```python\ny = x^2 + a_i\n```", None),
+        ("## What U U^T is", None),
+        ("at least 1/2 d^T |H| d", r"at least $1 / 2 d ^{T} | H | d$"),
+        ("x - 3 x² and d √N", None),
+        ("on Rosenbrock, 10-d, a (1+1)-EA of rank 3", None),
+        ("- a *model* says *no*, **x = 1**", None),
+    ],
+)
+def test_formulas_of_pages_are_typeset(plain: str, typeset: str | None):
+    assert page_formulas.typeset_page(plain) == (typeset or plain)
+
+
+def test_formulas_of_pages_can_be_drawn():
+    pages = [page for page in PAGES if str(page.relative_to(ROOT / "docs")).startswith(page_formulas.FOLDERS)]
+    texts = [page_formulas.typeset_page(page.read_text(encoding="utf-8")) for page in pages]
+    formulas = {latex for text in texts for latex in re.findall(r"(?<![$\\])\$([^$\n]+)\$(?!\$)", text)}
+    assert len(formulas) > 300
+    assert all("<math" in equations.draw_formula(latex, "inline") for latex in formulas)

@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natgrad_lab.figures import INK, PALETTE, draw, save
+from natgrad_lab.figures import INK, PALETTE, draw, put_title, save
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,12 @@ PANELS = {
 }
 """The pictures by the name of their file."""
 
+TITLES = {
+    "pascanu_table1": "Pascanu & Bengio 2013, table 1: stochastic gradient descent and metrics on MNIST and on faces",
+    "karakida_table1": "Karakida, Okada & Amari 2016, table 1: the two-layer model on ISA data, score matching",
+}
+"""Data set and contestants, by the name of the file."""
+
 
 def number(printed: str) -> float:
     """A number as a page prints it.
@@ -127,13 +133,14 @@ def number(printed: str) -> float:
     return float(printed.replace(",", ""))
 
 
-def fill(panels: tuple[Panel, ...], figure: Figure) -> None:
-    """Draw the panels, a row of two axes each.
+def fill(name: str, figure: Figure) -> None:
+    """Draw the panels of a picture, a row of two axes each.
 
     Args:
-        panels: What is drawn.
+        name: Of the picture's file.
         figure: Empty.
     """
+    panels = PANELS[name]
     heights = [len(panel.rows) + 1.2 for panel in panels]
     grid = figure.subplots(len(panels), 2, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel, (left, right) in zip(panels, grid, strict=True):
@@ -143,6 +150,7 @@ def fill(panels: tuple[Panel, ...], figure: Figure) -> None:
         right.set_yticklabels([])
     grid[-1][0].set_xlabel("the paper")
     grid[-1][1].set_xlabel("ours")
+    put_title(figure, TITLES[name])
 
 
 def draw_side(axes: Axes, panel: Panel, cells: list[tuple[str | None, str | None]], colour: int) -> None:
@@ -183,9 +191,9 @@ def draw_all(folder: Path) -> None:
         folder: Where to.
     """
     for name, panels in PANELS.items():
-        height = sum(0.32 * (len(panel.rows) + 1.2) for panel in panels) + 0.9
+        height = sum(0.32 * (len(panel.rows) + 1.2) for panel in panels) + 1.1
         stem = folder / name
-        save(draw(partial(fill, panels), (8.0, height)), stem)
+        save(draw(partial(fill, name), (8.0, height)), stem)
         stem.with_suffix(".svg").unlink()
 
 

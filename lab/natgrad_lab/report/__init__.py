@@ -15,10 +15,11 @@ from natgrad_lab.experiments.records import Folder, replace
 from natgrad_lab.figures import inline, save
 from natgrad_lab.report import study
 from natgrad_lab.report.page import Drawn, render
-from natgrad_lab.report.plots import draw, plots
+from natgrad_lab.report.plots import draw, draw_overview, plots
 from natgrad_lab.report.study import Outcome
 from natgrad_lab.report.summary import Result, Summary, summarise
 from natgrad_lab.report.table import terminal
+from natgrad_lab.words import plural
 
 __all__ = ["Outcome", "Summary", "build", "render_terminal", "summarise", "terminal"]
 
@@ -57,6 +58,10 @@ def _race(folder: Folder) -> tuple[Summary, Path]:
     order = [contestant["name"] for contestant in folder.plan()["tasks"][0]["contestants"]]
     (folder.path / "plots").mkdir(exist_ok=True)
     drawn = {result.name: _draw(result, order, folder.path / "plots") for result in summary.results}
+    if not any(result.pairs for result in summary.results):
+        over = f"medians and ranges of {plural(len(summary.seeds), 'seed')}"
+        title = f"{summary.title or summary.experiment}. Training loss, {over}."
+        save(draw_overview(summary.results, order, title), folder.path / "plots" / "overview")
     page = folder.path / "report.html"
     replace(page, render(summary, drawn, order, _defaults(summary.experiment)))
     return summary, page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -104,17 +104,45 @@ def draw(plot: Plot, entries: Sequence[Entry], order: Sequence[str], title: str 
 
     def fill(figure: Figure) -> None:
         axes = figure.add_subplot()
-        drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
-        _scales(axes, plot)
-        axes.set_xlabel(plot.x_label)
-        axes.set_ylabel(plot.y_label)
+        drawn = _lines(axes, plot, entries, order)
         axes.set_title(title, loc="left", fontsize=9, wrap=True)
-        axes.grid(visible=True, axis="y")
-        axes.set_axisbelow(True)
-        if sum(drawn) > 1:
-            axes.legend(**({"fontsize": 10} if sum(drawn) <= CROWD else {"fontsize": 7, "ncols": 2}), handlelength=2.2)
+        if drawn > 1:
+            axes.legend(**({"fontsize": 10} if drawn <= CROWD else {"fontsize": 7, "ncols": 2}), handlelength=2.2)
 
     return figures.draw(fill, SIZE)
+
+
+def draw_overview(results: Sequence[Result], order: Sequence[str], title: str) -> Figure:
+    """The whole race in one figure: a row for each task, its training loss against seconds and against steps.
+
+    Args:
+        results: The tasks, none of them paired.
+        order: The contestants' names as in the plan, which gives each its colour in every figure.
+        title: Of the race; the contestants are in the legend below.
+    """
+    columns = [plot for plot in _by_seconds(results[0]) if plot.name in ("loss-seconds", "loss-steps")]
+
+    def fill(figure: Figure) -> None:
+        panels = figure.subplots(len(results), len(columns), squeeze=False)
+        for row, result in zip(panels, results, strict=True):
+            for axes, plot in zip(row, columns, strict=True):
+                _lines(axes, replace(plot, y_label=result.unit), result.entries, order)
+            row[0].set_title(result.title, loc="left", fontsize=10)
+        figures.put_title(figure, title)
+        figures.put_legend_below(figure, panels[0, 0], min(len(order), 4))
+
+    return figures.draw(fill, (2 * SIZE[0], 2.7 * len(results) + 0.8))
+
+
+def _lines(axes: Axes, plot: Plot, entries: Sequence[Entry], order: Sequence[str]) -> int:
+    """One panel without its title and legend; how many lines it has."""
+    drawn = [_line(axes, plot, e, order.index(e.name)) for e in sorted(entries, key=lambda e: order.index(e.name))]
+    _scales(axes, plot)
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(plot.y_label)
+    axes.grid(visible=True, axis="y")
+    axes.set_axisbelow(True)
+    return sum(drawn)
 
 
 def _line(axes: Axes, plot: Plot, entry: Entry, index: int) -> bool:

@@ -13,7 +13,6 @@ import torch
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, execute, find, override
 from natgrad_lab.experiments.study import findings
-from natgrad_lab.figures import draw
 from natgrad_lab.papers.varady_2022 import data, runs
 from natgrad_lab.papers.varady_2022.data import bits, lines
 from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
@@ -27,6 +26,7 @@ from natgrad_lab.papers.varady_2022.runs import (
     WakeSleepTraining,
     WakeSleepTuning,
 )
+from natgrad_lab.report.study import draw_titled
 
 SMALL = VaradySettings(data="lines", sizes="4-1", epochs=2, batch=100, samples=3, evaluation=0, tuning=1)
 
@@ -135,7 +135,7 @@ def test_a_whole_study_tells_its_story(tmp_path):
     assert len(story.sections[2].tables[0].rows) == 20
     for section in story.sections:
         for picture in section.pictures:
-            assert draw(picture.draw, picture.size).axes
+            assert draw_titled(picture, story.title).axes
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_every_choice_of_the_grid_is_shown(folder):
 def test_plots_are_written_twice(folder, page):
     names = {path.stem for path in (folder.path / "plots").glob("*.png")}
     assert names == {path.stem for path in (folder.path / "plots").glob("*.svg")}
-    assert {"rings-loss-seconds", "rings-loss-steps", "rings-kl-steps", "squares-damping-steps"} <= names
+    assert {"rings-loss-seconds", "rings-loss-steps", "rings-kl-steps", "squares-damping-steps", "overview"} <= names
 
 
 class Elements(HTMLParser):
