@@ -56,6 +56,23 @@ def invert_factor_or_nan(matrix: Tensor) -> Tensor:
     return torch_linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
 
 
+def resolvent(matrix: Tensor, shift: float) -> Tensor:
+    """(A + shift I)^-1 for positive semi-definite A (..., n, n), by one Cholesky factor; nothing is checked.
+
+    Args:
+        matrix: A.
+        shift: A number above A's round-off.
+    """
+    shifted = matrix.clone(memory_format=torch.contiguous_format)
+    shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
+    if not shifted.is_cpu:
+        return torch.cholesky_inverse(torch_linalg.cholesky_ex(shifted).L)
+    # the transpose, which is the same matrix, has the order of columns that LAPACK writes: no further copies
+    info = torch.empty(matrix.shape[:-2], dtype=torch.int32)
+    lower, _ = torch_linalg.cholesky_ex(shifted.mT, out=(shifted.mT, info))
+    return torch.cholesky_inverse(lower, out=lower)
+
+
 def is_positive_definite(matrix: Tensor) -> Tensor:
     """Which symmetric matrices have the factor of `factor_or_nan`, (..., n, n) -> (...)."""
     return _factor(matrix.detach())[1]

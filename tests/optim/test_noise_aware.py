@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import natgrad as ng
 from natgrad.optim.running_averages import signal_sums
 from natgrad.optim.schedule import follow_signal, start_clock
 from natgrad.rules import MeasuredLength, NoiseAware, SpectralDescent
-from natgrad.rules.spectral_descent import polar, whitener
+from natgrad.rules.spectral_descent import apply_root, polar, polish, polish_by_gram, whiten_inputs, whitener
 
 F64 = torch.float64
 SAFE = ng.Relative(0.03, per="block", whole=1.0)
@@ -38,14 +39,39 @@ def test_polar_factor_by_products_is_that_of_the_singular_vectors(shape: tuple[i
     assert not polar(torch.zeros(shape)).any()
 
 
-@pytest.mark.parametrize("shape", [(40, 50), (30, 90), (90, 30)])
-def test_five_iterations_leave_singular_values_near_one_in_single_precision_too(shape: tuple[int, int]) -> None:
-    left, values, right = torch.linalg.svd(draw(*shape), full_matrices=False)
-    matrix = (left * values.new_tensor(0.8).pow(torch.arange(len(values)))) @ right  # down to 1.5e-4 or 1e-3
-    found = torch.linalg.svdvals(polar(matrix.float(), 5))
-    large = int((0.8 ** torch.arange(len(values)) > 1.5e-3 * matrix.norm()).sum())
+def fading_values(rows: int, columns: int) -> Tensor:
+    """A matrix with singular values .8^i, down to 1.5e-4 for 40 of them."""
+    left, values, right = torch.linalg.svd(draw(rows, columns), full_matrices=False)
+    return (left * values.new_tensor(0.8).pow(torch.arange(len(values)))) @ right
+
+
+@pytest.mark.parametrize("products", [polish, polish_by_gram])
+def test_five_iterations_leave_singular_values_near_one_in_single_precision_too(
+    products: Callable[[Tensor, int], Tensor],
+) -> None:
+    matrix = fading_values(40, 50)
+    found = torch.linalg.svdvals(products((matrix / (1.01 * matrix.norm())).float(), 5))
+    large = int((0.8 ** torch.arange(40) > 1.5e-3 * matrix.norm()).sum())
     assert found.max() < 1.13
     assert found[large - 1] > 0.87
+
+
+@pytest.mark.parametrize("shape", [(40, 50), (30, 90), (90, 30)])
+def test_two_inverses_leave_singular_values_within_a_tenth_of_one_in_single_precision_too(
+    shape: tuple[int, int],
+) -> None:
+    matrix = fading_values(*shape)
+    found = torch.linalg.svdvals(polar(matrix.float(), 5))
+    large = int((0.8 ** torch.arange(min(shape)) > 0.005 * (matrix @ matrix.mT).norm().sqrt()).sum())
+    assert found.max() < 1.105
+    assert found[large - 1] > 0.895
+    assert not polar(torch.zeros(shape), 5).any()
+
+
+def test_a_triangular_product_in_blocks_is_the_whole_one() -> None:
+    matrix, root = draw(7, 600), draw(600, 600, seed=1).tril()
+    torch.testing.assert_close(whiten_inputs(matrix, root), matrix @ root.mT)
+    torch.testing.assert_close(apply_root(matrix, root), matrix @ root)
 
 
 def test_whitened_second_moment_is_its_damped_share() -> None:
