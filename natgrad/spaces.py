@@ -184,7 +184,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module; pass a dict of tensors directly")
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
-        raise ValueError("model has no trainable parameters: every requires_grad is False; unfreeze at least one")
+        frozen = any(True for _ in model.parameters())
+        reason = "every requires_grad is False; unfreeze at least one" if frozen else "it has no parameters at all"
+        raise ValueError(f"model has no trainable parameters: {reason}")
     lazy = [name for name, p in params.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ValueError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import typer
     from typer.core import TyperCommand
@@ -25,11 +25,21 @@ NEEDED = ("typer", "rich", "matplotlib", "jinja2", "sklearn")
 
 def main() -> None:
     """Entry point of the command."""
-    say_loading(sys.stderr)
+    if needs_torch(sys.argv[1:]):
+        say_loading(sys.stderr)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise SystemExit(f"natgrad: the command needs {', '.join(missing)}: pip install -e ./lab, from a clone")
     application()()
+
+
+def needs_torch(words: "Sequence[str]") -> bool:
+    """Whether the command loads PyTorch: its help and that of its parts do not.
+
+    Args:
+        words: What was typed after `natgrad`.
+    """
+    return list(words) == ["list"] or not set(words) <= {"--help", "list", "report", "run"}
 
 
 def say_loading(stream: TextIO) -> None:
@@ -89,8 +99,6 @@ def command_with_settings() -> "type[TyperCommand]":
     import typer
     from typer.core import TyperCommand
 
-    from natgrad_lab.experiments import EXPERIMENTS
-
     class CommandWithSettings(TyperCommand):
         """Prints the settings below the help when an experiment is named."""
 
@@ -101,14 +109,24 @@ def command_with_settings() -> "type[TyperCommand]":
                 ctx: Of the command.
                 args: The words that were typed.
             """
-            named = [word for word in args if word in EXPERIMENTS]
-            if "--help" in args and named:
+            if "--help" in args and needs_torch(args) and (named := list_named(args)):
                 typer.echo(self.get_help(ctx), nl=False)
                 run_guarded(lambda: show_settings(named[0]))
                 ctx.exit()
             return super().parse_args(ctx, args)
 
     return CommandWithSettings
+
+
+def list_named(words: "Sequence[str]") -> list[str]:
+    """The experiments that are named.
+
+    Args:
+        words: What was typed.
+    """
+    from natgrad_lab.experiments import EXPERIMENTS
+
+    return [word for word in words if word in EXPERIMENTS]
 
 
 def show_settings(name: str) -> None:

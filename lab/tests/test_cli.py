@@ -51,6 +51,20 @@ def test_a_terminal_hears_at_once_that_something_happens():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
+@pytest.mark.parametrize(
+    "words", [(), ("--help",), ("run", "--help"), ("report", "--help"), ("list", "--help"), ("run",)]
+)
+def test_help_does_not_wait_for_torch(words):
+    """Nor does it say that something is loaded; whatever else is asked for does both."""
+    run = f"import sys; from natgrad_lab import cli; sys.argv[1:] = {list(words)}"
+    code = run + "\ntry: cli.main()\nfinally: print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Usage:" in said.stdout + said.stderr
+    assert said.stdout.splitlines()[-1] == "False"
+    assert not cli.needs_torch(words)
+    assert all(map(cli.needs_torch, [("list",), ("run", "digits"), ("run", "digits", "--help"), ("report", "runs")]))
+
+
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match="pip install scikit-learn"):

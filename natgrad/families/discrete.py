@@ -330,6 +330,11 @@ class Categorical(NaturalLikelihood):
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         outputs = require_one_tensor(outputs)
+        if outputs.dim() == 0:
+            raise ValueError(
+                "outputs is a single number, expected the logits of every class: give what the model returned, and not "
+                "a loss of it"
+            )
         if require_tensor_targets(targets).is_floating_point():
             if targets.dim() < outputs.dim():
                 raise ValueError(

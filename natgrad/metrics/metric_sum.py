@@ -49,7 +49,7 @@ def sum_metrics(metrics: Mapping[str, Metric], weights: Mapping[str, float] | No
             raise TypeError(f"metrics has the name {name!r}, expected a string")
         if not isinstance(metric, Metric):
             hint = "; did you forget the parentheses?" if isinstance(metric, type) else ""
-            raise TypeError(f"metrics[{name!r}] is {metric!r}, expected a natgrad Metric{hint}")
+            raise TypeError(f"metrics[{name!r}] is {metric!r}, expected a natgrad Metric such as ng.fisher(...){hint}")
     weights = dict(weights or {})
     unknown = sorted(weights.keys() - metrics.keys())
     if unknown:

@@ -116,14 +116,14 @@ def count_unmoved(count: int, rate: float, gradient: float) -> int:
     return count
 
 
-def warn_without_gradient(parameters: Iterable[Tensor], losses: int) -> None:
+def warn_without_gradient(parameters: Iterable[Tensor], computed: bool) -> None:
     """Warn if losses were computed for a step and no parameter has a gradient.
 
     Args:
         parameters: All that are trained.
-        losses: How many were computed since the last step.
+        computed: Whether there were any, in the loop or in a closure.
     """
-    if losses and all(p.grad is None for p in parameters):
+    if computed and all(p.grad is None for p in parameters):
         warnings.warn(
             "this step does nothing: a loss was computed, and no parameter has a gradient. Call loss.backward() before "
             "optimizer.step(), and optimizer.zero_grad() before loss.backward()",

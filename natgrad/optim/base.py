@@ -23,7 +23,7 @@ from natgrad.optim.last_pass import Recall
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import map_tensors
-from natgrad.rules import FlatStep, Quadratic, Rule
+from natgrad.rules import ErrorScale, FlatStep, Quadratic, Rule
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 
@@ -128,7 +128,7 @@ class ModelOptimizer(Optimizer):
             if closure is not None:
                 called = call_closure(closure, next(iter(self._named.values())).device, self._recall)
             self._warn_of_replaced()
-            warn_without_gradient(self._named.values(), len(self._recall.computed))
+            warn_without_gradient(self._named.values(), bool(self._recall.computed) or called.value is not None)
             try:
                 self._step(called)
             except NotFiniteError as trouble:
@@ -194,6 +194,7 @@ class ModelOptimizer(Optimizer):
         """Most nats per example that the rule allowed a step."""
         nothing = torch.zeros(())
         own = vars(self)
+        errors = getattr(own.get("_reader"), "errors", None)
         model = Quadratic(
             nothing,
             None,
@@ -205,6 +206,7 @@ class ModelOptimizer(Optimizer):
             steps=report.step - 1,
             bounded=own.get("_bounded", False),
             turned=0 <= own.get("_clock", {}).get("turned", -1) < report.step,
+            errors=errors.scale(report.loss) if errors else ErrorScale(),
         )
         return float(self.rule.kl_bound(model))
 

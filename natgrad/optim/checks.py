@@ -56,13 +56,33 @@ def dense_gradient(name: str, p: Tensor) -> Tensor:
     return gradient
 
 
+SUCH_AS = {
+    Metric: "ng.fisher(model, nn.CrossEntropyLoss())",
+    Structure: "ng.Kronecker(0.95)",
+    Solver: "ng.CG()",
+    Rule: "ng.TrustRegion(0.01)",
+}
+"""An example of each choice, as it is written."""
+
+
+def describe_wrong_choice(name: str, choice: Any, kind: type) -> str:
+    """What is wrong with an argument that is not of its kind, as a sentence.
+
+    Args:
+        name: Of the argument.
+        choice: What came.
+        kind: What was expected, one of `SUCH_AS`.
+    """
+    hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
+    return f"{name} is {choice!r}, expected a natgrad {kind.__name__} such as {SUCH_AS[kind]}{hint}"
+
+
 def check_choices(metric: Any, structure: Any, solver: Any, rule: Any) -> None:
     """TypeError unless every choice is of its kind, ValueError for a rule without the solver that it needs."""
     kinds = {"metric": (metric, Metric), "structure": (structure, Structure), "solver": (solver, Solver)}
     for name, (choice, kind) in {**kinds, "rule": (rule, Rule)}.items():
         if not isinstance(choice, kind) and (choice is not None or name == "metric"):
-            hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
-            raise TypeError(f"{name} is {choice!r}, expected a natgrad {kind.__name__}{hint}")
+            raise TypeError(describe_wrong_choice(name, choice, kind))
     if isinstance(metric, MetricSum) and isinstance(structure, Layerwise):
         raise TypeError(f"structure {structure!r} hears one pass, metrics are of several: use ng.Exact(), ng.Blocks()")
     if isinstance(rule, Rule):
@@ -256,8 +276,7 @@ def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None)
         share = usual.kl_share if kl_share is None else kl_share
         return MeasuredLength(usual.max_kl if max_kl is None else max_kl, share)
     if not isinstance(rule, Rule):
-        hint = "; did you forget the parentheses?" if isinstance(rule, type) else ""
-        raise TypeError(f"rule is {rule!r}, expected a natgrad Rule{hint}")
+        raise TypeError(describe_wrong_choice("rule", rule, Rule))
     if bounds:
         raise ValueError(f"{bounds} are settings of rule=ng.MeasuredLength(...): give them to the rule")
     if rule.needs_solver or getattr(rule, "iterates", False):

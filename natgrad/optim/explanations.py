@@ -15,6 +15,8 @@ FEW = 3  # steps before anything is said of their course
 LIMITED = 0.95  # of a bound: as good as at it, after round-off
 WHOLE = 0.9  # of the proposal: as good as all of it
 STILL = 0.01  # relative change of the loss that counts as none
+SHORT = 1e-4  # of the KL bound: a step that moves the model by less hardly changes it
+USUAL = (0.01, 2.0)  # between these a learning rate needs no remark, where the rule finds the length
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,28 @@ class Steps:
         """Steps that something else made shorter: the bound on layers' moves, or a search for the length."""
         return sum(self._was_cut(*pair) and not self._by_kl(*pair) for pair in self._pairs())
 
+    def has_bound(self) -> bool:
+        """Whether the rule allows a step so many nats at most, and so finds its length."""
+        return any(bound < math.inf for bound in self.bounds)
+
+    def has_odd_rate(self) -> bool:
+        """Whether the learning rate is zero, or far from 1 where the rule finds the length."""
+        return self.lr == 0 or (self.has_bound() and not USUAL[0] <= self.lr <= USUAL[1])
+
+    def are_short(self) -> bool:
+        """Whether natural steps hardly move the model, by far less than is allowed."""
+        short = self.has_bound() and self.turned < 0
+        return short and all(0 < r.kl < SHORT * bound for r, bound in self._pairs())
+
+    def name_bound(self) -> str:
+        """The setting that bounds the last step, with its value."""
+        share, most = self.settings.get("kl_share"), self.settings.get("max_kl")
+        if share is None:
+            return "radius"
+        if most is not None and LIMITED * most <= self.bounds[-1] <= most:
+            return f"max_kl (now {show(float(most))})"
+        return f"kl_share (now {show(float(share))})"
+
     def _pairs(self) -> list[tuple[StateReport, float]]:
         return list(zip(self.reports, self.bounds, strict=True))
 
@@ -90,7 +114,7 @@ def explain_steps(steps: Steps) -> str:
     """
     if not steps.reports:
         return "No step yet: compute the loss with opt.loss(outputs, targets), call backward() on it, then opt.step()."
-    tellers = (tell_course, tell_bounds, tell_noise, tell_failures, tell_judgement, tell_solver, tell_reach)
+    tellers = (tell_course, tell_rate, tell_bounds, tell_noise, tell_failures, tell_judgement, tell_solver, tell_reach)
     return "\n".join(sentence for tell in tellers for sentence in tell(steps))
 
 
@@ -110,23 +134,37 @@ def tell_course(steps: Steps) -> Iterator[str]:
         yield "Try: a lower lr or a tighter bound (kl_share, max_kl, radius); larger batches if the loss only jumps."
     elif abs(change) < STILL and last.gradient == 0:
         yield "The gradient is zero: the loss does not depend on the parameters, or is at its minimum."
+    elif abs(change) < STILL and steps.has_odd_rate() and steps.lr < 1:
+        return  # said by the next sentence
+    elif abs(change) < STILL and steps.are_short():
+        yield (
+            f"A step moves the model by about {show(median(r.kl for r in steps.reports))} nats per example, where "
+            f"{show(median(steps.bounds))} are allowed."
+        )
+        yield "Try: less damping or a larger lr, unless the loss is at its minimum."
     elif abs(change) < STILL:
         falls = "" if falls_by_itself(steps.rule) else "a schedule that lets lr fall, or "
         yield f"Try: {falls}larger batches, if gradients are noisy; else less damping."
 
 
+def tell_rate(steps: Steps) -> Iterator[str]:
+    """A learning rate that is zero, or unusual where the rule finds the length."""
+    if steps.lr == 0:
+        yield "lr is 0: no parameter moves."
+    elif steps.has_odd_rate():
+        yield f"lr is {show(steps.lr)}: it multiplies a step whose length is found already; 1 is usual."
+
+
 def tell_bounds(steps: Steps) -> Iterator[str]:
     """What set the length of the steps."""
     count, cut = len(steps.reports), steps.count_cut()
+    if count < FEW or steps.lr == 0 or (steps.has_odd_rate() and steps.lr < 1):
+        return
     if cut:
         bound = show(next(b for b in reversed(steps.bounds) if b < math.inf))
         yield f"The KL bound cut {cut} of {count} steps: it was {bound} nats per example at the last of them."
     if 2 * cut > count:
-        share = steps.settings.get("kl_share")
-        yield (
-            f"Try: a larger {'radius' if share is None else f'kl_share (now {show(float(share))})'} to go faster; a "
-            "smaller one if the loss jumps."
-        )
+        yield f"Try: a larger {steps.name_bound()} to go faster; a smaller one if the loss jumps."
     measured, limited = steps.count_measured(), steps.count_limited()
     if 2 * measured > count:
         rate = show(median(allowed_rate(r) for r in steps.reports))
@@ -149,8 +187,6 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
         yield "Try: more damping; nothing, if the loss is at its minimum."
     if cut + measured + limited == 0 and steps.last.rate >= WHOLE and count >= FEW:
         yield "Steps were taken whole: lr and the damping set their length, no bound did."
-    if 0 < steps.lr < 0.01 and any(b < math.inf for b in steps.bounds):
-        yield f"lr is {show(steps.lr)}: it multiplies a step whose length is found already; 1 is usual."
 
 
 def list_changed(rule: Rule) -> str:

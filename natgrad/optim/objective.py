@@ -232,6 +232,11 @@ def call_closure(closure: Closure, device: torch.device, recall: Recall) -> Call
 
     Lightning steps by an empty closure where the user goes backward by hand: as without one then.
     """
+    if not callable(closure):
+        raise TypeError(
+            f"closure is {type(closure).__name__}, expected a function that computes the loss, calls backward() on it "
+            "and returns it: define one and give it without calling it, or call step() with nothing"
+        )
     random = RandomState.capture(device)
     with torch.enable_grad():
         value = closure()

@@ -288,8 +288,8 @@ class NaturalGradient(ModelOptimizer):
     def _move(self, point: Point, objective: Objective | None, loss: Tensor | None = None) -> None:
         if self._judges() and objective is None:
             raise ValueError(
-                f"{self.damping} compares the loss before and after the step: compute it with optimizer.loss(outputs, "
-                "targets), or call optimizer.step(closure)"
+                f"damping {type(self.damping).__name__} compares the loss before and after the step: compute it with "
+                "optimizer.loss(outputs, targets), or call optimizer.step(closure)"
             )
         require_loss(self.rule, objective)
         metric = metric_of_step(self.metric, self._recall, self.model, point.params)

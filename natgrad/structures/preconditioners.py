@@ -197,7 +197,10 @@ def as_preconditioner(choice: Any, solver: Solver) -> Preconditioner | None:
         return None
     if not isinstance(choice, (Preconditioner, Structure)):
         hint = "; did you forget the parentheses?" if isinstance(choice, type) else ""
-        raise TypeError(f"preconditioner is {choice!r}, expected a natgrad Preconditioner or Structure{hint}")
+        raise TypeError(
+            f"preconditioner is {choice!r}, expected a natgrad Preconditioner or Structure such as "
+            f"ng.DiagonalPreconditioner(){hint}"
+        )
     if not is_dataclass(solver) or "preconditioner" not in {field.name for field in fields(solver)}:
         raise TypeError(
             f"solver {solver!r} takes no preconditioner; use ng.CG(), ng.MinresQLP() or ng.KrylovSubspace()"

@@ -113,6 +113,46 @@ def test_steps_shortened_by_layers():
     assert "NoiseAware(move=0.2)" in text
 
 
+@pytest.mark.parametrize(("most", "named"), [(1e-6, "max_kl (now 1e-06)"), (10.0, "kl_share (now 0.1)")])
+def test_the_bound_that_cut_is_the_one_to_raise(most: float, named: str):
+    """The bound is the lesser of max_kl and a share of the loss: to raise the other changes nothing."""
+    bounds = [min(most, 0.1)] * 6
+    reports = [StateReport(step=i, loss=1.0, rate=0.1, kl=bounds[0], gradient=1.0) for i in range(1, 7)]
+    text = explain(reports, bounds, settings={"max_kl": most, "kl_share": 0.1})
+    assert "cut 6 of 6 steps" in text
+    assert f"a larger {named}" in text
+
+
+def test_the_bound_of_targets_in_units_of_their_own_is_a_share_of_the_loss():
+    """The usual max_kl counts in units of the errors there, and so does what is said of it."""
+    torch.manual_seed(0)
+    opt = ng.kfac(model := nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), nn.MSELoss())
+    x = torch.randn(20, 4)
+    for _ in range(8):
+        opt.zero_grad()
+        opt.loss(model(x), 1e4 * (5 + x[:, :1])).backward()
+        opt.step()
+    report = opt.state_report()
+    assert report.kl <= opt._kl_bound(report) * (1 + 1e-5)
+    assert opt._kl_bound(report) > 1e3
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-6])
+def test_a_rate_at_which_nothing_moves_is_what_to_change(lr: float):
+    """Advice on noise, damping and bounds would lead away from it."""
+    text = run(ng.kfac(net(), CE, lr=lr))
+    assert "stands still" in text
+    assert f"lr is {'0' if lr == 0 else '1e-06'}: " in text
+    assert "Try:" not in text
+
+
+def test_damping_that_leaves_hardly_a_step_is_what_to_change():
+    text = run(ng.kfac(net(), CE, damping=1e6), 6)
+    assert "A step moves the model by about" in text
+    assert "Try: less damping or a larger lr" in text
+    assert "schedule" not in text
+
+
 @pytest.mark.parametrize("rule", [NoiseAware(), SpectralDescent()])
 def test_spectral_steps_are_not_called_short(rule):
     """Their length is relative to a direction of their own, not to the whole of a natural step."""

@@ -72,7 +72,14 @@ DOORS = {
     "metric function": Door(lambda m: ng.NaturalGradient(m, ng.fisher), TypeError, "metric is .*expected"),
     "rule class": Door(optimizer(rule=ng.LineSearch), TypeError, "rule is .*did you forget the parentheses"),
     "solver class": Door(optimizer(solver=ng.CG), TypeError, "solver is .*did you forget the parentheses"),
-    "structure by name": Door(optimizer(structure="dense"), TypeError, "structure is 'dense', expected"),
+    "structure by name": Door(
+        optimizer(structure="dense"), TypeError, r"structure is 'dense', expected .* such as ng.Kronecker\(0.95\)"
+    ),
+    "rule by name": Door(
+        lambda m: ng.kfac(m, CE, rule="trust"), TypeError, r"rule is 'trust', .* such as ng.TrustRegion\(0.01\)"
+    ),
+    "solver by name": Door(optimizer(solver="cg"), TypeError, r"solver is 'cg', .* such as ng.CG\(\)"),
+    "a model without parameters": Door(lambda m: ng.kfac(nn.Tanh(), CE), ValueError, "it has no parameters at all"),
     "model class": Door(
         lambda m: ng.NaturalGradient(nn.Linear, fisher(m)), TypeError, "params is type, expected a dict of tensors"
     ),
@@ -241,7 +248,7 @@ def test_after_an_error_nothing_has_changed_and_training_goes_on(name: str, buil
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"damping": ng.LevenbergMarquardt()}, r"LevenbergMarquardt\(.* compares the loss .*optimizer.loss\(outputs"),
+        ({"damping": ng.LevenbergMarquardt()}, r"LevenbergMarquardt compares the loss .*optimizer.loss\(outputs"),
         (
             {"rule": ng.TrustRegion(0.1, backtracks=5)},
             r"TrustRegion\(radius=0.1, backtracks=5.*optimizer.step\(closure\)",

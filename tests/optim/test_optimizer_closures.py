@@ -126,3 +126,26 @@ def test_a_closure_that_returns_nothing_is_told_so() -> None:
     with pytest.raises(ValueError, match=r"closure returned None, expected the loss"):
         opt.step(lambda: CE(model(X), Y).backward())
     assert torch.equal(flat(model), before)
+
+
+def test_a_loss_in_the_place_of_a_closure_is_told_so() -> None:
+    model = net()
+    opt = build(model, rule=ng.LineSearch())
+    with pytest.raises(TypeError, match=r"closure is Tensor, expected a function .*without calling it"):
+        opt.step(CE(model(X), Y))  # type: ignore[arg-type]
+
+
+def test_a_closure_that_does_not_go_backward_is_told_so() -> None:
+    model = net()
+    opt = build(model, rule=ng.LineSearch())
+    before = flat(model)
+    with pytest.warns(UserWarning, match=r"this step does nothing.*loss.backward\(\)"):
+        opt.step(lambda: CE(model(X), Y))
+    assert torch.equal(flat(model), before)
+
+
+def test_a_loss_in_the_place_of_the_outputs_is_told_so() -> None:
+    model = net()
+    opt = build(model)
+    with pytest.raises(ValueError, match=r"outputs is a single number, expected the logits"):
+        opt.loss(CE(model(X), Y), Y)

@@ -163,7 +163,7 @@ def find(name: str) -> Any:
         LabError: For an unknown one, with the nearest known name.
     """
     if name not in EXPERIMENTS:
-        near = get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
+        near = get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "see `natgrad list`"
         raise LabError(f"there is no experiment {name!r}: {hint}")
     module, _, attribute = EXPERIMENTS[name].partition(":")
