@@ -199,30 +199,35 @@ class KnownPlaces:
     """Where the examples run in passes of known shapes, so that it is not asked at every one."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, tuple[int, list[Place | None]]] = {}
+        self.found: dict[Any, tuple[Examples, list[Place | None]]] = {}
 
     def find(
-        self, outputs: Tensor, taps: Sequence[Tap], known: Sequence[Examples], strict: bool, afresh: bool
+        self,
+        outputs: Tensor,
+        taps: Sequence[Tap],
+        known: Callable[[], Sequence[Examples]],
+        shapes: Sequence[tuple[int, ...]],
+        strict: bool,
+        afresh: bool,
     ) -> tuple[Examples, list[Tap]]:
         """What `find_examples` gives, or gave for a pass of these shapes.
 
         Args:
             outputs: (R, m), with a graph.
             taps: Calls of layers and products with matrices in it.
-            known: What may be examples, likeliest first.
+            known: Makes what may be examples, likeliest first.
+            shapes: What these depend on.
             strict: As `find_examples` has it; then it asks also where shapes leave no doubt.
             afresh: True to ask again.
         """
-        key = (tuple(outputs.shape), len(known), *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
+        key = (tuple(outputs.shape), *shapes, *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
         if key in self.found and not afresh:
-            chosen, places = self.found[key]
-            kept = [replace(tap, place=place) for tap, place in zip(taps, places, strict=True)]
-            return known[chosen] if chosen < len(known) else together(outputs), kept
-        examples, placed = find_examples(outputs, taps, known, strict, ask=strict)
-        chosen = next((i for i, one in enumerate(known) if one is examples), len(known))
+            examples, places = self.found[key]
+            return examples, [replace(tap, place=place) for tap, place in zip(taps, places, strict=True)]
+        examples, placed = find_examples(outputs, taps, known(), strict, ask=strict)
         if not any(has_no_place(tap) and (strict or doubtful(tap, examples.count)) for tap in placed):
             self.found = self.found if len(self.found) < SHAPES else {}
-            self.found[key] = chosen, [tap.place for tap in placed]
+            self.found[key] = examples, [tap.place for tap in placed]
         return examples, placed
 
 

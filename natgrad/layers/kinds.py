@@ -276,6 +276,34 @@ def patches_of(module: Any, inputs: Tensor) -> Tensor:
     return found.unflatten(1, (channels, taps)).flip(2).flatten(1, 2) if transposed else found
 
 
+def patches_at(module: Any, inputs: Tensor, kept: Tensor) -> Tensor:
+    """Some of `patches_of`, without the others: (r, channels * taps), by number among examples times positions.
+
+    Args:
+        module: The convolution.
+        inputs: Shape (b, channels, ...).
+        kept: Which, positions of an example together.
+    """
+    transposed = isinstance(module, TRANSPOSED)
+    windows = spread_inputs(module, inputs) if transposed else pad_as(module, inputs)
+    for axis, (size, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
+        reach, stride = (size - 1) * dilation + 1, 1 if transposed else module.stride[axis]
+        windows = windows.unfold(axis + 2, reach, stride)[..., ::dilation]  # a view: (b, channels, ..., taps)
+    if transposed:
+        windows = windows.flip(tuple(range(-len(module.kernel_size), 0)))
+    places = unravel(kept, (len(windows), *windows.shape[2 : 2 + len(module.kernel_size)]))
+    return windows.movedim(1, len(places))[places].flatten(1)
+
+
+def unravel(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Indices by dimension of entries that are numbered row-major."""
+    found = list[Tensor]()
+    for size in reversed(shape):
+        found.append(numbers % size)
+        numbers = numbers // size
+    return tuple(reversed(found))
+
+
 def unfold_patches(
     padded: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:

@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from natgrad.layers.kinds import TRANSPOSED, ConvolutionLayer, Layer, pad_as
+from natgrad.layers.kinds import TRANSPOSED, ConvolutionLayer, Layer, pad_as, patches_at
 from natgrad.layers.moments import Seen
 from natgrad.layers.spread_rows import spread_rows
 from natgrad.typed_torch import measure_norm
 
 IMAGES = 32
 """Examples that a convolution's patches are made of at the least: neighbouring patches tell much the same."""
+GATHERED = 3
+"""Times as many patches that `unfold` makes in the time of one that is gathered by itself."""
 CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
 SPREAD: tuple[Callable[..., Tensor], ...] = (
     functional.conv_transpose1d,
@@ -91,18 +93,30 @@ class SeenImages(Seen):
         return SeenImages(self.layer, self.inputs, [factor * d for d in self.derivatives], share * self.share)
 
     def thin(self, rows: float) -> Seen:
-        """The same pass with some patches of some images: patches of others are not made.
+        """The same pass with some patches, of all images where few are wanted, else of enough images.
 
         Args:
-            rows: About how many.
+            rows: About how many; blocks of one output per group take whole images.
         """
-        some = max(IMAGES, 2 * rows / max(prod(self.derivatives[0].shape[2:]), 1))
+        count, t = int(self.positions), prod(self.derivatives[0].shape[2:])
+        images = min(self.examples, max(IMAGES, 2 * rows / max(t, 1)))
+        if not self.single and GATHERED * rows < images * t:
+            return self._pick_patches(spread_rows(count, rows, self.inputs.device), t)
         chosen = self
-        if self.examples >= 1.5 * some:
-            kept = spread_rows(self.examples, some, self.inputs.device)
+        if self.examples >= 1.5 * images:
+            kept = spread_rows(self.examples, images, self.inputs.device)
             factor = (self.examples / len(kept)) ** 0.5
             chosen = SeenImages(self.layer, self.inputs[kept], [factor * d[kept] for d in self.derivatives], self.share)
         return Seen(self.layer, chosen.activations, chosen.deltas, self.share).thin(rows)
+
+    def _pick_patches(self, kept: Tensor, t: int) -> Seen:
+        """Patches by their numbers in examples times positions, of which an example has t."""
+        groups, factor = self.layer.layout.groups, (self.examples * t / len(kept)) ** 0.5
+        patches = patches_at(self.layer.module, self.inputs, kept).unflatten(1, (groups, -1))
+        deltas = [factor * d.flatten(2)[kept // t, :, kept % t].unflatten(1, (groups, -1)) for d in self.derivatives]
+        return Seen(
+            self.layer, self.layer.with_bias(patches).unsqueeze(1), [d.unsqueeze(1) for d in deltas], self.share
+        )
 
     def take(self, kept: slice, factor: float) -> SeenImages:
         return SeenImages(self.layer, self.inputs[kept].clone(), [factor * d[kept] for d in self.derivatives])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -243,9 +244,11 @@ class Reader:
         tree, family = map_tensors(outputs, torch.detach), criterion.family
         count = max(len(next(leaves(outputs))), 1)
         inputs = [] if recall.last is None else recall.last.call.tensors()
-        known = partitions(tree, rows.detach(), family.rows, family.mv, count if len(rows) % count == 0 else 1, inputs)
+        batch = count if len(rows) % count == 0 else 1
+        known = partial(partitions, tree, rows.detach(), family.rows, family.mv, batch, inputs)
+        shapes = [tuple(t.shape) for t in (*leaves(tree), *inputs)]
         strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
-        return self.places.find(rows, calls, known, strict, afresh=self.readings % 16 == 0)
+        return self.places.find(rows, calls, known, shapes, strict, afresh=self.readings % 16 == 0)
 
     def _squares(
         self,

@@ -62,6 +62,17 @@ def test_its_gradient_is_autograds(passes):
     assert_close(images.gradient(), seen.gradient())
 
 
+def test_patches_that_are_picked_are_rows_of_all(passes):
+    images, seen, _, _ = passes
+    t = seen.activations.shape[1]
+    kept = torch.tensor([0, 3, 4 * t + 1, 2 * t])
+    thin = images._pick_patches(kept, t)
+    assert_close(thin.activations.flatten(0, 1), seen.activations.flatten(0, 1)[kept])
+    scale = (5 * t / 4) ** 0.5
+    for found, whole in zip(thin.deltas, seen.deltas, strict=True):
+        assert_close(found.flatten(0, 1), scale * whole.flatten(0, 1)[kept])
+
+
 def test_scores_along_a_step_are_those_of_the_patches(passes):
     images, seen, _, _ = passes
     step = torch.randn(images.layer.layout.matrix_shape, dtype=torch.float64)
