@@ -175,7 +175,7 @@ class TransverseIsing(EdgeHamiltonian):
 
     def moves(self, states: Tensor) -> tuple[Tensor, Tensor]:
         signs = 1 - 2 * torch.eye(self.count, dtype=states.dtype, device=states.device)
-        return states.unsqueeze(1) * signs, torch.full_like(states, -self.field)
+        return states.unsqueeze(1) * signs, torch.full_like(states, -self.field, dtype=choose_kind(states))
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class BoseHubbard(EdgeHamiltonian):
         return Bosons(self.sites, self.sites if self.particles is None else self.particles, self.most)
 
     def diagonal(self, states: Tensor) -> Tensor:
-        return self.interaction / 2 * (states * (states - 1)).sum(1)
+        return self.interaction / 2 * (states * (states - 1)).sum(1).to(choose_kind(states))
 
     def moves(self, states: Tensor) -> tuple[Tensor, Tensor]:
         first, second = split_edges(self.edges_or_chain, states)
@@ -271,7 +271,7 @@ class BoseHubbard(EdgeHamiltonian):
         allowed = (taken > 0) & (met < self.most)
         eye = torch.eye(self.sites, dtype=states.dtype, device=states.device)
         others = states.unsqueeze(1) + (eye[target] - eye[source]) * allowed.unsqueeze(2)
-        return others, -self.hopping * (taken * (met + 1)).clamp(min=0).sqrt() * allowed
+        return others, -self.hopping * (taken * (met + 1)).clamp(min=0).to(choose_kind(states)).sqrt() * allowed
 
 
 def pair_products(states: Tensor, edges: Edges) -> Tensor:
@@ -296,7 +296,12 @@ def swap_pairs(states: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 def as_weights(coupling: float | Sequence[float], like: Tensor) -> Tensor:
     """One number per edge, or one for all, as a tensor."""
-    return torch.as_tensor(coupling, dtype=like.dtype, device=like.device)
+    return torch.as_tensor(coupling, dtype=choose_kind(like), device=like.device)
+
+
+def choose_kind(states: Tensor) -> torch.dtype:
+    """The dtype of matrix elements: that of the states, or double precision where these are integers."""
+    return states.dtype if states.is_floating_point() else torch.float64
 
 
 def read_edges(edges: Any) -> list[tuple[int, int]] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
-from natgrad.applications.vmc.hamiltonians import Hamiltonian
+from natgrad.applications.vmc.hamiltonians import Hamiltonian, choose_kind
 from natgrad.pure import run_detached
 
 
@@ -20,7 +20,8 @@ def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_si
         hamiltonian: An `ng.vmc.Hamiltonian`; anything with `connected(states)` that gives states (b, k, n) and elements
             (b, k); NetKet's operators, by their `get_conn_padded`, on NumPy arrays; or anything with
             `local_energies(psi, states)`, such as `ng.vmc.Molecule`.
-        states: s, shape (..., n): a tensor, or an array of NumPy's or JAX's, as NetKet's samplers give them.
+        states: s, shape (..., n): a tensor, of integers too where the network takes them, or an array of NumPy's or
+            JAX's, as NetKet's samplers give them.
         chunk_size: Amplitudes that are computed at a time.
 
     Returns:
@@ -36,6 +37,7 @@ def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_si
     """
     states = read_states(psi, states)
     flat = states.reshape(-1, states.shape[-1]) if states.dim() > 2 else states
+    check_integers(psi, flat)
     with torch.no_grad():
         if isinstance(hamiltonian, Hamiltonian):
             others, values = hamiltonian.moves(flat)
@@ -82,7 +84,8 @@ def read_connections(operator: Any, states: Tensor) -> tuple[Tensor, Tensor]:
         return others, values
     others, values = operator.get_conn_padded(states.cpu().numpy())
     others, values = (torch.as_tensor(as_array(part)).to(states.device) for part in (others, values))
-    kind = torch.promote_types(states.dtype, values.dtype) if values.is_complex() else states.dtype
+    kind = choose_kind(states)
+    kind = torch.promote_types(kind, values.dtype) if values.is_complex() else kind
     return others.to(states.dtype), values.to(kind)
 
 
@@ -99,13 +102,34 @@ def check_connections(operator: Any, others: Any, values: Any, states: Tensor) -
 
 
 def read_states(psi: LogAmplitude, states: Any) -> Tensor:
-    """States as a tensor; those of an array in the dtype and on the device of the wave function.
+    """States as a tensor in the dtype of the wave function; those of an array on its device, too.
 
     Args:
         psi: The wave function.
-        states: A tensor, which stays as it is, or an array.
+        states: A tensor, which keeps its dtype where it holds integers, as networks with embeddings need them; or an
+            array.
     """
-    return states if isinstance(states, Tensor) else read_numbers(psi, states, "states").to(psi.dtype)
+    if isinstance(states, Tensor):
+        return states.to(psi.dtype) if states.is_floating_point() else states
+    return read_numbers(psi, states, "states").to(psi.dtype)
+
+
+def check_integers(psi: LogAmplitude, states: Tensor) -> None:
+    """ValueError for integers that the network does not take.
+
+    Args:
+        psi: The wave function.
+        states: Shape (b, ...).
+    """
+    if states.is_floating_point():
+        return
+    try:
+        run_detached(lambda: psi(states[:1]))
+    except RuntimeError as error:
+        raise ValueError(
+            f"states is {states.dtype}, which psi's network does not take: convert with states.to(psi.dtype), "
+            f"{psi.dtype}"
+        ) from error
 
 
 def read_numbers(psi: LogAmplitude, numbers: Any, name: str) -> Tensor:

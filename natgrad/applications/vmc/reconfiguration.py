@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
-from natgrad.applications.vmc.local_energies import read_numbers, read_states
+from natgrad.applications.vmc.local_energies import check_integers, read_numbers, read_states
 from natgrad.applications.vmc.measured_length import Prepared, ReconfigurationOptimizer
 from natgrad.checks import check_number, check_positive, check_share
 from natgrad.damping import Constant, Damping
@@ -158,6 +158,7 @@ class StochasticReconfiguration:
         with processes.failing_together(self.psi.device):
             check_examples_apart("psi.net", self.psi.net)
             states, flat = check_samples(states, local_energies)
+            check_integers(self.psi, states)
             if weights is not None and processes.size > 1 and not prepared.metric.centred:
                 raise ValueError("weights is given, and a structure by layers on several processes takes equal ones")
         energy = estimate_jointly(processes, local_energies, weights, enumerated=enumerated)

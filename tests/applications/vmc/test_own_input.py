@@ -60,6 +60,53 @@ def test_arrays_are_taken_as_samples_and_energies():
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+NEAR = [(0, 1), (1, 2), (2, 3)]
+MODELS = {
+    "transverse Ising": vmc.TransverseIsing(4, NEAR, field=0.7, coupling=0.3),
+    "Heisenberg": vmc.Heisenberg(4, NEAR, coupling=0.3, up=2),
+    "Bose-Hubbard": vmc.BoseHubbard(4, NEAR, hopping=0.7, interaction=1.3),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.float32])
+@pytest.mark.parametrize("name", MODELS)
+def test_states_of_integers_or_of_single_precision_have_the_same_local_energies(name, kind):
+    h, psi = MODELS[name], ng.LogAmplitude(vmc.RBM(4, dtype=torch.float64))
+    states = h.space.all_states(torch.float64)
+    found = vmc.local_energies(psi, h, states.to(kind))
+    torch.testing.assert_close(found, vmc.local_energies(psi, h, states), rtol=1e-13, atol=1e-13)
+    assert found.dtype == torch.float64
+
+
+class Embedded(nn.Module):
+    """log psi from an embedding, which takes integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(2, 3), nn.Linear(12, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        if states.is_floating_point():
+            raise TypeError("integers are wanted")
+        return self.last(torch.tanh(self.table((states > 0).long()).flatten(1)))
+
+
+def test_integers_go_to_a_network_that_takes_them_and_are_refused_by_one_that_does_not():
+    h, states = vmc.TransverseIsing(4), vmc.Spins(4).all_states().to(torch.int8)
+    psi = ng.LogAmplitude(Embedded().double())
+    local = vmc.local_energies(psi, h, states)
+    assert ng.stochastic_reconfiguration(psi).step(states, local).samples == 16
+    plain = ng.LogAmplitude(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+    for call in (
+        lambda: vmc.local_energies(plain, h, states),
+        lambda: ng.stochastic_reconfiguration(plain).step(states, local),
+    ):
+        with pytest.raises(
+            ValueError, match=r"states is torch\.int8.*convert with states\.to\(psi\.dtype\), torch\.float32"
+        ):
+            call()
+
+
 class LocalEstimators:
     """What NetKet's `state.local_estimators(H)` gives: JAX's protocol, and no array of NumPy's."""
 
