@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from natgrad.embedding_bags import look_up_bags
-from natgrad.typed_torch import measure_norm, torch_linalg
+from natgrad.exact_algebra import EXACT, measure_length, vector_norm
 
 _ACTIVE: ContextVar[_WrittenOut | None] = ContextVar("natgrad_exact_derivatives", default=None)
 
@@ -28,8 +28,9 @@ def exact_derivatives() -> Generator[None]:
     is then trained. In torch 2.13 the third derivative of `nn.LayerNorm`, of `nn.InstanceNorm` and of a batch norm on
     images in training mode is wrong by up to its own size, and so is the second of
     `torch.nn.utils.parametrizations.weight_norm`; fused attention, `nn.EmbeddingBag` and `torch.cdist` have no second
-    derivative. The score matching losses, `ng.score_metric`, `ng.Score` and `ng.hessian` do this by themselves. Costs a
-    few microseconds per torch call.
+    derivative. Two nested forward derivatives of `det`, `slogdet`, `logdet`, `linalg.solve` and `cholesky_inverse` are
+    wrong, and Euclidean norms end in an error behind them. The score matching losses, `ng.score_metric`, `ng.Score`,
+    `ng.hessian`, `ng.laplacian` and its like do this by themselves. Costs a few microseconds per torch call.
 
     Example:
         >>> net, x = nn.Sequential(nn.Linear(1, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(20, 1)
@@ -207,12 +208,13 @@ def reorder_arguments(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """g v / |v| with norms over all axes but dim; dim -1: over all. What the weight_norm parametrisation calls."""
     axes = tuple(axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim())
-    return v * (g / measure_norm(v, dim=axes, keepdim=True))
+    return v * (g / measure_length(v, axes, keepdim=True))
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
     """`torch.cdist`, which has no second derivative."""
-    return torch_linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+    gaps = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    return vector_norm(gaps, p, -1)
 
 
 def _by_channel(x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -237,6 +239,7 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.instance_norm: reorder_arguments(instance_norm),
     torch.cdist: cdist,
     functional.embedding_bag: look_up_bags,
+    **EXACT,
 }
 WEIGHT_NORM = "_weight_norm"
 """What the parametrisation calls: a name of torch's own, which may go."""

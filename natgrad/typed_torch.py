@@ -11,6 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 torch_linalg: Any = torch.linalg
 """torch.linalg, of which torch declares no types."""
+torch_plain: Any = torch
+"""torch itself, for its functions of partly unknown types."""
+torch_returns: Any = torch.return_types
+"""torch.return_types, of which torch declares some alone."""
 torch_distributed: Any = distributed
 """torch.distributed, of whose collectives torch declares no types."""
 

@@ -56,6 +56,7 @@ FLOORS: dict[str, int] = {
     "lapack": 0,
     "linalg": 0,
     "embedding_bags": 0,
+    "exact_algebra": 0,
     "derivatives": 0,
     "layered_energies": 0,
     "complex_parts": 0,

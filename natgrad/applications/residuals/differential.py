@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.residuals.fields import Field
+from natgrad.derivatives import exact_derivatives
 
 Function = Callable[[Tensor], Tensor]
 
@@ -166,7 +167,8 @@ def first_derivatives(u: Field | Function, x: Tensor, dims: tuple[int, ...]) -> 
 
 def differentiate_along(u: Function, x: Tensor, unit: Tensor) -> Tensor:
     """d/ds u(x + s e) at s = 0."""
-    return torch.func.jvp(u, (x,), (unit,))[1]
+    with exact_derivatives():
+        return torch.func.jvp(u, (x,), (unit,))[1]
 
 
 def unit_vectors(x: Tensor, dims: tuple[int, ...]) -> Tensor:

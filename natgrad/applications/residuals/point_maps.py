@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.applications.residuals.plan import JetLayout
+from natgrad.derivatives import exact_derivatives
 from natgrad.layered_energies import has_hooks
 
 Function = Callable[[Tensor], Tensor]
@@ -111,13 +112,15 @@ def differentiate_map(function: Function, inputs: Tensor, layout: JetLayout) -> 
         unit[:, i] = 1
 
         def along(x: Tensor, unit: Tensor = unit) -> Tensor:
-            return torch.func.jvp(function, (x,), (unit,))[1]
+            with exact_derivatives():
+                return torch.func.jvp(function, (x,), (unit,))[1]
 
         groups = [group for group in layout.second if i in group]
         if not groups:
             jets[layout.place_of(i)] = along(inputs)
             continue
-        both = torch.func.jvp(along, (inputs,), (unit,))
+        with exact_derivatives():
+            both = torch.func.jvp(along, (inputs,), (unit,))
         jets[layout.place_of(i)] = both[0]
         for group in groups:
             jets[layout.place_of_sum(group)] += both[1]
