@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
+from natgrad.applications.vmc.carried_jets import ForwardJet, NotCarriedError, start_jet
 from natgrad.checks import check_integer, check_positive
+from natgrad.derivatives import exact_derivatives
+from natgrad.pure import mark_evaluation, run_uncompiled
+
+TRUSTED = WeakKeyDictionary[LogAmplitude, tuple[tuple[int, Any], bool]]()
+"""Wave functions -> their network and head, and whether derivatives go through these."""
 
 
 def kinetic_energies(psi: LogAmplitude, states: Tensor) -> Tensor:
     """-1/2 (Laplace psi) / psi = -1/2 sum_i (d_i^2 log psi + (d_i log psi)^2), mass one.
 
-    Both derivatives come from one pass in forward mode, along every coordinate, all walkers together.
+    Values, gradients and Laplacians go forward through the network together, where it is made of operations that are
+    known for that and no graph is wanted (`torch.no_grad()`); elsewhere a backward pass goes through the gradient for
+    every coordinate. The two are compared at the first call for a wave function.
 
     Args:
         psi: The wave function.
@@ -25,20 +35,73 @@ def kinetic_energies(psi: LogAmplitude, states: Tensor) -> Tensor:
         Shape (b,), real or complex as log psi is.
 
     Reference:
-        Li et al. 2023 carry the same numbers forward through the layers.
+        Li et al. 2023, the forward Laplacian.
     """
+    trusted = not torch.is_grad_enabled() and carries(psi, states)
+    slopes, laplacian = carry_log(psi, states) if trusted else differentiate_twice(psi, states)
+    return -(laplacian + slopes.square().sum(0)) / 2
 
-    def log(x: Tensor) -> Tensor:
-        return psi.take_moving(psi(x))
 
-    def differentiate(unit: Tensor) -> tuple[Tensor, Tensor]:
-        along = unit.expand_as(states)
-        slope, bend = torch.func.jvp(lambda x: torch.func.jvp(log, (x,), (along,))[1], (states,), (along,))[:2]
-        return slope, bend
+def carries(psi: LogAmplitude, states: Tensor) -> bool:
+    """Whether derivatives go through the network of a wave function: it is tried on a few walkers, once.
 
-    units = torch.eye(states.shape[1], dtype=states.dtype, device=states.device)
-    slopes, bends = torch.func.vmap(differentiate)(units)
-    return -(bends + slopes.square()).sum(0) / 2
+    Args:
+        psi: The wave function.
+        states: Shape (b, d).
+    """
+    network = (id(psi.net), psi.head)
+    known = TRUSTED.get(psi)
+    if known is None or known[0] != network:
+        known = TRUSTED[psi] = network, agrees(psi, states[:2])
+    return known[1]
+
+
+def agrees(psi: LogAmplitude, states: Tensor) -> bool:
+    """Whether the derivatives that are carried forward are those taken one after the other, but for round-off."""
+    try:
+        found = carry_log(psi, states)
+    except Exception:  # noqa: BLE001 - whatever a network does with its input, the other way tells of it
+        return False
+    expected = differentiate_twice(psi, states)
+    allowed = torch.finfo(states.dtype).eps ** 0.5
+    return all(
+        a.shape == b.shape and bool((a - b).abs().max() <= allowed * b.abs().max())
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def carry_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
+    """d_i log psi, shape (d, b), and the Laplacian of log psi, shape (b,), by one pass through the network."""
+    with run_uncompiled():
+        found = psi.take_moving(psi(start_jet(states)))
+    if not isinstance(found, ForwardJet):
+        raise NotCarriedError("log psi came back without its derivatives")
+    return found.jets[1:-1], found.jets[-1]
+
+
+def differentiate_twice(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by a backward pass through the gradient for every coordinate; with a graph where one is wanted."""
+    wanted = torch.is_grad_enabled()
+    with torch.enable_grad(), mark_evaluation(), exact_derivatives():
+        x = states.clone() if wanted and states.requires_grad else states.detach().requires_grad_()
+        log = psi.take_moving(psi(x))
+        parts = [differentiate_real(part, x, wanted) for part in ((log.real, log.imag) if log.is_complex() else (log,))]
+    found = parts[0] if len(parts) == 1 else [torch.complex(*both) for both in zip(*parts, strict=True)]
+    slopes, laplacian = found if wanted else [one.detach() for one in found]
+    return slopes, laplacian
+
+
+def differentiate_real(log: Tensor, x: Tensor, graph: bool) -> tuple[Tensor, Tensor]:
+    """The gradient (d, b) and the Laplacian (b,) of b real numbers, each a function of its own row of x (b, d)."""
+    if not log.requires_grad:
+        return torch.zeros_like(x).mT, torch.zeros_like(log)
+    (slopes,) = torch.autograd.grad(log.sum(), x, create_graph=True, materialize_grads=True)
+    laplacian = torch.zeros_like(log)
+    for i, slope in enumerate(slopes.unbind(1)):
+        if slope.requires_grad:
+            found = torch.autograd.grad(slope.sum(), x, retain_graph=True, create_graph=graph, materialize_grads=True)
+            laplacian = laplacian + found[0][:, i]
+    return slopes.mT, laplacian
 
 
 @dataclass(frozen=True)

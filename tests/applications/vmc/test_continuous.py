@@ -31,6 +31,16 @@ def distances(x: Tensor) -> Tensor:
 EIGENSTATES = {
     "oscillator": (vmc.Harmonic(3, 2.0), lambda a, x: -a * x.square().sum(1), 3.0),
     "oscillator, excited": (vmc.Harmonic(2), lambda a, x: x[:, 0].abs().log() - a * x.square().sum(1) / 2, 2.0),
+    "three fermions in a trap": (
+        vmc.Harmonic(3),
+        lambda a, x: torch.linalg.slogdet(torch.stack([torch.ones_like(x), x, x**2], 2))[1] - a * x.square().sum(1) / 2,
+        4.5,
+    ),
+    "the same, by an operation that is not carried": (
+        vmc.Harmonic(3),
+        lambda a, x: torch.linalg.slogdet(x.unsqueeze(2) ** torch.arange(3))[1] - a * x.square().sum(1) / 2,
+        4.5,
+    ),
     "hydrogen": (vmc.Molecule.hydrogen(), lambda a, x: -a * distances(x).sum(1), -0.5),
     "hydrogen, 2s": (
         vmc.Molecule.hydrogen(),
