@@ -26,8 +26,13 @@ from source_pages import source_url
 
 PLACES = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 """What `pymdownx.arithmatex` makes of $...$ and $$...$$."""
-ENDS = tuple("=≤≥<>≈→←+−-,;")
+ENDS = tuple("=≤≥<>≈→←+−-,;⊗×")
 """Signs after which a line may end."""
+UNKNOWN = re.compile(r"\\[a-zA-Z]+")
+"""A command that was left as it is."""
+LEFT = re.compile(r"<(code|pre|script)\b.*?</\1>|(\$\\[^<$]*)", re.S)
+"""Code, which may say anything; and behind it a formula that Markdown did not see as one."""
+ElementTree.register_namespace("", "http://www.w3.org/1998/Math/MathML")
 WHOLE = 12
 """Formulas of up to so many letters stay whole."""
 
@@ -41,8 +46,11 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
         **_: What else mkdocs passes.
 
     Raises:
-        PluginError: If a formula names a function that does not exist.
+        PluginError: If a formula names a function that does not exist, or was cut, as by a bar within a table.
     """
+    cut = [found[2] for found in LEFT.finditer(content) if found[2]]
+    if cut:
+        raise PluginError(f"{page.url} shows {cut[0]!r}, expected a formula: in a table, write \\vert for a bar")
     numbers = itertools.count(1)
 
     def render(place: re.Match[str]) -> str:
@@ -78,8 +86,55 @@ def draw_formula(latex: str, display: str) -> str:
     Args:
         latex: What latex2mathml understands; `align*` for several lines.
         display: "inline" or "block".
+
+    Raises:
+        PluginError: For a command that it does not understand.
     """
-    return convert(latex, display=display).replace(r"\_", "_")
+    formula = convert(latex, display=display).replace(r"\_", "_")
+    unknown = UNKNOWN.findall(formula)
+    if unknown:
+        raise PluginError(f"the formula {latex!r} has {unknown}, which latex2mathml does not know")
+    tree = ElementTree.fromstring(formula)
+    for row in tree.iter():
+        space_signs(list(row))
+    return ElementTree.tostring(tree, encoding="unicode")
+
+
+def space_signs(pieces: list[ElementTree.Element]) -> None:
+    """The spaces around bars, signs and functions, which browsers know only where a formula is nested.
+
+    Bars are close to what they enclose, a sign belongs to the number behind it, and a function to its bracket.
+
+    Args:
+        pieces: What stands beside one another.
+    """
+    for before, piece, after in zip([None, *pieces], pieces, [*pieces[1:], None], strict=False):
+        sign = find_sign(piece)
+        if sign is None:
+            continue
+        last = None if before is None else find_sign(before)
+        leads = before is None or (last is not None and last.text not in tuple(")]}|‖"))
+        if sign.text in tuple("|‖"):
+            sign.set("lspace", "0")
+            sign.set("rspace", "0")
+        elif sign.text in tuple("−+±") and leads and piece is sign:
+            sign.set("form", "prefix")
+        elif (sign.text or "").isalpha() and len(sign.text or "") > 1:
+            if leads:
+                sign.set("lspace", "0")
+            if after is not None and after.text in tuple("(["):
+                sign.set("rspace", "0")
+
+
+def find_sign(piece: ElementTree.Element) -> ElementTree.Element | None:
+    """The sign or the function that a piece is, with or without indices; None for other pieces.
+
+    Args:
+        piece: Of a formula.
+    """
+    while re.search(r"}m(sub|sup|subsup|under|over|underover)$", piece.tag) and len(piece):
+        piece = piece[0]
+    return piece if piece.tag.endswith("}mo") else None
 
 
 def allow_breaks(formula: str) -> str:

@@ -93,8 +93,21 @@ def put_title(figure: Figure, title: str) -> None:
     """
     own = (axes.get_title(where) for axes in figure.axes for where in ("left", "center", "right"))
     if not figure.get_suptitle() and (len(figure.axes) > 1 or not any(own)):
-        lines = textwrap.fill(title, round(LETTERS * figure.get_figwidth()))
-        figure.suptitle(lines, x=0.01, ha="left", fontsize=9)
+        figure.suptitle(fill_evenly(title, round(LETTERS * figure.get_figwidth())), x=0.01, ha="left", fontsize=9)
+
+
+def fill_evenly(text: str, width: int) -> str:
+    """A text in as few lines as its words need, all about equally long.
+
+    Args:
+        text: To break.
+        width: Most letters of a line.
+    """
+    count = len(textwrap.wrap(text, width))
+    longest = max(map(len, text.split()), default=1)
+    return textwrap.fill(
+        text, next(w for w in range(min(longest, width), width + 1) if len(textwrap.wrap(text, w)) <= count)
+    )
 
 
 def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -20,6 +21,7 @@ import names
 import page_formulas
 import pictures_of_pages as pictures
 import self_contained
+from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -166,3 +168,20 @@ def test_formulas_of_pages_can_be_drawn():
     formulas = {latex for text in texts for latex in re.findall(r"(?<![$\\])\$([^$\n]+)\$(?!\$)", text)}
     assert len(formulas) > 300
     assert all("<math" in equations.draw_formula(latex, "inline") for latex in formulas)
+
+
+def test_signs_and_bars_are_close_to_what_they_belong_to():
+    """Within a flat row a browser takes every bar and sign for one between two things."""
+    assert '<mo form="prefix">−</mo>' in equations.draw_formula("(-a)", "inline")
+    assert '<mo form="prefix">−</mo>' in equations.draw_formula("b = -a", "inline")
+    for between in ("b - a", r"\lVert b \rVert^2 - a", "(b)^2 - a"):
+        assert "prefix" not in equations.draw_formula(between, "inline")
+    assert equations.draw_formula("|a|", "inline").count('lspace="0" rspace="0"') == 2
+    assert '<mo rspace="0">max</mo>' in equations.draw_formula(r"a \max(b, c)", "inline")
+
+
+@pytest.mark.parametrize("content", [r"<td>$\min</td><td>x$</td>", r'<span class="arithmatex">\(d = \arg b\)</span>'])
+def test_a_formula_that_would_be_shown_as_source_stops_the_site(content):
+    with pytest.raises(PluginError, match=r"vert|does not know"):
+        equations.on_page_content(content, SimpleNamespace(url="theory/page.html"))
+    equations.on_page_content(r"<code>$\min</code> \(x\)", SimpleNamespace(url="theory/page.html"))
