@@ -214,6 +214,7 @@ class Attempt:
             memory=self.blocks.of(block).get("shape", {}),
             steps=self.clock["step"],
             positions=mean_positions(self.blocks.of(block)),
+            shape=block.layout.shape if block.layer is None else (),
         )
         direction, self.memories[key] = self.rule.shape(point)
         return give_back(block.layout, direction, means)
@@ -336,8 +337,7 @@ class Attempt:
         """New parameters."""
         form, vector, proposal = step.known_form(), step.vector, model.proposal.vector
         assert isinstance(proposal, Parts)
-        # parts that were only scaled are those of the proposal
-        alike = vector.parts is proposal.parts and vector.shares is proposal.shares
+        alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
         if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
             self.told["excess"] = model.proposal.ratio
         self.told["rate"] = vector.length if alike else vector.norm() / proposal.norm()

@@ -24,6 +24,7 @@ class BlockPoint:
         metric: Makes G on the matrix flattened row-major, from today's averages; the rule's `prepare` had it as it was
             inverted, which is mostly what is wanted.
         level: The damping of the block, as it was inverted with.
+        shape: Of a parameter without a layer, as the model has it; () for a layer.
         positions: Examples times positions of a step that the layer sees; infinite for a parameter without a layer.
         prepared: What the rule's `prepare` made when the block was inverted.
         memory: What the rule's `shape` returned for this block at the last step, {} at first.
@@ -41,6 +42,7 @@ class BlockPoint:
     memory: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     steps: int = 0
     positions: float = math.inf
+    shape: tuple[int, ...] = ()
 
     def natural(self) -> Tensor:
         """(G + damping I)^-1 times the mean, in its shape."""

@@ -36,6 +36,9 @@ RESOLVENTS = {
 WIDE = 2
 """Times as many columns as rows from which on products of rows are cheaper."""
 
+WIDEST = 1024
+"""The most rows or columns, whichever are fewer, of a table without a layer whose step is a polar factor."""
+
 
 @dataclass(frozen=True)
 class SpectralDescent(Rule):
@@ -48,9 +51,10 @@ class SpectralDescent(Rule):
     outputs / inputs)) in that norm; where a step's T examples times positions are less than enough * min(outputs,
     inputs), by the root of their ratio less: a gradient of T rows has T singular values, and all others of the
     running mean are of earlier steps. An embedding moves along R n, at a fixed root mean square of the change of
-    its outputs: `rows` * length. Parameters without a Kronecker product (norms, biases alone, cut factors of inputs)
-    move along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at a fixed root mean square: `vectors` *
-    length, and no more than that of a layer's matrix.
+    its outputs: `rows` * length. A table that no layer reads (positions or queries that are parameters of the model)
+    moves along polar(n), as far as a layer with its rows as inputs. Other parameters without a Kronecker product
+    (norms, biases alone, cut factors of inputs) move along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at
+    a fixed root mean square: `vectors` * length, and no more than that of a layer's matrix.
 
     Lengths do not depend on the gradient's: let the learning rate fall towards the end of training, or take a finite
     `falls_after`, which needs no end: the learning rate is multiplied by sqrt(falls_after / k) after k steps.
@@ -105,6 +109,8 @@ class SpectralDescent(Rule):
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         n = block.mean.lerp(block.gradient().to(block.mean), self.ahead)
+        if (rows := table_rows(block.shape)) is not None:
+            return self.turn_table(n, rows), {}
         if "squares" in block.prepared or not block.prepared:
             return self.scale_entries(n, block.prepared.get("squares")), {}
         if "tokens" in block.prepared:
@@ -129,6 +135,16 @@ class SpectralDescent(Rule):
         often = (root.square().reciprocal() - self.damping).clamp(min=0)  # frequencies over their mean
         size = (step.square().mean(-1) @ often / often.sum().clamp(min=torch.finfo(n.dtype).tiny)).sqrt()
         return torch.where(size > 0, step * (self.rows / size.clamp(min=torch.finfo(n.dtype).tiny)), 0.0)
+
+    def turn_table(self, n: Tensor, rows: int) -> Tensor:
+        """polar(n) for a table that no layer reads, such as positions: as long as the step of a layer that reads it.
+
+        Args:
+            n: The gradient's mean, in the shape of the block.
+            rows: Of the table: the inputs of that layer.
+        """
+        found = polar(n.reshape(rows, -1), self.iterations)
+        return (max(1.0, found.shape[1] / rows) ** 0.5 * found).reshape(n.shape)
 
     def scale_entries(self, n: Tensor, squares: Tensor | None) -> Tensor:
         """n / (F + damping mean F)^(1/2) at the root mean square of entries.
@@ -207,6 +223,12 @@ def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:
     if moment.dim() == 1:
         return {"tokens" if tokens else "inputs": (scaled.clamp(min=0) + damping).rsqrt()}
     return {"tokens" if tokens else "inputs": invert_factor_or_nan(scaled + damping * none)}
+
+
+def table_rows(shape: tuple[int, ...]) -> int | None:
+    """Rows of a parameter that is one matrix but for axes of one entry; None for vectors, and where that is large."""
+    sides = [side for side in shape if side > 1]
+    return sides[0] if len(sides) == 2 and min(sides) <= WIDEST else None
 
 
 def whiten_inputs(matrix: Tensor, root: Tensor) -> Tensor:

@@ -13,10 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
+from natgrad.operators import Operator
 from natgrad.optim.running_averages import signal_sums
 from natgrad.optim.schedule import follow_signal, start_clock
-from natgrad.rules import MeasuredLength, NoiseAware, SpectralDescent
-from natgrad.rules.spectral_descent import apply_root, polar, polish, polish_by_gram, whiten_inputs, whitener
+from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent
+from natgrad.rules.spectral_descent import (
+    apply_root,
+    polar,
+    polish,
+    polish_by_gram,
+    table_rows,
+    whiten_inputs,
+    whitener,
+)
 
 F64 = torch.float64
 SAFE = ng.Relative(0.03, per="block", whole=1.0)
@@ -84,6 +93,27 @@ def test_whitened_second_moment_is_its_damped_share() -> None:
         whitener(moment.diagonal(), True, 0.3)["tokens"], (moment.diagonal() / mean + 0.3).rsqrt()
     )
     assert torch.isfinite(whitener(torch.zeros(4, 4), False, 0.3)["inputs"]).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 5, 3), (4, 1, 4)])
+def test_a_spectral_step_of_a_table_without_a_layer_is_its_polar_factor(shape: tuple[int, ...]) -> None:
+    """All directions of positions move alike, by the root of entries per row, and not the one that they share alone."""
+    rows, entries = (side for side in shape if side > 1)
+    mean = draw(1, 1, rows * entries)
+    point = BlockPoint(("place",), "Diagonal", mean, lambda: mean, None, no_metric, 0.0, shape=shape)
+    found, _ = SpectralDescent(iterations=7).shape(point)
+    expected = max(1.0, entries / rows) ** 0.5 * polar_by_svd(mean.view(rows, entries))
+    assert torch.allclose(found.view(rows, entries), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1, 1), (2, 3, 4), (1025, 1026)])
+def test_what_is_no_table_or_a_large_one_moves_by_entries(shape: tuple[int, ...]) -> None:
+    assert table_rows(shape) is None
+
+
+def no_metric() -> Operator:
+    """Nobody asks for it."""
+    raise AssertionError
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
