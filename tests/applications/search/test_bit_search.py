@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import CGA, PBIL, BitSearch, CategoricalSearch, natural_slope
+from natgrad.applications.search.climb import Climb
 from natgrad.applications.search.markov import find_correlated_pairs, join_pairs
 from natgrad.applications.search.regression import shrink_slope
 
@@ -271,6 +272,69 @@ def test_no_child_repeats_the_best_point():
     flips = torch.cat([(search.ask() - parent).abs().sum(1) for _ in range(20)])
     assert float(flips.min()) == 1
     assert float(flips.max()) > 6  # a long tail, since nothing better came for long
+
+
+def test_the_point_at_which_the_regression_is_least_is_a_candidate():
+    """For a linear f it is the minimum, in the first generation after the first slope."""
+    weights = 1.5 ** torch.arange(24, dtype=torch.float64) * torch.where(torch.arange(24) % 3 > 0, 1.0, -1.0)
+    search = ng.BernoulliSearch(24, seed=0)
+    while search.slope is None:
+        X = search.ask()
+        search.tell(X, X @ weights)
+    X = search.ask()
+    assert torch.equal(X[0], (weights < 0).to(torch.float64))
+    drawn = search.archive
+    search.tell(X, X @ weights)
+    assert search.archive <= drawn + len(X) - 1  # p did not draw it
+
+
+def twin_valleys(X: Tensor) -> Tensor:
+    """Down to all zeros from one half of the points, to all ones, which is better by 1, from the other."""
+    ones = X.sum(1)
+    return torch.minimum(ones, X.shape[1] - ones - 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_second_climb_finds_the_other_valley(seed: int):
+    """Without a restart. Heavy tails reach all 30 bits once in thousands of children."""
+    search = run(ng.BernoulliSearch(30, seed=seed), twin_valleys, -1.0, 2900)
+    assert search.best.fun == -1
+    assert search.stop() is None
+
+
+@pytest.mark.parametrize("cut", [40, 70, 150, 400])
+def test_a_search_goes_on_bit_for_bit_in_every_phase(cut: int):
+    """Regression, climb, and both again once the climb is stuck: blocks of three bits that are worst at two ones."""
+
+    def blocks(X: Tensor) -> Tensor:
+        ones = X.reshape(len(X), 6, 3).sum(2)
+        return torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=torch.float64)[ones.long()].prod(1) - X.sum(1)
+
+    def step(search: ng.BernoulliSearch, times: int) -> None:
+        for _ in range(times):
+            X = search.ask()
+            search.tell(X, blocks(X))
+
+    search, other = ng.BernoulliSearch(18, seed=2), ng.BernoulliSearch(18, seed=2)
+    step(search, cut)
+    other.load_state_dict(search.state_dict())
+    step(search, 60)
+    step(other, 60)
+    assert torch.equal(search.ask(), other.ask())
+    assert (search.nfev, search.best.fun) == (other.nfev, other.best.fun)
+
+
+def test_a_climb_drifts_and_counts_its_waits():
+    climb = Climb(torch.zeros(6, dtype=torch.float64))
+    points = torch.eye(6, dtype=torch.float64)
+    climb.accept(points[:4], torch.tensor([2.0, 1.0, 1.0, 3.0]))
+    assert torch.equal(climb.parent, points[2])  # of equal ones the last
+    climb.accept(points[4:5], torch.tensor([1.0]))
+    assert torch.equal(climb.parent, points[4])
+    assert climb.since == 1
+    climb.accept(points[5:], torch.tensor([1.5]))
+    climb.accept(points[:1], torch.tensor([0.0]))
+    assert (climb.value, climb.since, climb.gap) == (0.0, 0, 4)
 
 
 def test_where_the_best_point_has_another_value_the_means_move_slowly():
