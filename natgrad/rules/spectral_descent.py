@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,8 @@ RESOLVENTS = {
     5: (0.8490016030355411, (7.853246321035182e-05, 0.01727801440383314), (0.01920639484475042, 0.23772506135520402)),
 }
 """s and pairs (c, w) of s + sum w / (k + c), nearest to k^(-1/2) for k in [.005^2, 1] (Zolotarev), by iterations."""
+MOST = 8
+"""Steps that a direction is kept for at most."""
 WIDE = 2
 """Times as many columns as rows from which on products of rows are cheaper."""
 
@@ -50,8 +53,9 @@ class SpectralDescent(Rule):
     ahead g, of the running mean m and today's gradient g. A layer of (outputs, inputs) moves by length * sqrt(max(1,
     outputs / inputs)) in that norm; where a step's T examples times positions are less than enough * min(outputs,
     inputs), by the root of their ratio less: a gradient of T rows has T singular values, and all others of the
-    running mean are of earlier steps. An embedding moves along R n, at a fixed root mean square of the change of
-    its outputs: `rows` * length. A table that no layer reads (positions or queries that are parameters of the model)
+    running mean are of earlier steps. Then it takes several steps to see as many rows, and the direction is renewed
+    that often, once in eight steps at least. An embedding moves along R n, at a fixed root mean square of the change
+    of its outputs: `rows` * length. A table that no layer reads (positions or queries that are parameters of the model)
     moves along polar(n), as far as a layer with its rows as inputs. Other parameters without a Kronecker product
     (norms, biases alone, cut factors of inputs) move along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at
     a fixed root mean square: `vectors` * length, and no more than that of a layer's matrix.
@@ -65,7 +69,8 @@ class SpectralDescent(Rule):
         ahead: Weight of today's gradient in n besides its part in m.
         vectors: Root mean square of entries without a Kronecker product, in lengths.
         rows: Root mean square of the change of an embedding's outputs, in lengths.
-        enough: Examples times positions per singular value of a layer, from which on its step has the whole length.
+        enough: Examples times positions per singular value of a layer, from which on its step has the whole length and
+            a direction of its own.
         kl_share: Most nats per example of a step as a share of the loss; a bound against accidents.
         iterations: Of the polar factor, 1 to 7: with 5 singular values come out between .87 and 1.13, with 7 as 1. On a
             CPU two inverses of the smaller side take the place of 5 iterations, and leave them between .9 and 1.1.
@@ -115,11 +120,24 @@ class SpectralDescent(Rule):
             return self.scale_entries(n, block.prepared.get("squares")), {}
         if "tokens" in block.prepared:
             return self.scale_rows(n, block.prepared["tokens"].to(n)), {}
+        room, since = self.room_of(block), block.steps - int(block.memory.get("step", -MOST))
+        every = min(MOST, max(1, int(1 / room)))
+        renewed = (block.steps + zlib.crc32(block.names[0].encode())) % every == 0  # not all layers at one step
+        if "direction" in block.memory and since < every and not renewed:
+            return block.memory["direction"], dict(block.memory)
         root = block.prepared["inputs"].to(n)
         matrix = n.squeeze(0) if len(n) == 1 and root.dim() < 3 else n
         found = apply_root(polar(whiten_inputs(matrix, root), self.iterations), root).view(n.shape)
-        wide, directions = max(1.0, n.shape[-2] / n.shape[-1]), min(n.shape[-2:])
-        return (found * (wide * min(1.0, block.positions / (self.enough * directions))) ** 0.5).contiguous(), {}
+        found = (found * (max(1.0, n.shape[-2] / n.shape[-1]) * min(1.0, room)) ** 0.5).contiguous()
+        return found, {"direction": found, "step": torch.tensor(block.steps)} if every > 1 else {}
+
+    def room_of(self, block: BlockPoint) -> float:
+        """Examples times positions of a step over those that a layer's singular values need, which are `enough` each.
+
+        Args:
+            block: The layer.
+        """
+        return block.positions / (self.enough * min(block.mean.shape[-2:]))
 
     def scale_rows(self, n: Tensor, root: Tensor) -> Tensor:
         """R n for a table of tokens, long enough to change its outputs by `rows` in root mean square over the tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -166,6 +167,32 @@ def test_a_head_of_many_words_takes_spectral_steps_too(recipe: Any) -> None:
     torch.testing.assert_close(
         torch.linalg.svdvals(step), torch.full((4,), 1e-3 * math.sqrt(2100 / 4), dtype=F64), rtol=1e-3, atol=0
     )
+
+
+@pytest.mark.parametrize(("rows", "turns"), [(4.0, 3), (16.0, 12), (32.0, 24), (math.inf, 24)])
+def test_a_direction_is_kept_until_as_many_rows_were_seen_as_it_has_singular_values(rows: float, turns: int) -> None:
+    """A step of 16 x 20 needs 32 rows, two per singular value: with 16 every second has a direction of its own."""
+    rule, memory, found = SpectralDescent(), dict[str, Tensor](), list[Tensor]()
+    for step in range(24):
+        mean = draw(1, 16, 20, seed=step)
+        point = BlockPoint(
+            names=("weight",),
+            kind="Kronecker",
+            mean=mean,
+            gradient=lambda mean=mean: mean,
+            inverse=None,
+            metric=lambda: ng.operators.DiagonalOperator(torch.ones(320)),
+            level=0.1,
+            prepared={"inputs": torch.eye(20, dtype=F64)},
+            memory=memory,
+            steps=step,
+            positions=rows,
+        )
+        direction, memory = rule.shape(point)
+        found.append(direction)
+    changes = sum(not torch.equal(a, b) for a, b in pairwise(found)) + 1
+    # the first one may come between two of its turns
+    assert turns <= changes <= turns + 1
 
 
 def test_the_move_of_a_layer_is_a_share_of_it() -> None:
