@@ -135,6 +135,19 @@ for damping in (1e-2, 1e4):
     print(f"damping {damping:g}: loss {last.loss:.3f}, outside {last.outside:.3f}, {last.solver_steps} products")
 
 # %% [markdown]
+# ## The same in sentences
+#
+# `opt.explain()` looks at the last 20 steps, and says what set their length and what to try. Here it is asked after the
+# first fault, where `max_kl` is far too small.
+
+# %%
+model = make_model()
+opt = ng.kfac(model, nn.MSELoss(), max_kl=1e-7)
+train(model, opt)
+print(opt.explain())
+assert "Try: a larger max_kl (now 1e-07)" in opt.explain()
+
+# %% [markdown]
 # ## What to do when it does not learn
 #
 # | you see | look at |

@@ -79,7 +79,7 @@ class Steps:
         share, most = self.settings.get("kl_share"), self.settings.get("max_kl")
         if share is None:
             return "radius"
-        if most is not None and LIMITED * most <= self.bounds[-1] <= most:
+        if most is not None and LIMITED * most <= self.bounds[-1] <= most / LIMITED:
             return f"max_kl (now {show(float(most))})"
         return f"kl_share (now {show(float(share))})"
 
@@ -97,8 +97,8 @@ class Steps:
         return rule.length if isinstance(rule, SpectralDescent) and spectral else None
 
     def _by_kl(self, report: StateReport, bound: float) -> bool:
-        # half of it: the rule counts the damping in, and so the metric alone moves less
-        return bound < math.inf and report.kl >= 0.5 * bound * min(1.0, self.lr) ** 2
+        # a quarter of it: the rule counts the damping in, and so the metric alone moves less
+        return bound < math.inf and report.kl >= 0.25 * bound * min(1.0, self.lr) ** 2
 
 
 def allowed_rate(report: StateReport) -> float:
@@ -134,8 +134,8 @@ def tell_course(steps: Steps) -> Iterator[str]:
         yield "Try: a lower lr or a tighter bound (kl_share, max_kl, radius); larger batches if the loss only jumps."
     elif abs(change) < STILL and last.gradient == 0:
         yield "The gradient is zero: the loss does not depend on the parameters, or is at its minimum."
-    elif abs(change) < STILL and steps.has_odd_rate() and steps.lr < 1:
-        return  # said by the next sentence
+    elif abs(change) < STILL and (2 * steps.count_cut() > count or (steps.has_odd_rate() and steps.lr < 1)):
+        return  # the next sentences say why
     elif abs(change) < STILL and steps.are_short():
         yield (
             f"A step moves the model by about {show(median(r.kl for r in steps.reports))} nats per example, where "

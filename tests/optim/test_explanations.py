@@ -121,6 +121,7 @@ def test_the_bound_that_cut_is_the_one_to_raise(most: float, named: str):
     text = explain(reports, bounds, settings={"max_kl": most, "kl_share": 0.1})
     assert "cut 6 of 6 steps" in text
     assert f"a larger {named}" in text
+    assert "schedule" not in text
 
 
 def test_the_bound_of_targets_in_units_of_their_own_is_a_share_of_the_loss():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import F64, assert_close, build_seeded, draw
+from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, flat, net
 from torch import Tensor, nn
 
@@ -223,8 +224,6 @@ def test_an_infinite_gradient_is_skipped_and_counted_or_raised(name: str, policy
 
 
 # recipes
-
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import F64, assert_close, build_seeded, draw
+from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, deep, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net, same
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from natgrad.optim.reduction_ratio import EVERY
 
 LM = partial(ng.LevenbergMarquardt, per="block")
 EXACT = ng.ExactLabels()
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 WILD: dict[str, Any] = {
     "lr": 300.0,
     "measure": False,

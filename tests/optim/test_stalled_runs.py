@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import build_seeded
+from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
@@ -16,7 +17,6 @@ import natgrad as ng
 from natgrad.optim.accidents import STOP, WARN
 from natgrad.optim.block_averages import BlockAverages
 
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
 
 

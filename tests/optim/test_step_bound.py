@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 import torch
 from models import Sequence
+from optim_models import BLOCK_RECIPES
 from torch import Tensor, nn
 
 import natgrad as ng
 
-RECIPES: dict[str, Callable[..., Any]] = {
-    "kfac": ng.kfac,
-    "ekfac": ng.ekfac,
-    "diagonal": ng.diagonal,
-    "unitwise": ng.unitwise,
-    "online_ng": ng.online_ng,
-    "tonga": ng.tonga,
-}
+RECIPES: dict[str, Callable[..., Any]] = {recipe.__name__: recipe for recipe in BLOCK_RECIPES}
 CE = nn.CrossEntropyLoss()
 
 

@@ -13,19 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from optim_models import BLOCK_RECIPES
 from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
 
-RECIPES: dict[str, Callable[..., Any]] = {
-    "kfac": ng.kfac,
-    "ekfac": ng.ekfac,
-    "diagonal": ng.diagonal,
-    "unitwise": ng.unitwise,
-    "online_ng": ng.online_ng,
-    "tonga": ng.tonga,
-}
+RECIPES: dict[str, Callable[..., Any]] = {recipe.__name__: recipe for recipe in BLOCK_RECIPES}
 MATRIX_FREE: dict[str, Callable[..., Any]] = {"hessian_free": ng.hessian_free, "natgrad_cg": ng.natgrad_cg}
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 Batch = tuple[Tensor, Tensor]

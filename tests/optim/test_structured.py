@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, F64, Case, assert_close, build_seeded, draw
+from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net
 from pass_readings import iterate, readings
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from natgrad.structures import hear_metric
 WARM = ng.MeasuredLength().warm
 
 EXACT = ng.ExactLabels()
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 FREE: dict[str, Any] = {"momentum": 0.0, "rule": ng.MeasuredLength(math.inf, math.inf), "measure": False}
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
+from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, deep, dropout_net, flat, net, same
 from torch import nn
 
 import natgrad as ng
-
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 
 
 def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> None:

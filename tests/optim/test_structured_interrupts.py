@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import build_seeded
+from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, Interrupt, X, Y, flat, net, same, snapshot
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from natgrad.pure import is_evaluating, mark_evaluation
 from natgrad.scoped_values import ScopedValue
 from natgrad.structures.running_average import exchange_sums, exchanging
 
-RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
 CASES: dict[str, Callable[[nn.Module], Any]] = {
     "kfac, adapted": lambda model: ng.kfac(model, CE, damping=LM, l2=1e-3, weight_decay=1e-2),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from natgrad.families import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from natgrad.operators import Operator
 from natgrad.spaces import trainable
 
 F64 = torch.float64
@@ -305,3 +306,15 @@ def reference_metric(case: Case, model: Any, params: Mapping[str, Tensor]) -> Te
     jacobian = reference_jacobian(model, params, case.inputs, case.family.rows)
     form = case.family.fisher(case.family.rows(reference_outputs(model, params, case.inputs)))
     return torch.einsum("ima,imn,inb->ab", jacobian, form, jacobian) / len(jacobian)
+
+
+class CountedOperator(Operator):
+    """Any symmetric matrix, which `operators.DenseOperator` is not there for, and a count of the products."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix, self.products = matrix, 0
+        self.size, self.dtype, self.device = len(matrix), matrix.dtype, matrix.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        self.products += 1
+        return self.matrix @ vector

@@ -18,6 +18,8 @@ from natgrad.families import Likelihood
 X = draw(8, 3)
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 CE = nn.CrossEntropyLoss()
+BLOCK_RECIPES = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+"""Those that keep a block per layer."""
 
 
 def net() -> nn.Module:

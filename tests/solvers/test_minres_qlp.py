@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import CountedOperator
 from scipy.sparse.linalg import minres
 from torch import Tensor
 
@@ -19,18 +20,6 @@ from natgrad.testing import check_solver
 CASES = json.loads((Path(__file__).parents[1] / "vectors" / "minimum_length.json").read_text(encoding="utf-8"))
 PHASES = {"both phases": None, "QLP from the start": 1.0, "MINRES only": math.inf}
 N = 60
-
-
-class Symmetric(Operator):
-    """Any symmetric matrix, which `operators.DenseOperator` is not there for, and a count of the products."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix, self.products = matrix, 0
-        self.size, self.dtype, self.device = len(matrix), matrix.dtype, matrix.device
-
-    def mv(self, vector: Tensor) -> Tensor:
-        self.products += 1
-        return self.matrix @ vector
 
 
 class Same(Operator):
@@ -88,7 +77,7 @@ def normal(count: int = N) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_singular_systems_get_the_minimum_length_solution(case: dict, phase: str) -> None:
     a, b, x = (torch.tensor(case[key], dtype=torch.float64) for key in ("A", "b", "x"))
-    found = MinresQLP(rtol=1e-12, transfer=PHASES[phase]).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-12, transfer=PHASES[phase]).solve(CountedOperator(a), b)
     consistent = case["residual"] < 1e-12
     assert found.status is (Status.CONVERGED if consistent else Status.LEAST_SQUARES)
     torch.testing.assert_close(found.value, x, rtol=1e-11, atol=1e-12)
@@ -99,7 +88,7 @@ def test_singular_systems_get_the_minimum_length_solution(case: dict, phase: str
 @pytest.mark.parametrize("name", REGULAR)
 def test_regular_systems(name: str, phase: str) -> None:
     a, b = matrix(REGULAR[name]), normal()
-    found = MinresQLP(rtol=1e-12, max_steps=400, transfer=PHASES[phase]).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-12, max_steps=400, transfer=PHASES[phase]).solve(CountedOperator(a), b)
     assert found.status is Status.CONVERGED
     assert float(found.residual) <= 1e-12 * float(b.norm())
     assert error(found.value, torch.linalg.solve(a, b)) < 1e-10
@@ -110,7 +99,7 @@ def test_regular_systems(name: str, phase: str) -> None:
 def test_consistent_singular_systems(name: str, phase: str) -> None:
     a = matrix(SINGULAR[name])
     b = a @ normal()
-    found = MinresQLP(rtol=1e-12, max_steps=400, transfer=PHASES[phase]).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-12, max_steps=400, transfer=PHASES[phase]).solve(CountedOperator(a), b)
     assert found.status is Status.CONVERGED
     assert error(found.value, pinv(a) @ b) < 1e-10
 
@@ -119,7 +108,7 @@ def test_consistent_singular_systems(name: str, phase: str) -> None:
 @pytest.mark.parametrize("name", SINGULAR)
 def test_inconsistent_systems(name: str, phase: str) -> None:
     a, b = matrix(SINGULAR[name]), normal()
-    found = MinresQLP(rtol=1e-12, max_steps=400, transfer=PHASES[phase]).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-12, max_steps=400, transfer=PHASES[phase]).solve(CountedOperator(a), b)
     x = pinv(a) @ b
     assert found.status is Status.LEAST_SQUARES
     assert error(found.value, x) < 1e-5  # |A r| is known to sqrt(eps) of |A| |r|, and that times cond is what is left
@@ -144,7 +133,7 @@ def test_ill_conditioned_systems_end_at_round_off_or_better(condition: float) ->
     values = torch.logspace(-math.log10(condition), 0, 30, dtype=torch.float64)
     a, x = matrix(values), normal(30)
     b = a @ x
-    found = MinresQLP(rtol=1e-14, max_steps=3000).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-14, max_steps=3000).solve(CountedOperator(a), b)
     assert found.status in (Status.ROUND_OFF, Status.CONVERGED)
     assert float((b - a @ found.value).norm()) < 1e-13 * float(x.norm())  # backward stable: |A| = 1
     assert error(found.value, x) < 1e-14 * condition
@@ -156,10 +145,10 @@ def test_the_qlp_phase_keeps_what_the_recurrence_promises_and_refinement_makes_u
     b = a @ x
     # the recurred residual is off by round-off: of |b| in the QLP phase, of |A| |x| cond(A) in the other
     for transfer, allowed in ((1.0, 1e-14), (math.inf, 1e-14 * 10.0**-smallest)):
-        cut = MinresQLP(rtol=0, max_steps=500, transfer=transfer).solve(Symmetric(a), b)
+        cut = MinresQLP(rtol=0, max_steps=500, transfer=transfer).solve(CountedOperator(a), b)
         assert abs(float(cut.residual) - cut.extra["residual_norm"]) < allowed * float(b.norm())
         rtol = 1e-10 if smallest >= -6 else 1e-7
-        whole = MinresQLP(rtol=rtol, max_steps=2000, transfer=transfer).solve(Symmetric(a), b)
+        whole = MinresQLP(rtol=rtol, max_steps=2000, transfer=transfer).solve(CountedOperator(a), b)
         assert whole.status is Status.CONVERGED
         assert float((a @ whole.value - b).norm()) <= rtol * float(b.norm()) + 1e-14 * 10.0**-smallest * float(b.norm())
 
@@ -175,7 +164,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("size", [1, 5])
 def test_trivial_systems(size: int) -> None:
     b = torch.arange(1.0, size + 1, dtype=torch.float64)
-    nothing = MinresQLP().solve(Symmetric(torch.eye(size, dtype=torch.float64)), torch.zeros_like(b))
+    nothing = MinresQLP().solve(CountedOperator(torch.eye(size, dtype=torch.float64)), torch.zeros_like(b))
     assert (nothing.status, nothing.steps, float(nothing.value.abs().sum())) == (Status.CONVERGED, 0, 0.0)
     zero = MinresQLP().solve(DiagonalOperator(torch.zeros_like(b)), b)
     assert zero.status is Status.LEAST_SQUARES
@@ -194,7 +183,7 @@ def test_right_hand_side_in_the_null_space_up_to_round_off(dtype: torch.dtype) -
     values, vectors = torch.linalg.eigh(matrix(SINGULAR["indefinite"]))
     for column in (values.abs() < 1e-9).nonzero().flatten():
         b = 2 * vectors[:, column].to(dtype)
-        found = MinresQLP().solve(Symmetric(((vectors * values) @ vectors.mT).to(dtype)), b)
+        found = MinresQLP().solve(CountedOperator(((vectors * values) @ vectors.mT).to(dtype)), b)
         assert found.status is Status.LEAST_SQUARES
         assert float(found.value.norm()) < 1e-5
         assert float(found.residual) == pytest.approx(2.0)
@@ -205,7 +194,7 @@ def test_right_hand_side_in_the_null_space_up_to_round_off(dtype: torch.dtype) -
 def test_damping_shifts_the_operator(name: str, damping: float) -> None:
     a, b = matrix(SINGULAR[name]), normal()
     shifted = a + damping * torch.eye(N, dtype=torch.float64)
-    found = MinresQLP(rtol=1e-10, max_steps=400).solve(Symmetric(a), b, damping=damping)
+    found = MinresQLP(rtol=1e-10, max_steps=400).solve(CountedOperator(a), b, damping=damping)
     assert found.status is Status.CONVERGED
     assert error(found.value, torch.linalg.solve(shifted, b)) < 1e-8
     torch.testing.assert_close(found.image, shifted @ found.value)
@@ -228,7 +217,7 @@ def test_preconditioner_changes_the_path_and_not_the_end(name: str, signs: str) 
     b = normal()
     plain = MinresQLP(rtol=1e-9, max_steps=2000).solve(DiagonalOperator(values.abs()), b)
     solver = MinresQLP(rtol=1e-9, max_steps=2000, preconditioner=preconditioners(values)[name])
-    found = solver.solve(Symmetric(torch.diag(values)), b)
+    found = solver.solve(CountedOperator(torch.diag(values)), b)
     assert found.status is Status.CONVERGED
     assert float(found.residual) <= 1e-9 * float(b.norm())
     assert error(found.value, b / values) < 1e-6
@@ -248,7 +237,7 @@ def test_preconditioner_and_damping() -> None:
 
 def test_preconditioned_least_squares_is_that_of_the_scaled_problem() -> None:
     a, b, p = matrix(SINGULAR["indefinite"]), normal(), 0.5 + torch.rand(N, dtype=torch.float64)
-    found = MinresQLP(rtol=1e-12, max_steps=400, preconditioner=DiagonalOperator(p)).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-12, max_steps=400, preconditioner=DiagonalOperator(p)).solve(CountedOperator(a), b)
     half = p.sqrt()
     expected = half * (pinv(half.unsqueeze(1) * a * half) @ (half * b))
     assert found.status is Status.LEAST_SQUARES
@@ -257,11 +246,11 @@ def test_preconditioned_least_squares_is_that_of_the_scaled_problem() -> None:
 
 def test_indefinite_preconditioner_is_reported() -> None:
     a, b = matrix(REGULAR["positive"]), normal()
-    wrong = Symmetric(-torch.eye(N, dtype=torch.float64))
-    found = MinresQLP(preconditioner=wrong).solve(Symmetric(a), b)
+    wrong = CountedOperator(-torch.eye(N, dtype=torch.float64))
+    found = MinresQLP(preconditioner=wrong).solve(CountedOperator(a), b)
     assert found.status is Status.INDEFINITE_PRECONDITIONER
-    mixed = Symmetric(matrix(REGULAR["indefinite"]))
-    found = MinresQLP(preconditioner=mixed).solve(Symmetric(a), b)
+    mixed = CountedOperator(matrix(REGULAR["indefinite"]))
+    found = MinresQLP(preconditioner=mixed).solve(CountedOperator(a), b)
     assert found.status is Status.INDEFINITE_PRECONDITIONER
     assert float(found.residual) <= float(b.norm())
 
@@ -269,13 +258,13 @@ def test_indefinite_preconditioner_is_reported() -> None:
 @pytest.mark.parametrize("name", REGULAR)
 def test_warm_start_goes_on_from_where_it_is(name: str) -> None:
     a, b = matrix(REGULAR[name]), normal()
-    part = MinresQLP(rtol=1e-14, max_steps=2).solve(Symmetric(a), b)
+    part = MinresQLP(rtol=1e-14, max_steps=2).solve(CountedOperator(a), b)
     solver = MinresQLP(rtol=1e-10, max_steps=400)
-    cold, warm = solver.solve(Symmetric(a), b), solver.solve(Symmetric(a), b, guess=part.value)
+    cold, warm = solver.solve(CountedOperator(a), b), solver.solve(CountedOperator(a), b, guess=part.value)
     assert warm.status is Status.CONVERGED
     assert float(warm.residual) <= 1e-10 * float(b.norm())
     assert error(warm.value, cold.value) < 1e-8
-    there = solver.solve(Symmetric(a), b, guess=cold.value)
+    there = solver.solve(CountedOperator(a), b, guess=cold.value)
     assert there.steps == 1  # the product that shows that nothing is left to do
     torch.testing.assert_close(there.value, cold.value, rtol=0, atol=0)
 
@@ -286,7 +275,7 @@ def test_warm_start_never_ends_worse_than_it_began_nor_than_zero(name: str, budg
     a, b = matrix((REGULAR | {"singular": SINGULAR["indefinite"]})[name]), normal()
     for scale in (1e-6, 1.0, 1e6, -1e3):
         guess = scale * normal()
-        found = MinresQLP(rtol=1e-12, max_steps=budget).solve(Symmetric(a), b, guess=guess)
+        found = MinresQLP(rtol=1e-12, max_steps=budget).solve(CountedOperator(a), b, guess=guess)
         limit = min(float((b - a @ guess).norm()), float(b.norm()))
         assert float(found.residual) <= limit * (1 + 1e-12)
         torch.testing.assert_close(found.residual, (b - a @ found.value).norm(), rtol=1e-10, atol=1e-12)
@@ -295,17 +284,17 @@ def test_warm_start_never_ends_worse_than_it_began_nor_than_zero(name: str, budg
 def test_warm_start_of_equal_residual_ends_no_worse_than_cold() -> None:
     a, b = matrix(REGULAR["indefinite"]), normal()
     solver = MinresQLP(rtol=1e-8, max_steps=400)
-    cold = solver.solve(Symmetric(a), b)
+    cold = solver.solve(CountedOperator(a), b)
     for steps in (5, 10, 20):
-        begun = MinresQLP(rtol=0, max_steps=steps).solve(Symmetric(a), b)
-        warm = solver.solve(Symmetric(a), b, guess=begun.value)
+        begun = MinresQLP(rtol=0, max_steps=steps).solve(CountedOperator(a), b)
+        warm = solver.solve(CountedOperator(a), b, guess=begun.value)
         assert warm.status is Status.CONVERGED
         assert warm.steps <= cold.steps
 
 
 def test_guess_of_an_inconsistent_system() -> None:
     values, b = SINGULAR["indefinite"], normal()
-    a = Symmetric(torch.diag(values))
+    a = CountedOperator(torch.diag(values))
     x = torch.where(values != 0, b / torch.where(values != 0, values, 1), 0)
     found = MinresQLP(rtol=1e-12, max_steps=400).solve(a, b, guess=0.1 * torch.where(values != 0, normal(), 0))
     assert found.status is Status.LEAST_SQUARES
@@ -318,7 +307,7 @@ def test_cut_short_it_returns_the_best_vector_so_far(name: str) -> None:
     a, b = matrix(values), normal()
     last = float(b.norm())
     for budget in (1, 2, 3, 5, 8, 12):
-        found = MinresQLP(rtol=1e-13, max_steps=budget).solve(Symmetric(a), b)
+        found = MinresQLP(rtol=1e-13, max_steps=budget).solve(CountedOperator(a), b)
         krylov = torch.stack([v / v.norm() for v in powers(a, b, found.steps - 1)], dim=1)
         best = torch.linalg.lstsq(a @ krylov, b.unsqueeze(1), driver="gelsd").solution.squeeze(1)
         least = float((b - a @ krylov @ best).norm())
@@ -342,13 +331,13 @@ def test_agrees_with_scipy(name: str) -> None:
     steps: list[int] = []
     oracle, info = minres(a.numpy(), b.numpy(), rtol=1e-13, maxiter=400, callback=lambda _: steps.append(1))
     assert info == 0
-    found = MinresQLP(rtol=1e-12, max_steps=400).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-12, max_steps=400).solve(CountedOperator(a), b)
     assert error(found.value, torch.from_numpy(oracle)) < 1e-10
     assert found.steps <= len(steps) + 5  # its test is on |r| / (|A| |x|): weaker by the condition number
 
 
 def test_no_product_is_computed_twice() -> None:
-    a = Symmetric(matrix(REGULAR["positive"]))
+    a = CountedOperator(matrix(REGULAR["positive"]))
     seen: list[Tensor] = []
     product: Callable[[Tensor], Tensor] = a.mv
 
@@ -367,7 +356,7 @@ def test_estimates_against_eigenvalues(name: str) -> None:
     values = SINGULAR[name.removeprefix("singular ")] if name.startswith("singular") else REGULAR[name]
     a = matrix(values)
     b = a @ normal() if name.startswith("singular") else normal()
-    found = MinresQLP(rtol=1e-13, max_steps=400).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=1e-13, max_steps=400).solve(CountedOperator(a), b)
     sizes = values.abs()
     largest, smallest = float(sizes.max()), float(sizes[sizes > 0].min())
     assert 0.5 * largest <= found.extra["operator_norm"] <= largest * (1 + 1e-9)
@@ -380,18 +369,18 @@ def test_estimates_against_eigenvalues(name: str) -> None:
 def test_normal_residual_is_that_of_the_iterate_before() -> None:
     a, b = matrix(REGULAR["indefinite"]), normal()
     for budget in (2, 5, 9):
-        now = MinresQLP(rtol=0, max_steps=budget).solve(Symmetric(a), b)
-        before = MinresQLP(rtol=0, max_steps=budget - 1).solve(Symmetric(a), b)
+        now = MinresQLP(rtol=0, max_steps=budget).solve(CountedOperator(a), b)
+        before = MinresQLP(rtol=0, max_steps=budget - 1).solve(CountedOperator(a), b)
         assert now.extra["normal_residual"] == pytest.approx(float((a @ (b - before.image)).norm()), rel=1e-9)
         assert now.extra["residual_norm"] == pytest.approx(float(now.residual), rel=1e-9)
 
 
 def test_norm_limit() -> None:
     a, b = matrix(REGULAR["positive"]), normal()
-    full = float(MinresQLP(rtol=1e-10, max_steps=400).solve(Symmetric(a), b).value.norm())
-    early = float(MinresQLP(rtol=1e-10, max_steps=4).solve(Symmetric(a), b).value.norm())
+    full = float(MinresQLP(rtol=1e-10, max_steps=400).solve(CountedOperator(a), b).value.norm())
+    early = float(MinresQLP(rtol=1e-10, max_steps=4).solve(CountedOperator(a), b).value.norm())
     for limit in (0.5 * full, (early + full) / 2):  # the first iterate may be longer than half of the last
-        found = MinresQLP(rtol=1e-10, max_steps=400, max_norm=limit).solve(Symmetric(a), b)
+        found = MinresQLP(rtol=1e-10, max_steps=400, max_norm=limit).solve(CountedOperator(a), b)
         assert found.status is Status.NORM_LIMIT
         assert float(found.value.norm()) <= limit
     assert float(found.value.norm()) > 0
@@ -410,8 +399,8 @@ def test_condition_limit_leaves_out_what_exceeds_it() -> None:
 
 def test_backward_error_is_the_weaker_test() -> None:
     a, b = matrix(torch.logspace(-5, 0, N, dtype=torch.float64)), normal()
-    strict = MinresQLP(rtol=1e-6, max_steps=2000).solve(Symmetric(a), b)
-    weak = MinresQLP(rtol=1e-6, max_steps=2000, backward_error=True).solve(Symmetric(a), b)
+    strict = MinresQLP(rtol=1e-6, max_steps=2000).solve(CountedOperator(a), b)
+    weak = MinresQLP(rtol=1e-6, max_steps=2000, backward_error=True).solve(CountedOperator(a), b)
     assert weak.status is strict.status is Status.CONVERGED
     assert weak.steps < strict.steps
     assert float(weak.residual) <= 1e-6 * float(weak.value.norm() + b.norm())
@@ -420,7 +409,7 @@ def test_backward_error_is_the_weaker_test() -> None:
 @pytest.mark.parametrize("name", REGULAR)
 def test_float32(name: str) -> None:
     a, b = matrix(REGULAR[name]), normal()
-    found = MinresQLP(rtol=1e-6, max_steps=400).solve(Symmetric(a.float()), b.float())
+    found = MinresQLP(rtol=1e-6, max_steps=400).solve(CountedOperator(a.float()), b.float())
     assert found.status is Status.CONVERGED
     assert found.value.dtype == found.image.dtype == found.residual.dtype == torch.float32
     assert float(found.residual) <= 1e-6 * float(b.norm())
@@ -430,28 +419,28 @@ def test_float32(name: str) -> None:
 @pytest.mark.parametrize("name", SINGULAR)
 def test_float32_inconsistent(name: str) -> None:
     a, b = matrix(SINGULAR[name]), normal()
-    found = MinresQLP(max_steps=400).solve(Symmetric(a.float()), b.float())
+    found = MinresQLP(max_steps=400).solve(CountedOperator(a.float()), b.float())
     assert found.status is Status.LEAST_SQUARES
     assert error(found.value.double(), pinv(a) @ b) < 5e-2  # cond * sqrt(eps), as in float64
 
 
 def test_float32_refines_what_the_recurrence_only_promised() -> None:
     a, b = matrix(torch.logspace(-4, 0, N, dtype=torch.float64)), normal()
-    found = MinresQLP(rtol=1e-3, max_steps=5000, transfer=math.inf).solve(Symmetric(a.float()), b.float())
+    found = MinresQLP(rtol=1e-3, max_steps=5000, transfer=math.inf).solve(CountedOperator(a.float()), b.float())
     assert found.status is Status.CONVERGED
     assert float((b - a @ found.value.double()).norm()) <= 2e-3 * float(b.norm())
 
 
 def test_round_off_is_reported_and_not_fought() -> None:
     a, b = matrix(REGULAR["positive"]), normal()
-    found = MinresQLP(rtol=0, max_steps=400).solve(Symmetric(a), b)
+    found = MinresQLP(rtol=0, max_steps=400).solve(CountedOperator(a), b)
     assert found.status is Status.ROUND_OFF
     assert found.steps < 80
     assert float(found.residual) < 1e-14 * float(b.norm())
 
 
 def test_overflow_returns_the_last_finite_vector() -> None:
-    a = Symmetric(matrix(REGULAR["positive"]))
+    a = CountedOperator(matrix(REGULAR["positive"]))
     calls = 0
 
     def break_fourth(vector: Tensor) -> Tensor:
@@ -471,7 +460,7 @@ def test_overflow_returns_the_last_finite_vector() -> None:
 def test_nothing_given_is_changed_and_no_graph_is_kept() -> None:
     a, b, guess = matrix(REGULAR["positive"]), normal(), normal()
     kept = b.clone(), guess.clone()
-    found = MinresQLP().solve(Symmetric(a), b.requires_grad_(), guess=guess.requires_grad_())
+    found = MinresQLP().solve(CountedOperator(a), b.requires_grad_(), guess=guess.requires_grad_())
     assert not found.value.requires_grad
     assert torch.equal(b, kept[0])
     assert torch.equal(guess, kept[1])
@@ -494,8 +483,8 @@ def test_wrong_choices_are_named(choices: dict) -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e20])
 def test_the_size_of_the_right_hand_side_does_not_matter(size: float) -> None:
     a, b = matrix(REGULAR["positive"]).float(), normal().float()
-    one = MinresQLP(rtol=1e-4, max_steps=500).solve(Symmetric(a), b)
-    other = MinresQLP(rtol=1e-4, max_steps=500).solve(Symmetric(a), size * b, guess=0 * b)
+    one = MinresQLP(rtol=1e-4, max_steps=500).solve(CountedOperator(a), b)
+    other = MinresQLP(rtol=1e-4, max_steps=500).solve(CountedOperator(a), size * b, guess=0 * b)
     assert other.status is one.status
     assert error(other.value / size, one.value) < 1e-3
     assert other.extra["value_norm"] == pytest.approx(size * one.extra["value_norm"], rel=1e-2)

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, assert_close, draw
+from models import F64, CountedOperator, assert_close, draw
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.operators import DenseOperator, DiagonalOperator, Operator
+from natgrad.operators import DenseOperator, DiagonalOperator
 from natgrad.testing import check_solver
 
 
 def spd(n: int, condition: float = 100.0, seed: int = 0) -> Tensor:
     q, _ = torch.linalg.qr(draw(n, n, seed=seed))
     return (q * torch.logspace(0, torch.log10(torch.tensor(condition)), n, dtype=F64)) @ q.mT
-
-
-class Counted(Operator):
-    """An operator that counts its products."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix, self.products = matrix, 0
-        self.size, self.dtype, self.device = len(matrix), matrix.dtype, matrix.device
-
-    def mv(self, vector: Tensor) -> Tensor:
-        self.products += 1
-        return self.matrix @ vector
 
 
 def test_it_is_a_sound_solver():
@@ -66,7 +54,7 @@ def test_the_basis_is_orthonormal_in_float32_and_its_images_are_images():
 
 
 def test_no_product_is_computed_twice_and_the_image_is_that_of_the_value():
-    G = Counted(spd(30))
+    G = CountedOperator(spd(30))
     b = draw(30, seed=1)
     solution = ng.KrylovSubspace(7).solve(G, b, damping=0.5, guess=draw(30, seed=4))
     assert G.products == solution.steps == 8  # the guess is one more
@@ -140,7 +128,7 @@ def test_zero_and_overflowing_systems():
     assert zero.status is ng.Status.CONVERGED
     assert not zero.value.any()
 
-    class Overflows(Counted):
+    class Overflows(CountedOperator):
         def mv(self, vector: Tensor) -> Tensor:
             return super().mv(vector) / (1.0 if self.products < 2 else 0.0)
 

@@ -10,19 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from optim_models import BLOCK_RECIPES
 from torch import nn
 
-import natgrad as ng
 from natgrad_lab.networks.scaled_blocks import KINDS, scaled_data, scaled_net
 
-RECIPES: dict[str, Callable[..., Any]] = {
-    "kfac": ng.kfac,
-    "ekfac": ng.ekfac,
-    "diagonal": ng.diagonal,
-    "unitwise": ng.unitwise,
-    "online_ng": ng.online_ng,
-    "tonga": ng.tonga,
-}
+RECIPES: dict[str, Callable[..., Any]] = {recipe.__name__: recipe for recipe in BLOCK_RECIPES}
 CE = nn.CrossEntropyLoss()
 CASES = [("kfac", kind, gamma) for kind in KINDS for gamma in (1e-6, 1e-3, 1.0)]
 CASES += [(name, kind, 1e-6) for name in RECIPES if name != "kfac" for kind in KINDS]
