@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 LOST = (BrokenExecutor, CancelledError, TimeoutError)
@@ -60,6 +61,7 @@ class Workers:
         self._started: dict[int, tuple[Tensor, Any]] = {}  # number -> a point that was started, and its future
         self._number = 0
         self._options = {"pure": False} if has_argument(executor.submit, "pure") else {}
+        self._at, self._keeps_tensors = AtNumbers(f), isinstance(executor, ThreadPoolExecutor)
         self._own: ProcessPoolExecutor | None = None
         self._here = self._warned = False
 
@@ -137,7 +139,10 @@ class Workers:
 
     def _submit(self, point: Tensor) -> Any:
         try:
-            return self.executor.submit(self.f, point, **self._options)
+            if self._keeps_tensors or point.device.type != "cpu" or point.dtype == torch.bfloat16:
+                return self.executor.submit(self.f, point, **self._options)
+            # tensors are sent to processes by files that they share, which takes longer than a few numbers do
+            return self.executor.submit(self._at, point.numpy(), **self._options)
         except LOST as error:
             return Lost(error)
 
@@ -238,6 +243,20 @@ class Workers:
                 stacklevel=2,
             )
         self._warned = True
+
+
+class AtNumbers:
+    """f at a point that comes as an array.
+
+    Args:
+        f: A function of a tensor.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Any]) -> None:
+        self.f, self.__name__ = f, getattr(f, "__name__", "f")  # by which Dask shows tasks
+
+    def __call__(self, point: Any) -> Any:
+        return self.f(torch.tensor(point))
 
 
 class Lost:
