@@ -58,7 +58,7 @@ class Likelihood(ABC):
         Args:
             outputs: What the model returns.
         """
-        parts = [part.reshape(len(part), -1) for part in leaves(outputs)]
+        parts = [flatten_rows(part) for part in leaves(outputs)]
         if not parts:
             raise ValueError(f"the model returned {type(outputs).__name__} without a tensor, expected outputs (b, ...)")
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -184,12 +184,17 @@ class SeparableLikelihood(DiagonalForm):
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         check_same_shape(outputs, targets)
-        return self.entry_nll(outputs, targets).reshape(len(outputs), -1).sum(1)
+        return flatten_rows(self.entry_nll(outputs, targets)).sum(1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         outputs = require_one_tensor(outputs)
         check_same_shape(outputs, targets)
         check_range(targets, torch.finfo(outputs.dtype).min, torch.finfo(outputs.dtype).max, "finite numbers")
+
+
+def flatten_rows(tensor: Tensor) -> Tensor:
+    """(b, ...) -> (b, m), for b = 0 too."""
+    return tensor.reshape(len(tensor), tensor.shape[1:].numel())
 
 
 def require_one_tensor(outputs: Any) -> Tensor:

@@ -14,6 +14,7 @@ from natgrad.families.base import (
     Likelihood,
     SeparableLikelihood,
     check_order,
+    flatten_rows,
     require_one_tensor,
     require_tensor_targets,
 )
@@ -86,7 +87,7 @@ class PoissonRate(Likelihood):
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         entries = outputs - targets * (outputs + self.eps).log() + torch.lgamma(targets.to(outputs.dtype) + 1)
-        return entries.reshape(len(outputs), -1).sum(1)
+        return flatten_rows(entries).sum(1)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(outputs.detach(), generator=generator)
@@ -231,7 +232,7 @@ class Criterion:
         """
         if targets is None or self.weigh is None:
             return float(len(self.family.rows(outputs)))
-        return float(self.weigh(outputs, targets)[1])
+        return float(self.weigh(outputs, self.events(outputs, targets))[1])
 
     def nats(self, outputs: Any) -> float:
         """Nats per example in one unit of the mean loss.

@@ -116,7 +116,7 @@ class BatchForm:
                 if told.route.problem:
                     raise ValueError(told.route.problem)
                 forms.append(self._form(told, moved, share))
-                weights.append(float(told.rows))
+                weights.append(float(told.rows) if math.isnan(told.count) else told.count)
         rows = sum(weights)
         if not rows:  # a batch without rows, beside those of other processes
             return 0.0, 0.0

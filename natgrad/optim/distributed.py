@@ -36,6 +36,7 @@ class Ranks:
         settled: True once `settle` has looked.
         device: Where the model is.
         averaged: True if gradients are averaged over them as they arise, by `fully_shard`.
+        looking: True while this process alone goes backward in a loss, whose gradient is not the user's.
         sent: Bytes of messages so far, by what they are: "statistics", "inverses", "directions", "scalars".
         messages: Their number.
     """
@@ -47,6 +48,7 @@ class Ranks:
     settled: bool = False
     device: torch.device = torch.device("cpu")
     averaged: bool = False
+    looking: bool = False
     sent: dict[str, int] = field(default_factory=dict[str, int])
     messages: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -171,8 +173,13 @@ class Ranks:
         )
 
     def weight(self, loss: Loss) -> float:
-        """What a loss weighs: its rows; over processes that add sums up, what its mean was multiplied by."""
-        return loss.count if self.size > 1 and loss.count and loss.rows else loss.rows
+        """What a loss weighs: its rows; over several processes, what it is a mean over."""
+        return loss.weight or loss.count or loss.rows if self.size > 1 and loss.rows else loss.rows
+
+    @property
+    def averages(self) -> bool:
+        """True if somebody is known to take the mean over the processes of their gradients."""
+        return self.averaged or bool(self.wrappers)
 
     def _check_gradients(self, norm: Tensor, square: Tensor) -> None:
         """Check that all processes have the same gradient.

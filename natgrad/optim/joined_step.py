@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.families import Criterion
 from natgrad.metrics import Metric, MetricSum
 from natgrad.operators import Operator
 from natgrad.optim.checks import NotFiniteError, dense_gradient
@@ -22,10 +21,10 @@ from natgrad.optim.last_pass import Recall
 from natgrad.optim.loss_metrics import SumOverData
 from natgrad.optim.objective import Objective, Reclose, Total
 from natgrad.optim.recorded_pass import Data, RecordedLoss
-from natgrad.pure import as_call, map_tensors
+from natgrad.pure import as_call
 from natgrad.spaces import Params, Space
 from natgrad.structures import Layerwise, Structure, StructurePreconditioner, exchanging
-from natgrad.typed_torch import hook_gradient, measure_norm
+from natgrad.typed_torch import measure_norm
 
 SumParts = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -52,44 +51,6 @@ def settle_ranks(optimizer: Any) -> None:
         ranks.compare(optimizer._named, describe_settings(structure, *optimizer._list_settings()))
         ranks.settled = True
     refuse_join(ranks.wrappers)
-
-
-class RowWeight:
-    """Tensor hook on a loss: the mean over processes of the gradients becomes the mean over all rows.
-
-    It is a sum over processes, and they all go backward at the same time: they average gradients there anyway.
-
-    Args:
-        ranks: The processes.
-        rows: What this process's loss is a mean over.
-    """
-
-    def __init__(self, ranks: Ranks, rows: float) -> None:
-        self.ranks, self.rows = ranks, rows
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        total = self.ranks.sum(torch.tensor(self.rows, dtype=torch.float64, device=gradient.device))
-        share = torch.where(total > 0, self.rows * self.ranks.size / total, 0.0).to(gradient.dtype)
-        return gradient * share if self.rows else torch.zeros_like(gradient)
-
-
-def weigh_loss(ranks: Ranks, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, recall: Recall) -> None:
-    """Note what a loss is a mean over, and let its gradient weigh that much in the mean over processes.
-
-    Args:
-        ranks: The processes.
-        criterion: What the loss is a value of.
-        outputs: What it was computed on.
-        targets: Its targets.
-        value: The loss.
-        recall: Where it is noted.
-    """
-    if ranks.size == 1:
-        return
-    assert recall.latest is not None
-    recall.latest.count = criterion.count(map_tensors(outputs, torch.detach), targets)
-    if not criterion.summed:
-        hook_gradient(value, RowWeight(ranks, recall.latest.count))
 
 
 def read_gradients(

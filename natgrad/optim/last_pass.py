@@ -27,11 +27,15 @@ KEYS = itertools.count()
 
 
 class Loss(NamedTuple):
-    """One loss in units of its mean, the rows that it weighs, and what reduction='sum' multiplied it by, else 0."""
+    """One loss in units of its mean, the rows that it weighs, and what reduction='sum' multiplied it by, else 0.
+
+    Besides that what it weighs among the losses of several processes; 0 where nobody asked.
+    """
 
     value: Tensor
     rows: int
     count: float  # pyright: ignore[reportIncompatibleMethodOverride] (nobody counts the entries of one)
+    weight: float = 0.0
 
 
 class Recall:
@@ -188,6 +192,7 @@ class Recall:
         targets: Any,
         value: Tensor,
         rows: int = 0,
+        weight: float | None = None,
         *,
         chosen: bool = False,
         needed: bool = True,
@@ -200,6 +205,7 @@ class Recall:
             targets: Its targets.
             value: The loss.
             rows: What it weighs among the losses of a step.
+            weight: What it weighs among those of several processes; None for one process.
             chosen: True if `choose` made the outputs.
             needed: True if the step will ask how the outputs came from the model's.
         """
@@ -208,7 +214,8 @@ class Recall:
         self.latest = told = RecordedLoss(
             route, known, map_tensors(targets, torch.detach), versions_of(Call((targets,)))
         )
-        loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told)
+        loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told, weight or 0.0)
+        told.count = math.nan if weight is None else weight
         told.value, told.dtype, told.rows = loss.value, next(leaves(known)).dtype, rows
         told.followed = needed
         self.computed = [*self.computed, loss]
@@ -236,11 +243,12 @@ class Recall:
         value: Tensor,
         rows: int = 0,
         told: RecordedLoss | None = None,
+        weight: float = 0.0,
     ) -> tuple[Loss, float]:
         """Count a loss once it goes backward, whatever mode its pass was in; the loss, and what it was divided by."""
         scale = float(criterion.scale(map_tensors(outputs, torch.detach), targets))
         # without a single target that counts, reduction='sum' adds nothing to the gradient, and nothing to the mean
-        loss = Loss(value.detach() / scale, rows if scale else 0, scale if criterion.summed else 0.0)
+        loss = Loss(value.detach() / scale, rows if scale else 0, scale if criterion.summed else 0.0, weight)
         self._going = False  # an error may have ended it
         if self._were_cleared():
             self.forget_gradients()

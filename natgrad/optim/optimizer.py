@@ -56,7 +56,6 @@ from natgrad.optim.joined_step import (
     join_objective,
     read_gradients,
     settle_ranks,
-    weigh_loss,
 )
 from natgrad.optim.last_pass import Recall, listen, overhear
 from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
@@ -64,6 +63,7 @@ from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.parallel_models import refuse_nested
 from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
+from natgrad.optim.row_weights import weigh_loss
 from natgrad.optim.state_report import StateReport
 from natgrad.rules import Memory, Rate, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
@@ -205,8 +205,8 @@ class NaturalGradient(ModelOptimizer):
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         self._settle()
         rows = count_rows(self.criterion, outputs)
-        self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen)
-        weigh_loss(self._ranks, self.criterion, outputs, targets, value, self._recall)
+        weight = weigh_loss(self._ranks, self.criterion, outputs, targets, value)
+        self._recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         total = sum(p.numel() for group in self.param_groups for p in group["params"])

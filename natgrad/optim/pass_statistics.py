@@ -63,7 +63,7 @@ class Reader:
         unsure: True if a layer met a zero gradient, which explains anything.
         places: Where the examples run, by the shapes of a pass's calls.
         span: Where this process's examples of the reading stand among all.
-        counts: The rows of the reading, and what reduction='sum' multiplied the mean loss by.
+        counts: The rows of the reading, and what the loss is a mean over; 0 where that is its rows.
     """
 
     def __init__(self, model: nn.Module, named: Mapping[str, Tensor], structure: Layerwise, ranks: Ranks) -> None:
@@ -128,7 +128,11 @@ class Reader:
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
         dummy, like = self.taps.recorder.dummy, torch.ones_like(value)
-        torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+        self.ranks.looking = True  # the others do not go backward now
+        try:
+            torch.autograd.grad(value, [dummy], like, retain_graph=True, allow_unused=True)
+        finally:
+            self.ranks.looking = False
         if self.ranks.size > 1:
             self.span = None
             self._line_up(0, 0)
@@ -145,7 +149,7 @@ class Reader:
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
         asking = self._asks()
         told = recall.latest
-        self.counts = len(rows), told.scale if criterion.summed and told is not None else 0.0
+        self.counts = len(rows), 0.0 if told is None else told.scale if criterion.summed else recall.computed[-1].weight
         if self.ranks.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
             return self._pass_over(apart), {}
         try:

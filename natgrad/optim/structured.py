@@ -37,6 +37,7 @@ from natgrad.optim.pass_statistics import Reader, release
 from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
+from natgrad.optim.row_weights import weigh_loss
 from natgrad.optim.running_averages import dense
 from natgrad.optim.schedule import due, due_to_measure, is_watched, pace, start_clock
 from natgrad.optim.state_report import StateReport, state_report
@@ -120,13 +121,11 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._reader = Reader(self.model, self._named, structure, self._ranks)
         owners = Owners(self._ranks, *check_share(chosen.share), check_node_size(chosen.node_size))
         self._blocks = BlockAverages(structure, self._named, self.state, owners)
-        self._told, self._clock = dict[str, Any](), start_clock()
-        self._stride, self._outside = Stride(), Outside()
+        self._told, self._clock, self._wild = dict[str, Any](), start_clock(), WildBatches()
+        self._stride, self._outside, self._warned = Stride(), Outside(), set[str]()
         self._pending, self._bad = 0, False  # readings since the last step; whether its batch was counted as a failure
         self._arriving: tuple[Callable[[], bool], Any] | None = None  # a reading on its way
-        self._wild = WildBatches()
         self._nats: Any = 1.0
-        self._warned: set[str] = set()
         self._finalizer = weakref.finalize(
             self, release, self._reader, listen(self.model, self._recall, traceable=True, in_eval=self.train_in_eval)
         )
@@ -160,7 +159,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._ranks.settle(self.model, self.structure, self._reader.leaves)
         rows = count_rows(self.criterion, outputs)
         needed = self._judge.due(self._clock) or self.rule.needs_loss or is_watched(self._clock)
-        self._recall.record_loss(self.criterion, outputs, targets, value, rows, chosen=chosen, needed=needed)
+        weight = weigh_loss(self._ranks, self.criterion, outputs, targets, value, self._ranks.averages)
+        self._recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
         self._nats = self.criterion.nats(outputs)
         if self._reader.taps.armed:
             self._read(outputs, targets, value)

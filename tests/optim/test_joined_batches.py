@@ -25,6 +25,9 @@ X = draw(160, 6)
 Y = X[:, :4].argmax(1)
 EVEN, UNEVEN, EMPTY = (40, 40, 40, 40), (90, 49, 20, 1), (70, 60, 30, 0)
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+SUMMED, MEAN = nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss()
+WEIGHTED = nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum")
+IGNORING = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=2)
 
 
 class Net(nn.Module):
@@ -72,16 +75,23 @@ def shard(sizes: Sequence[int]) -> slice:
 
 
 def train(
-    recipe: Callable[..., Any], splits: Sequence[Sequence[int]], steps: int = 8, weight: Any = None, **options: Any
+    recipe: Callable[..., Any],
+    splits: Sequence[Sequence[int]],
+    steps: int = 8,
+    criterion: nn.Module = SUMMED,
+    weighted: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Steps on the whole data, split in another way at each; sums, since a mean of means depends on the split."""
+    """Steps on the whole data, split in another way at each. weighted: True where the loop weights means by rows."""
     model = build_seeded(Net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
-    opt = recipe(outer, nn.CrossEntropyLoss(weight=weight, reduction="sum"), estimate=ng.ExactLabels(), **options)
+    y = torch.stack([i == Y for i in range(4)], 1).to(X) if isinstance(criterion, nn.MSELoss) else Y
+    opt = recipe(outer, criterion, estimate=ng.ExactLabels(), **options)
     for step in range(steps):
         own = shard(splits[step % len(splits)])
         opt.zero_grad()
-        opt.loss(outer(X[own]), Y[own]).backward()
+        loss = opt.loss(outer(X[own]), y[own])
+        (loss * len(X[own]) * count_ranks() / len(X) if weighted else loss).backward()
         opt.step()
     report = opt.state_report()
     return {"flat": flat(model), "loss": report.loss, "kl": report.kl}
@@ -108,7 +118,12 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "unitwise": partial(train, ng.unitwise, [UNEVEN, EMPTY]),
     "online_ng": partial(train, ng.online_ng, [UNEVEN]),
     "online_ng of gradients": partial(train, ng.online_ng, [EVEN, EMPTY], gradient=True),
-    "class weights": partial(train, ng.kfac, [UNEVEN], weight=WEIGHTS, rule=MeasuredLength()),
+    "class weights": partial(train, ng.kfac, [UNEVEN], criterion=WEIGHTED, rule=MeasuredLength()),
+    "means": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=MEAN),
+    "means, weighted by the loop": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=MEAN, weighted=True),
+    "means over classes": partial(train, ng.ekfac, [UNEVEN, EMPTY], criterion=IGNORING),
+    "means of squares": partial(train, ng.unitwise, [UNEVEN, EMPTY], criterion=nn.MSELoss()),
+    "means, judged": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=IGNORING, **JUDGED),
     "judged": partial(train, ng.kfac, [EMPTY], **JUDGED),
     "outside loss": with_outside_loss,
     "a tied table": partial(train_tied, ng.kfac, share="memory"),

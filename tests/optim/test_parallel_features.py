@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,14 +169,14 @@ def accumulated_parts() -> dict[str, Any]:
     return accumulate(fully_shard(build_seeded(Net), mesh=mesh(2)), slice(16 * rank(), 16 * rank() + 16))
 
 
-def unlike_parts() -> dict[str, Any]:
+def unlike_parts(reduction: str = "sum") -> dict[str, Any]:
     """Numbers of backward passes that differ: unequal parts, an empty one, and one that is not finite."""
     from torch.distributed.fsdp import fully_shard
 
     model, alone = build_seeded(Net), not distributed.is_initialized()
     if not alone:
         fully_shard(model, mesh=mesh(2))
-    opt = ng.kfac(model, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.ExactLabels())
+    opt = ng.kfac(model, nn.CrossEntropyLoss(reduction=reduction), estimate=ng.ExactLabels())
     for i, first in enumerate((20, 32, 16, 9)):
         x = torch.where(torch.arange(32) >= 16, torch.nan, 1.0).view(-1, 1, 1) * X if i == 2 else X
         own = slice(None) if alone else [slice(0, first), slice(first, 32)][rank()]
@@ -249,7 +250,7 @@ APART = {
     "accumulated parts": accumulated_parts,
     "go apart": go_apart,
 }
-APART["unlike parts"] = unlike_parts
+APART |= {"unlike parts": unlike_parts, "unlike parts, means": partial(unlike_parts, "mean")}
 SCENES = SAME | APART
 
 
@@ -272,11 +273,12 @@ def test_gradients_that_are_kept_back_belong_to_the_step_that_averages_them(both
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-8)
 
 
-def test_processes_with_other_numbers_of_passes_do_not_wait_for_each_other(both: list[dict[str, Any]]):
-    alone = unlike_parts()
+@pytest.mark.parametrize("scene", ["unlike parts", "unlike parts, means"])
+def test_processes_with_other_numbers_of_passes_do_not_wait_for_each_other(both: list[dict[str, Any]], scene: str):
+    alone = APART[scene]()
     for rank in both:
-        assert_close(rank["unlike parts"]["flat"], alone["flat"], 1e-9)
-        assert rank["unlike parts"]["failures"] == alone["failures"] == 1
+        assert_close(rank[scene]["flat"], alone["flat"], 1e-9)
+        assert rank[scene]["failures"] == alone["failures"] == 1
 
 
 def test_gradients_that_differ_are_an_error_and_one_that_is_not_finite_a_skipped_step(both: list[dict[str, Any]]):
