@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from natgrad.checks import check_number
 from natgrad.geometry import Potential, Region, SquaredNorm, check_potential
 from natgrad.linalg import all_finite
 from natgrad.optim.accidents import Accidents, OnTrouble
+from natgrad.optim.distributed import Ranks, check_group, meet
+from natgrad.typed_torch import list_numbers
 
 CHOICES = ("potential", "projection")
 """What a group has that a checkpoint names and does not hold."""
@@ -35,6 +37,9 @@ class MirrorDescent(Optimizer):
             `ProbabilitySimplex(dim)`. None: all of the potential's domain.
         momentum: Share of the last step's change that is added to the next one.
         maximize: Climb instead.
+        group: The processes of `torch.distributed` that train these parameters together. All call `step`, which takes
+            the mean of their gradients, a missing one counted as zero; where a `DistributedDataParallel` averages them,
+            it is not needed.
         on_trouble: "skip" leaves out a step with a gradient or a result that is not finite, warns at the fifth in a row
             and raises RuntimeError at the 25th. "raise" raises ValueError for it. Nothing is changed in either case.
 
@@ -62,9 +67,12 @@ class MirrorDescent(Optimizer):
         projection: Region | None = None,
         momentum: float = 0.0,
         maximize: bool = False,
+        group: Any = None,
         on_trouble: OnTrouble = "skip",
     ) -> None:
         self.accidents = Accidents(on_trouble)
+        self._group = None if group is None else check_group(group)
+        self._ranks, self._compared = Ranks(), 0
         potential = SquaredNorm() if potential is None else potential
         choices = {"potential": potential, "projection": projection}
         super().__init__(params, {**choices, "lr": lr, "momentum": momentum, "maximize": maximize})
@@ -114,7 +122,7 @@ class MirrorDescent(Optimizer):
             with torch.enable_grad():
                 value = closure()
         try:
-            moves = [self._move(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+            moves = [self._move(group, p, gradient) for group, p, gradient in self._read_gradients()]
         except ValueError as error:
             self.accidents.meet(str(error))
             return value
@@ -125,10 +133,31 @@ class MirrorDescent(Optimizer):
         self.accidents.meet(None)
         return value
 
-    def _move(self, group: dict[str, Any], p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _read_gradients(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
+        """The parameters that have a gradient on some process, their groups before and their gradients after them."""
+        held = [(group, p) for group in self.param_groups for p in group["params"]]
+        found = {i: to_dense(p.grad) for i, (_, p) in enumerate(held) if p.grad is not None}
+        if self._group is not None and held:
+            found = self._average([p for _, p in held], found)
+        return [(*held[i], gradient) for i, gradient in found.items()]
+
+    def _average(self, params: Sequence[Tensor], own: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The mean gradients over the processes by place. ValueError on all that hold other parameters, once."""
+        if self._compared != len(params):
+            named = {str(i): p for i, p in enumerate(params)}
+            self._ranks = meet(named, self._group)[1]
+            self._ranks.compare(named, repr([group["potential"] for group in self.param_groups]))
+            self._compared = len(params)
+        if self._ranks.size == 1 or self._ranks.wrappers:
+            return own
+        there = torch.tensor([float(i in own) for i in range(len(params))], device=params[0].device)
+        places = [i for i, flag in enumerate(list_numbers(self._ranks.sum(there))) if flag]
+        parts = {str(i): own[i] if i in own else torch.zeros_like(params[i]) for i in places}
+        means = self._ranks.average(parts)
+        return {i: means[str(i)] for i in places}
+
+    def _move(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """A parameter, where it goes, and its new momentum. ValueError where that is not finite."""
-        assert p.grad is not None
-        gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         change, momentum = -gradient if group["maximize"] else gradient, None
         if group["momentum"]:
             last = self.state[p].get("momentum") if p in self.state else None
@@ -169,3 +198,8 @@ class MirrorDescent(Optimizer):
         kept = [{name: own[name] for name in CHOICES} for own in self.param_groups]
         groups = [{**old, **own} for old, own in zip(saved, kept, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+def to_dense(gradient: Tensor) -> Tensor:
+    """A gradient that may be sparse."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

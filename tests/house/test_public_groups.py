@@ -20,9 +20,7 @@ MADE = {
     "acktr": "hands its keywords to NaturalPolicyGradient",
     "GroundState": "steps by the StochasticReconfiguration that it is given",
 }
-ALONE = {
-    "MirrorDescent": "has no metric: its steps follow from gradients, which a DistributedDataParallel averages",
-}
+ALONE = dict[str, str]()
 TRAINERS = {"NaturalGradient", "StructuredNaturalGradient", "WakeSleep", "NaturalWakeSleep", "TRPO", "MirrorDescent"}
 RECIPES = {
     "kfac",

@@ -162,6 +162,21 @@ def adaptive() -> dict[str, Any]:
     return {"flat": flat(params), "seen": opt.state_report().counts["seen"]}
 
 
+def mirror() -> dict[str, Any]:
+    """Steps by gradients alone, of the mean over the processes; the last parameter has none on some of them."""
+    weights, shift = torch.full((3,), 1 / 3).double().requires_grad_(), torch.ones(3).double().requires_grad_()
+    opt = ng.MirrorDescent([weights, shift], ng.geometry.NegativeEntropy(), momentum=0.5, group=everyone())
+    for _ in range(3):
+        opt.zero_grad()
+        alone = not distributed.is_initialized()
+        loss = (X[own(EVEN)] @ weights).square().mean()
+        if alone or distributed.get_rank() < 2:
+            loss = loss + (0.5 if alone else 1.0) * shift.square().sum()
+        loss.backward()
+        opt.step()
+    return {"flat": torch.cat([weights, shift]).detach()}
+
+
 def poison_batch() -> dict[str, Any]:
     """NaN in the batch of one process, an infinite loss on another: nobody steps, and the run goes on."""
     model, stayed = net(), True
@@ -242,6 +257,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "observed": observe_metric,
     "several": several,
     "adaptive": adaptive,
+    "mirrored": mirror,
     "poisoned": poison_batch,
     "apart": apart,
 }
