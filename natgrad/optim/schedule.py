@@ -17,6 +17,7 @@ UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, befor
 MARGIN = 5.0  # of the largest factor by which it was too small lately
 FORGETS = 0.98  # of that factor, per comparison
 SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the next
+SELDOM = 4  # times more seldom once steps are spectral
 BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
 FORMED = 5  # steps for which the form of a step of fixed length is believed
 ROOM = 0.1  # share of its bound below which it is
@@ -79,8 +80,13 @@ def due(clock: Clock, event: str, every: int) -> bool:
 
 
 def due_to_measure(clock: Clock, every: int) -> bool:
-    """Whether a step's length is to be measured: at the first steps, then ever more seldom, at most `every` apart."""
-    return clock["step"] - clock["measured"] >= min(every, max(1, clock["step"] // BEFORE))
+    """Whether a step's length is to be measured: at the first steps, then ever more seldom, at most `every` apart.
+
+    After a turn to directions whose length does not follow the gradient's, this only sharpens what is compared with a
+    bound: at the turn, and then four times more seldom.
+    """
+    rare = SELDOM if clock["turned"] >= 0 and clock["measured"] >= 0 else 1
+    return clock["step"] - clock["measured"] >= rare * min(every, max(1, clock["step"] // BEFORE))
 
 
 def recent_form(clock: Clock, rate: float) -> float | None:

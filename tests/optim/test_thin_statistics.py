@@ -124,6 +124,16 @@ def test_lengths_are_measured_ever_more_seldom() -> None:
     assert max(b - a for a, b in pairwise(measured)) == 20
 
 
+def test_spectral_steps_are_measured_at_the_turn_and_then_four_times_more_seldom() -> None:
+    clock, found = start_clock() | {"turned": 40, "measured": -1}, list[int]()
+    for step in range(40, 260):
+        clock["step"] = step
+        if due_to_measure(clock, 20):
+            clock["measured"] = step
+            found.append(step)
+    assert found == [40, 120, 200]
+
+
 def test_a_form_is_believed_for_some_steps_where_it_is_far_below_the_bound() -> None:
     clock = start_clock() | {"step": 7}
     assert recent_form(clock, 0.5) is None
