@@ -15,6 +15,7 @@ from benchmarks import (
     ang,
     conversions,
     ekfac,
+    ground_states,
     iterative,
     kfac,
     learning,
@@ -218,6 +219,13 @@ def residual_races(choices: Choices) -> None:
     stream(title, rows, residuals.HEADS)
 
 
+def race_ground_states(choices: Choices) -> None:
+    seeds = choices.seeds or range(5)
+    rows = ground_states.report(seeds, choices.workloads, choices.seconds, choices.methods)
+    title = f"Relative error of the energy, {list_seeds(seeds)}: median (least to largest) at equal CPU seconds"
+    stream(title, rows, ground_states.HEADS)
+
+
 def race_posteriors(choices: Choices) -> None:
     seeds = choices.seeds or range(3)
     title = f"A normal q, {list_seeds(seeds)}, CPU seconds of one thread; kept in {posterior_races.KNOWN}"
@@ -272,6 +280,7 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
 RACES: dict[str, Callable[[Choices], None]] = {
     "step": step_races,
     "residuals": residual_races,
+    "ground-states": race_ground_states,
     "posteriors": race_posteriors,
 }
 """Minutes to hours: only where they are named."""

@@ -2,7 +2,8 @@
 # # An equation solved by a network
 #
 # Solve Poisson's equation on a square with a small network, to an error that Adam does not reach: a physics-informed
-# network, trained by Gauss-Newton.
+# network, trained by Gauss-Newton. Beside natgrad, `pip install -e .` in its folder, it needs matplotlib:
+# `pip install matplotlib`.
 
 # %% [markdown]
 # ## The equation

@@ -2,7 +2,8 @@
 # # The ground state of a spin chain
 #
 # A quantum state of ten spins has 1,024 amplitudes. A small network gives any one of them, samples say which ones
-# matter, and natural gradient steps in the energy (stochastic reconfiguration) bring it to the ground state.
+# matter, and natural gradient steps in the energy (stochastic reconfiguration) bring it to the ground state. Beside
+# natgrad, `pip install -e .` in its folder, it needs matplotlib: `pip install matplotlib`.
 
 # %% [markdown]
 # ## The Hamiltonian
