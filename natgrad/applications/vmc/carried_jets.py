@@ -318,6 +318,28 @@ def sum_exponentials(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     return add(func, (bend_jet(*SMOOTH["log"](total.jets[0]), total.jets), top if kept else top.squeeze(dim)), {})
 
 
+def share_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.softmax` and `torch.log_softmax` along an axis."""
+    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    if given.get("dtype") is not None:
+        refuse("a dtype")
+    log = subtract(func, (args[0], sum_exponentials(func, (args[0], given["dim"], True), {})), {})
+    return log if name_function(func) == "log_softmax" else bend_jet(*SMOOTH["exp"](log.jets[0]), log.jets)
+
+
+def normalise_layer(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.layer_norm`."""
+    given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
+    weight, bias, dims = given.get("weight"), given.get("bias"), tuple(range(-len(given["normalized_shape"]), 0))
+    hold_plain(weight, bias)
+    gap = subtract(func, (args[0], map_linear(torch.mean, (args[0], dims, True), {})), {})
+    spread = map_linear(torch.mean, (bend_jet(*SMOOTH["square"](gap.jets[0]), gap.jets), dims, True), {})
+    size = add(func, (spread, given.get("eps", 1e-5)), {})
+    found = divide(func, (gap, bend_jet(*SMOOTH["sqrt"](size.jets[0]), size.jets)), {})
+    found = found if weight is None else multiply(func, (found, weight), {})
+    return found if bias is None else add(func, (found, bias), {})
+
+
 def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The sign, and log |det A| with tr(A^-1 A_i) and tr(A^-1 A_ii) - tr(A^-1 A_i A^-1 A_i)."""
     jets = args[0].jets
@@ -364,6 +386,8 @@ RULES: dict[str, Callable[[Function, Sequence[Any], dict[str, Any]], Any]] = {
     "complex": join_complex,
     "where": choose,
     "logsumexp": sum_exponentials,
+    **dict.fromkeys(("softmax", "log_softmax"), share_out),
+    "layer_norm": normalise_layer,
     "linalg_slogdet": split_determinant,
     "slogdet": split_determinant,
 }

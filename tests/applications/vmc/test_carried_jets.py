@@ -89,6 +89,12 @@ def activate(x: Tensor) -> Tensor:
     return (y + z + w + v + u + t + s).sum(1)
 
 
+def share_out(x: Tensor) -> Tensor:
+    y = torch.softmax(x, 1) * functional.softmax(x.sin(), dim=-1) + x.log_softmax(1) * nn.LayerNorm(6).double()(x)
+    z = functional.layer_norm(x.view(-1, 2, 3) * 2, (2, 3), WEIGHT[1].view(2, 3), WEIGHT[2].view(2, 3))
+    return y.sum(1) + functional.layer_norm(z.square(), (3,), eps=0.1).sin().sum((1, 2))
+
+
 def determine(x: Tensor) -> Tensor:
     matrix = torch.tanh(x.unsqueeze(2) * WEIGHT[0] + torch.arange(6) * x.cos().unsqueeze(1)) + torch.eye(6)
     return torch.linalg.slogdet(matrix)[1] + torch.slogdet(matrix).logabsdet
@@ -101,7 +107,7 @@ def rename(x: Tensor) -> Tensor:
     return y.square().sum(1) + torch.subtract(z, 2).sum(1) + w.exp().imag.sum(1) + w.square().real.sum(1)
 
 
-CASES = {f.__name__: f for f in (pick, reshape, multiply, combine, measure, activate, determine, rename)}
+CASES = {f.__name__: f for f in (pick, reshape, multiply, combine, measure, activate, share_out, determine, rename)}
 
 
 @pytest.fixture
