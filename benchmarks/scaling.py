@@ -129,6 +129,7 @@ class Machine:
         node: Processes in one.
         weight: Bytes of a parameter and of its gradient.
         number: Bytes of a statistic.
+        copies: Bytes a second that are copied: messages are put together, and taken apart. A guess of 2e12.
         fixed: Seconds of a step that nothing here explains.
     """
 
@@ -141,6 +142,7 @@ class Machine:
     node: int = 8
     weight: int = 2
     number: int = 4
+    copies: float = 2e12
     fixed: float = 0.0
 
     def exchange(self, size: float, ranks: int, messages: float, factor: float = 1.0) -> float:
@@ -164,6 +166,7 @@ class Prediction:
         inverting: Seconds of inversions.
         sending: Seconds in which inverses or directions are sent.
         directing: Seconds of products with inverses.
+        copying: Seconds of copies into messages and out of them.
         work: n^3 of this process's inversions, as a share of all.
         state: Bytes remembered between steps.
         weights: Bytes of parameters and gradients.
@@ -178,6 +181,7 @@ class Prediction:
     inverting: float
     sending: float
     directing: float
+    copying: float
     work: float
     state: float
     weights: float
@@ -191,7 +195,8 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        return self.base + self.statistics + self.summing + self.inverting + self.sending + self.directing
+        mine = self.statistics, self.summing, self.inverting, self.sending, self.directing, self.copying
+        return self.base + sum(mine)
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,9 @@ def predict(
         sums, data, max(sums / BUCKET, min(near, len(costs)) if memory else 1), 1 if memory else 2
     )
     sending = machine.exchange(parts, near, min(near, len(costs))) if memory else 0.0
+    # statistics into messages and out of them; inverses out of a message, those of an owner into one; directions too
+    taken = statistics / near if memory else 2 * statistics + statistics / near
+    copied = (sums + taken) / update_every + parts + parts / near if data > 1 else 0.0
     if not memory:
         sending = machine.exchange(statistics, near, min(near, len(costs))) / invert_every
     return Prediction(
@@ -263,6 +271,7 @@ def predict(
         sending=sending,
         directing=(max(products) if memory and near > len(products) else sum(products) / (near if memory else 1))
         / machine.exact,
+        copying=copied / machine.copies,
         work=most / whole,
         state=machine.number * (max(stored) if memory and data > 1 else sum(cost.state for cost in costs.values())),
         weights=2.0 * machine.weight * load.size / (tensor * mesh.shards),

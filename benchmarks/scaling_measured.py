@@ -34,6 +34,7 @@ class ProcessCost:
     grown: dict[str, int]
     small: float
     large: float
+    rates: dict[str, float]
 
 
 def measure_inverse(n: int = 513, times: int = 10) -> float:
@@ -56,6 +57,17 @@ def measure_products(n: int = 512, times: int = 20) -> float:
             matrix @ matrix
         seconds = time.process_time() - start
     return 2 * times * n**3 / seconds
+
+
+def measure_copies(numbers: int = 2**22, times: int = 10) -> float:
+    """Bytes that a processor second copies, out of a tensor that is not in its caches into a fresh one."""
+    tensor = torch.randn(numbers)
+    for _ in range(2):
+        start = time.process_time()
+        for _ in range(times):
+            tensor.clone()
+        seconds = time.process_time() - start
+    return 4 * numbers * times / seconds
 
 
 def measure_sum(numbers: int, times: int) -> float:
@@ -84,6 +96,8 @@ def run(rank: int, ranks: int, share: str, folder: str) -> None:
         distributed.init_process_group("gloo", store, timedelta(seconds=240), world_size=ranks, rank=rank)
         small, large = measure_sum(10, 100), measure_sum(2**20, 10)
         model = DistributedDataParallel(model)
+    # while the other processes do the same: they share caches, memory and cores
+    rates = {"inverse": 1 / measure_inverse(), "exact": measure_products(), "copies": measure_copies()}
     opt = ng.kfac(model, nn.CrossEntropyLoss(), update_every=1, invert_every=1, measure=False, share=share)
     x, y = torch.randn(LOAD.batch, 512), torch.randint(0, 512, (LOAD.batch,))
     start, before = 0.0, dict[str, int]()
@@ -96,7 +110,7 @@ def run(rank: int, ranks: int, share: str, folder: str) -> None:
     seconds = (time.process_time() - start) / STEPS
     report = ng.report_sharing(opt)
     grown = {kind: (size - before.get(kind, 0)) // STEPS for kind, size in report.sent_bytes.items()}
-    torch.save(vars(ProcessCost(seconds, vars(report), grown, small, large)), f"{folder}/{rank}.pt")
+    torch.save(vars(ProcessCost(seconds, vars(report), grown, small, large, rates)), f"{folder}/{rank}.pt")
     if ranks > 1:
         distributed.barrier()
         distributed.destroy_process_group()
@@ -112,10 +126,9 @@ def start(ranks: int, share: str) -> list[ProcessCost]:
 def compare() -> None:
     """A row for each number of processes."""
     torch.set_num_threads(1)
-    rate = measure_inverse()
     alone = start(1, "speed")[0]
-    whole = alone.report["all_inversions"]
-    kernels = Machine(gemm=float("inf"), exact=measure_products(), inverse=1 / rate, weight=4)
+    whole, rate = alone.report["all_inversions"], 1 / alone.rates["inverse"]
+    kernels = replace(Machine(gemm=float("inf"), weight=4), **alone.rates)
     rest = alone.seconds - predict(LOAD, kernels, 1, "speed", update_every=1, invert_every=1).seconds
     print(f"{LOAD.size / 1e6:.1f} million parameters; {1e3 * alone.seconds:.0f} ms a step of one process,")
     print(f"of which {1e3 * rate * whole:.0f} ms are inversions ({rate * 1e12:.0f} ps for each of n^3 in a kernel).")
@@ -124,8 +137,10 @@ def compare() -> None:
     for ranks, share in itertools.product((2, 4), ("speed", "memory")):
         found = start(ranks, share)
         small, large = (sum(getattr(one, kind) for one in found) / ranks for kind in ("small", "large"))
+        rates = {kind: sum(one.rates[kind] for one in found) / ranks for kind in alone.rates}
         machine = replace(
             kernels,
+            **rates,
             near=2 * 2**22 * (ranks - 1) / ranks / (large - small),
             latency=small / (ranks - 1).bit_length(),
             node=ranks,
