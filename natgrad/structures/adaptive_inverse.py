@@ -217,6 +217,17 @@ class Averaged(Update):
             seen: Examples up to and with this step's.
         """
         n, r = root.shape[-2:]
+        return self.count_columns(before, n, r, seen)
+
+    def count_columns(self, before: float, n: int, r: int, seen: int) -> float:
+        """The same for a root of n rows and r columns that is not made.
+
+        Args:
+            before: The number of columns without it.
+            n: Parameters.
+            r: Its columns.
+            seen: Examples up to and with this step's.
+        """
         return min(before + r, max(self.horizon * n, self.batches * r) * max(1.0, seen / self.hold))
 
     def amount(self, metric: Tensor, seen: int, unit: float | Tensor, passes: float = 1.0) -> Tensor:

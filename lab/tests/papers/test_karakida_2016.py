@@ -17,6 +17,7 @@ from natgrad_lab.experiments import LabError, StudyRun, execute, find, override
 from natgrad_lab.papers.karakida_2016.page import count_degraded, find_first_steps
 from natgrad_lab.papers.karakida_2016.runs import FIGURE1, TABLE1, KarakidaSettings, learn, rank
 from natgrad_lab.papers.karakida_2016.two_layer_data import count_units, draw_mixing, isa, starts
+from natgrad_lab.papers.karakida_2016.two_layer_gram import score_gram
 from natgrad_lab.papers.karakida_2016.two_layer_learners import Adam, DescentLearner, Learner, NatgradLearner, Paper
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
 from natgrad_lab.report import build
@@ -43,6 +44,26 @@ def test_the_tight_loop_has_the_gradient_of_the_model(link: Positive | Square) -
         assert_close(params["W"], expected["W"], 1e-12)
         assert_close(params["V"], expected["V"], 1e-12)
         assert_close(single.V, link(params["V"]), 1e-14)
+
+
+@pytest.mark.parametrize("link", [positive, Square()], ids=repr)
+def test_the_tight_loop_has_the_scores_jacobian_of_the_model(link: Positive | Square) -> None:
+    params, model = three(link), TwoLayer(link)
+    single = SingleExample(params, link)
+    for seed in range(2):
+        x = draw(3, 1, 8, seed=seed)
+        rows = single.slopes(x)
+        assert_close(rows[:, :-1], model.score_jacobian(params, x).flatten(1, 2), 1e-12)
+        gradient = torch.cat([part.flatten(1) for part in model.gradient(params, x).values()], 1)
+        assert_close(rows[:, -1], gradient, 1e-12)
+
+
+@pytest.mark.parametrize("link", [positive, Square()], ids=repr)
+def test_the_closed_metric_is_the_mean_of_outer_products(link: Positive | Square) -> None:
+    W, raw = draw(3, 6, 5), 0.5 * draw(3, 4, 6, seed=1)
+    x = draw(3, 7, 5, seed=2)
+    rows = TwoLayer(link).score_jacobian({"W": W, "V": raw}, x).flatten(1, 2)  # (R, b N, K)
+    assert_close(score_gram(W, link(raw), link.slope(raw), x), rows.mT @ rows / 7, 1e-12)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

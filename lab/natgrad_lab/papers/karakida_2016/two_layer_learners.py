@@ -17,6 +17,7 @@ from natgrad.returning_rows import count_passes, join_returns
 from natgrad.structures.adaptive_inverse import adaptation_rate
 from natgrad.structures.inverse_updates import adapt_inverse, average_metric, stays_positive, woodbury_inverse
 from natgrad.structures.score_unit import join_spread, measure_data_unit
+from natgrad_lab.papers.karakida_2016.two_layer_gram import score_gram
 from natgrad_lab.papers.karakida_2016.two_layer_single import SingleExample
 
 
@@ -87,22 +88,26 @@ class Paper:
 
     def __post_init__(self) -> None:
         W = self.params["W"]
-        self.slopes = Slopes(self.model, self.params)
+        self.single = SingleExample(self.params, self.model.link)
         self.inverse = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1) / self.method.start_at
+        self.both = torch.empty_like(self.single.rows)
 
     def step(self, examples: Tensor) -> None:
         """One step of every run by the inverse that the paper adapts."""
         self.count += 1
-        gradient, root = self.slopes(examples)
-        both = torch.bmm(self.inverse, torch.cat([root, gradient.unsqueeze(-1)], -1))  # one pass over G^-1
-        step = both[..., -1]  # G_t^-1: this sample joins G_t+1
+        rows = self.single.slopes(examples)
+        torch.bmm(rows, self.inverse, out=self.both)  # one pass over G^-1; four times faster than G^-1 times columns
         rate = adaptation_rate(self.count, self.method.offset, self.method.floor)
-        self._update(root, both[..., :-1], rate)
-        move(self.params, step, self.rate)
+        self._update(rows[:, :-1].mT, self.both[:, :-1].mT, rate)
+        move(self.params, self.both[:, -1], self.rate)  # by G_t^-1: this sample joins G_t+1
 
     def _update(self, root: Tensor, image: Tensor, rate: float) -> None:
         if isinstance(self.method, ng.Woodbury):
             woodbury_inverse(self.inverse, root, rate, image=image, out=self.inverse)
+            return
+        bound = (root * image).sum((1, 2))  # tr U^T G^-1 U, at least its largest eigenvalue
+        if bool((rate * bound < 1 + rate).all()):
+            adapt_inverse(self.inverse, root, rate, image=image, out=self.inverse)
             return
         positive = stays_positive(self.inverse, root, rate, image=image)
         if bool(positive.all()):
@@ -131,52 +136,47 @@ class NatgradLearner:
 
     def __post_init__(self) -> None:
         W = self.params["W"]
-        self.slopes = Slopes(self.model, self.params)
+        self.single = SingleExample(self.params, self.model.link)
         self.metric = W.new_zeros(len(W), 2 * W[0].numel(), 2 * W[0].numel())
-        self.lower = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1)
+        self.upper = torch.eye(2 * W[0].numel(), dtype=W.dtype).repeat(len(W), 1, 1)
 
     def step(self, examples: Tensor) -> None:
         """One step of every run by the library's own metric and inverse."""
         batch = examples.shape[1]
         self.count, self.seen = self.count + 1, self.seen + batch
-        gradient, root = self.slopes(examples)
-        self.columns = self.method.columns(self.columns, root, self.seen)
-        average_metric(self.metric, root, root.shape[-1] / self.columns, out=self.metric)
+        gradient = self._join_metric(examples)
         self.spread = join_spread(self.spread, examples)
         unit = measure_data_unit(self.spread)
         self.returned = join_returns(self.returned, examples[0])  # all models see the same
         passes = count_passes(self.returned, self.seen, examples.shape[-1], self.metric.shape[-1])
         if self.count == 1 or self.count % self.method.every == 0:
-            damped = self.metric.clone()
-            damped.diagonal(dim1=1, dim2=2).add_(self.method.amount(self.metric, self.seen, unit, passes).unsqueeze(1))
-            found = torch.linalg.cholesky_ex(damped)
-            failed = (found.info != 0).view(-1, 1, 1)
-            self.lower = torch.where(failed, self.lower, found.L)  # keeps the last good one
-        half = torch.linalg.solve_triangular(self.lower, gradient.unsqueeze(-1), upper=False)
-        step = torch.linalg.solve_triangular(self.lower.mT, half, upper=True).squeeze(-1)
+            self._factorise(self.method.amount(self.metric, self.seen, unit, passes))
+        half = torch.linalg.solve_triangular(self.upper.mT, gradient.unsqueeze(-1), upper=False)
+        step = torch.linalg.solve_triangular(self.upper, half, upper=True).squeeze(-1)
         length = self.rate * half.squeeze(-1).norm(dim=1, keepdim=True)
         bound = self.rule.length(batch, self.seen, passes) * unit.unsqueeze(1)
         move(self.params, step * (bound / length).clamp(max=1), self.rate)
 
-
-class Slopes:
-    """The mean loss's gradient (R, K) and the metric's root (R, K, b N) at X (R, b, N)."""
-
-    def __init__(self, model: TwoLayer, params: dict[str, Tensor]) -> None:
-        self.model, self.params = model, params
-        self.single = SingleExample(params, model.link)
-
-    def __call__(self, examples: Tensor) -> tuple[Tensor, Tensor]:
-        parts = self._single(examples) if examples.shape[1] == 1 else self.model.gradient(self.params, examples)
-        root = self.model.score_jacobian(self.params, examples).flatten(1, 2).mT
-        scale = examples.shape[1] ** 0.5
-        return torch.cat([part.flatten(1) for part in parts.values()], 1), root / scale if scale != 1 else root
-
-    def _single(self, examples: Tensor) -> dict[str, Tensor]:
+    def _join_metric(self, examples: Tensor) -> Tensor:
+        """The running average of G with these examples in it; the gradient (R, K)."""
+        batch, variables = examples.shape[1:]
+        self.columns = self.method.count_columns(self.columns, self.metric.shape[-1], batch * variables, self.seen)
+        share = batch * variables / self.columns
+        if batch == 1:
+            rows = self.single.slopes(examples)
+            average_metric(self.metric, rows[:, :-1].mT, share, out=self.metric)
+            return rows[:, -1]
         link, raw = self.model.link, self.params["V"]
-        self.single.V.copy_(link(raw))
-        by_W, by_V = self.single.gradient(examples)
-        return {"W": by_W, "V": by_V * link.slope(raw)}
+        self.metric.lerp_(score_gram(self.params["W"], link(raw), link.slope(raw), examples), share)
+        return torch.cat([part.flatten(1) for part in self.model.gradient(self.params, examples).values()], 1)
+
+    def _factorise(self, amount: Tensor) -> None:
+        """U with U^T U = G + amount I, which LAPACK makes faster than L; the last good one where that fails."""
+        damped = self.metric.clone()
+        damped.diagonal(dim1=1, dim2=2).add_(amount.unsqueeze(1))
+        found = torch.linalg.cholesky_ex(damped, upper=True)
+        failed = found.info != 0
+        self.upper = torch.where(failed.view(-1, 1, 1), self.upper, found.L) if bool(failed.any()) else found.L
 
 
 def move(params: dict[str, Tensor], step: Tensor, rate: float) -> None:
