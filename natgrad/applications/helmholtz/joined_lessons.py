@@ -56,10 +56,10 @@ class JoinedLesson:
         if self.processes.size == 1:
             return rows
         few = thin_rows(rows, most)
-        columns, units = few.inputs.shape[1], few.slopes.shape[1]
-        found = self.processes.gather_rows(torch.cat([few.inputs, few.slopes, few.weights.unsqueeze(1)], dim=1))
-        inputs, slopes, weights = found.split([columns, units, 1], dim=1)
-        return LogisticRows(inputs, slopes[:, :0], slopes, weights.squeeze(1), rows.mask)
+        columns, units = few.inputs.shape[1], few.logits.shape[1]
+        found = self.processes.gather_rows(torch.cat([few.inputs, few.logits, few.weights.unsqueeze(1)], dim=1))
+        inputs, logits, weights = found.split([columns, units, 1], dim=1)
+        return LogisticRows(inputs, logits[:, :0], logits, weights.squeeze(1), rows.mask)
 
 
 def join_lesson(lesson: Lesson, taught: Taught, processes: RankExchange) -> JoinedLesson:

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.helmholtz.logistic_rows import States, fisher_rows, generation_rows, recognition_rows
-from natgrad.applications.helmholtz.units import Conditional, each_layer
+from natgrad.applications.helmholtz.logistic_rows import (
+    States,
+    activate_generation,
+    activate_recognition,
+    fisher_rows,
+    generation_rows,
+    recognition_rows,
+    sum_log_chances,
+)
+from natgrad.applications.helmholtz.units import Activations, Conditional, each_layer
 from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
 
@@ -102,11 +110,26 @@ class HelmholtzMachine(nn.Module):
             samples: Draws of h per example; None, where it is allowed, for the exact sum over all states.
             generator: Of the draws; None for the global one.
         """
+        return self.recognise_with_activations(x, samples, generator)[0]
+
+    @torch.no_grad()
+    def recognise_with_activations(
+        self, x: Any, samples: int = 1, generator: torch.Generator | None = None
+    ) -> tuple[States, list[Activations]]:
+        """`recognise`, and what every layer of q saw.
+
+        Args:
+            x: Examples, shape (b, visible).
+            samples: Draws of h per example.
+            generator: Of the draws; None for the global one.
+        """
         x, samples = self.check(x), check_integer("samples", samples)
-        states = [x.expand(samples, *x.shape)]
+        states, seen = [x.expand(samples, *x.shape)], list[Activations]()
         for layer in each_layer(self.recognition):
-            states.append(layer.sample(states[-1], (samples, len(x)), generator))
-        return states
+            drawn, one = layer.sample_with_activations(states[-1], (samples, len(x)), generator)
+            states.append(drawn)
+            seen.append(one)
+        return states, seen
 
     @torch.no_grad()
     def reconstruct(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
@@ -127,9 +150,7 @@ class HelmholtzMachine(nn.Module):
         Args:
             states: One tensor (..., size) per layer, visible first.
         """
-        parents: list[Tensor | None] = [*states[1:], None]
-        found = [g.log_prob(p, own) for g, p, own in zip(each_layer(self.generation), parents, states, strict=True)]
-        return torch.stack(found).sum(0)
+        return sum_log_chances(activate_generation(self.generation, states), states)
 
     def log_posterior(self, states: States) -> Tensor:
         """log q(h | x) of states, (...).
@@ -137,8 +158,7 @@ class HelmholtzMachine(nn.Module):
         Args:
             states: One tensor (..., size) per layer, visible first.
         """
-        pairs = zip(each_layer(self.recognition), states[:-1], states[1:], strict=True)
-        return torch.stack([layer.log_prob(below, own) for layer, below, own in pairs]).sum(0)
+        return sum_log_chances(activate_recognition(self.recognition, states), states[1:])
 
     @torch.no_grad()
     def log_likelihood(self, x: Any, samples: int | None = 100, generator: torch.Generator | None = None) -> Tensor:

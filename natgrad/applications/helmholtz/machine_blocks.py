@@ -31,7 +31,7 @@ class UnitFisher:
         refresh: Steps between new estimates and inverses. None spaces them so that they cost about a quarter of a plain
             step on average, counted in operations, with more of them at first, but never below 10 steps.
         decay: Weight of the past in a block's running average, in [0, 1).
-        exact: True inverts every unit's own block. False takes all blocks of a layer as diagonal in one basis, the 256
+        exact: True inverts every unit's own block. False takes all blocks of a layer as diagonal in one basis, the 64
             leading eigenvectors of their mean, where every unit has its own eigenvalues (as in EKFAC, George et al.
             2018), and their mean for what is left: products then cost as much as the layer itself. None: exact for
             units with at most 128 inputs, and in autoregressive machines.

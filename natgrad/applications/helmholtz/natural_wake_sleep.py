@@ -145,6 +145,6 @@ class NaturalWakeSleep(WakeSleep):
     def _spread_refreshes(self, lesson: JoinedLesson) -> int:
         """Steps between refreshes at which these cost a quarter of what plain steps do, in multiplications."""
         layers = [(name, weight, count) for (name, weight, _), count in zip(lesson.taught, lesson.counts, strict=True)]
-        plain = sum(6 * count * weight.numel() for _, weight, count in layers)
+        plain = sum(3 * count * weight.numel() for _, weight, count in layers)
         costs = [count_refresh(self.blocks.keep(name), weight, count) for name, weight, count in layers]
         return max(10, math.ceil(4 * sum(costs) / max(1, plain)))

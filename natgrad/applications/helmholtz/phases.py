@@ -12,11 +12,14 @@ from torch import Tensor
 from natgrad.applications.helmholtz.logistic_rows import (
     LogisticRows,
     States,
+    activate_generation,
     generation_rows,
     join_rows,
     recognition_rows,
+    sum_log_chances,
 )
 from natgrad.applications.helmholtz.machine import HelmholtzMachine
+from natgrad.applications.helmholtz.units import Activations
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,35 @@ class Lesson:
     generation: list[LogisticRows]
     recognition: list[LogisticRows]
     bound: Tensor
+
+
+@dataclass(frozen=True)
+class WeighedDraws:
+    """Draws of h given examples, every layer's inputs and logits in them, and log p(x, h) - log q(h | x) (samples, b).
+
+    All that a step needs is computed once: log-probabilities, gradients and Fisher blocks are read off the logits.
+    """
+
+    states: States
+    generation: list[Activations]
+    recognition: list[Activations]
+    logs: Tensor
+
+    def teach_generation(self, machine: HelmholtzMachine, weights: Tensor) -> list[LogisticRows]:
+        """Rows of p, weights (samples, b)."""
+        return generation_rows(machine.generation, self.states, weights, self.generation)
+
+    def teach_recognition(self, machine: HelmholtzMachine, weights: Tensor) -> list[LogisticRows]:
+        """Rows of q, weights (samples, b)."""
+        return recognition_rows(machine.recognition, self.states, weights, self.recognition)
+
+
+def draw_weighed(machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> WeighedDraws:
+    """`samples` draws from q(h | x) of every example (b, visible)."""
+    states, recognition = machine.recognise_with_activations(x, samples, generator)
+    generation = activate_generation(machine.generation, states)
+    logs = sum_log_chances(generation, states) - sum_log_chances(recognition, states[1:])
+    return WeighedDraws(states, generation, recognition, logs)
 
 
 class Algorithm(ABC):
@@ -48,14 +80,13 @@ class Classic(Algorithm):
     """Wake-sleep (Hinton et al. 1995): p learns from q's draws with equal weights, q from p's dreams."""
 
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
-        states = machine.recognise(x, samples, generator)
-        logs = machine.weights_of(states)
-        weights = torch.full_like(logs, 1 / logs.numel())
+        draws = draw_weighed(machine, x, samples, generator)
+        weights = torch.full_like(draws.logs, 1 / draws.logs.numel())
         dreams = machine.dream(len(x), generator)
         return Lesson(
-            generation_rows(machine.generation, states, weights),
+            draws.teach_generation(machine, weights),
             recognition_rows(machine.recognition, dreams, weigh_equally(dreams)),
-            estimate_bound(logs),
+            estimate_bound(draws.logs),
         )
 
 
@@ -77,25 +108,24 @@ class Reweighted(Algorithm):
             raise ValueError(f"wake_phi is {self.wake_phi}, expected a share between 0 and 1")
 
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
-        states = machine.recognise(x, samples, generator)
-        logs = machine.weights_of(states)
-        weights = logs.softmax(0) / len(x)  # normalised over the draws of an example, in the logs
+        draws = draw_weighed(machine, x, samples, generator)
+        weights = draws.logs.softmax(0) / len(x)  # normalised over the draws of an example, in the logs
         return Lesson(
-            generation_rows(machine.generation, states, weights),
-            self._recognition(machine, states, weights, generator),
-            estimate_bound(logs),
+            draws.teach_generation(machine, weights),
+            self._recognition(machine, draws, weights, generator),
+            estimate_bound(draws.logs),
         )
 
     def _recognition(
-        self, machine: HelmholtzMachine, states: States, weights: Tensor, generator: torch.Generator | None
+        self, machine: HelmholtzMachine, draws: WeighedDraws, weights: Tensor, generator: torch.Generator | None
     ) -> list[LogisticRows]:
         if self.wake_phi == 1:
-            return recognition_rows(machine.recognition, states, weights)
+            return draws.teach_recognition(machine, weights)
         dreams = machine.dream(weights.shape[1], generator)
         sleep = recognition_rows(machine.recognition, dreams, weigh_equally(dreams))
         if self.wake_phi == 0:
             return sleep
-        wake = recognition_rows(machine.recognition, states, weights)
+        wake = draws.teach_recognition(machine, weights)
         return [
             join_rows(w.scale_by(self.wake_phi), s.scale_by(1 - self.wake_phi))
             for w, s in zip(wake, sleep, strict=True)
@@ -111,12 +141,12 @@ class Bidirectional(Algorithm):
     """
 
     def lesson(self, machine: HelmholtzMachine, x: Tensor, samples: int, generator: torch.Generator | None) -> Lesson:
-        states = machine.recognise(x, samples, generator)
-        logs = 0.5 * machine.weights_of(states)
+        draws = draw_weighed(machine, x, samples, generator)
+        logs = 0.5 * draws.logs
         weights = logs.softmax(0) / len(x)
         return Lesson(
-            generation_rows(machine.generation, states, weights),
-            recognition_rows(machine.recognition, states, weights),
+            draws.teach_generation(machine, weights),
+            draws.teach_recognition(machine, weights),
             2 * estimate_bound(logs),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ ROWS = 256
 """Rows that a refresh takes at most where the unit's inputs are fewer."""
 EXACT = 128
 """Inputs up to which every unit's own block is inverted, unless told otherwise."""
-RANK = 256
+RANK = 64
 """Directions of a shared basis."""
 KEPT = 10
 """Full refreshes of which a shared basis keeps the rows at most."""
@@ -164,9 +165,12 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     Returns:
         Shape (size, columns).
     """
-    seen = thin_rows(rows, FEW)
-    shares = seen.weights / seen.weights.sum()
-    kl = shares @ (seen.inputs @ direction.mT).square() * (rate**2 / 8)
+    if len(rows.inputs) > FEW:
+        chosen, shares = draw_places(rows.weights, FEW), rows.weights.new_full((FEW,), 1 / FEW)
+        inputs = rows.inputs[chosen]
+    else:
+        inputs, shares = rows.inputs, rows.weights / rows.weights.sum()
+    kl = shares @ (inputs @ direction.mT).square_() * (rate**2 / 8)
     return direction * (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
 
 
@@ -176,20 +180,30 @@ def most_rows(rows: LogisticRows) -> int:
 
 
 def thin_rows(rows: LogisticRows, most: int) -> LogisticRows:
-    """At most as many rows, drawn in proportion to their weights, each of equal weight.
+    """At most as many rows, drawn in proportion to their weights, each of equal weight."""
+    if len(rows.inputs) <= most:
+        return rows
+    chosen, weights = draw_places(rows.weights, most), (rows.weights.sum() / most).expand(most)
+    return LogisticRows(rows.inputs[chosen], rows.residuals[chosen], rows.logits[chosen], weights, rows.mask)
+
+
+def draw_places(weights: Tensor, most: int) -> Tensor:
+    """Places of so many rows, drawn in proportion to their weights.
 
     Systematic draws: a row with the share w of all weight is taken floor(w m) or ceil(w m) times of m. The rows are
     shuffled first, always in the same way: examples may come in an order with a period.
     """
-    many = len(rows.inputs)
-    if many <= most:
-        return rows
-    order = torch.randperm(many, generator=torch.Generator().manual_seed(many)).to(rows.weights.device)
-    total = rows.weights[order].cumsum(0)
-    places = torch.searchsorted(total, (torch.arange(most, device=total.device) + 0.5) * (total[-1] / most))
-    chosen = order[places.clamp(max=many - 1)]
-    weights = (total[-1] / most).expand(most)
-    return LogisticRows(rows.inputs[chosen], rows.residuals[chosen], rows.slopes[chosen], weights, rows.mask)
+    many = len(weights)
+    order = shuffle_places(many).to(weights.device)
+    total = weights[order].cumsum(0)
+    steps = torch.arange(most, device=total.device) + 0.5
+    return order[torch.searchsorted(total, steps * (total[-1] / most)).clamp_(max=many - 1)]
+
+
+@lru_cache(maxsize=64)
+def shuffle_places(many: int) -> Tensor:
+    """The same order of so many rows every time."""
+    return torch.randperm(many, generator=torch.Generator().manual_seed(many))
 
 
 def count_refresh(kept: UnitBlocks, weight: Tensor, rows: int) -> int:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What the units of a layer see and what they make of it: a (..., columns) and W a (..., size).
+
+    Where all draws of an example see the same, both are of the examples alone.
+    """
+
+    inputs: Tensor
+    logits: Tensor
 
 
 class Conditional(nn.Module):
@@ -40,35 +52,43 @@ class Conditional(nn.Module):
         parts += [own] if self.autoregressive else []
         return torch.cat([*parts, torch.ones_like(own[..., :1])], dim=-1)
 
+    def activate(self, parents: Tensor | None, own: Tensor) -> Activations:
+        """a and W a of parents (..., m) and own units (..., size)."""
+        if parents is not None and is_shared(parents) and not self.autoregressive:
+            return self.activate(parents[0], own[0])
+        inputs = self.inputs(parents, own)
+        return Activations(inputs, functional.linear(inputs, self.seeing()))
+
     def logits(self, parents: Tensor | None, own: Tensor) -> Tensor:
         """W a, (..., size)."""
-        if parents is not None and parents.dim() == 3 and parents.stride(0) == 0 and not self.autoregressive:
-            return self.logits(parents[0], own[0]).expand(len(own), -1, -1)  # all draws of an example see the same
-        return functional.linear(self.inputs(parents, own), self.seeing())
+        return self.activate(parents, own).logits.expand(own.shape)
 
     def log_prob(self, parents: Tensor | None, own: Tensor) -> Tensor:
         """log p(own | parents), (...)."""
-        logits = self.logits(parents, own)
-        return -functional.softplus(torch.where(own > 0, -logits, logits)).sum(-1)
+        return log_chances(self.activate(parents, own).logits, own)
 
     def sample(self, parents: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         """Units drawn given parents (*shape, m), (*shape, size)."""
-        own = self.weight.new_full((*shape, self.size), self.low)
-        if not self.autoregressive:
-            return self._draw_bits(self.logits(parents, own), generator)
+        return self.sample_with_activations(parents, shape, generator)[0]
+
+    def sample_with_activations(
+        self, parents: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None
+    ) -> tuple[Tensor, Activations]:
+        """Units drawn given parents (*shape, m), (*shape, size), and what they saw."""
+        own = self.weight.new_full((), self.low).expand(*shape, self.size)
+        if self.autoregressive:
+            own = self._sample_in_turn(parents, own.clone(), generator)
+            return own, self.activate(parents, own)
+        seen = self.activate(parents, own)
+        return self._draw_bits(torch.sigmoid(seen.logits).expand(own.shape), generator), seen
+
+    def _sample_in_turn(self, parents: Tensor | None, own: Tensor, generator: torch.Generator | None) -> Tensor:
         columns = slice(self.parents, self.parents + self.size)
         fixed = functional.linear(self.inputs(parents, torch.zeros_like(own)), self.weight)
         for j in range(self.size):
             logit = fixed[..., j] + own[..., :j] @ self.weight[j, columns][:j]
-            own[..., j] = self._draw_bits(logit, generator)
+            own[..., j] = self._draw_bits(torch.sigmoid(logit), generator)
         return own
-
-    def residual(self, parents: Tensor | None, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """a (..., columns), y - s (..., size) and s (1 - s): the slope of log p in W_j is (y - s)_j a."""
-        inputs = self.inputs(parents, own)
-        logits = functional.linear(inputs, self.seeing())
-        up = torch.sigmoid(logits)
-        return inputs, (own > 0).to(up.dtype) - up, up * torch.sigmoid(-logits)
 
     def seeing(self) -> Tensor:
         """The weights that count: an entry for a unit that is not seen has no slope."""
@@ -78,9 +98,20 @@ class Conditional(nn.Module):
         """The columns that each unit sees, (size, columns); None: all."""
         return self.get_buffer("mask") if self.autoregressive else None
 
-    def _draw_bits(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        up = torch.bernoulli(torch.sigmoid(logits), generator=generator)
+    def _draw_bits(self, chances: Tensor, generator: torch.Generator | None) -> Tensor:
+        up = torch.bernoulli(chances, generator=generator)
         return up if self.low == 0 else 2 * up - 1
+
+
+def is_shared(states: Tensor) -> bool:
+    """True if all draws of an example are one: states (samples, b, size) that were expanded."""
+    return states.dim() == 3 and states.stride(0) == 0
+
+
+def log_chances(logits: Tensor, own: Tensor) -> Tensor:
+    """log p(own) of units with these logits, summed over units; logits (..., size) may lack the draws' axis."""
+    up = own[0] > 0 if is_shared(own) else own > 0
+    return -functional.softplus(logits * (1 - 2 * up.to(logits.dtype))).sum(-1)
 
 
 def each_layer(layers: nn.ModuleList) -> Iterator[Conditional]:

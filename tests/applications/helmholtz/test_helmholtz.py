@@ -234,13 +234,13 @@ def test_training_approaches_the_data():
 
 @dataclass(frozen=True)
 class Broken(Classic):
-    """Lessons of which one layer's slopes are NaN."""
+    """Lessons of which one layer's logits are NaN."""
 
     def lesson(self, machine: Any, x: Tensor, samples: int, generator: Any) -> Any:
         found = super().lesson(machine, x, samples, generator)
         rows = found.generation[0]
         if float(x.sum()) == 0:
-            found.generation[0] = replace(rows, residuals=rows.residuals * torch.nan, slopes=rows.slopes * torch.nan)
+            found.generation[0] = replace(rows, residuals=rows.residuals * torch.nan, logits=rows.logits * torch.nan)
         return found
 
 

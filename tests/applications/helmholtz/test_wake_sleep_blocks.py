@@ -124,7 +124,7 @@ def test_a_shared_basis_sees_as_many_refreshes_as_the_running_average():
     assert kept.inverse is not None
     assert_close(kept.inverse.mv(vector), 1.1 * both.spectral(7).inverse(0.1).mv(vector), rtol=1e-9)
     inverse = kept.inverse
-    broken = replace(every[0], slopes=every[0].slopes * torch.nan)
+    broken = replace(every[0], logits=every[0].logits * torch.nan)
     assert not kept.refresh(broken, 0.1)
     assert kept.inverse is inverse
 
