@@ -101,6 +101,11 @@ class Constant(Damping):
 
     Raises:
         ValueError: If the value is negative or not finite, or for another unit.
+
+    Example:
+        >>> G = ng.operators.DenseOperator(torch.tensor([[2.0, 0.0], [0.0, 4.0]]))
+        >>> ng.natural_gradient(G, torch.tensor([3.0, 10.0]), damping=ng.Constant(1.0)).value
+        tensor([1.0000, 2.0000])
     """
 
     value: float
@@ -134,6 +139,12 @@ class Relative(Damping):
 
     Raises:
         ValueError: If factor or whole is negative or not finite, or for another unit.
+
+    Example:
+        >>> G = ng.operators.DenseOperator(torch.tensor([[2.0, 0.0], [0.0, 4.0]]))
+        >>> damping = ng.Relative(0.5)  # half of the mean eigenvalue, 3
+        >>> damping.amount(damping.initial(), G)
+        1.5
     """
 
     factor: float
@@ -191,6 +202,11 @@ class LevenbergMarquardt(Damping):
 
     Reference:
         Martens 2010, section 4.1.
+
+    Example:
+        >>> damping = ng.LevenbergMarquardt(start=1.0)
+        >>> damping.update(1.0, ratio=0.1), damping.update(1.0, ratio=0.5)  # promised too much; about right
+        (1.5, 1.0)
     """
 
     start: float = 1.0
