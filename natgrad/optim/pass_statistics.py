@@ -147,8 +147,7 @@ class Reader:
         if criterion.squares:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
-        asking = self._asks()
-        told = recall.latest
+        asking, told = self._asks(), recall.latest
         self.counts = len(rows), 0.0 if told is None else told.scale if criterion.summed else recall.computed[-1].weight
         if self.ranks.size > 1 and recall.computed[-1].rows == 0:  # an empty batch adds nothing to the others' sums
             return self._pass_over(apart), {}
