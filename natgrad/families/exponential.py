@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.checks import check_integer
+from natgrad.derivatives import exact_derivatives
 from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.lapack import is_concrete, require_inverse
 from natgrad.linalg import psd_root, symmetrise
@@ -210,7 +211,9 @@ class ExponentialFamily(ABC):
         if not theta.numel():
             return theta.new_empty(*theta.shape, theta.shape[-1])  # an empty batch, which vmap cannot take
         flat = theta.reshape(-1, theta.shape[-1])
-        return torch.func.vmap(torch.func.hessian(self.log_partition))(flat).view(*theta.shape, theta.shape[-1])
+        with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
+            found = torch.func.vmap(torch.func.hessian(self.log_partition))(flat)
+        return found.view(*theta.shape, theta.shape[-1])
 
     def fisher(self, theta: Tensor) -> Operator:
         """The Fisher matrix in the natural parameters of one distribution.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.derivatives import exact_derivatives
 from natgrad.families import ExponentialFamily
 from natgrad.lapack import solve_or_nan
 
@@ -26,7 +27,8 @@ def contract_christoffel(
     Returns:
         As many as there are vectors; NaN on the edge, where the metric is singular: as good as outside.
     """
-    metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
+    with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
+        metric, turned = turn_metric(family, point, speed, torch.stack(vectors, dim=-1))
     return list((-solve_or_nan(metric, turned) / 2).unbind(-1))
 
 
