@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -85,7 +86,7 @@ def train(
     """Steps on the whole data, split in another way at each. weighted: True where the loop weights means by rows."""
     model = build_seeded(Net)
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
-    y = torch.stack([i == Y for i in range(4)], 1).to(X) if isinstance(criterion, nn.MSELoss) else Y
+    y = nn.functional.one_hot(Y, 4).to(X) if isinstance(criterion, nn.MSELoss) else Y
     opt = recipe(outer, criterion, estimate=ng.ExactLabels(), **options)
     for step in range(steps):
         own = shard(splits[step % len(splits)])
@@ -95,6 +96,21 @@ def train(
         opt.step()
     report = opt.state_report()
     return {"flat": flat(model), "loss": report.loss, "kl": report.kl}
+
+
+def in_micro_batches(recipe: Callable[..., Any]) -> dict[str, Any]:
+    """Two means a step, over parts that are unequal in another way each; the first is not averaged by itself."""
+    model = build_seeded(Net)
+    outer = DistributedDataParallel(model) if count_ranks() > 1 else model
+    opt = recipe(outer, MEAN, estimate=ng.ExactLabels(), measure=False)
+    for step in range(4):
+        opt.zero_grad()
+        for i, split in enumerate((UNEVEN, EMPTY if step % 2 else EVEN)):
+            own = shard(split)
+            with outer.no_sync() if isinstance(outer, DistributedDataParallel) and i == 0 else nullcontext():
+                (opt.loss(outer(X[own] + i), Y[own]) / 2).backward()
+        opt.step()
+    return {"flat": flat(model)}
 
 
 def with_outside_loss() -> dict[str, Any]:
@@ -125,6 +141,8 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "means of squares": partial(train, ng.unitwise, [UNEVEN, EMPTY], criterion=nn.MSELoss()),
     "means, judged": partial(train, ng.kfac, [UNEVEN, EMPTY], criterion=IGNORING, **JUDGED),
     "judged": partial(train, ng.kfac, [EMPTY], **JUDGED),
+    "means in micro-batches": partial(in_micro_batches, ng.kfac),
+    "means in micro-batches, ekfac": partial(in_micro_batches, ng.ekfac),
     "outside loss": with_outside_loss,
     "a tied table": partial(train_tied, ng.kfac, share="memory"),
     "a tied table, ekfac": partial(train_tied, ng.ekfac),
