@@ -305,11 +305,11 @@ def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
+    size = torch_linalg.matrix_norm(x, keepdim=True)
+    x = x / (1.01 * size).clamp(min=torch.finfo(x.dtype).tiny)
     if x.is_cpu and iterations in RESOLVENTS:
         x = polish_by_resolvents(x, *RESOLVENTS[iterations])
         return x.mT if tall else x
-    size = torch_linalg.matrix_norm(x, keepdim=True)
-    x = x / (1.01 * size).clamp(min=torch.finfo(x.dtype).tiny)
     wide = x.shape[-1] >= WIDE * x.shape[-2]
     x = polish_by_gram(x, iterations) if wide else polish(x, iterations)
     return x.mT if tall else x
@@ -319,7 +319,7 @@ def polish_by_resolvents(x: Tensor, start: float, *terms: tuple[float, float]) -
     """(s I + sum w (K + c I)^-1) X / k^(1/2) for X (..., p, q), K = X X^T / k of norm 1.
 
     Args:
-        x: X.
+        x: X, of norm 1 or 0: the squares of K's entries must neither overflow nor vanish.
         start: s.
         *terms: Pairs (c, w).
     """

@@ -76,6 +76,8 @@ def test_two_inverses_leave_singular_values_within_a_tenth_of_one_in_single_prec
     assert found.max() < 1.105
     assert found[large - 1] > 0.895
     assert not polar(torch.zeros(shape), 5).any()
+    for scale in (1e-16, 1e-30, 1e16):  # the squares of a square leave single precision
+        torch.testing.assert_close(polar(scale * matrix.float(), 5), polar(matrix.float(), 5), atol=2e-3, rtol=0)
 
 
 def test_a_triangular_product_in_blocks_is_the_whole_one() -> None:
