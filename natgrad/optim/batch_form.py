@@ -21,9 +21,9 @@ from natgrad.typed_torch import list_numbers, measure_norm
 from natgrad.whole_tensors import any_split
 
 # in float64, and in less
-MOVED = {True: 1e-10, False: 1e-6}  # nats that the trial point lies away, as far as is known
+MOVED = {True: 1e-10, False: 3e-8}  # nats that the trial point lies away, as far as is known
 LEAST = {True: 1e-7, False: 1e-5}  # share of the parameters that it moves at least
-FAR, TRIALS = 100.0, 3  # times as far as was known: another trial, nearer; of so many
+FAR, TRIALS = 10.0, 3  # times as far as was known: another trial, nearer; of so many
 DRAWS = 32  # of labels, for a likelihood without a Fisher form
 
 

@@ -40,7 +40,8 @@ class ErrorSize:
             loss: In nats per row of the likelihood.
         """
         square = 2 * float(loss) / self.entries
-        return ErrorScale(max(1.0, math.sqrt(square) / STANDARD) if 0 < square < math.inf else 1.0, self.names)
+        size = max(1.0, math.sqrt(square) / STANDARD) if 0 < square < math.inf else 1.0
+        return ErrorScale(size, self.names, squares=True)
 
     def save(self) -> list[Any]:
         """As plain values for a checkpoint."""

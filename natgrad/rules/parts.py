@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ class Parts:
             for name, part in self.parts.items()
             if (right := other.parts.get(name)) is not None
         ]
-        return torch.stack(pairs).sum() if pairs else torch.zeros(())
+        return add_scalars(pairs)
 
     def square(self, name: str) -> Tensor:
         """|d_p|^2 of one parameter, a scalar tensor.
@@ -125,8 +125,7 @@ class Parts:
 
     def norm(self) -> Tensor:
         """|d|, a scalar tensor."""
-        squares = [self.square(name) for name in self.parts]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        return add_scalars([self.square(name) for name in self.parts]).sqrt()
 
     def clone(self) -> Parts:
         """The same with memory of its own."""
@@ -145,6 +144,11 @@ def inner_product(first: Tensor, second: Tensor) -> Tensor:
         second: One of the same shape, whose dtype the product has.
     """
     return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
+
+
+def add_scalars(scalars: Sequence[Tensor]) -> Tensor:
+    """Their sum, on the device of the first: a model may lie on several."""
+    return torch.stack([one.to(scalars[0].device) for one in scalars]).sum() if scalars else torch.zeros(())
 
 
 def measure_part(part: Tensor) -> Tensor:

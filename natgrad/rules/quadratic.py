@@ -26,10 +26,12 @@ class ErrorScale:
     Attributes:
         size: The root of the mean squared error, at least 1: of targets in units of their own.
         names: Parameters of the layers whose outputs are the model's, which must grow as large.
+        squares: True for a regression.
     """
 
     size: float = 1.0
     names: Collection[str] = ()
+    squares: bool = False
 
     def of(self, name: str) -> float:
         """The size for a parameter of the last layers, else 1.
@@ -332,6 +334,19 @@ class Quadratic:
         """
         return 0.5 * self.nats * step.positive_form(self.indefinite)
 
+    def least_kl(self, step: Step) -> Tensor:
+        """What the slope alone says of how far a step moves, in nats per example: 1/2 (g . d)^2 / E|s|^2.
+
+        s is the score of an output in units of its spread. By Cauchy and Schwarz (g . d)^2 <= E|s|^2 d^T G d. For
+        squared errors E|s|^2 is twice the loss, for others 1 unless the model is wrong and sure of it.
+
+        Args:
+            step: Any step of this model.
+        """
+        slope = self.slope(step)
+        score = 2 * torch.as_tensor(self.loss).to(slope).clamp(min=0.5) if self.errors.squares else 1.0
+        return 0.5 * self.nats * slope.square() / score
+
     def along(self, vector: Vector) -> Step:
         """The step with this vector, which a rule made.
 
@@ -352,8 +367,9 @@ class Quadratic:
 def hold_kl(model: Quadratic, step: Step, most: Tensor | float) -> Step:
     """The step, or so much of it that it moves at most `most` nats per example on its own batch.
 
-    An estimate far below the bound is believed; how far is `model.doubt`. Else the step is measured. Where that cannot
-    be, the estimate times the doubt counts.
+    An estimate far below the bound is believed; how far is `model.doubt`. So is what the slope says, which needs no
+    metric: where the blocks know nothing of a batch, it does. Else the step is measured. Where that cannot be, the
+    larger of both times the doubt counts.
 
     Args:
         model: Says how far a step moves, as an estimate and exactly.
@@ -363,7 +379,7 @@ def hold_kl(model: Quadratic, step: Step, most: Tensor | float) -> Step:
     bound = float(most)
     if math.isinf(bound) or model.exact is None:
         return step
-    kl = model.doubt * float(model.kl(step))
+    kl = model.doubt * max(float(model.kl(step)), float(model.least_kl(step)))
     if kl <= bound or not math.isfinite(kl):  # numbers that are not finite are refused where the step is taken
         return step
     measured = model.exact(step)

@@ -98,7 +98,7 @@ def test_size_of_errors_is_in_two_standard_deviations_and_at_least_one() -> None
     width = 0.5**0.5  # of the Gaussian that MSELoss stands for
     assert ErrorSize((), 1).scale(nll).size == pytest.approx(float(errors.square().mean().sqrt()) / width / 2)
     for loss in (0.0, 1e-3, -5.0, float("nan"), float("inf")):
-        assert ErrorSize(("a",), 1).scale(loss) == ErrorScale(1.0, ("a",))
+        assert ErrorSize(("a",), 1).scale(loss) == ErrorScale(1.0, ("a",), squares=True)
 
 
 def test_bound_that_was_asked_for_is_in_nats() -> None:

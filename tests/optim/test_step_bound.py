@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,8 @@ from optim_models import BLOCK_RECIPES
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.rules import ErrorScale, Quadratic, Step
+from natgrad.rules.quadratic import FlatStep, hold_kl
 
 RECIPES: dict[str, Callable[..., Any]] = {recipe.__name__: recipe for recipe in BLOCK_RECIPES}
 CE = nn.CrossEntropyLoss()
@@ -137,6 +140,7 @@ CASES: dict[str, Case] = {
     "tokens": (Tokens, CE, tokens),
 }
 MORE: dict[str, Case] = {
+    "deep and narrow": (lambda: dense(36, *[20] * 12, 3), CE, rows),
     "scaled blocks": (Scaled, CE, tokens),
     "recurrent": (Recurrent, CE, tokens),
     "dead units": (half_dead, CE, rows),
@@ -200,6 +204,39 @@ def test_no_step_passes_the_bound_on_its_own_batch(case: str, most: float) -> No
 def test_every_optimizer_keeps_the_bound_on_its_own_batch(name: str) -> None:
     found = torch.cat([nats_of_steps(RECIPES[name], case, 1, 20, max_kl=1e-2) for case in ("coins", "images")])
     assert float((found > 1e-2).double().mean()) <= 0.01
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_slope_tells_the_least_that_a_step_moves(seed: int) -> None:
+    """(g . d)^2 <= 2 loss d^T G d for squared errors, by Cauchy and Schwarz; equal where J d goes along the errors."""
+    torch.manual_seed(seed)
+    model, (x, y) = nn.Linear(4, 2).double(), (torch.randn(9, 4).double(), torch.randn(9, 2).double())
+    metric, loss = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x), nn.MSELoss()(model(x), y)
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    for step in (torch.randn_like(gradient), -torch.linalg.solve(metric.dense(), gradient)):
+        proposal, errors = FlatStep(step, metric.mv(step)), ErrorScale(squares=True)
+        quadratic = Quadratic(
+            gradient, metric, 0.0, proposal, 2.0, max(loss.detach(), torch.tensor(0.5)), errors=errors
+        )
+        assert 0 < float(quadratic.least_kl(proposal)) <= float(quadratic.kl(proposal)) * (1 + 1e-12)
+
+
+def test_a_step_whose_slope_is_steep_is_measured_though_its_estimate_is_small() -> None:
+    """The blocks may know nothing of what a batch is sensitive to: a step of 36,000 nats was taken for one of .005."""
+    gradient, step = torch.tensor([3.0, 0.0]), torch.tensor([-2.0, 1.0])
+    proposal, asked = FlatStep(step, 1e-6 * step), list[Step]()
+
+    def exact(found: Step) -> Step:
+        asked.append(found)
+        return FlatStep(step, 100.0 * step)
+
+    steep = Quadratic(gradient, None, 0.0, proposal, loss=1.0, exact=exact, doubt=5.0)
+    assert float(steep.kl(hold_kl(steep, proposal, 1.0))) == pytest.approx(0.98)
+    assert len(asked) == 1
+    flat = Quadratic(0.01 * gradient, None, 0.0, proposal, loss=1.0, exact=exact, doubt=5.0)
+    assert hold_kl(flat, proposal, 1.0) is proposal
+    unknown = replace(steep, exact=lambda _: None)  # 1/2 (3 * 2)^2 * 5 nats at most
+    assert float(hold_kl(unknown, proposal, 1.0).vector.norm() / step.norm()) == pytest.approx((0.98 / 90) ** 0.5)
 
 
 def test_the_bound_is_finite_by_default() -> None:
