@@ -17,6 +17,7 @@ from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.accidents import SKIPPED, WildBatches, count_unmoved, watch
+from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import Called, ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
@@ -63,7 +64,6 @@ from natgrad.optim.objective import Objective, objective_of
 from natgrad.optim.parallel_models import refuse_nested
 from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
-from natgrad.optim.row_weights import weigh_loss
 from natgrad.optim.state_report import StateReport
 from natgrad.rules import Memory, Rate, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.optim.accidents import OVERDUE, SKIPPED, UNUSABLE, WildBatches, warn_of_strangers, watch
+from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
 from natgrad.optim.block_averages import BlockAverages
@@ -37,7 +38,6 @@ from natgrad.optim.pass_statistics import Reader, release
 from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
-from natgrad.optim.row_weights import weigh_loss
 from natgrad.optim.running_averages import dense
 from natgrad.optim.schedule import due, due_to_measure, is_watched, pace, start_clock
 from natgrad.optim.state_report import StateReport, state_report

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.operators import Operator
 from natgrad.rules.parts import Parts, Vector
 from natgrad.solvers import Subspace
-from natgrad.typed_torch import measure_norm
+from natgrad.typed_torch import as_tensor_like, measure_norm
 
 SLACK = 0.02
 """A share of a bound on the KL that is left over: a measurement is a difference of outputs, and not quite straight."""
@@ -344,7 +344,7 @@ class Quadratic:
             step: Any step of this model.
         """
         slope = self.slope(step)
-        score = 2 * torch.as_tensor(self.loss).to(slope).clamp(min=0.5) if self.errors.squares else 1.0
+        score = 2 * as_tensor_like(self.loss, slope).clamp(min=0.5) if self.errors.squares else 1.0
         return 0.5 * self.nats * slope.square() / score
 
     def along(self, vector: Vector) -> Step:
