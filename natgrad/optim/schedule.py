@@ -12,6 +12,7 @@ RAMP = 5  # steps after which the intervals between updates grow by one
 TURNED = 2  # times as long they are once noise has hidden the gradient, and whitened inputs are all that is asked for
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
 FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
+SOON = 20  # steps after a turn within which signal that shows again was hidden by steps too long for a valley
 STERNER = 4.0  # times less signal it takes to turn again, after each return
 UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, before any was compared
 MARGIN = 5.0  # of the largest factor by which it was too small lately
@@ -161,7 +162,8 @@ def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:
 
     The share is (M - Z) / (G - Z) of the running sums M of |m|^2, G of |g|^2 and Z of what |m|^2 would be if gradients
     were noise alone. Steps that are too short for a curved valley make gradients that agree, where the longer ones
-    before had thrown the run from side to side: that is a return, and the next turn takes a quarter of the share.
+    before had thrown the run from side to side: within `SOON` steps of the turn that is a return, and the next turn
+    takes a quarter of the share.
 
     Args:
         clock: Holds the running sums; this step is added.
@@ -174,7 +176,8 @@ def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:
     clock["signal"] = [FADES * before + (1 - FADES) * now for before, now in zip(clock["signal"], sums, strict=True)]
     mean, single, noise = clock["signal"]
     if clock["turned"] >= 0:
-        if not mean - noise > least * (single - noise):
+        late = clock["step"] - clock["turned"] > SOON  # where a loss comes near zero gradients agree too
+        if late or not mean - noise > least * (single - noise):
             return False
         clock |= {"turned": -1, "returns": clock["returns"] + 1}
         return True

@@ -251,8 +251,8 @@ def test_the_turn_comes_after_ten_steps_at_the_least() -> None:
 def test_steps_return_where_the_gradient_shows_again_and_turn_later_the_next_time() -> None:
     clock = start_clock() | {"step": 20}
 
-    def steps_to_change(share: float) -> int:
-        for count in range(1, 100):
+    def steps_to_change(share: float, most: int = 99) -> int:
+        for count in range(1, most + 1):
             clock["step"] += 1
             if follow_signal(clock, [0.05 + 0.95 * share, 1.0, 0.05], 0.26):
                 return count
@@ -260,12 +260,20 @@ def test_steps_return_where_the_gradient_shows_again_and_turn_later_the_next_tim
 
     assert steps_to_change(0.2) == 1  # turned
     assert clock["turned"] == 21
-    assert steps_to_change(0.25) == 0
+    assert steps_to_change(0.25, most=10) == 0
     assert steps_to_change(1.0) == 1
     assert (clock["turned"], clock["returns"]) == (-1, 1)
     assert steps_to_change(0.2) == 0  # a quarter of .26 from now on
     assert steps_to_change(0.05) > 0
     assert clock["turned"] > 0
+
+
+def test_a_gradient_that_shows_long_after_the_turn_changes_nothing() -> None:
+    """Gradients agree where a loss comes near zero, too: no valley was there."""
+    quiet, loud = [0.05, 1.0, 0.05], [1.0, 1.0, 0.05]
+    clock = start_clock() | {"step": 30, "turned": 10, "signal": quiet}
+    assert follow_signal(dict(clock), loud, 0.05)
+    assert not follow_signal(clock | {"step": 31}, loud, 0.05)
 
 
 def test_a_curved_valley_is_left_to_natural_steps_after_a_return() -> None:
