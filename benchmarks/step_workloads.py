@@ -11,7 +11,9 @@ import torch
 from sklearn import datasets
 from torch import nn
 
+from natgrad_lab.data import Split, fashion_mnist, mnist
 from natgrad_lab.experiments import Task, TaskData
+from natgrad_lab.experiments.base import pair_with_labels
 from natgrad_lab.experiments.models import categorical_divergence, gaussian_divergence, mistakes
 from natgrad_lab.networks import (
     autoencoder,
@@ -100,6 +102,21 @@ def rows_of(name: str, regression: bool) -> TaskData:
     return TaskData(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
+def plain(name: str, images: Callable[[], Split], widths: tuple[int, ...]) -> Task:
+    """Linear layers and rectifiers on images as they are, pixels in [0, 1]."""
+    return Task(
+        name=name,
+        title=f"{name}, {'-'.join(map(str, widths))}",
+        model=lambda: dense(widths, nn.ReLU),
+        data=lambda: pair_with_labels(images().flat()),
+        criterion=nn.CrossEntropyLoss(),
+        unit="nats per image",
+        divergence=categorical_divergence,
+        error=mistakes,
+        contestants=(),
+    )
+
+
 def sigmoid() -> Task:
     """Six layers of sigmoids on the digits: a plateau that plain gradients hardly leave."""
     made = table("digits", False, (64, *[64] * 6, 10), nn.Sigmoid)
@@ -146,6 +163,17 @@ WORKLOADS: dict[str, StepWorkload] = {
     "autoencoder-glorot": StepWorkload(lambda: deep("mnist", "glorot"), 500, (80,), (60.0,), rates=SUMMED),
     "curves": StepWorkload(lambda: deep("curves", "torch"), 500, (80,), (30.0,), rates=SUMMED),
     "digits-autoencoder": StepWorkload(lambda: deep("digits", "torch"), 256, (200,), (), rates=SUMMED),
+    "plain-fashion": StepWorkload(
+        lambda: plain("plain-fashion", fashion_mnist, (784, 256, 256, 10)),
+        32,
+        (300,),
+        (),
+        ("4.weight",),
+        looked_at=5000,
+    ),
+    "plain-mnist": StepWorkload(
+        lambda: plain("plain-mnist", mnist, (784, 512, 512, 10)), 64, (300,), (), ("4.weight",), looked_at=5000
+    ),
     "vae": StepWorkload(
         lambda: vae_mnist.tasks(vae_mnist.VaeSettings(methods="adam"))[0], 128, (300,), (20.0,), rates=SUMMED
     ),
