@@ -29,6 +29,7 @@ from natgrad_lab.papers.varady_2022.runs import (
 from natgrad_lab.report.study import draw_titled
 
 SMALL = VaradySettings(data="lines", sizes="4-1", epochs=2, batch=100, samples=3, evaluation=0, tuning=1)
+WEIGHT = "generation.0.weight"
 
 
 def test_every_study_is_found_with_its_own_defaults():
@@ -106,6 +107,44 @@ def test_a_rate_falls():
     assert training.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 3.5)
 
 
+@pytest.mark.parametrize("name", ["rws-adam", "nrws"])
+def test_a_rule_and_the_mean_of_the_iterates(name):
+    settings = replace(SMALL, rates="rws-adam:.02/4,nrws:.5/10", averaged=True, contestants=name, batch=200)
+    (piece,) = runs.pieces(settings)  # nothing to tune
+    numbers = piece.work(StudyRun(settings))
+    rate, fall = settings.rules()[name]
+    assert numbers["choice"] == f"rate {rate:g}, / (1 + {fall:g} t / T)"
+    assert all(math.isfinite(point["mean"]) for point in numbers["curve"])
+
+    one = next(one for one in CONTESTANTS if one.name == name)
+    (choice,) = one.choices(settings)
+    training = WakeSleepTraining(settings, one, choice, seed=0)
+    plain = WakeSleepTraining(replace(settings, averaged=False), one, choice, seed=0)
+    rates, iterates = [], []
+    for _ in range(6):  # two epochs of three steps: the whole run
+        training._step()
+        plain._step()
+        rates.append(training.trainer.optimizer.param_groups[0]["lr"])
+        iterates.append(training.machine.get_parameter(WEIGHT).detach().double().clone())
+    assert rates == pytest.approx([rate / (1 + fall * t / 6) for t in range(6)])
+    assert torch.equal(plain.machine.get_parameter(WEIGHT), training.machine.get_parameter(WEIGHT))
+    weights = [9 / (t + 9) * math.prod(s / (s + 9) for s in range(t + 1, 6)) for t in range(6)]
+    assert sum(weights) == pytest.approx(1)
+    mean = sum(w * iterate for w, iterate in zip(weights, iterates, strict=True))
+    assert training.mean is not None
+    assert torch.allclose(training.mean.get_parameter(WEIGHT).double(), torch.as_tensor(mean), atol=1e-5)
+    assert not torch.allclose(iterates[-1], torch.as_tensor(mean), atol=1e-3)
+
+
+def test_a_study_by_a_rule_tells_its_means(tmp_path):
+    given = {"rates": "rws-adam:.02/4,nrws:.5/10", "averaged": True, "contestants": "rws-adam,nrws"}
+    folder = execute(LINES, replace(LINES.settings(), epochs=2, batch=600, samples=2, **given), [0], tmp_path)
+    story = tell(findings(LINES, folder))
+    assert [section.title for section in story.sections] == ["Learning", "Dreams"]  # no settings were tried
+    _, means = story.sections[0].tables
+    assert [row[:2] for row in means.rows] == [(n, e) for n in ("RWS, Adam", "NRWS") for e in ("1", "2")]
+
+
 def test_a_race_takes_the_setting_that_was_best_and_is_sound():
     one = CONTESTANTS[1]
     tuned: dict[str, Any] = {f"tune-rws-{i}": {"valid": v} for i, v in enumerate((-5.0, None, -3.0, -4.0))}
@@ -146,6 +185,9 @@ def test_a_whole_study_tells_its_story(tmp_path):
         ({"sizes": "3-0"}, ("sizes", "32-16")),
         ({"epochs": 0}, ("epochs", "at least 1")),
         ({"evaluation": -1}, ("evaluation", "exact")),
+        ({"rates": "nrws:.5"}, ("rates", "nrws:.5/10")),
+        ({"rates": "adam:.5/1"}, ("rates", "rws-adam")),
+        ({"rates": "nrws:-1/1"}, ("rates", "nrws:.5/10")),
         ({"units": "bits"}, ("units", "signs")),
         ({"contestants": "adam"}, ("contestants", "rws-adam")),
     ],

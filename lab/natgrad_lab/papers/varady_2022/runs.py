@@ -7,6 +7,7 @@ the mean importance weight over `evaluation` draws; on the lines it is the exact
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from natgrad_lab.papers.varady_2022.data import SETS, BitImages, bits
 TUNING_SEED = 1000
 PICTURES = 12
 """Images drawn at each look."""
+RECENT = 9
+"""The mean of the iterates moves by RECENT / (t + RECENT) to the t-th: about the last ninth counts."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class VaradySettings:
     damping: float = 0.03  # of the natural versions
     units: str = "01"  # 01 or signs
     contestants: str = "ws,rws,rws-adam,nws,nrws"  # who runs, comma-separated
+    rates: str = ""  # nrws:.5/10,ws:.3/0 has rate .5 / (1 + 10 t / T), and .3, where T is a run; others try four
+    averaged: bool = False  # whether the mean of the iterates, with weights 9 / (t + 9), is judged as well
     threads: int | None = 1
     device: str = "cpu"
 
@@ -63,6 +68,7 @@ class VaradySettings:
             raise LabError(f"damping is {self.damping}, expected a number > 0")
         self.hidden_widths()
         self.names()
+        self.rules()
 
     def names(self) -> list[str]:
         """The contestants' names."""
@@ -70,6 +76,21 @@ class VaradySettings:
         if not set(found) <= set(page.NAMES):
             known = ", ".join(page.NAMES)
             raise LabError(f"contestants is {self.contestants}, expected some of {known}, comma-separated")
+        return found
+
+    def rules(self) -> dict[str, tuple[float, float]]:
+        """Rate and fall over a whole run of each contestant that tries nothing."""
+        found: dict[str, tuple[float, float]] = {}
+        for part in filter(None, self.rates.split(",")):
+            name, _, rule = part.strip().partition(":")
+            try:
+                rate, fall = (float(number) for number in rule.split("/"))
+            except ValueError:
+                rate, fall = math.nan, math.nan
+            if name not in page.NAMES or not (0 < rate < math.inf and 0 <= fall < math.inf):
+                known = ", ".join(page.NAMES)
+                raise LabError(f"rates is {self.rates}, expected parts such as nrws:.5/10, names among {known}")
+            found[name] = (rate, fall)
         return found
 
     def hidden_widths(self) -> list[int]:
@@ -85,13 +106,19 @@ class VaradySettings:
 
 @dataclass(frozen=True)
 class WakeSleepChoice:
-    """A learning rate, and how it falls: rate / (1 + fall * step)."""
+    """A learning rate, and how it falls: rate / (1 + fall * step), or step / steps of a run where it is `by_run`."""
 
     rate: float
     fall: float
+    by_run: bool = False
 
     def __str__(self) -> str:
-        return f"rate {self.rate:g}" + (f", / (1 + {self.fall:g} t)" if self.fall else "")
+        time = "t / T" if self.by_run else "t"
+        return f"rate {self.rate:g}" + (f", / (1 + {self.fall:g} {time})" if self.fall else "")
+
+    def find_rate(self, step: int, steps: int) -> float:
+        """The rate of one step of a run of `steps`."""
+        return self.rate / (1 + self.fall * (step / steps if self.by_run else step))
 
 
 @dataclass(frozen=True)
@@ -105,7 +132,9 @@ class WakeSleepContestant:
     large: tuple[WakeSleepChoice, ...]
 
     def choices(self, settings: VaradySettings) -> tuple[WakeSleepChoice, ...]:
-        """The settings that are tried."""
+        """The settings that are tried; one where a rule gives it."""
+        if self.name in (rules := settings.rules()):
+            return (WakeSleepChoice(*rules[self.name], by_run=True),)
         return self.small if settings.data in ("lines", "digits") else self.large
 
 
@@ -167,11 +196,12 @@ CONTESTANTS = (
 
 
 def pieces(settings: VaradySettings) -> tuple[Piece, ...]:
-    """Tuning runs of every contestant, then its race."""
+    """Tuning runs of every contestant that has a choice, then its race."""
     found: list[Piece] = []
     running = [one for one in CONTESTANTS if one.name in settings.names()]
     for one in running:
-        for i, choice in enumerate(one.choices(settings)):
+        choices = one.choices(settings)
+        for i, choice in enumerate(choices if len(choices) > 1 else ()):
             title = f"{one.title}, {choice}"
             found.append(Piece(f"tune-{one.name}-{i}", title, WakeSleepTuning(one, choice), repeated=False))
     found += [Piece(f"race-{one.name}", f"{one.title} with its best setting", WakeSleepRace(one)) for one in running]
@@ -205,8 +235,7 @@ class WakeSleepRace:
 
     def __call__(self, run: StudyRun) -> Numbers:
         choices = self.contestant.choices(run.settings)
-        tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
-        best = max(range(len(tuned)), key=lambda i: -math.inf if tuned[i]["valid"] is None else tuned[i]["valid"])
+        best = self._find_best(run, len(choices)) if len(choices) > 1 else 0
         training = WakeSleepTraining(run.settings, self.contestant, choices[best], run.seed)
         curve, looks = [training.point(0)], []
         for epoch in training.epochs(run.settings.epochs, run, run.settings.looks):
@@ -215,6 +244,10 @@ class WakeSleepRace:
                 looks.append({"epoch": round(epoch), "images": training.images()})
         shape = list(training.bits.shape)
         return {"choice": str(training.choice), "curve": curve, "looks": looks, "shape": shape, "steps": training.steps}
+
+    def _find_best(self, run: StudyRun, many: int) -> int:
+        tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(many)]
+        return max(range(many), key=lambda i: -math.inf if tuned[i]["valid"] is None else tuned[i]["valid"])
 
 
 def looked_at(epochs: int) -> list[int]:
@@ -238,6 +271,7 @@ class WakeSleepTraining:
         self.trainer = contestant.build(self.machine, choice.rate, settings, seed)
         self.order = Order(len(self.bits.train), settings.batch, seed)
         self.steps, self.seconds = 0, 0.0
+        self.mean = copy.deepcopy(self.machine) if settings.averaged else None
 
     def epochs(self, many: int, run: StudyRun, looks: int = 1) -> Iterator[float]:
         """Train, and stop `looks` times per epoch, where the epochs so far are told."""
@@ -250,25 +284,35 @@ class WakeSleepTraining:
     def _step(self) -> None:
         start = clock(self.settings.device)
         for group in self.trainer.optimizer.param_groups:
-            group["lr"] = self.choice.rate / (1 + self.choice.fall * self.steps)
+            group["lr"] = self.choice.find_rate(self.steps, self.settings.epochs * self.order.per_epoch)
         rows = self.order.batch(self.steps, "cpu")
         self.trainer.step(self.bits.train[rows].to(self.settings.device))
+        if self.mean is not None:
+            self._average(self.mean)
         self.seconds += clock(self.settings.device) - start
         self.steps += 1
+
+    @torch.no_grad()
+    def _average(self, mean: ng.HelmholtzMachine) -> None:
+        """Move the mean of the iterates to the newest one: the first step takes it there."""
+        share = RECENT / (self.steps + RECENT)
+        for kept, new in zip(mean.parameters(), self.machine.parameters(), strict=True):
+            kept.lerp_(new, share)
 
     def sound(self) -> bool:
         """Whether no step failed so far."""
         return self.trainer.failures == 0
 
-    def estimate_bound(self, x: Tensor) -> float:
-        """Nats per example, from the same draws every time."""
+    def estimate_bound(self, x: Tensor, machine: ng.HelmholtzMachine | None = None) -> float:
+        """Nats per example of a machine, none: the trained one, from the same draws every time."""
         generator = torch.Generator(self.settings.device).manual_seed(0)
         samples = self.settings.evaluation or None
-        return float(self.machine.log_likelihood(x.to(self.settings.device), samples, generator).mean())
+        return float((machine or self.machine).log_likelihood(x.to(self.settings.device), samples, generator).mean())
 
     def point(self, epoch: float) -> Numbers:
         """One point of the learning curve."""
-        return {"epoch": epoch, "seconds": self.seconds, "bound": self.estimate_bound(self.bits.test)}
+        found: Numbers = {"epoch": epoch, "seconds": self.seconds, "bound": self.estimate_bound(self.bits.test)}
+        return found if self.mean is None else found | {"mean": self.estimate_bound(self.bits.test, self.mean)}
 
     def images(self) -> list[list[float]]:
         """Probabilities of the visible units in a few dreams."""
