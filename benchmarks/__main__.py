@@ -126,6 +126,14 @@ def search_functions(choices: Choices) -> None:
     stream(f"{title}, XNES", search.natural_figures(choices.search_seeds), (*search.HEADS[:2], "cmaes.XNES"))
 
 
+def race_bbob(choices: Choices) -> None:
+    from benchmarks import search_bbob  # needs cma and ioh
+
+    instances = choices.seeds or range(1, 3)
+    title = f"BBOB, 2000 d evaluations, instances {list_seeds(instances)}; kept in {search_bbob.KNOWN}"
+    stream(title, search_bbob.figures(instances), search_bbob.HEADS)
+
+
 def search_surrogate(choices: Choices) -> None:
     from benchmarks import search  # needs cma
 
@@ -268,6 +276,7 @@ TABLES: dict[str, Callable[[int], None]] = {
 SEARCHES: dict[str, Callable[[Choices], None]] = {
     "search-functions": search_functions,
     "search-bbob": search_bbob,
+    "search-bbob-large": race_bbob,
     "search-surrogate": search_surrogate,
     "search-bits": race_bits,
     "search-pbo": race_pbo,

@@ -39,7 +39,13 @@ LATE = {
     "natgrad/layers/compiled.py": "DTensor takes seconds, and models in one part do without it",
     "natgrad/whole_tensors.py": "the same",
 }
-NEEDY = {"search", "search_costs", "search_noise", "policy"}  # of benchmarks: they import optional packages at the top
+NEEDY = {
+    "search",
+    "search_bbob",
+    "search_costs",
+    "search_noise",
+    "policy",
+}  # of benchmarks: they import optional packages at the top
 
 
 def find_late_imports(source: str) -> Iterator[str]:
