@@ -123,12 +123,12 @@ def logdet(input: Tensor) -> Tensor:
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None) -> Tensor:
     """`torch.linalg.solve`, by the inverse; NaN where A is singular."""
-    if out is not None:
-        return torch_linalg.solve(A, B, left=left, out=out)
     inverse = invert_or_nan(A)
     if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
-        return (inverse @ B.unsqueeze(-1)).squeeze(-1)
-    return inverse @ B if left else B @ inverse
+        found = (inverse @ B.unsqueeze(-1)).squeeze(-1)
+    else:
+        found = inverse @ B if left else B @ inverse
+    return found if out is None else out.resize_(found.shape).copy_(found)
 
 
 def cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:

@@ -199,7 +199,7 @@ class KnownPlaces:
     """Where the examples run in passes of known shapes, so that it is not asked at every one."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, tuple[Examples, list[Place | None]]] = {}
+        self.found: dict[Any, tuple[Examples | int, list[Place | None]]] = {}
 
     def find(
         self,
@@ -222,13 +222,25 @@ class KnownPlaces:
         """
         key = (tuple(outputs.shape), *shapes, *((tap.layer.key, tuple(tap.inputs.shape)) for tap in taps))
         if key in self.found and not afresh:
-            examples, places = self.found[key]
+            kept, places = self.found[key]
+            examples = known()[kept] if isinstance(kept, int) else kept
             return examples, [replace(tap, place=place) for tap, place in zip(taps, places, strict=True)]
-        examples, placed = find_examples(outputs, taps, known(), strict, ask=strict)
+        examples, placed = find_examples(outputs, taps, candidates := known(), strict, ask=strict)
         if not any(has_no_place(tap) and (strict or doubtful(tap, examples.count)) for tap in placed):
             self.found = self.found if len(self.found) < SHAPES else {}
-            self.found[key] = examples, [tap.place for tap in placed]
+            self.found[key] = shorten(examples, candidates), [tap.place for tap in placed]
         return examples, placed
+
+
+def shorten(examples: Examples, candidates: Sequence[Examples]) -> Examples | int:
+    """A partition with one number per row, to be kept; its place among the candidates where a row has several.
+
+    A number per entry takes twice the memory of the outputs, for each of the shapes that are kept.
+    """
+    by_row = examples.by_row
+    if by_row is None:
+        return next(i for i, one in enumerate(candidates) if one is examples)
+    return Examples(examples.count, by_row.clone().unsqueeze(1).expand_as(examples.labels))
 
 
 def lowest(taps: Iterable[Tap], dtype: torch.dtype) -> torch.dtype:

@@ -110,6 +110,14 @@ def test_signs_and_singular_matrices_are_torch_s():
     assert_close(turned.sign, torch.linalg.slogdet(complex_ones).sign, 1e-12)
 
 
+def test_a_singular_system_is_nan_on_every_processor():
+    a, out = torch.zeros(2, 2, dtype=F64), torch.empty(0, dtype=F64)
+    with ng.exact_derivatives():
+        assert torch.linalg.solve(a, torch.ones(2, dtype=F64)).isnan().all()
+        assert torch.linalg.solve(matrix(POINTS[0]), SIDE[..., 0], out=out) is out
+    assert_close(matrix(POINTS[0]) @ out, SIDE[..., 0], 1e-12)
+
+
 def test_a_norm_of_zero_has_derivative_zero():
     x = torch.zeros(2, 3, dtype=F64, requires_grad=True)
     (slope,) = torch.autograd.grad(measure_length(x, 1).sum(), x)

@@ -11,7 +11,7 @@ from models import F64, assert_close, build_seeded, draw, reference_jacobian
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.layers.examples import alternating, consecutive
+from natgrad.layers.examples import Examples, alternating, consecutive, shorten, together
 from natgrad.operators import Arranged
 from natgrad.optim import StructuredNaturalGradient
 from natgrad.structures import ExactLabels, Layerwise, Sampled
@@ -413,3 +413,21 @@ def test_they_take_a_bounded_number_of_passes(monkeypatch):
         read_diagonal(model, ng.Kronecker(0.9, Sampled(samples)), draw(64, E))
         most = 16 + 2 * samples + 4  # a few more ask whether the loss is all of the gradient; rows are 64
         assert len(passes) <= most, Counter(passes)
+
+
+def test_what_is_kept_of_a_partition_takes_a_number_per_row():
+    """Not one per entry: that is twice the memory of the outputs of a model with many classes."""
+    like = torch.zeros(6, 1000)
+    by_second = Examples(2, torch.arange(2).repeat(500).expand(6, 1000))
+    known = [
+        consecutive(3, like),
+        alternating(2, like),
+        Examples(2, (torch.arange(6) % 2).unsqueeze(1).repeat(1, 1000)),
+    ]
+    for one in (*known, together(like)):
+        kept = shorten(one, known)
+        assert isinstance(kept, Examples)
+        assert kept.labels.untyped_storage().nbytes() == 6 * 8
+        assert kept.count == one.count
+        assert torch.equal(kept.labels, one.labels)
+    assert shorten(by_second, [*known, by_second]) == 3

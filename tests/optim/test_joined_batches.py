@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
-from natgrad.rules import MeasuredLength
+from natgrad.rules import MeasuredLength, SpectralDescent
 
 pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
@@ -126,6 +126,7 @@ def with_outside_loss() -> dict[str, Any]:
 
 
 JUDGED: dict[str, Any] = {"damping": ng.LevenbergMarquardt(0.1, per="block"), "rule": MeasuredLength()}
+FEW = SpectralDescent(enough=200.0)  # for which all rows are few, so that directions are kept for some steps
 SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "kfac, equal parts": partial(train, ng.kfac, [EVEN], momentum=0.0),
     "kfac, an empty batch": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=MeasuredLength()),
@@ -143,6 +144,9 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "judged": partial(train, ng.kfac, [EMPTY], **JUDGED),
     "means in micro-batches": partial(in_micro_batches, ng.kfac),
     "means in micro-batches, ekfac": partial(in_micro_batches, ng.ekfac),
+    "spectral steps": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=SpectralDescent(), momentum=0.5),
+    "kept directions": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=FEW, momentum=0.5),
+    "kept directions, ekfac by owners": partial(train, ng.ekfac, [UNEVEN], rule=FEW, momentum=0.5, share="memory"),
     "outside loss": with_outside_loss,
     "a tied table": partial(train_tied, ng.kfac, share="memory"),
     "a tied table, ekfac": partial(train_tied, ng.ekfac),

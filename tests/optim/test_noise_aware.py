@@ -197,6 +197,26 @@ def test_a_direction_is_kept_until_as_many_rows_were_seen_as_it_has_singular_val
     assert turns <= changes <= turns + 1
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
+@pytest.mark.parametrize("saved", [9, 14])
+def test_a_checkpoint_has_the_directions_that_are_kept(recipe: Any, saved: int) -> None:
+    """Eight rows tell four of sixteen singular values: a direction is kept for four steps."""
+
+    def fresh() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+        return model, recipe(model, nn.CrossEntropyLoss(), rule=SpectralDescent())
+
+    batches = [(draw(8, 20, seed=i), torch.arange(i, i + 8) % 3) for i in range(24)]
+    model, opt = fresh()
+    train_batches(opt, model, batches[:saved])
+    again, other = fresh()
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(opt.state_dict())
+    assert train_batches(other, again, batches[saved:]) == train_batches(opt, model, batches[saved:])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
 def test_the_move_of_a_layer_is_a_share_of_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()

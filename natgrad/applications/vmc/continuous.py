@@ -37,9 +37,18 @@ def kinetic_energies(psi: LogAmplitude, states: Tensor) -> Tensor:
     Reference:
         Li et al. 2023, the forward Laplacian.
     """
-    trusted = not torch.is_grad_enabled() and carries(psi, states)
-    slopes, laplacian = carry_log(psi, states) if trusted else differentiate_twice(psi, states)
+    slopes, laplacian = differentiate_log(psi, states)
     return -(laplacian + slopes.square().sum(0)) / 2
+
+
+def differentiate_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
+    """d_i log psi, shape (d, b), and the Laplacian of log psi, shape (b,), in the cheaper way that is right."""
+    if not torch.is_grad_enabled() and carries(psi, states):
+        try:
+            return carry_log(psi, states)
+        except NotCarriedError:  # a branch of the network that the walkers before did not take
+            TRUSTED[psi] = TRUSTED[psi][0], False
+    return differentiate_twice(psi, states)
 
 
 def carries(psi: LogAmplitude, states: Tensor) -> bool:
@@ -71,7 +80,7 @@ def agrees(psi: LogAmplitude, states: Tensor) -> bool:
 
 
 def carry_log(psi: LogAmplitude, states: Tensor) -> tuple[Tensor, Tensor]:
-    """d_i log psi, shape (d, b), and the Laplacian of log psi, shape (b,), by one pass through the network."""
+    """The same by one pass through the network; NotCarriedError where that cannot be."""
     with run_uncompiled():
         found = psi.take_moving(psi(start_jet(states)))
     if not isinstance(found, ForwardJet):

@@ -202,6 +202,24 @@ def test_what_is_not_carried_is_differentiated(name):
         torch.testing.assert_close(vmc.kinetic_energies(psi, draw()), -(laplacian + slopes.square().sum(0)) / 2)
 
 
+def test_a_branch_that_the_first_walkers_did_not_take_is_differentiated():
+    calls = 0
+
+    def branch(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x.square().sum(1) if calls < 4 else x.square().prod(1)
+
+    psi = ng.LogAmplitude(Formula(branch))
+    with torch.no_grad():
+        assert continuous.carries(psi, draw())
+        calls = 4
+        found = vmc.kinetic_energies(psi, draw())
+        slopes, laplacian = continuous.differentiate_twice(psi, draw())
+        assert not continuous.carries(psi, draw())
+    torch.testing.assert_close(found, -(laplacian + slopes.square().sum(0)) / 2)
+
+
 def test_another_network_is_tried_anew():
     psi = ng.LogAmplitude(Formula(lambda x: x.square().sum(1)))
     with torch.no_grad():
