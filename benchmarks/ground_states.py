@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 import natgrad as ng
+from benchmarks.variants import check_names, race_variants, write_errors
 
 vmc = ng.vmc
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
@@ -216,9 +216,8 @@ def report(
     names: of the lattices.   seconds: for each run; None: the lattice's own.   methods: of the contestants; "-" for
     those that are left out.
     """
-    unknown = sorted({*names} - LATTICES.keys()) + sorted({*methods} - CONTESTANTS.keys())
-    if unknown:
-        raise SystemExit(f"{unknown}: expected some of {', '.join(LATTICES)}, and methods of {', '.join(HEADS)}")
+    check_names("lattices", names, LATTICES)
+    check_names("methods", methods, HEADS)
     torch.set_num_threads(1)
     for make in (LATTICES[name] for name in names or tuple(LATTICES)):
         lattice = make()
@@ -231,8 +230,4 @@ def race(lattice: Lattice, name: str, seeds: range, seconds: float) -> str:
     """The variant with the least error on the first seed, and its errors on all of them."""
     if name == "NetKet" and find_spec("netket") is None:
         return MISSING
-    variants = CONTESTANTS[name]
-    tried = {key: train(lattice, one, seeds[0], seconds) for key, one in variants.items()}
-    chosen = min(tried, key=tried.__getitem__)
-    errors = sorted([tried[chosen], *(train(lattice, variants[chosen], seed, seconds) for seed in seeds[1:])])
-    return f"{statistics.median(errors):.1e} ({errors[0]:.1e} to {errors[-1]:.1e}), {chosen}"
+    return write_errors(*race_variants(partial(train, lattice, seconds=seconds), CONTESTANTS[name], seeds))

@@ -9,7 +9,6 @@ for the whole of the seconds: Adam over five rates and three schedules, the meth
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,6 +21,7 @@ from torch.func import functional_call, jacrev, vmap
 import natgrad as ng
 from benchmarks.residual_equations import BoundaryProblem, Points, diffusion, heat, helmholtz, poisson, squares
 from benchmarks.residual_flows import allen_cahn, burgers, cavity
+from benchmarks.variants import check_names, race_variants, write_errors
 from natgrad.linalg import cholesky
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1)
@@ -187,13 +187,6 @@ def train(equation: BoundaryProblem, contestant: Contestant, seed: int, seconds:
     return error if math.isfinite(error) else math.inf
 
 
-def race(equation: BoundaryProblem, variants: Variants, seeds: range, seconds: float) -> tuple[str, list[float]]:
-    """The variant with the least error on the first seed, and its errors on all of them, the least first."""
-    tried = {name: train(equation, one, seeds[0], seconds) for name, one in variants.items()}
-    chosen = min(tried, key=tried.__getitem__)
-    return chosen, sorted([tried[chosen], *(train(equation, variants[chosen], seed, seconds) for seed in seeds[1:])])
-
-
 def report(
     seeds: range, names: tuple[str, ...] = (), seconds: float | None = None, methods: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ...]]:
@@ -202,9 +195,8 @@ def report(
     names: of the equations.   seconds: for each run; None: the equation's own.   methods: of the contestants; "-" for
     those that are left out.
     """
-    unknown = sorted({*names} - EQUATIONS.keys()) + sorted({*methods} - CONTESTANTS.keys())
-    if unknown:
-        raise SystemExit(f"{unknown}: expected some of {', '.join(EQUATIONS)}, and methods of {', '.join(HEADS)}")
+    check_names("equations", names, EQUATIONS)
+    check_names("methods", methods, HEADS)
     torch.set_num_threads(1)
     for make, usual in (EQUATIONS[name] for name in names or tuple(EQUATIONS)):
         equation, budget = make(), seconds or usual
@@ -213,7 +205,6 @@ def report(
             if methods and name not in methods:
                 cells.append("-")
                 continue
-            chosen, errors = race(equation, variants, seeds, budget)
-            found = f"{statistics.median(errors):.1e} ({errors[0]:.1e} to {errors[-1]:.1e})"
-            cells.append(f"{found}, {chosen}" if chosen else found)
+            run = partial(train, equation, seconds=budget)
+            cells.append(write_errors(*race_variants(run, variants, seeds)))
         yield f"{equation.name}, {budget:g} s", *cells

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 
 import natgrad as ng
 from benchmarks.residual_equations import BoundaryProblem, poisson
-from benchmarks.residuals import CONTESTANTS, EQUATIONS, RATES, SCHEDULES, draw_points, race
+from benchmarks.residuals import CONTESTANTS, EQUATIONS, RATES, SCHEDULES, draw_points, train
+from benchmarks.variants import check_names, race_variants, write_errors
 
 
 def vanish(equation: BoundaryProblem, nets: nn.ModuleList, seconds: float) -> Iterator[None]:
@@ -47,14 +49,27 @@ class Worsen:
 
 def test_the_variant_that_is_best_on_the_first_seed_runs_from_all_of_them():
     equation, worsen = poisson(2, (2, 4, 1)), Worsen()
-    chosen, errors = race(equation, {"far": explode, "failed": fail, "near": worsen}, range(3), 0.0)
+    variants = {"far": explode, "failed": fail, "near": worsen}
+    chosen, errors = race_variants(partial(train, equation, seconds=0.0), variants, range(3))
     assert (chosen, worsen.runs) == ("near", 3)
     assert errors[0] == 1.0
     assert errors[1] == errors[2] > 100  # they count although another variant is as good there
 
 
 def test_a_contestant_whose_variants_all_fail_has_no_finite_error():
-    assert race(poisson(2, (2, 4, 1)), {"": fail}, range(2), 0.0) == ("", [math.inf, math.inf])
+    run = partial(train, poisson(2, (2, 4, 1)), seconds=0.0)
+    assert race_variants(run, {"": fail}, range(2)) == ("", [math.inf, math.inf])
+
+
+def test_errors_are_written_with_their_range_and_variant():
+    assert write_errors("near", [1.0, 2.0, 40.0]) == "2.0e+00 (1.0e+00 to 4.0e+01), near"
+    assert write_errors("", [1.0]) == "1.0e+00 (1.0e+00 to 1.0e+00)"
+
+
+def test_a_name_that_is_not_known_ends_with_those_that_are():
+    check_names("methods", ["Adam"], CONTESTANTS)
+    with pytest.raises(SystemExit, match="methods nope: expected some of"):
+        check_names("methods", ["nope", "Adam"], CONTESTANTS)
 
 
 def test_adam_has_every_rate_on_every_schedule():
