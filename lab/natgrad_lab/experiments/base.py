@@ -82,6 +82,8 @@ class Task:
         heard: The model's outputs -> the part that criterion, divergence and error are of. None: all.
         besides: Outputs -> a part of the loss, in `unit`, that does not go through the criterion, so that no metric
             knows of it.
+        recalibrated_on: Before an evaluation the running statistics of batch norm are taken anew on so many of the
+            first training examples, for every contestant alike; 0 leaves those that training left.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Task:
     note: str = ""
     heard: Callable[[Tensor], Tensor] | None = None
     besides: Callable[[Tensor], Tensor] | None = None
+    recalibrated_on: int = 0
 
     def __post_init__(self) -> None:
         if self.tuned_on not in ("train_loss", "valid_loss", "valid_error"):

@@ -68,6 +68,7 @@ class Training:
         row = {"step": self.steps, "epoch": self.order.epochs(self.steps), "seconds": self.seconds, "loss": loss}
         row |= report(self.optimizer)
         if before is not None:
+            self._recalibrate()
             row["kl_measured"] = self.job.task.divergence(before, self._probe()).item()
         return self._add_evaluation(row) if self._due(marks) else row
 
@@ -141,6 +142,7 @@ class Training:
 
     def _add_evaluation(self, row: Row) -> Row:
         self.evaluated = self.steps
+        self._recalibrate()
         task, examples, many = self.job.task, self.examples, self.budget.looked_at
         for part in examples.parts:
             inputs, targets = getattr(examples, f"{part}_x")[:many], getattr(examples, f"{part}_y")[:many]
@@ -153,6 +155,10 @@ class Training:
                 row[f"{part}_error"] = task.error(outputs, targets).item()
             row |= {f"{part}_{name}": number(outputs, targets).item() for name, number in (task.also or {}).items()}
         return row
+
+    def _recalibrate(self) -> None:
+        if many := self.job.task.recalibrated_on:
+            ng.recalibrate(self.model, self.examples.train_x[:many].split(CHUNK))
 
     def _probe(self) -> Tensor:
         return self.job.task.hear(self._outputs(self.examples.train_x[: min(PROBE, self.budget.looked_at)]))

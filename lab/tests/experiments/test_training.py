@@ -187,3 +187,26 @@ class Function(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+def training_of_norms(on):
+    """A run of a network with batch norm whose statistics are taken anew on so many examples before an evaluation."""
+    model = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))  # noqa: E731
+    made = replace(task(), model=model, recalibrated_on=on)
+    return Training(Job(made, contestants()[0], 0, 0, "race"), BUDGET, examples())
+
+
+def test_evaluations_see_statistics_of_the_weights_of_now():
+    made = training_of_norms(20)
+    rows = list(made)
+    inputs, targets = made.examples.train_x[:20], made.examples.train_y[:20]
+    made.model.eval()
+    norm, hidden = made.model[1], made.model[0](inputs)
+    torch.testing.assert_close(norm.running_mean, hidden.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm.running_var, hidden.var(0), rtol=1e-5, atol=1e-6)
+    assert len(made.examples.train_x) > len(targets)
+    assert rows[-1]["train_loss"] != list(training_of_norms(0))[-1]["train_loss"]
+
+
+def test_taking_statistics_anew_changes_no_step():
+    assert losses(training_of_norms(20)) == losses(training_of_norms(0))

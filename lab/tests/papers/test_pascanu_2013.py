@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad_lab.experiments import LabError, execute, find
+from natgrad_lab.experiments import Interrupted, LabError, execute, find
 from natgrad_lab.experiments.models import Convolution, convolutional
 from natgrad_lab.papers.pascanu_2013.faces import standardise_images
 from natgrad_lab.papers.pascanu_2013.shared import ADAPTED, damping
@@ -59,6 +59,29 @@ def test_the_experiment_runs_to_its_report(name, data, monkeypatch, tmp_path):
     assert result.note == task.note
     assert [entry.name for entry in result.entries] == [one.name for one in task.contestants]
     assert len(result.pairs) == len(ends) * (len(ends) - 1) // 2
+
+
+def read_losses(folder):
+    """Run -> training and test loss of every evaluation."""
+    names = "step", "loss", "damping", "train_loss", "test_loss"
+    return {r.header["run"]: [[row.get(name) for name in names] for row in r.rows] for r in folder.read_all()}
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_table_1_goes_on_after_an_interrupt_with_equal_numbers(steps, data, monkeypatch, tmp_path):
+    monkeypatch.setenv("NATGRAD_DATA", str(data))
+    race = find("pascanu_2013_restricted_mnist")
+    settings = race.settings(**SMALL[race.name], full=True, steps=3, evaluations=1, threads=None)
+    task = race.tasks(settings)[0]
+    chosen = tuple(replace(one, grid=one.grid[-1:], steps=3) for one in task.contestants)  # the adapted dampings
+    race = replace(race, tasks=lambda _: (replace(task, contestants=chosen),))
+    whole = execute(race, settings, [0], tmp_path / "whole")
+    for _ in range(2):  # in a run, and again in the one that goes on
+        asked = iter(range(1000))
+        with pytest.raises(Interrupted):
+            execute(race, settings, [0], tmp_path / "parts", stopped=lambda asked=asked: next(asked) >= steps)
+    parts = execute(race, settings, [0], tmp_path / "parts")
+    assert read_losses(parts) == read_losses(whole)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -44,6 +44,7 @@ class AngCifarSettings:
     steps: int | None = None  # the end of every run; what stays none follows from the epochs
     evaluations: int | None = None  # at equal distances of steps; what stays none is once per epoch
     looked_at: int = 2000  # images of each part per evaluation, at most
+    recalibrate: bool = True  # batch norm's statistics on the training images looked at, anew before each evaluation
     tuning_seed: int = 100
     threads: int | None = 1
     device: str = "cpu"
@@ -97,6 +98,7 @@ def task(name: str, title: str, model: Callable[[], nn.Module], settings: AngCif
         error=mistakes,
         contestants=contestants.select(settings.methods, among(settings.batch), {"report": METHODS}),
         also={"precision": precision},
+        recalibrated_on=settings.looked_at if settings.recalibrate else 0,
         note="Precision is the mean over classes of the share of images that rightly got the class.",
     )
 
