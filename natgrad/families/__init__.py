@@ -48,6 +48,7 @@ from natgrad.families.posterior import GaussianPosterior
 from natgrad.families.power_series import Geometric, Logarithmic, NegativeBinomial
 from natgrad.families.product_families import Product, SubModel
 from natgrad.families.regression import Slope, natural_slope, regress
+from natgrad.families.robust_errors import Huber, Laplace
 from natgrad.families.sparse_normal import FixedMeanNormal, SparseNormal
 from natgrad.families.tempering import LogPartitionEstimate, Tempering
 from natgrad.families.von_mises_fisher import VonMisesFisher
@@ -82,9 +83,11 @@ __all__ = [
     "Gibbs",
     "Heads",
     "HeteroscedasticGaussian",
+    "Huber",
     "InverseGamma",
     "InverseGaussian",
     "Ising",
+    "Laplace",
     "Likelihood",
     "LogNormal",
     "LogPartitionEstimate",

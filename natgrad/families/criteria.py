@@ -20,6 +20,7 @@ from natgrad.families.base import (
 )
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
+from natgrad.families.robust_errors import Huber, Laplace, temper
 from natgrad.pure import leaves, map_tensors
 from natgrad.shown_tables import write_choices
 
@@ -115,6 +116,7 @@ class Criterion:
         entrywise: The mean runs over single entries.
         prepare: (outputs, targets) -> the targets as the likelihood takes them, where the loss takes others. None:
             they are the same.
+        over_classes: The mean runs over the entries of a row too.
     """
 
     family: Likelihood
@@ -123,14 +125,16 @@ class Criterion:
     summed: bool = False
     entrywise: bool = False
     prepare: Callable[[Any, Any], Any] | None = None
+    over_classes: bool = False
 
     def __repr__(self) -> str:
         return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
 
     @property
-    def squares(self) -> bool:
-        """True if the loss stands for a Gaussian of fixed width."""
-        return isinstance(self.family.family if isinstance(self.family, Entrywise) else self.family, Gaussian)
+    def errors(self) -> Gaussian | Laplace | Huber | None:
+        """The density of errors of a fixed width that the loss stands for, None for other losses."""
+        family = self.family.family if isinstance(self.family, Entrywise) else self.family
+        return family if isinstance(family, (Gaussian, Laplace, Huber)) else None
 
     def pick_logits(self, outputs: Any) -> Any:
         """The logits of a record that a model returned, where the likelihood is of one tensor.
@@ -238,11 +242,14 @@ class Criterion:
         """Nats per example in one unit of the mean loss.
 
         It is the number of entries of one example for losses that average over entries. It is 1 for classes, whose
-        event is a position (a token), and for `ng` likelihoods, whose mean is over rows.
+        event is a position (a token), and for `ng` likelihoods, whose mean is over rows. Where a mean over positions is
+        one over classes too, it is the number of classes.
 
         Args:
             outputs: What the model returns.
         """
+        if self.over_classes:
+            return float(self.family.rows(outputs).shape[1])
         if not (isinstance(self.family, Entrywise) or self.entrywise):
             return 1.0
         return len(self.family.rows(outputs)) / max(len(next(leaves(outputs))), 1)
@@ -345,6 +352,27 @@ def bce_with_logits(criterion: nn.BCEWithLogitsLoss) -> Criterion:
 def mse(criterion: nn.MSELoss) -> Criterion:
     """(r - t)^2 = -log N(t; r, 1/2) + const: curvature 2 in every entry (mends Pascanu & Bengio eq. 15, 16)."""
     return Criterion(Entrywise(Gaussian(math.sqrt(0.5))), criterion, None, criterion.reduction == "sum")
+
+
+def l1(criterion: nn.L1Loss) -> Criterion:
+    """|r - t| = -log p + const of Laplace's density of scale 1, in every entry."""
+    return weigh_errors(Laplace(), criterion)
+
+
+def huber(criterion: nn.HuberLoss) -> Criterion:
+    """Huber's density of scale 1, in every entry."""
+    return weigh_errors(Huber(criterion.delta), criterion)
+
+
+def smooth_l1(criterion: nn.SmoothL1Loss) -> Criterion:
+    """(r - t)^2 / (2 beta) up to beta is z^2 / 2 up to sqrt(beta), z = (r - t) / sqrt(beta); |r - t| for beta = 0."""
+    root = math.sqrt(criterion.beta)
+    return weigh_errors(Huber(root, root) if root > 0 else Laplace(), criterion)
+
+
+def weigh_errors(family: Laplace | Huber, loss: Any) -> Criterion:
+    """A mean or a sum over entries, at the temperature of the batch."""
+    return Criterion(Entrywise(family), loss, temper(family), loss.reduction == "sum")
 
 
 def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:

@@ -54,6 +54,14 @@ class Gaussian(SeparableLikelihood):
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         return ((outputs - other) / self.std).square().sum(1) / 2
 
+    def error_of(self, nats: float) -> float:
+        """The size of an error in standard deviations, by what it adds to -log p.
+
+        Args:
+            nats: -log p less its least value.
+        """
+        return math.sqrt(2 * nats)
+
 
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(DiagonalForm):

@@ -23,11 +23,15 @@ from natgrad.families.criteria import (
     bce_with_logits,
     cross_entropy,
     gaussian_nll,
+    huber,
+    l1,
     mse,
     nll_loss,
     poisson_nll,
+    smooth_l1,
 )
 from natgrad.families.discrete import Bernoulli
+from natgrad.families.soft_classes import kl_div
 
 KNOWN: dict[type, Callable[[Any], Criterion]] = {
     nn.CrossEntropyLoss: cross_entropy,
@@ -36,6 +40,10 @@ KNOWN: dict[type, Callable[[Any], Criterion]] = {
     nn.MSELoss: mse,
     nn.GaussianNLLLoss: gaussian_nll,
     nn.PoissonNLLLoss: poisson_nll,
+    nn.L1Loss: l1,
+    nn.SmoothL1Loss: smooth_l1,
+    nn.HuberLoss: huber,
+    nn.KLDivLoss: kl_div,
 }
 FUNCTIONS: tuple[tuple[Any, type[nn.Module]], ...] = (
     (functional.cross_entropy, nn.CrossEntropyLoss),
@@ -44,6 +52,10 @@ FUNCTIONS: tuple[tuple[Any, type[nn.Module]], ...] = (
     (functional.mse_loss, nn.MSELoss),
     (functional.gaussian_nll_loss, nn.GaussianNLLLoss),
     (functional.poisson_nll_loss, nn.PoissonNLLLoss),
+    (functional.l1_loss, nn.L1Loss),
+    (functional.smooth_l1_loss, nn.SmoothL1Loss),
+    (functional.huber_loss, nn.HuberLoss),
+    (functional.kl_div, nn.KLDivLoss),
 )
 
 
@@ -51,7 +63,8 @@ def as_criterion(criterion: Any) -> Criterion:
     """A loss or an `ng` likelihood as a `Criterion`.
 
     CrossEntropyLoss and NLLLoss -> Categorical, BCEWithLogitsLoss -> Bernoulli, MSELoss -> Gaussian(sqrt(1/2)),
-    GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss -> Poisson; with weight,
+    GaussianNLLLoss -> HeteroscedasticGaussian on a tuple (mean, var), PoissonNLLLoss -> Poisson, L1Loss -> Laplace,
+    HuberLoss and SmoothL1Loss -> Huber, KLDivLoss -> class probabilities as targets of log-probabilities; with weight,
     pos_weight, ignore_index, label_smoothing, reduction 'mean' or 'sum', and sequence dimensions. Their functions in
     `torch.nn.functional` are understood in the same way, also with options: `functools.partial(F.cross_entropy,
     label_smoothing=0.1)`. So are timm's LabelSmoothingCrossEntropy, SoftTargetCrossEntropy and BinaryCrossEntropy, and
@@ -92,9 +105,10 @@ def as_criterion(criterion: Any) -> Criterion:
 
 def check_reduction(loss: Any) -> None:
     """ValueError unless the loss is one number."""
-    if loss.reduction not in ("mean", "sum"):
+    known = ["'mean'", "'sum'", *(["'batchmean'"] if isinstance(loss, nn.KLDivLoss) else [])]
+    if f"'{loss.reduction}'" not in known:
         raise ValueError(
-            f"criterion has reduction={loss.reduction!r}, expected 'mean' or 'sum': the metric must be that of "
+            f"criterion has reduction={loss.reduction!r}, expected {' or '.join(known)}: the metric must be that of "
             "the number that is minimised"
         )
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from natgrad.families import Criterion
+from natgrad.families import Criterion, Gaussian, Huber, Laplace
 from natgrad.families.criteria import Entrywise
 from natgrad.layers import Tap
 from natgrad.rules import ErrorScale
 
+Density = Gaussian | Laplace | Huber
 STANDARD = 2.0  # standard deviations of the likelihood that errors have where targets are in units of their own
 RESHAPES = ("View", "Squeeze", "Unsqueeze", "Transpose", "Permute", "TBackward", "Alias", "Clone", "ToCopy", "Reshape")
 
@@ -22,16 +23,18 @@ RESHAPES = ("View", "Squeeze", "Unsqueeze", "Transpose", "Permute", "TBackward",
 class ErrorSize:
     """The unit of a regression's targets, for bounds that would else depend on it.
 
-    Squared errors stand for a Gaussian of fixed width. Targets in units of their own (prices, grams) may lie a thousand
-    widths away, and layers that start at a size of one have as far to go.
+    Squared errors stand for a Gaussian of fixed width, absolute ones for Laplace's density. Targets in units of their
+    own (prices, grams) may lie a thousand widths away, and layers that start at a size of one have as far to go.
 
     Args:
         names: Parameters of the layers whose outputs are the model's.
         entries: Outputs of one row of the likelihood.
+        density: Of the errors.
     """
 
     names: tuple[str, ...]
     entries: int
+    density: Density = Gaussian()
 
     def scale(self, loss: Tensor | float) -> ErrorScale:
         """The root of the mean squared error in units of two standard deviations of the likelihood, at least 1.
@@ -39,29 +42,37 @@ class ErrorSize:
         Args:
             loss: In nats per row of the likelihood.
         """
-        square = 2 * float(loss) / self.entries
-        size = max(1.0, math.sqrt(square) / STANDARD) if 0 < square < math.inf else 1.0
-        return ErrorScale(size, self.names, squares=True)
+        nats = float(loss) / self.entries
+        size = max(1.0, self.density.error_of(nats) / STANDARD) if 0 < nats < math.inf else 1.0
+        return ErrorScale(size, self.names, squares=self.squares)
+
+    @property
+    def squares(self) -> bool:
+        """True if the square of a score grows with the loss: where errors of more than one width are squared."""
+        return isinstance(self.density, Gaussian) or (isinstance(self.density, Huber) and self.density.delta > 1)
 
     def save(self) -> list[Any]:
         """As plain values for a checkpoint."""
         return [list(self.names), self.entries]
 
     @staticmethod
-    def load(saved: Sequence[Any] | None) -> ErrorSize | None:
+    def load(saved: Sequence[Any] | None, criterion: Criterion) -> ErrorSize | None:
         """From `save`; None for None.
 
         Args:
             saved: What a checkpoint has.
+            criterion: The loss.
         """
-        return None if saved is None else ErrorSize(tuple(saved[0]), saved[1])
+        if saved is None or criterion.errors is None:
+            return None
+        return ErrorSize(tuple(saved[0]), saved[1], criterion.errors)
 
 
 def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) -> ErrorSize:
     """What a pass tells of a regression's units.
 
     Args:
-        criterion: The loss, of squares.
+        criterion: The loss of a regression, with a density of errors.
         outputs: What the model returned, with a graph.
         calls: The layers' calls in that pass. Where none of them made the outputs as they are, no names are known.
     """
@@ -71,7 +82,8 @@ def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) ->
     entries = (
         1 if isinstance(criterion.family, Entrywise) or not isinstance(outputs, Tensor) else max(1, outputs[:1].numel())
     )
-    return ErrorSize(names, entries)
+    assert criterion.errors is not None
+    return ErrorSize(names, entries, criterion.errors)
 
 
 def trace_reshapes(outputs: Tensor) -> list[Any]:

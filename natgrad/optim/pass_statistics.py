@@ -144,7 +144,7 @@ class Reader:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
         taken = self.taps.pause(recall.last is not None)
-        if criterion.squares:
+        if criterion.errors is not None:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
         asking, told = self._asks(), recall.latest

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian
+from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber, Laplace
 from natgrad.layers import Heard, Seen
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.readings import Reading
@@ -200,6 +200,6 @@ def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tenso
 def bounded_below(criterion: Criterion) -> bool:
     """Whether the loss is at least 0, so that a share of it says how much is left to gain."""
     family = getattr(criterion.family, "family", criterion.family)
-    if isinstance(family, Gaussian):  # nn.MSELoss counts no normalising constant, an ng likelihood does
-        return isinstance(criterion.loss, nn.MSELoss)
+    if isinstance(family, (Gaussian, Laplace, Huber)):  # a loss of torch counts no normalising constant
+        return isinstance(criterion.loss, (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss))
     return isinstance(family, (Bernoulli, Categorical))

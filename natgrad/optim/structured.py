@@ -223,7 +223,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
             self._clock = start_clock() | saved.extra["clock"]
             self._wild = WildBatches.load(saved.extra.get("wild"))
-            self._reader.errors = ErrorSize.load(saved.extra.get("errors"))
+            self._reader.errors = ErrorSize.load(saved.extra.get("errors"), self.criterion)
             ratio = saved.extra["ratio"]
             self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
             if saved.labels is not None:

@@ -81,7 +81,8 @@ def form_of(name: str, outputs: Tensor) -> tuple[Tensor, Tensor]:
         likely = torch.cat([family.log_prob(torch.full_like(entry, y)).exp() for y in range(120)], 1)
         forms = expected_outer(lambda z, y: y * z - z.exp(), likely, entry)
     else:
-        forms = torch.ones_like(entry).unsqueeze(2) / (0.5 if name == "MSELoss" else 0.7**2)
+        information = {"MSELoss": 2.0, "L1Loss": 1.0, "Gaussian": 1 / 0.7**2}[name]
+        forms = torch.ones_like(entry).unsqueeze(2) * information
     if name.endswith("Loss"):  # a mean over entries
         return forms, places.reshape(-1, 1)
     return torch.stack([part.reshape(-1).diag() for part in forms.split(outputs[0].numel())]), places.flatten(1)
@@ -96,6 +97,7 @@ LIKELIHOODS: dict[str, Any] = {
     "BCEWithLogitsLoss": nn.BCEWithLogitsLoss(),
     "MSELoss": nn.MSELoss(),
     "PoissonNLLLoss": nn.PoissonNLLLoss(),
+    "L1Loss": nn.L1Loss(),
 }
 
 

@@ -26,7 +26,8 @@ LOSSES = {
     "MSE, sum": (nn.MSELoss(reduction="sum"), 2, T),
     "cross-entropy": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=F64)), 3, Y),
     "a function": (lambda r, t: (r - t).pow(4).mean(), 2, T),
-    "a module that is no likelihood": (nn.HuberLoss(delta=0.3), 2, T),
+    "Huber": (nn.HuberLoss(delta=0.3), 2, T),
+    "a module that is no likelihood": (nn.MultiLabelSoftMarginLoss(), 2, (T > 0).double()),
 }
 
 

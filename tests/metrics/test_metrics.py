@@ -205,6 +205,8 @@ EMPIRICAL = {
     "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), (draw(4, 3, seed=1) > 0).double()),
     "MSELoss": (nn.MSELoss(), draw(4, 3, seed=1)),
     "PoissonNLLLoss": (nn.PoissonNLLLoss(), draw(4, 3, seed=1).exp().round()),
+    "L1Loss": (nn.L1Loss(), draw(4, 3, seed=1)),
+    "HuberLoss": (nn.HuberLoss(delta=0.5), draw(4, 3, seed=1)),
 }
 
 

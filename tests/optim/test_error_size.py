@@ -10,7 +10,7 @@ from optim_models import train_batches
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.families import as_criterion
+from natgrad.families import Huber, Laplace, as_criterion
 from natgrad.optim.error_size import ErrorSize, trace_reshapes
 from natgrad.rules import ErrorScale, SpectralDescent
 
@@ -67,6 +67,8 @@ class Halved(Squeezed):
 @pytest.mark.parametrize(
     ("model", "names", "entries", "criterion"),
     [
+        (dense(), ("2.weight", "2.bias"), 1, nn.L1Loss()),
+        (dense(), ("2.weight", "2.bias"), 1, nn.HuberLoss(delta=2.0)),
         (dense(), ("2.weight", "2.bias"), 1, MSE),
         (dense(3), ("2.weight", "2.bias"), 1, MSE),
         (dense(3), ("2.weight", "2.bias"), 3, ng.Gaussian()),
@@ -80,7 +82,9 @@ def test_layers_whose_outputs_are_the_models_are_found(
     opt = ng.kfac(model, criterion)
     x = draw(8, 4)
     train_batches(opt, model, [(x, draw(*model(x).shape))])
-    assert opt._reader.errors == ErrorSize(names, entries)
+    found = opt._reader.errors
+    assert found == ErrorSize(names, entries, opt.criterion.errors)
+    assert ErrorSize.load(found.save(), opt.criterion) == found
 
 
 def test_only_regressions_have_errors_with_a_size() -> None:
@@ -99,6 +103,16 @@ def test_size_of_errors_is_in_two_standard_deviations_and_at_least_one() -> None
     assert ErrorSize((), 1).scale(nll).size == pytest.approx(float(errors.square().mean().sqrt()) / width / 2)
     for loss in (0.0, 1e-3, -5.0, float("nan"), float("inf")):
         assert ErrorSize(("a",), 1).scale(loss) == ErrorScale(1.0, ("a",), squares=True)
+
+
+@pytest.mark.parametrize("family", [Laplace(0.5), Huber(0.3), Huber(3.0, 2.0), ng.Gaussian(2.0)], ids=repr)
+def test_an_error_is_told_by_what_it_adds_to_the_loss(family: Any) -> None:
+    """In units of 1 / sqrt(Fisher), where squares end and beyond."""
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    for error in (0.1, 1.0, 40.0):
+        nats = float(family.nll(zero + error, zero) - family.nll(zero, zero))
+        expected = error * float(family.curvature(zero)) ** 0.5
+        assert family.error_of(nats) == pytest.approx(expected, rel=1e-9)
 
 
 def test_bound_that_was_asked_for_is_in_nats() -> None:

@@ -34,6 +34,9 @@ CRITERIA = {
     "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss, BITS),
     "MSELoss": (nn.MSELoss, draw(8, 3, seed=12)),
     "PoissonNLLLoss": (nn.PoissonNLLLoss, BITS * 2),
+    "L1Loss": (nn.L1Loss, draw(8, 3, seed=12)),
+    "SmoothL1Loss": (nn.SmoothL1Loss, draw(8, 3, seed=12)),
+    "HuberLoss": (nn.HuberLoss, draw(8, 3, seed=12)),
 }
 RULES = {"rate": ng.Rate(), "trust region": ng.TrustRegion(0.01), "line search": ng.LineSearch()}
 

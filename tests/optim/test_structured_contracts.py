@@ -121,7 +121,7 @@ def door(**choices: Any) -> Callable[[], Any]:
 
 BAD = {
     "no module": (lambda: ng.kfac({"w": X}, CE), TypeError, "model is dict"),  # type: ignore[arg-type]
-    "no likelihood": (lambda: ng.kfac(net(), nn.L1Loss()), TypeError, "not a likelihood"),
+    "no likelihood": (lambda: ng.kfac(net(), nn.MultiMarginLoss()), TypeError, "not a likelihood"),
     "a structure of the whole": (
         lambda: ng.StructuredNaturalGradient(net(), CE, ng.Dense()),
         TypeError,
