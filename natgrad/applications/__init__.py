@@ -4,6 +4,7 @@ from natgrad.applications import flows, helmholtz, policy, residuals, search, va
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
 from natgrad.applications.gauss_markov import GaussMarkov
+from natgrad.applications.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
 from natgrad.applications.score_matching import (
     denoising_score_matching_loss,
     ratio_matching_loss,
@@ -16,6 +17,8 @@ __all__ = [
     "Boltzmann",
     "GaussMarkov",
     "PairPreconditioner",
+    "PersistentLikelihood",
+    "RestrictedBoltzmann",
     "TwoLayer",
     "denoising_score_matching_loss",
     "flows",

@@ -61,6 +61,7 @@ __all__ = [
 
 EXPERIMENTS = {
     "boltzmann_ratio": "natgrad_lab.energies.boltzmann_ratio:STUDY",
+    "boltzmann_digits": "natgrad_lab.energies.boltzmann_digits:STUDY",
     "digits": "natgrad_lab.networks.digits:RACE",
     "fashion": "natgrad_lab.networks.fashion:RACE",
     "fashion_cnn": "natgrad_lab.networks.fashion_cnn:RACE",
@@ -72,6 +73,7 @@ EXPERIMENTS = {
     "survival": "natgrad_lab.networks.survival:RACE",
     "ang_2020_cifar": "natgrad_lab.papers.ang_2020.cifar:RACE",
     "arbel_2020_toy": "natgrad_lab.papers.arbel_2020.toy:STUDY",
+    "arbel_2020_cifar": "natgrad_lab.papers.arbel_2020.cifar:RACE",
     "koster_2010_natural_images": "natgrad_lab.papers.koster_2010.natural_images:STUDY",
     "karakida_2016_table1": "natgrad_lab.papers.karakida_2016.runs:TABLE1",
     "karakida_2016_figure1": "natgrad_lab.papers.karakida_2016.runs:FIGURE1",
@@ -107,6 +109,7 @@ EXPERIMENTS = {
 
 MINUTES: dict[str, float] = {
     "boltzmann_ratio": 3,
+    "boltzmann_digits": 8,
     "digits": 3,
     "fashion": 30,
     "fashion_cnn": 15,
@@ -118,6 +121,7 @@ MINUTES: dict[str, float] = {
     "survival": 5,
     "ang_2020_cifar": 15,
     "arbel_2020_toy": 2,
+    "arbel_2020_cifar": 10,
     "koster_2010_natural_images": 3,
     "karakida_2016_table1": 4,
     "karakida_2016_figure1": 4,

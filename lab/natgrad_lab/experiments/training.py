@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class Training:
         task, inputs, targets = self.job.task, self.examples.train_x[batch], self.examples.train_y[batch]
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
-        if isinstance(self.optimizer, OURS):
+        if knows_criterion(self.optimizer):
             loss, unit = self.optimizer.loss(task.hear(outputs), targets), task.scale
         else:
             loss, unit = task.scale * task.criterion(task.hear(outputs), targets), 1.0
@@ -197,6 +197,19 @@ class Order:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self.epoch, self.permutation = epoch, torch.randperm(self.n, generator=generator).to(device)
         return self.permutation[place * self.size : (place + 1) * self.size]
+
+
+def knows_criterion(
+    optimizer: torch.optim.Optimizer,
+) -> TypeGuard[ng.NaturalGradient | ng.StructuredNaturalGradient]:
+    """Whether the optimiser computes the loss itself: natgrad's, unless its metric is of no likelihood.
+
+    Args:
+        optimizer: Of a contestant.
+    """
+    if isinstance(optimizer, ng.NaturalGradient):
+        return hasattr(optimizer.metric, "criterion")
+    return isinstance(optimizer, OURS)
 
 
 REPORTED = ("kl", "damping", "ratio", "solver_steps", "residual", "rate", "status", "failures")

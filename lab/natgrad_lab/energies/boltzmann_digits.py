@@ -1,0 +1,272 @@
+"""Why draws of a Boltzmann machine of all pixels have too little or too much ink, and machines whose draws are digits.
+
+The first part fits the fully visible machine by pseudo-likelihood, follows the ink of Gibbs chains that start at digits
+and at noise, and goes on by maximum likelihood with persistent chains. The second part trains machines with a layer of
+hidden bits, along the plain and the natural gradient, on equal seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.applications.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
+from natgrad.lapack import require_inverse
+from natgrad_lab.energies import boltzmann_digits_page as page
+from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, images, train
+from natgrad_lab.experiments.base import LabError
+from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
+
+SHOWN = 12
+"""Draws in a row of a picture."""
+FITS = {"pseudo-likelihood, SGD": 0.3, "ratio matching, natural": 0.6}
+"""Losses of the fully visible machine and the rates that `boltzmann_ratio` chooses on MNIST."""
+RATES = {page.PLAIN: (0.03, 0.1, 0.3), page.NATURAL: (0.001, 0.003, 0.01)}
+
+
+@dataclass(frozen=True)
+class BoltzmannDigitsSettings:
+    """What `--set` can change."""
+
+    data: str = "mnist"  # or digits: 64 pixels
+    fit: float = 15.0  # seconds of each fit of the fully visible machine, processor time
+    likelihood: float = 40.0  # seconds of maximum likelihood after the first fit
+    hidden: int = 200  # hidden bits of the second part
+    seconds: float = 30.0  # of training per run of the second part
+    tuning: float = 0.3  # the part of it that a choice of rate gets
+    batch: int = 100  # images per step; the fits take 1000
+    chains: int = 100
+    damping: float = 0.3  # of the natural steps, in units of the mean variance
+    sweeps: int = 300  # of Gibbs sampling, for fresh draws
+    levels: int = 1000  # of annealed importance sampling
+    looked_at: int = 1000  # test images
+    tuning_seed: int = 100
+    threads: int | None = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.data not in ("digits", "mnist"):
+            raise LabError(f"data is {self.data!r}, expected digits or mnist")
+        for name in ("hidden", "batch", "chains", "sweeps", "levels", "looked_at"):
+            if getattr(self, name) < 2:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a number of at least 2")
+        for name in ("fit", "likelihood", "seconds", "tuning", "damping"):
+            if not getattr(self, name) > 0:
+                raise LabError(f"{name} is {getattr(self, name)}, expected a number > 0")
+
+
+def visible(run: StudyRun) -> Numbers:
+    """Ink of chains of both fits, and of the machine after maximum likelihood; draws."""
+    s: BoltzmannDigitsSettings = run.settings
+    shown = images(s.data, s.looked_at)
+    machine = ng.Boltzmann(shown.side**2)
+    found: Numbers = {"data": write_ink(shown.test), "real": list_images(shown.test), "side": shown.side}
+    fitted = {}
+    for place, (name, rate) in enumerate(FITS.items()):
+        for point in train(CONTESTANTS[name], rate, shown, 1000, s.fit, run.seed):
+            run.advance((place + min(point["seconds"] / s.fit, 0.9)) / 4)
+            fitted[name] = point.get("params")
+        found[name] = follow_ink(run, machine, fitted[name], shown)
+    params, kept = raise_likelihood(run, machine, fitted[next(iter(FITS))], shown)
+    found[page.LIKELIHOOD] = {"kept": write_ink(kept), "kept draws": list_images(kept)}
+    found[page.LIKELIHOOD] |= follow_ink(run, machine, params, shown)
+    return found
+
+
+def follow_ink(run: StudyRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images) -> Numbers:
+    """Mean and deviation of the number of dark pixels after 1, 3, 10 ... sweeps from digits and from noise."""
+    s: BoltzmannDigitsSettings = run.settings
+    generator = torch.Generator().manual_seed(run.seed)
+    found: Numbers = {}
+    for name, x in (("digits", shown.test[: s.chains]), ("noise", draw_noise(shown, s.chains, generator))):
+        done, found[name] = 0, []
+        for upto in list_sweeps(s.sweeps):
+            run.advance(0.75)
+            x, done = machine.gibbs(params, x, sweeps=upto - done, generator=generator), upto
+            found[name].append([upto, *write_ink(x)])
+        found[f"{name} draws"] = list_images(x)
+    return found
+
+
+def list_sweeps(most: int) -> list[int]:
+    """1, 3, 10, 30 ... up to the last."""
+    return [*(n for n in (1, 3, 10, 30, 100, 300, 1000) if n < most), most]
+
+
+def raise_likelihood(
+    run: StudyRun, machine: ng.Boltzmann, params: dict[str, Tensor], shown: Images
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Natural steps of maximum likelihood on all pairs of pixels, chains started at digits; the chains too.
+
+    The Fisher matrix of centred pairs is taken as that of a normal with the data's covariance C: C D C = S, so that the
+    direction is C^-1 S C^-1 off the diagonal.
+    """
+    s: BoltzmannDigitsSettings = run.settings
+    generator = torch.Generator().manual_seed(run.seed)
+    params = {name: p.detach().clone() for name, p in params.items()}
+    chains, mean = shown.train[: 5 * s.chains], shown.train.mean(0)
+    second = shown.train.mT @ shown.train / len(shown.train)
+    covariance = second - torch.outer(mean, mean)
+    covariance.diagonal().add_(s.damping * covariance.diagonal().mean())
+    inverse = require_inverse(covariance, "the pixels' covariance has no inverse")
+    spent = 0.0
+    while spent < s.likelihood:
+        run.advance(0.5 + 0.25 * spent / s.likelihood)
+        began = time.process_time()
+        rate = LIKELIHOOD_RATE * (1 - spent / s.likelihood)
+        chains = machine.gibbs(params, chains, generator=generator)
+        drawn = chains.mean(0)
+        gap = chains.mT @ chains / len(chains) - second
+        gap -= torch.outer(drawn - mean, mean) + torch.outer(mean, drawn - mean)
+        step = (inverse @ gap.fill_diagonal_(0.0) @ inverse).fill_diagonal_(0.0)
+        params["J"] -= rate * machine.pairs(step)
+        params["h"] -= rate * (inverse @ (drawn - mean) - step @ mean)
+        spent += time.process_time() - began
+    return params, chains
+
+
+LIKELIHOOD_RATE = 0.003
+
+
+@dataclass(frozen=True)
+class HiddenRun:
+    """What a run of the second part ends with."""
+
+    curve: list[list[float]]  # seconds, steps, log-likelihood, its error
+    params: dict[str, Tensor]
+    chains: Tensor
+
+
+def learn(
+    s: BoltzmannDigitsSettings,
+    name: str,
+    rate: float,
+    shown: Images,
+    seconds: float,
+    seed: int,
+    looks: int,
+    advance: Callable[[float], None],
+) -> HiddenRun:
+    """Persistent chains from noise; the rate falls in a line to a fiftieth over the seconds of the steps alone."""
+    machine, generator = RestrictedBoltzmann(shown.side**2, s.hidden), torch.Generator().manual_seed(seed)
+    params, base = machine.parameters(generator=generator), find_log_odds(shown)
+    with torch.no_grad():
+        params["b"].copy_(base)
+    trainer = PersistentLikelihood(
+        machine,
+        params,
+        draw_noise(shown, s.chains, generator),
+        rate,
+        natural=name == page.NATURAL,
+        damping=s.damping,
+        generator=generator,
+    )
+    spent, steps, curve = 0.0, 0, []
+    while True:
+        if spent >= seconds * (len(curve) + 1) / looks:
+            curve.append([spent, float(steps), *measure_likelihood(s, machine, params, base, shown.test)])
+            if spent >= seconds:
+                return HiddenRun(curve, params, trainer.chains)
+        advance(spent / seconds)
+        began = time.process_time()
+        trainer.lr = rate * max(0.02, 1 - spent / seconds)
+        trainer.step(shown.train[torch.randint(len(shown.train), (s.batch,), generator=generator)])
+        spent, steps = spent + time.process_time() - began, steps + 1
+
+
+def measure_likelihood(
+    s: BoltzmannDigitsSettings, machine: RestrictedBoltzmann, params: dict[str, Tensor], base: Tensor, x: Tensor
+) -> tuple[float, float]:
+    """log p of images in nats, by annealed importance sampling, and the error of its constant."""
+    if not all(bool(p.isfinite().all()) for p in params.values()):
+        return -math.inf, math.inf
+    generator = torch.Generator().manual_seed(0)
+    constant, error = machine.estimate_log_partition(
+        params, base, levels=s.levels, chains=s.chains, generator=generator
+    )
+    with torch.no_grad():
+        return float(machine.log_p(params, x).mean() - constant), float(error)
+
+
+def choice(run: StudyRun) -> Numbers:
+    """log p of training images that are held out, for each rate."""
+    s: BoltzmannDigitsSettings = run.settings
+    shown = images(s.data, s.looked_at)
+    held = min(1000, len(shown.train) // 5)
+    apart = Images(shown.train[:-held], shown.train[-held:], shown.side)
+    found: Numbers = {}
+    for place, (name, rates) in enumerate(RATES.items()):
+        found[name] = {}
+        for number, rate in enumerate(rates):
+            begun = (place + number / len(rates)) / len(RATES)
+            end = learn(s, name, rate, apart, s.tuning * s.seconds, s.tuning_seed, 1, lambda _, b=begun: run.advance(b))
+            found[name][str(rate)] = end.curve[-1][2]
+    return found
+
+
+def race(run: StudyRun) -> Numbers:
+    """Both directions at their best rates: likelihood over seconds, states of the chains, fresh draws."""
+    s: BoltzmannDigitsSettings = run.settings
+    shown, found = images(s.data, s.looked_at), {}
+    for place, name in enumerate(RATES):
+        tried = run.earlier["choice"][name]
+        rate = max(tried, key=lambda r, t=tried: -math.inf if t[r] is None else t[r])
+        end = learn(
+            s, name, float(rate), shown, s.seconds, run.seed, 4, lambda f, p=place: run.advance((p + 0.9 * f) / 2)
+        )
+        generator = torch.Generator().manual_seed(run.seed)
+        machine = RestrictedBoltzmann(shown.side**2, s.hidden)
+        fresh = machine.gibbs(end.params, draw_noise(shown, s.chains, generator), sweeps=s.sweeps, generator=generator)
+        found[name] = {
+            "rate": float(rate),
+            "curve": end.curve,
+            "ink": write_ink(fresh),
+            "fresh draws": list_images(fresh),
+            "kept draws": list_images(end.chains),
+        }
+    return {"side": shown.side, "real": list_images(shown.test), "data": write_ink(shown.test), "runs": found}
+
+
+def find_log_odds(shown: Images) -> Tensor:
+    """Of every pixel."""
+    return ((shown.train.sum(0) + 0.5) / (len(shown.train) + 1)).logit()
+
+
+def draw_noise(shown: Images, count: int, generator: torch.Generator) -> Tensor:
+    """Independent pixels with their own means."""
+    return torch.bernoulli(shown.train.mean(0).expand(count, -1), generator=generator)
+
+
+def write_ink(x: Tensor) -> list[float]:
+    """Mean and deviation of the number of dark pixels."""
+    return [x.sum(1).mean().item(), x.sum(1).std().item()]
+
+
+def list_images(x: Tensor) -> list[list[int]]:
+    """Some rows, evenly spaced."""
+    return x[:: max(1, len(x) // SHOWN)][:SHOWN].int().tolist()
+
+
+def pieces(settings: BoltzmannDigitsSettings) -> tuple[Piece, ...]:
+    """The visible machine, then the rates and the race of those with hidden bits."""
+    return (
+        Piece("visible", "All pairs of pixels", visible, repeated=False),
+        Piece("choice", "Rates with hidden bits", choice, repeated=False),
+        Piece("race", "Hidden bits", race),
+    )
+
+
+STUDY = Study(
+    "boltzmann_digits",
+    "Draws of Boltzmann machines on MNIST: the ink of chains, and hidden bits by maximum likelihood",
+    BoltzmannDigitsSettings,
+    pieces,
+    page.tell,
+    seeds=3,
+)

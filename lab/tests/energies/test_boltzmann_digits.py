@@ -1,0 +1,73 @@
+"""Machines of pixels: chains, both directions with hidden bits, and the page, on embedded digits of a few pixels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import natgrad as ng
+from natgrad.applications.restricted_boltzmann import RestrictedBoltzmann
+from natgrad_lab.energies.boltzmann_digits import (
+    STUDY,
+    BoltzmannDigitsSettings,
+    find_log_odds,
+    list_sweeps,
+    measure_likelihood,
+    raise_likelihood,
+)
+from natgrad_lab.energies.boltzmann_images import Images
+from natgrad_lab.experiments import LabError, StudyRun, execute, find
+from natgrad_lab.report import build
+
+FEW = BoltzmannDigitsSettings(
+    data="digits", fit=0.05, likelihood=0.05, hidden=4, seconds=0.1, sweeps=5, levels=5, looked_at=30, chains=20
+)
+
+
+def test_the_study_ends_in_a_page(tmp_path):
+    assert find("boltzmann_digits") is STUDY
+    execute(STUDY, FEW, [0], tmp_path)
+    numbers, page = build(tmp_path)
+    text = page.read_text()
+    assert numbers.missing == 0
+    for words in ("All pairs of pixels", "Hidden bits", "maximum likelihood, from noise", "natural gradient"):
+        assert words in text
+
+
+def test_maximum_likelihood_matches_what_pairs_do():
+    x = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).float().repeat(40, 1)
+    shown, machine = Images(x, x, 2), ng.Boltzmann(4)
+    params = machine.parameters()
+    s = BoltzmannDigitsSettings(likelihood=0.3, chains=20)
+    exact = (x.mT @ x / len(x)).double()
+
+    def find_gap(point) -> float:
+        states = machine.states
+        shares = machine.log_probabilities({name: p.detach().double() for name, p in point.items()}).exp()
+        return float(((states * shares.unsqueeze(1)).mT @ states - exact).abs().max())
+
+    moved, chains = raise_likelihood(StudyRun(s), machine, params, shown)
+    assert find_gap(moved) < 0.8 * find_gap(params)
+    assert chains.shape == (100, 4)
+
+
+def test_a_machine_that_is_lost_has_no_likelihood():
+    x = torch.eye(4).repeat(5, 1)
+    base = find_log_odds(Images(x, x, 2))
+    params = {"b": base, "c": torch.full((2,), math.nan), "W": torch.zeros(2, 4)}
+    assert measure_likelihood(FEW, RestrictedBoltzmann(4, 2), params, base, x) == (-math.inf, math.inf)
+
+
+def test_sweeps_end_where_they_should():
+    assert list_sweeps(50) == [1, 3, 10, 30, 50]
+    assert list_sweeps(30) == [1, 3, 10, 30]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"data": "faces"}, "digits or mnist"), ({"fit": 0.0}, "fit"), ({"chains": 1}, "chains")]
+)
+def test_settings_are_checked(options, words):
+    with pytest.raises(LabError, match=words):
+        BoltzmannDigitsSettings(**options)
