@@ -12,7 +12,7 @@ import torch
 
 from natgrad_lab.data import Split
 from natgrad_lab.experiments import EXPERIMENTS, LabError, StudyRun, execute, find, override
-from natgrad_lab.experiments.study import findings
+from natgrad_lab.experiments.study import Findings, FinishedPiece, findings
 from natgrad_lab.papers.varady_2022 import data, runs
 from natgrad_lab.papers.varady_2022.data import bits, lines
 from natgrad_lab.papers.varady_2022.page import curve, find_first_epoch, tell
@@ -163,6 +163,23 @@ def test_levels_are_reached_where_the_curve_says():
     assert find_first_epoch(run, -5.0) == (2.0, 4.0)
     assert find_first_epoch(run, -1.0) == (math.inf, math.inf)
     assert np.isnan(curve(run)[2][1])
+
+
+def test_of_two_seeds_the_level_is_the_lower_end():
+    def build_runs(*ends: float) -> list[FinishedPiece]:
+        name, found = {2: "rws-adam", 4: "nrws"}[int(-ends[0])], []
+        for seed, end in enumerate(ends):
+            points = [{"epoch": e, "seconds": 2.0 * e, "bound": -8.0 + (8.0 + end) * e / 4} for e in range(5)]
+            numbers = {"choice": "", "curve": points, "looks": [], "steps": 8}
+            found.append(FinishedPiece({"piece": f"race-{name}", "seed": seed}, numbers))
+        return found
+
+    faster = [replace(piece, numbers=piece.numbers) for piece in build_runs(-4.0, -4.0)]
+    for piece in faster:
+        piece.numbers["curve"][2]["bound"] = -2.0
+    story = tell(Findings(SMALL, (*build_runs(-2.5, -2.25), *faster)))
+    assert "To -2.50" in story.sections[0].verdict
+    assert "takes 0.50 of its epochs and 0.50 of its seconds" in story.sections[0].verdict
 
 
 def test_a_whole_study_tells_its_story(tmp_path):
