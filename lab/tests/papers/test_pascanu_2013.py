@@ -61,6 +61,17 @@ def test_the_experiment_runs_to_its_report(name, data, monkeypatch, tmp_path):
     assert len(result.pairs) == len(ends) * (len(ends) - 1) // 2
 
 
+def test_one_choice_for_all_fisher_metrics_is_not_tuned():
+    race = find("pascanu_2013_restricted_mnist")
+    tuned = race.tasks(race.settings())[0].contestants
+    for choice in range(6):
+        among = race.tasks(race.settings(choice=choice))[0].contestants
+        assert [one.name for one in among] == [one.name for one in tuned if one.name.startswith("KL")]
+        assert all(one.grid == (tuned[1].grid[choice],) for one in among)
+    with pytest.raises(LabError, match="choice is 6, expected none or 0 to 5"):
+        race.settings(choice=6)
+
+
 def read_losses(folder):
     """Run -> training and test loss of every evaluation."""
     names = "step", "loss", "damping", "train_loss", "test_loss"
@@ -107,7 +118,7 @@ def test_full_is_the_paper_s_size_and_a_setting_overrides_it(name, paper):
     assert {key: getattr(full, key) for key in paper} == paper
     first = next(iter(paper))
     assert getattr(kind(full=True, **{first: 7}), first) == 7
-    assert all(value is not None for key, value in vars(kind()).items() if key != "threads")
+    assert all(value is not None for key, value in vars(kind()).items() if key not in ("threads", "choice"))
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from natgrad_lab.data import mnist
-from natgrad_lab.experiments.base import Contestant, Race, Task, pair_with_labels
+from natgrad_lab.experiments.base import Contestant, LabError, Race, Task, pair_with_labels
 from natgrad_lab.experiments.metric_data import draw_another_batch, draw_unlabelled
 from natgrad_lab.experiments.models import categorical_divergence, mistakes, perceptron
 from natgrad_lab.experiments.settings import fill, require_size
@@ -38,6 +38,14 @@ TABLE_1 = {  # training cross-entropy, test error
 }
 PAPER = {"hidden": 1500, "labelled": 10_000, "batch": 2500, "steps": 2000}
 REDUCED = {"hidden": 300, "labelled": 1000, "batch": 500, "steps": 100}
+POINTS = (  # of the Fisher metrics: rate and damping, constant or where Levenberg-Marquardt starts
+    (list_constant_choices, (0.1, 0.01)),
+    (list_constant_choices, (0.3, 0.1)),
+    (list_constant_choices, (1.0, 1.0)),
+    (list_adapted_choices, (5.0, 2.0)),
+    (list_adapted_choices, (1.0, 2.0)),
+    (list_adapted_choices, (1.0, 0.2)),
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class RestrictedMnistSettings:
     steps: int | None = None  # updates; MSGD takes 20 times as many
     products: int = 20  # with the metric per update, at most
     floor: float = 0.01  # of the damping under Levenberg-Marquardt; not given in the paper
+    choice: int | None = None  # races the Fisher metrics alone, all at this point of their grid (0 to 5), not tuned
     evaluations: int = 15  # at equal distances of updates
     looked_at: int = 10_000
     tuning_seed: int = 100
@@ -60,6 +69,8 @@ class RestrictedMnistSettings:
 
     def __post_init__(self) -> None:
         fill(self, PAPER if self.full else REDUCED)
+        if self.choice is not None and not 0 <= self.choice < len(POINTS):
+            raise LabError(f"choice is {self.choice}, expected none or 0 to {len(POINTS) - 1}")
 
 
 def tasks(settings: RestrictedMnistSettings) -> tuple[Task, ...]:
@@ -91,16 +102,20 @@ NOTE = (
 
 def contestants(settings: RestrictedMnistSettings, batch: int, steps: int) -> tuple[Contestant, ...]:
     """Six choices each; the Fisher metrics share theirs, so that only their data differ. The paper's are among them."""
-    points = [
-        *list_constant_choices(batch, (0.1, 0.01), (0.3, 0.1), (1.0, 1.0)),
-        *list_adapted_choices(batch, (5.0, 2.0), (1.0, 2.0), (1.0, 0.2)),
-    ]
+    points = [kind(batch, pair)[0] for kind, pair in POINTS]
     given = {"products": settings.products, "floor": settings.floor}
-    return (
-        msgd(max(1, batch // 10), (1.0, 2.0, 0.5, 0.2, 0.1, 0.05), 20 * steps),
+    if settings.choice is not None:
+        points = [points[settings.choice]]
+    fishers = (
         kullback(UNLABELLED, points, observes=draw_unlabelled(batch), **given),
         kullback(DIFFERENT, points, observes=draw_another_batch(batch), **given),
         kullback(SAME, points, **given),
+    )
+    if settings.choice is not None:
+        return fishers
+    return (
+        msgd(max(1, batch // 10), (1.0, 2.0, 0.5, 0.2, 0.1, 0.05), 20 * steps),
+        *fishers,
         covariance(
             list_constant_choices(batch, (5.0, 0.1), (1.0, 0.1), (0.2, 0.1), (1.0, 1.0), (0.2, 0.01), (0.05, 0.01))
         ),
