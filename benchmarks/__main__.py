@@ -19,6 +19,7 @@ from benchmarks import (
     iterative,
     kfac,
     learning,
+    policy_races,
     posterior_races,
     preconditioners,
     products,
@@ -234,6 +235,13 @@ def race_ground_states(choices: Choices) -> None:
     stream(title, rows, ground_states.HEADS)
 
 
+def race_policies(choices: Choices) -> None:
+    seeds = choices.seeds or range(5)
+    rows = policy_races.figures(seeds, choices.workloads, choices.methods, choices.steps or 100_000)
+    title = f"Returns, {list_seeds(seeds)}, mean ± standard deviation; kept in {policy_races.KNOWN}"
+    stream(title, rows, policy_races.HEADS)
+
+
 def race_posteriors(choices: Choices) -> None:
     seeds = choices.seeds or range(3)
     title = f"A normal q, {list_seeds(seeds)}, CPU seconds of one thread; kept in {posterior_races.KNOWN}"
@@ -291,6 +299,7 @@ RACES: dict[str, Callable[[Choices], None]] = {
     "residuals": residual_races,
     "ground-states": race_ground_states,
     "posteriors": race_posteriors,
+    "policy-races": race_policies,
 }
 """Minutes to hours: only where they are named."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,18 @@ def keep_result(file: Path, key: str, make: Callable[[], Any]) -> Any:
 
     file: JSON, one entry per key.
     """
-    known = json.loads(file.read_text()) if file.exists() else {}
-    if key not in known:
-        known[key] = make()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(known))
-    return known[key]
+    known = read_results(file)
+    if key in known:
+        return known[key]
+    found = make()
+    known = read_results(file) | {key: found}  # another process may have written meanwhile
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(known))
+    part.replace(file)
+    return found
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """All that is kept; nothing where there is no file."""
+    return json.loads(file.read_text()) if file.exists() else {}

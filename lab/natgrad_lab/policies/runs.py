@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-import natgrad as ng
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.settings import change_defaults
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 from natgrad_lab.policies import page
+from natgrad_lab.policies.players import NatgradPlayer, Peer, Player, PolicyChoice, learn_to_marks
 
 TUNING_SEED = 1000
-RECENT = 20
-"""Episodes that the training return is a mean of."""
 
 
 @dataclass(frozen=True)
@@ -56,110 +51,6 @@ class PolicyRaceSettings:
         except ValueError as error:
             raise LabError(f"marks is {self.marks}, expected numbers of steps such as 30000,100000") from error
         return [mark for mark in found if 0 < mark < steps] + [steps]
-
-
-@dataclass(frozen=True)
-class PolicyChoice:
-    """A setting: arguments of the contestant's own."""
-
-    words: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-class Player(Protocol):
-    """A contestant at work."""
-
-    @property
-    def batch(self) -> int:
-        """Steps per update."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """So far."""
-        ...
-
-    def update(self) -> None:
-        """Collect a batch and learn from it."""
-
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        """Actions without exploration, as the environment takes them."""
-        ...
-
-    def recent(self) -> float:
-        """Mean return of the last training episodes; NaN before the first."""
-        ...
-
-
-class NatgradPlayer:
-    """`ng.TRPO`."""
-
-    def __init__(self, settings: PolicyRaceSettings, choice: PolicyChoice, seed: int) -> None:
-        gym = gymnasium()
-        envs = [gym.make(settings.env) for _ in range(settings.envs)]
-        self.agent = ng.TRPO(None, envs, seed=seed, **choice.arguments)
-        self.batch, self.episodes = self.agent.batch, []
-
-    @property
-    def steps(self) -> int:
-        """So far."""
-        return self.agent.steps
-
-    def update(self) -> None:
-        """One update."""
-        self.agent.learn(1, progress=False)
-        assert self.agent.rollout is not None
-        self.episodes = [*self.episodes, *self.agent.rollout.episodes][-RECENT:]
-
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        """Likeliest actions."""
-        return self.agent.predict(observations)
-
-    def recent(self) -> float:
-        """Training return."""
-        return float(np.mean([one.ret for one in self.episodes])) if self.episodes else math.nan
-
-
-class Peer:
-    """TRPO of sb3-contrib. `total`: steps per update; `scaled`: observations and rewards by VecNormalize."""
-
-    def __init__(self, settings: PolicyRaceSettings, choice: PolicyChoice, seed: int) -> None:
-        from sb3_contrib import TRPO  # a peer, only where it is installed  # pyright: ignore[reportMissingImports]
-        from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
-        from stable_baselines3.common.vec_env import VecNormalize  # pyright: ignore[reportMissingImports]
-
-        arguments = dict(choice.arguments)
-        scaled, self.batch = arguments.pop("scaled", False), arguments.pop("total", 2048)
-        envs: Any = make_vec_env(settings.env, settings.envs, seed=seed)
-        self.scale: Any = VecNormalize(envs, gamma=arguments.get("gamma", 0.99)) if scaled else None
-        self.model: Any = TRPO(
-            "MlpPolicy",
-            envs if self.scale is None else self.scale,
-            n_steps=self.batch // settings.envs,
-            seed=seed,
-            device=settings.device,
-            stats_window_size=RECENT,
-            **arguments,
-        )
-
-    @property
-    def steps(self) -> int:
-        """So far."""
-        return self.model.num_timesteps
-
-    def update(self) -> None:
-        """One update."""
-        self.model.learn(self.batch, reset_num_timesteps=self.steps == 0)
-
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        """Likeliest actions."""
-        seen = observations if self.scale is None else self.scale.normalize_obs(observations)
-        return self.model.predict(seen, deterministic=True)[0]
-
-    def recent(self) -> float:
-        """Training return, of the rewards as they came."""
-        found = [one["r"] for one in self.model.ep_info_buffer or ()]
-        return float(np.mean(found)) if found else math.nan
 
 
 @dataclass(frozen=True)
@@ -246,7 +137,7 @@ class PolicyTuning:
 
     def __call__(self, run: StudyRun) -> Numbers:
         player = self.contestant.build(run.settings, self.choice, TUNING_SEED)
-        *_, last = learn_to_marks(player, run, [run.settings.tuning])
+        *_, last = learn_to_marks(player, run.settings, [run.settings.tuning], run.advance)
         return {"choice": self.choice.words, **last}
 
 
@@ -261,7 +152,7 @@ class PolicyRace:
         tuned = [run.earlier[f"tune-{self.contestant.name}-{i}"] for i in range(len(choices))]
         best = max(range(len(tuned)), key=lambda i: judge_tuning_run(tuned[i]))
         player = self.contestant.build(run.settings, choices[best], run.seed)
-        curve = list(learn_to_marks(player, run, run.settings.looks(run.settings.steps)))
+        curve = list(learn_to_marks(player, run.settings, run.settings.looks(run.settings.steps), run.advance))
         return {"choice": choices[best].words, "batch": player.batch, "curve": curve}
 
 
@@ -269,50 +160,6 @@ def judge_tuning_run(tuned: Numbers) -> float:
     """What a tuning run is worth: its last look, and the training return where looks are equal."""
     test, train = (-math.inf if tuned[key] is None else tuned[key] for key in ("test", "train"))
     return test + 1e-3 * max(train, -1e6)
-
-
-def learn_to_marks(player: Player, run: StudyRun, marks: list[int]) -> Iterator[Numbers]:
-    """Learn, and look at the last update before each mark: no more steps are taken than the mark says."""
-    seconds, updates = [], 0
-    for mark in marks:
-        while player.steps + player.batch <= mark:
-            run.advance(player.steps / marks[-1])
-            start = time.perf_counter()
-            player.update()
-            seconds.append(time.perf_counter() - start)
-            updates += 1
-        returns = look(player, run.settings)
-        yield {
-            "steps": player.steps,
-            "mark": mark,
-            "test": float(np.mean(returns)),
-            "train": player.recent(),
-            "seconds": sum(seconds),
-            "update": float(np.median(seconds)) if seconds else math.nan,
-        }
-
-
-def look(player: Player, settings: PolicyRaceSettings) -> list[float]:
-    """Returns of whole episodes without exploration, one from each of the same beginnings for everybody."""
-    envs = [gymnasium().make(settings.env) for _ in range(settings.episodes)]
-    observations = np.stack([env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)])
-    returns, going = np.zeros(len(envs)), np.ones(len(envs), dtype=bool)
-    while going.any():
-        actions = player.act(observations)
-        for i in np.flatnonzero(going):
-            observations[i], reward, terminated, truncated, _ = envs[i].step(actions[i])
-            returns[i] += float(reward)
-            going[i] = not (terminated or truncated)
-    return returns.tolist()
-
-
-def gymnasium() -> Any:
-    """The package. LabError where it is missing."""
-    try:
-        import gymnasium as found  # an extra
-    except ImportError as error:
-        raise LabError("these experiments need gymnasium: pip install gymnasium") from error
-    return found
 
 
 def study(name: str, env: str, summary: str, **defaults: Any) -> Study:

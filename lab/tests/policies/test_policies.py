@@ -17,17 +17,8 @@ from natgrad_lab.experiments import execute
 from natgrad_lab.experiments.study import findings
 from natgrad_lab.figures import draw
 from natgrad_lab.policies.page import at, tell
-from natgrad_lab.policies.runs import (
-    CHOICES,
-    PENDULUM,
-    NatgradPlayer,
-    PolicyChoice,
-    PolicyRace,
-    PolicyRaceSettings,
-    PolicyTuning,
-    learn_to_marks,
-    look,
-)
+from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, learn_to_marks, look
+from natgrad_lab.policies.runs import CHOICES, PENDULUM, PolicyRace, PolicyRaceSettings, PolicyTuning
 
 SMALL = replace(PENDULUM.settings(), steps=200, tuning=100, envs=2, marks="150", episodes=1, peers=False)
 QUICK = PolicyChoice("quick", {"batch": 64, "critic_epochs": 1})
@@ -58,7 +49,7 @@ def test_all_contestants_have_as_many_settings():
 def test_a_player_never_acts_more_than_the_mark_says():
     player = NatgradPlayer(SMALL, QUICK, 0)
     assert math.isnan(player.recent())
-    looks = list(learn_to_marks(player, StudyRun(SMALL), [100, 150, 300]))
+    looks = list(learn_to_marks(player, SMALL, [100, 150, 300]))
     assert [one["steps"] for one in looks] == [64, 128, 256]
     assert [one["mark"] for one in looks] == [100, 150, 300]
     assert looks[0]["seconds"] < looks[2]["seconds"]
@@ -97,8 +88,6 @@ def test_the_best_setting_races():
 
 def test_the_peer_plays_by_the_same_rules():
     pytest.importorskip("sb3_contrib")
-    player = runs.Peer(
-        SMALL, PolicyChoice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0
-    )
-    looks = list(learn_to_marks(player, StudyRun(SMALL), [64, 200]))
+    player = Peer(SMALL, PolicyChoice("zoo", {"total": 64, "batch_size": 64, "n_critic_updates": 1, "scaled": True}), 0)
+    looks = list(learn_to_marks(player, SMALL, [64, 200]))
     assert [one["steps"] for one in looks] == [64, 192]

@@ -1,0 +1,125 @@
+"""TRPO on MuJoCo's tasks: `ng.TRPO` beside sb3-contrib's, from the same seeds, judged by the same episodes.
+
+Both have two tanh layers of 64 for the policy and as many for the critic, and act in two environments at a time.
+sb3-contrib has what its own collection, rl-baselines3-zoo, says of these tasks: observations and rewards scaled, 2048
+steps per update, 25 CG steps with damping .1, 20 passes of the critic, and a radius of .01, on HalfCheetah .04. A look
+is 20 episodes without exploration. Seconds are CPU seconds of one thread, collecting and learning, looks left out.
+mujoco and sb3-contrib are no packages that the benchmarks install: where one lacks, a row says what to install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kept_results import keep_result
+from benchmarks.variants import check_names
+from natgrad.progress import Progress
+from natgrad_lab.policies.players import NatgradPlayer, Peer, PolicyChoice, Scene, learn_to_marks
+
+KNOWN = Path("build/benchmarks/policies.json")
+HEADS = ("without exploration", "lowest to highest", "while training", "CPU seconds")
+MARKS = (30_000, 100_000, 200_000, 300_000)
+MISSING = {
+    "mujoco": 'pip install mujoco "gymnasium[mujoco]"',
+    "sb3_contrib": "pip install sb3-contrib",
+}
+ZOO: dict[str, Any] = {
+    "total": 2048,
+    "scaled": True,
+    "batch_size": 128,
+    "cg_max_steps": 25,
+    "cg_damping": 0.1,
+    "n_critic_updates": 20,
+    "learning_rate": 1e-3,
+}
+PLAYERS = {"ng.TRPO": NatgradPlayer, "sb3-contrib": Peer}
+
+
+@dataclass(frozen=True)
+class PolicyTask:
+    """An environment, and with which settings each side plays there.
+
+    Args:
+        env: Its name in gymnasium.
+        choices: Of every side.
+        envs: How many run at a time.
+        episodes: Of a look.
+        device: Of the networks.
+    """
+
+    env: str
+    choices: dict[str, PolicyChoice]
+    envs: int = 2
+    episodes: int = 20
+    device: str = "cpu"
+
+
+def against_zoo(env: str, ours: PolicyChoice = PolicyChoice("defaults"), **theirs: Any) -> PolicyTask:
+    """Our setting beside that of rl-baselines3-zoo.
+
+    env: its name in gymnasium.
+    ours: our setting.
+    theirs: what the zoo has otherwise there than on the other tasks.
+    """
+    return PolicyTask(env, {"ng.TRPO": ours, "sb3-contrib": PolicyChoice("zoo", ZOO | theirs)})
+
+
+TASKS = {
+    "pendulum": against_zoo("InvertedPendulum-v5"),
+    "hopper": against_zoo("Hopper-v5"),
+    "cheetah": against_zoo("HalfCheetah-v5", target_kl=0.04),
+    "walker": against_zoo("Walker2d-v5"),
+}
+
+
+def figures(seeds: range, names: Sequence[str], methods: Sequence[str], steps: int) -> Iterator[tuple[str, ...]]:
+    """A row per task, contestant and mark, as soon as all seeds are there."""
+    check_names("tasks", names, TASKS)
+    check_names("methods", methods, PLAYERS)
+    if find_spec("mujoco") is None:
+        yield "all tasks", MISSING["mujoco"], "", "", ""
+        return
+    for name in names or TASKS:
+        for method in methods or PLAYERS:
+            title = f"{TASKS[name].env}, {method}"
+            if method == "sb3-contrib" and find_spec("sb3_contrib") is None:
+                yield title, MISSING["sb3_contrib"], "", "", ""
+                continue
+            curves = [keep_run(name, method, seed, steps) for seed in seeds]
+            for looks in zip(*curves, strict=True):
+                yield write_looks(f"{title}, {TASKS[name].choices[method].words}, {looks[0]['mark']:,} steps", looks)
+
+
+def keep_run(name: str, method: str, seed: int, steps: int) -> list[dict[str, Any]]:
+    """What one contestant showed at the marks; from the file where it is known."""
+    choice = TASKS[name].choices[method]
+    key = f"{TASKS[name].env} {method} {choice.words} {choice.arguments} seed {seed} steps {steps}"
+    return keep_result(KNOWN, key, lambda: run(TASKS[name], method, seed, steps))
+
+
+def run(task: PolicyTask, method: str, seed: int, steps: int) -> list[dict[str, Any]]:
+    """Learn from one seed, and look at the marks up to so many steps."""
+    scene: Scene = task
+    marks = [mark for mark in MARKS if mark < steps] + [steps]
+    player = PLAYERS[method](scene, task.choices[method], seed)
+    with Progress(f"steps of {method} on {task.env}, seed {seed}", steps, None) as shown:
+        found = learn_to_marks(player, scene, marks, lambda share: shown.update(round(share * steps), {}))
+        return [dict(look) for look in found]
+
+
+def write_looks(title: str, looks: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Mean and standard deviation over seeds, with the lowest and the highest one."""
+    test, train, seconds = ([look[key] for look in looks] for key in ("test", "train", "seconds"))
+    extremes = f"{min(test):.0f} to {max(test):.0f}"
+    return title, write_spread(test), extremes, write_spread(train), f"{np.mean(seconds):.1f}"
+
+
+def write_spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation."""
+    return f"{np.mean(values):.0f}" + (f" ± {np.std(values, ddof=1):.0f}" if len(values) > 1 else "")
