@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from natgrad.applications.policy.acting import prepare_acting
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.environments import Environments, Episode
 from natgrad.applications.policy.normalise import ObservationScale, RewardScale
@@ -87,29 +87,31 @@ def collect(
     observations = worlds.start(seed)
     if fresh:
         scale.learn(observations)
-    count = 0
+    count, act = 0, prepare_acting(actor)
 
     def scale_states(values: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(scale(values))).to(like.device, like.dtype)
 
     while count < size or not worlds.patient:
         states = scale_states(observations)
-        rows = run_detached(partial(actor, states))
+        rows = act(states)
         if not all_finite(rows):
             raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
         draws = actor.head.draw(rows, generator)
         stepped = worlds.step(actor.head.actions(draws))
-        time, last = len(kept.states), count + int(stepped.valid.sum()) >= size and worlds.patient
-        for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~stepped.is_over)):
-            kept.ends[time, int(i)] = scale_states(stepped.successors[i : i + 1])
+        over = stepped.is_over
+        time, count = len(kept.states), count + int(np.count_nonzero(stepped.valid))
+        last = count >= size and worlds.patient
+        if last or over.any():
+            for i in np.flatnonzero((stepped.truncated & ~stepped.terminated) | (last & ~over)):
+                kept.ends[time, int(i)] = scale_states(stepped.successors[i : i + 1])
         kept.states.append(states)
         kept.draws.append(draws)
         kept.rows.append(rows)
         kept.rewards.append(stepped.rewards)
         kept.terminated.append(stepped.terminated)
-        kept.ended.append(stepped.is_over)
+        kept.ended.append(over)
         kept.valid.append(stepped.valid)
-        count += int(stepped.valid.sum())
         observations = stepped.following
         scale.learn(observations)
     return kept
