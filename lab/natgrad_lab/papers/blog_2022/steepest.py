@@ -144,7 +144,7 @@ def find_lowest(place: TwoParameters, nats: float) -> Tensor:
         place: The centre.
         nats: Of the ball.
     """
-    found, directions = place.natural, circle()
+    found = torch.tensor([1.0, 0.0], dtype=torch.float64)  # any way: the first fan goes all round
     for width in (1.0, 1e-2, 1e-4):  # of the fan of directions around the best so far
         axis = -found / found.norm()
         turned = torch.stack([-axis[1], axis[0]])

@@ -1,0 +1,343 @@
+"""The report's three claims and its figures 2 and 3, from the records of `ang_2020_cifar`.
+
+`python -m natgrad_lab.papers.ang_2020.page runs/ang_2020_cifar docs/images` draws the pictures of the page and prints
+its tables. Several folders may be given, such as one per network.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from natgrad_lab.experiments.records import Folder, Record
+from natgrad_lab.figures import DASHES, INK, PALETTE, draw, put_legend_below, put_title, save
+
+NAMES = ("K-FAC", "Kaldi-style", "diagonal", "SGD-momentum", "Adam")
+NETWORKS = {"densenet": "DenseNet", "wide_resnet": "WideResNet"}
+SHARE = 0.95  # of tuned SGD's best precision, which the others are to reach
+SMOOTHED = 15  # batches, whose mean the loss of a step is
+QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's t, two sides, 95 %, by the number of seeds
+
+Runs = Mapping[str, Sequence[Record]]
+"""Contestant -> its runs from all seeds, in the order of the seeds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number of every seed.
+
+    Args:
+        values: One per seed; nan where the run never came there.
+    """
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds, nan where one is missing."""
+        return float(np.mean(self.values))
+
+    @property
+    def half(self) -> float:
+        """Half of the 95 % interval by Student's t; nan for a single seed."""
+        count = len(self.values)
+        if count < 2:
+            return float("nan")
+        return QUANTILES.get(count, 2.6) * float(np.std(self.values, ddof=1)) / count**0.5
+
+    def show(self, digits: int) -> str:
+        """The mean and its interval, "never" where a run did not come there.
+
+        Args:
+            digits: Behind the point.
+        """
+        if np.isnan(self.mean):
+            there = sum(not np.isnan(value) for value in self.values)
+            return f"{there} of {len(self.values)}"
+        return f"{self.mean:.{digits}f} ± {self.half:.{digits}f}"
+
+
+def collect(folders: Sequence[Path]) -> dict[str, Runs]:
+    """Network -> contestant -> runs of the race, those seeds that every contestant has finished.
+
+    Args:
+        folders: That `natgrad run ang_2020_cifar` wrote.
+    """
+    found: dict[str, dict[str, dict[int, Record]]] = {}
+    for folder in folders:
+        for record in Folder(folder).read_all():
+            header = record.header
+            if header["phase"] == "race":
+                found.setdefault(header["task"], {}).setdefault(header["contestant"], {})[header["seed"]] = record
+    whole: dict[str, Runs] = {}
+    for network, runs in found.items():
+        seeds = sorted(set.intersection(*(set(by_seed) for by_seed in runs.values())))
+        names = [name for name in NAMES if name in runs] + [name for name in runs if name not in NAMES]
+        whole[network] = {name: [runs[name][seed] for seed in seeds] for name in names}
+    return whole
+
+
+def read_evaluations(record: Record, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, seconds and the values of that name, of the rows that have it.
+
+    Args:
+        record: A run.
+        name: Such as "test_precision".
+    """
+    rows = [row for row in record.rows if row.get(name) is not None]
+    return tuple(np.array([row[key] for row in rows], float) for key in ("step", "seconds", name))  # type: ignore[return-value]
+
+
+def smooth_losses(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, seconds and the running mean over the last `SMOOTHED` batches' losses.
+
+    Args:
+        record: A run.
+    """
+    step, seconds, loss = read_evaluations(record, "loss")
+    sums = np.concatenate([[0.0], loss.cumsum()])
+    first = np.maximum(np.arange(len(loss)) + 1 - SMOOTHED, 0)
+    return step, seconds, (sums[1:] - sums[first]) / (np.arange(len(loss)) + 1 - first)
+
+
+def reach(steps: np.ndarray, values: np.ndarray, level: float) -> float:
+    """The first step at which the values come to a level from below, between two by a straight line; nan if never.
+
+    Args:
+        steps: Shape (k,).
+        values: Shape (k,).
+        level: To be reached.
+    """
+    above = np.flatnonzero(values >= level)
+    if not len(above):
+        return float("nan")
+    place = above[0]
+    if not place:
+        return float(steps[0])
+    share = (level - values[place - 1]) / (values[place] - values[place - 1])
+    return float(steps[place - 1] + share * (steps[place] - steps[place - 1]))
+
+
+def find_precision(record: Record, level: float) -> float:
+    """The update at which the precision on test images comes to a level; nan if never.
+
+    Args:
+        record: A run.
+        level: Of the precision.
+    """
+    steps, _, values = read_evaluations(record, "test_precision")
+    return reach(steps, values, level)
+
+
+def find_loss(record: Record, level: float) -> float:
+    """The update at which the smoothed loss of the batches comes down to a level; nan if never.
+
+    Args:
+        record: A run.
+        level: In nats.
+    """
+    steps, _, values = smooth_losses(record)
+    return reach(steps, -values, -level)
+
+
+def measure(runs: Runs) -> dict[str, dict[str, Measured]]:
+    """Contestant -> what the claims ask -> its numbers.
+
+    Args:
+        runs: Of one network.
+    """
+    plain = runs["SGD-momentum"]
+    best = [SHARE * read_evaluations(record, "test_precision")[2].max() for record in plain]
+    losses = [smooth_losses(record)[2][-1] for record in plain]
+    asked: dict[str, Callable[[int, Record], float]] = {
+        "precision": lambda _, record: read_evaluations(record, "test_precision")[2][-1],
+        "best precision": lambda _, record: read_evaluations(record, "test_precision")[2].max(),
+        "updates to the precision": lambda i, record: find_precision(record, best[i]),
+        "updates to the loss": lambda i, record: find_loss(record, losses[i]),
+        "batch loss": lambda _, record: smooth_losses(record)[2][-1],
+        "test loss": lambda _, record: read_evaluations(record, "test_loss")[2][-1],
+        "seconds": lambda _, record: record.end["seconds"],
+        "time of a step": lambda i, record: record.end["seconds"] / plain[i].end["seconds"],
+    }
+    return {
+        name: {key: Measured(tuple(ask(i, one) for i, one in enumerate(records))) for key, ask in asked.items()}
+        for name, records in runs.items()
+    }
+
+
+def subtract(one: Measured, other: Measured) -> Measured:
+    """Seed by seed.
+
+    Args:
+        one: The minuend.
+        other: The subtrahend.
+    """
+    return Measured(tuple(a - b for a, b in zip(one.values, other.values, strict=True)))
+
+
+def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
+    """Precision and loss against updates and seconds: means over the seeds, and their range.
+
+    Args:
+        runs: Of one network.
+        title: Of the picture.
+        figure: Empty.
+    """
+    panels = figure.subplots(2, 2, sharey="row")
+    for number, (name, records) in enumerate(runs.items()):
+        look = {"color": PALETTE[number], "linestyle": DASHES[number], "label": name}
+        precisions = [read_evaluations(record, "test_precision") for record in records]
+        losses = [smooth_losses(record) for record in records]
+        for row, parts in zip(panels, (precisions, losses), strict=True):
+            for column, axes in enumerate(row):
+                draw_range(axes, [part[column] for part in parts], [part[2] for part in parts], look)
+    panels[0][0].set_ylabel("precision on test images")
+    panels[1][0].set_ylabel(f"loss of {SMOOTHED} batches, nats")
+    panels[1][0].set_yscale("log")
+    panels[1][0].set_xlabel("updates")
+    panels[1][1].set_xlabel("CPU seconds")
+    put_legend_below(figure, panels[0][0], columns=len(runs))
+    put_title(figure, title)
+
+
+def draw_range(axes: Axes, x: Sequence[np.ndarray], y: Sequence[np.ndarray], look: dict[str, object]) -> None:
+    """The mean of some curves, and the range between the lowest and the highest.
+
+    Args:
+        axes: Where.
+        x: Of each curve, shape (k,); their mean is drawn.
+        y: Of each curve, shape (k,).
+        look: Of the line.
+    """
+    across, curves = np.mean(x, axis=0), np.array(y)
+    axes.plot(across, curves.mean(0), **look)  # type: ignore[arg-type]
+    axes.fill_between(across, curves.min(0), curves.max(0), color=look["color"], alpha=0.15, linewidth=0)  # type: ignore[arg-type]
+    axes.grid(axis="y")
+
+
+CLAIMS = (  # the number that decides what section 2.4 says, and the places that it gives, low to high
+    (
+        "Updates to tuned SGD's precision",
+        "updates to the precision",
+        {"Kaldi-style": 0, "SGD-momentum": 1, "Adam": 1},
+    ),
+    ("Time of an update, SGD's = 1", "time of a step", {"Kaldi-style": 1, "SGD-momentum": 0, "Adam": 0}),
+    ("Precision at the end", "precision", {"Kaldi-style": 1, "diagonal": 0, "Adam": 0}),
+)
+
+
+def fill_claims(found: Mapping[str, Mapping[str, Mapping[str, Measured]]], figure: Figure) -> None:
+    """A row per claim: the report's order on the left, our numbers of each network beside it.
+
+    Args:
+        found: Network -> what `measure` gave.
+        figure: Empty.
+    """
+    grid = figure.subplots(len(CLAIMS), 1 + len(found), squeeze=False)
+    for row, (title, key, places) in zip(grid, CLAIMS, strict=True):
+        draw_order(row[0], places)
+        row[0].set_title(title, loc="left", fontsize=10)
+        for axes, (_, measured) in zip(row[1:], found.items(), strict=True):
+            draw_numbers(axes, {name: numbers[key] for name, numbers in measured.items() if name in NAMES})
+    grid[-1][0].set_xlabel("the report says\n(no numbers)")
+    for axes, network in zip(grid[-1][1:], found, strict=True):
+        axes.set_xlabel(f"ours: {NETWORKS.get(network, network)}")
+    put_title(
+        figure, "Ang 2020, section 2.4: classifiers on CIFAR-10, the report's words and our numbers with 95 % intervals"
+    )
+
+
+def draw_order(axes: Axes, places: Mapping[str, int]) -> None:
+    """Contestants in the order of the report, on an axis without numbers.
+
+    Args:
+        axes: Where.
+        places: Contestant -> its place, equal where the report does not tell them apart.
+    """
+    for height, name in enumerate(NAMES):
+        if name in places:
+            axes.plot(places[name], height, "o", color=PALETTE[1])
+        else:
+            axes.annotate("not said", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+    ends = min(places.values()), max(places.values())
+    axes.set(xlim=(ends[0] - 0.6, ends[1] + 0.6), ylim=(len(NAMES) - 0.5, -0.6))
+    axes.set_xticks(ends, ["less", "more"], fontsize=8)
+    axes.set_yticks(range(len(NAMES)), NAMES, fontsize=9)
+    axes.grid(axis="x")
+
+
+def draw_numbers(axes: Axes, numbers: Mapping[str, Measured]) -> None:
+    """Our means with their intervals, and the seeds as small points.
+
+    Args:
+        axes: Where.
+        numbers: Contestant -> its numbers.
+    """
+    for height, name in enumerate(NAMES):
+        if name not in numbers:
+            continue
+        values = [value for value in numbers[name].values if not np.isnan(value)]
+        axes.plot(values, [height] * len(values), ".", color=INK, markersize=3)
+        if len(values) < len(numbers[name].values):
+            said = f"{len(values)} of {len(numbers[name].values)}"
+            axes.annotate(said, (0.98, height), xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=8)
+            continue
+        half = 0.0 if np.isnan(numbers[name].half) else numbers[name].half
+        axes.errorbar(numbers[name].mean, height, xerr=half, fmt="o", color=PALETTE[0], capsize=3)
+    axes.set_ylim(len(NAMES) - 0.5, -0.6)
+    axes.set_yticks(range(len(NAMES)), [""] * len(NAMES))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x")
+
+
+def list_lines(found: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> list[str]:
+    """The tables of the page and the differences that decide the claims.
+
+    Args:
+        found: Network -> what `measure` gave.
+    """
+    digits = {"updates to the precision": 0, "updates to the loss": 0, "seconds": 1, "time of a step": 2}
+    lines = []
+    for network, measured in found.items():
+        keys = list(next(iter(measured.values())))
+        lines += ["", f"{network}: " + " | ".join(keys)]
+        for name, numbers in measured.items():
+            lines.append(f"| {name} | " + " | ".join(numbers[key].show(digits.get(key, 3)) for key in keys) + " |")
+        for other in ("K-FAC", "Kaldi-style", "SGD-momentum", "Adam"):
+            for name in ("K-FAC", "Kaldi-style", "diagonal"):
+                if name != other and name in measured and other in measured:
+                    gap = subtract(measured[name]["precision"], measured[other]["precision"])
+                    lines.append(f"precision, {name} less {other}: {gap.show(3)}")
+    return lines
+
+
+def draw_all(folders: Sequence[Path], images: Path) -> list[str]:
+    """Write the PNGs of the page; the lines of its tables.
+
+    Args:
+        folders: Of the records.
+        images: Where to.
+    """
+    runs = collect(folders)
+    found = {network: measure(of) for network, of in runs.items()}
+    pictures = {"ang_claims": draw(partial(fill_claims, found), (8.4, 6.2))}
+    for network, of in runs.items():
+        seeds = len(next(iter(of.values())))
+        title = f"{NETWORKS.get(network, network)} on CIFAR-10: mean and range, seeds: {seeds}"
+        pictures[f"ang_{network}"] = draw(partial(fill_curves, of, title), (8.4, 6.2))
+    for name, figure in pictures.items():
+        save(figure, images / name)
+        (images / f"{name}.svg").unlink()
+    return list_lines(found)
+
+
+if __name__ == "__main__":
+    *given, target = map(Path, sys.argv[1:])
+    sys.stdout.write("\n".join(draw_all(given, target)) + "\n")

@@ -1,0 +1,86 @@
+"""Figures 2 and 3 of Ang's report: the experiment on synthetic images, the numbers of its claims, its pictures."""
+
+import math
+
+import numpy as np
+import pytest
+
+from natgrad_lab.experiments import execute, find
+from natgrad_lab.papers.ang_2020.page import (
+    CLAIMS,
+    NAMES,
+    Measured,
+    collect,
+    draw_all,
+    find_loss,
+    measure,
+    reach,
+    smooth_losses,
+    subtract,
+)
+
+TINY = {"images": 32, "batch": 16, "side": 8, "epochs": 2, "dense_depth": 7, "growth": 2, "evaluations": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A race of four updates, DenseNet alone, two seeds."""
+    place, rng = tmp_path_factory.mktemp("ang"), np.random.default_rng(0)
+    parts = {
+        f"x_{part}": rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8) for part, n in (("train", 40), ("test", 20))
+    }
+    labels = {f"y_{part}": np.arange(n, dtype=np.uint8) % 10 for part, n in (("train", 40), ("test", 20))}
+    np.savez(place / "cifar10_subset.npz", **parts, **labels, class_names=np.array([f"class {i}" for i in range(10)]))
+    race = find("ang_2020_cifar")
+    settings = race.settings(**TINY, looked_at=20, networks="densenet", threads=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NATGRAD_DATA", str(place))
+        execute(race, settings, [0, 1], place / "runs")
+    return place / "runs"
+
+
+def test_all_contestants_of_all_seeds_are_measured(folder):
+    found = collect([folder])
+    assert list(found) == ["densenet"]
+    assert list(found["densenet"]) == list(NAMES)
+    numbers = measure(found["densenet"])
+    assert {key for _, key, _ in CLAIMS} <= set(numbers["K-FAC"])
+    assert all(len(one.values) == 2 for of in numbers.values() for one in of.values())
+    assert numbers["SGD-momentum"]["time of a step"].values == (1.0, 1.0)
+
+
+def test_a_seed_that_somebody_has_not_finished_does_not_count(folder, tmp_path):
+    (tmp_path / "records").mkdir()
+    for path in (folder / "records").glob("*.jsonl"):
+        if "k-fac.seed-1" not in path.name:
+            (tmp_path / "records" / path.name).write_text(path.read_text())
+    assert {len(runs) for runs in collect([tmp_path])["densenet"].values()} == {1}
+
+
+def test_pictures_and_tables_are_written(folder, tmp_path):
+    lines = draw_all([folder], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"ang_claims.png", "ang_densenet.png"}
+    assert sum(line.startswith("| ") for line in lines) == len(NAMES)
+
+
+def test_a_level_is_reached_on_the_straight_line_between_two_evaluations():
+    steps = np.array([0.0, 10.0, 20.0])
+    assert reach(steps, np.array([0.1, 0.2, 0.4]), 0.3) == pytest.approx(15)
+    assert reach(steps, np.array([0.5, 0.2, 0.4]), 0.3) == 0
+    assert math.isnan(reach(steps, np.array([0.1, 0.2, 0.25]), 0.3))
+
+
+def test_losses_are_means_of_the_last_batches(folder):
+    record = collect([folder])["densenet"]["Adam"][0]
+    _, _, smooth = smooth_losses(record)
+    losses = [row["loss"] for row in record.rows if "loss" in row]
+    assert smooth == pytest.approx(np.cumsum(losses) / np.arange(1, len(losses) + 1))
+    assert find_loss(record, max(losses) + 1) == 1
+
+
+def test_an_interval_is_that_of_student():
+    one = Measured((1.0, 2.0, 3.0))
+    assert (one.mean, one.half) == (2.0, pytest.approx(4.303 / 3**0.5, rel=1e-3))
+    assert one.show(1) == "2.0 ± 2.5"
+    assert subtract(one, Measured((1.0, 1.0, 1.0))).values == (0.0, 1.0, 2.0)
+    assert Measured((1.0, float("nan"), 2.0)).show(1) == "2 of 3"
