@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from natgrad.applications.boltzmann import Boltzmann
 from natgrad.checks import check_integer
-from natgrad.lapack import eigh
+from natgrad.lapack import eigh, require_inverse
 from natgrad.metrics import Metric, RatioMetric
 from natgrad.operators import Operator
 from natgrad.pure import RandomState, unwrap_examples
@@ -31,6 +32,8 @@ class PairPreconditioner(Preconditioner):
     Args:
         machine: Whose metric it is.
         every: Steps between eigendecompositions, O(N^3) each.
+        by_rows: True solves every row as if it were free, W D C = S / 2, and takes the symmetric part: one (N, N)
+            product and an inverse in place of four and an eigendecomposition.
 
     Raises:
         TypeError: If the machine is no `Boltzmann`.
@@ -39,6 +42,7 @@ class PairPreconditioner(Preconditioner):
 
     machine: Boltzmann
     every: int = 10
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.machine, Boltzmann):
@@ -52,7 +56,7 @@ class PairPreconditioner(Preconditioner):
         params: Params,
         inputs: Any,
         damping: float,
-        operator: Operator,
+        operator: Operator | None,
         random: RandomState | None = None,
     ) -> tuple[Operator, Memory]:
         """The preconditioner of a step, and what is kept for the next one.
@@ -75,6 +79,8 @@ class PairPreconditioner(Preconditioner):
         if not memory or age % self.every == 0:
             memory = self._factors(metric, params, unwrap_examples(inputs), damping)
         memory = {**memory, "age": age + 1}
+        if self.by_rows:
+            return RowInverse(self.machine, params, *(memory[name] for name in ("weights", "mean", "inverse"))), memory
         kept = (memory[name] for name in ("weights", "mean", "values", "vectors"))
         return PairInverse(self.machine, params, *kept), memory
 
@@ -87,6 +93,9 @@ class PairPreconditioner(Preconditioner):
             mean = v.mean(0)
             covariance = (v - mean).mT @ (v - mean) / len(v)
             weights, covariance = add_split_damping(weights, covariance, damping)
+            if self.by_rows:
+                inverse = require_inverse(covariance, "the units' covariance has no inverse: give a larger damping")
+                return {"weights": weights, "mean": mean, "inverse": inverse}
             scale = weights.rsqrt()
             values, vectors = eigh(scale.unsqueeze(1) * covariance * scale)
         return {"weights": weights, "mean": mean, "values": values.clamp(min=0), "vectors": vectors}
@@ -107,8 +116,40 @@ def add_split_damping(weights: Tensor, covariance: Tensor, damping: float) -> tu
     return weights + root * pi, shifted
 
 
-class PairInverse(Operator):
-    """g -> d: biases by 1 / W, couplings by the solution of W D C + C D W = S off the diagonal, both centred.
+class CentredInverse(Operator):
+    """g -> d: biases by 1 / W, couplings by `solve` off the diagonal, both centred.
+
+    Args:
+        machine: Whose parameters are meant.
+        params: h and J.
+        weights: The diagonal of W, shape (N,).
+        mean: Of v, shape (N,).
+    """
+
+    def __init__(self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor) -> None:
+        self.machine, self.space = machine, Space(params)
+        self.weights, self.mean = weights, mean
+        self.size, self.dtype, self.device = self.space.size, weights.dtype, weights.device
+
+    def mv(self, vector: Tensor) -> Tensor:
+        parts = self.space.unflatten(vector)
+        h, couplings = parts["h"], self.machine.matrix(parts)
+        centred = couplings - torch.outer(h, self.mean) - torch.outer(self.mean, h)
+        solved = self.solve(centred.fill_diagonal_(0.0)).fill_diagonal_(0.0)
+        found = {"h": h / self.weights - solved @ self.mean, "J": self.machine.pairs(solved)}
+        return self.space.flatten({name: found[name] for name in parts})
+
+    @abstractmethod
+    def solve(self, right: Tensor) -> Tensor:
+        """D of a symmetric S, (N, N) both; the diagonal does not count.
+
+        Args:
+            right: S.
+        """
+
+
+class PairInverse(CentredInverse):
+    """D of W D C + C D W = S, from the eigenvectors of W^-1/2 C W^-1/2.
 
     Args:
         machine: Whose parameters are meant.
@@ -122,20 +163,31 @@ class PairInverse(Operator):
     def __init__(
         self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor, values: Tensor, vectors: Tensor
     ) -> None:
-        self.machine, self.space = machine, Space(params)
-        self.weights, self.mean, self.values, self.vectors = weights, mean, values, vectors
-        self.size, self.dtype, self.device = self.space.size, weights.dtype, weights.device
+        super().__init__(machine, params, weights, mean)
+        self.values, self.vectors = values, vectors
 
-    def mv(self, vector: Tensor) -> Tensor:
-        parts = self.space.unflatten(vector)
-        h, couplings = parts["h"], self.machine.matrix(parts)
-        centred = couplings - torch.outer(h, self.mean) - torch.outer(self.mean, h)
-        solved = self._lyapunov(centred.fill_diagonal_(0.0)).fill_diagonal_(0.0)
-        found = {"h": h / self.weights - solved @ self.mean, "J": self.machine.pairs(solved)}
-        return self.space.flatten({name: found[name] for name in parts})
-
-    def _lyapunov(self, right: Tensor) -> Tensor:
+    def solve(self, right: Tensor) -> Tensor:
         scale, vectors = self.weights.rsqrt(), self.vectors
         rotated = vectors.mT @ (scale.unsqueeze(1) * right * scale) @ vectors
         solved = vectors @ (rotated / (self.values.unsqueeze(1) + self.values)) @ vectors.mT
         return scale.unsqueeze(1) * solved * scale
+
+
+class RowInverse(CentredInverse):
+    """The symmetric part of W^-1 S C^-1 / 2: every row solved as if the couplings were not symmetric.
+
+    Args:
+        machine: Whose parameters are meant.
+        params: h and J.
+        weights: The diagonal of W, shape (N,).
+        mean: Of v, shape (N,).
+        inverse: C^-1, shape (N, N).
+    """
+
+    def __init__(self, machine: Boltzmann, params: Params, weights: Tensor, mean: Tensor, inverse: Tensor) -> None:
+        super().__init__(machine, params, weights, mean)
+        self.inverse_of_covariance = inverse
+
+    def solve(self, right: Tensor) -> Tensor:
+        solved = (right / self.weights.unsqueeze(1)) @ self.inverse_of_covariance
+        return 0.25 * (solved + solved.mT)

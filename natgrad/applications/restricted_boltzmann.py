@@ -194,7 +194,7 @@ class PersistentLikelihood:
     natural: bool = True
     damping: float = 0.1
     sweeps: int = 1
-    refresh: int = 20
+    refresh: int = 50
     decay: float = 0.99
     momentum: float = 0.0
     generator: torch.Generator | None = None

@@ -61,6 +61,33 @@ def build_preconditioned(params: dict[str, Tensor], machine: ng.Boltzmann, rate:
     )  # fmt: skip
 
 
+class RowsDescent(torch.optim.Optimizer):
+    """Heavy-ball momentum .9 of P g, P the metric's inverse by rows: no product with the metric.
+
+    Args:
+        params: h and J.
+        machine: Whose they are.
+        lr: Rate.
+    """
+
+    def __init__(self, params: dict[str, Tensor], machine: ng.Boltzmann, lr: float) -> None:
+        super().__init__(params.values(), {"lr": lr})
+        self.named, self.metric, self.space = params, ng.ratio_metric(machine), ng.Space(params)
+        self.preconditioner = PairPreconditioner(machine, every=20, by_rows=True)
+        self.memory: Any = None
+        self.velocity: Any = 0.0
+
+    @torch.no_grad()
+    def take_step(self, x: Tensor) -> None:
+        """With the gradients of the loss, and the images that the metric is taken on."""
+        g = self.space.flatten({name: p.grad for name, p in self.named.items() if p.grad is not None})
+        g[-self.named["J"].numel() :] += RIDGE * self.named["J"]
+        inverse, self.memory = self.preconditioner.update(self.memory, self.metric, self.named, x, ROWS_DAMPING, None)
+        self.velocity = 0.9 * self.velocity + inverse.mv(g)
+        for name, d in self.space.unflatten(self.velocity).items():
+            self.named[name].sub_(d, alpha=self.param_groups[0]["lr"])
+
+
 def build_truncated(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> torch.optim.Optimizer:
     """Ten steps of CG per batch, without a preconditioner."""
     return ng.NaturalGradient(
@@ -78,10 +105,13 @@ def build_sgd(params: dict[str, Tensor], machine: ng.Boltzmann, rate: float) -> 
     return torch.optim.SGD(params.values(), lr=rate, momentum=0.9)
 
 
-DAMPING = 1e-3
+DAMPING, ROWS_DAMPING, RIDGE = 1e-3, 1e-2, 3e-4
 CONTESTANTS = {
     "ratio matching, natural": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), build_preconditioned),
     "ratio matching, natural, CG alone": EnergyContestant("ratio matching", (0.3, 0.6, 1.0), build_truncated),
+    "ratio matching, natural by rows": EnergyContestant(
+        "ratio matching", (0.03, 0.06, 0.1), lambda params, machine, rate: RowsDescent(params, machine, rate)
+    ),
     "ratio matching, Adam": EnergyContestant("ratio matching", (0.01, 0.03, 0.1), build_adam),
     "ratio matching, SGD": EnergyContestant("ratio matching", (0.1, 0.3, 1.0), build_sgd),
     "pseudo-likelihood, Adam": EnergyContestant("pseudo-likelihood", (0.01, 0.03, 0.1), build_adam),
@@ -123,7 +153,10 @@ def train(
         x = shown.train[torch.randint(len(shown.train), (batch,), generator=generator)]
         optimizer.zero_grad()
         loss(params, x).backward()
-        optimizer.step()
+        if isinstance(optimizer, RowsDescent):
+            optimizer.take_step(x)
+        else:
+            optimizer.step()
         spent, steps = spent + time.process_time() - began, steps + 1
         due = min(due, seconds)
 

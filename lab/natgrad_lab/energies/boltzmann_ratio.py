@@ -18,12 +18,13 @@ from natgrad.lapack import eigh
 from natgrad.spaces import Space
 from natgrad_lab.energies import boltzmann_page
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
-from natgrad_lab.energies.boltzmann_images import CONTESTANTS, Images, draws, images, train
+from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, Images, draws, images, train
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 
 SCALES = (0.3, 0.6, 1.0)
 RATES = tuple(2.0**power for power in range(-6, 4))  # of gradient descent; 8 diverges for every loss and scale
+PARTS = ("exact", "field", "images")
 FLOORS = (1.0, 0.1, 0.01, 0.001)  # the lowest eigenvalue of the field's precision
 
 
@@ -43,6 +44,8 @@ class BoltzmannRatioSettings:
     tuning: float = 0.4  # the part of it that a choice of rate gets
     looked_at: int = 2000  # test images
     sweeps: int = 200  # of Gibbs sampling, for the pictures
+    parts: str = "exact,field,images"  # what is done, comma-separated
+    methods: str = "all"  # or names of contestants on images, semicolons between
     tuning_seed: int = 100
     threads: int | None = 1
     device: str = "cpu"
@@ -62,6 +65,18 @@ class BoltzmannRatioSettings:
             raise LabError(f"tuning is {self.tuning}, expected a part of the seconds, above 0 and at most 1")
         if self.data not in ("digits", "mnist"):
             raise LabError(f"data is {self.data!r}, expected digits or mnist")
+        if not set(self.parts.split(",")) <= set(PARTS):
+            raise LabError(f"parts is {self.parts!r}, expected some of {', '.join(PARTS)}, comma-separated")
+        self.contestants()
+
+    def contestants(self) -> dict[str, EnergyContestant]:
+        """Who runs on images."""
+        if self.methods == "all":
+            return CONTESTANTS
+        names = self.methods.split(";")
+        if not set(names) <= set(CONTESTANTS):
+            raise LabError(f"methods is {self.methods!r}, expected some of {'; '.join(CONTESTANTS)}")
+        return {name: CONTESTANTS[name] for name in names}
 
 
 def exact(run: StudyRun) -> Numbers:
@@ -158,10 +173,11 @@ def choice(run: StudyRun) -> Numbers:
     held = min(1000, len(shown.train) // 5)
     apart = Images(shown.train[:-held], shown.train[-held:], shown.side)
     found: Numbers = {}
-    for place, (name, one) in enumerate(CONTESTANTS.items()):
+    among = s.contestants()
+    for place, (name, one) in enumerate(among.items()):
         found[name] = {}
         for number, rate in enumerate(one.rates):
-            run.advance((place + number / len(one.rates)) / len(CONTESTANTS))
+            run.advance((place + number / len(one.rates)) / len(among))
             *_, last = train(one, rate, apart, s.batch, s.tuning * s.seconds, s.tuning_seed, 1)
             found[name][str(rate)] = last[one.loss]
     return found
@@ -179,10 +195,11 @@ def race(run: StudyRun) -> Numbers:
     """Test losses over seconds of every contestant at its rate, and draws from what it has learnt."""
     s: BoltzmannRatioSettings = run.settings
     shown, found = images(s.data, s.looked_at), {}
-    for place, (name, one) in enumerate(CONTESTANTS.items()):
+    among = s.contestants()
+    for place, (name, one) in enumerate(among.items()):
         points: list[Numbers] = []
         for point in train(one, best(run.earlier["choice"][name]), shown, s.batch, s.seconds, run.seed):
-            run.advance((place + min(0.99, point["seconds"] / s.seconds)) / len(CONTESTANTS))
+            run.advance((place + min(0.99, point["seconds"] / s.seconds)) / len(among))
             points.append(point)
         params = points[-1].pop("params")
         found[name] = {"points": points, "draws": draws(params, shown, 8, s.sweeps)}
@@ -191,13 +208,15 @@ def race(run: StudyRun) -> Numbers:
 
 def pieces(settings: BoltzmannRatioSettings) -> tuple[Piece, ...]:
     """The exact machines, the field, and the images: first the rates, then the race."""
-    return (
-        Piece("exact", f"{settings.units} spins, exact", exact),
-        Piece("larger", f"{settings.more} spins, exact", larger),
-        Piece("field", "Gauss-Markov field", field),
-        Piece("choice", "Rates on images", choice, repeated=False),
-        Piece("race", "Images", race),
-    )
+    of = {
+        "exact": (
+            Piece("exact", f"{settings.units} spins, exact", exact),
+            Piece("larger", f"{settings.more} spins, exact", larger),
+        ),
+        "field": (Piece("field", "Gauss-Markov field", field),),
+        "images": (Piece("choice", "Rates on images", choice, repeated=False), Piece("race", "Images", race)),
+    }
+    return tuple(piece for part in PARTS if part in settings.parts.split(",") for piece in of[part])
 
 
 STUDY = Study(

@@ -103,6 +103,28 @@ def test_the_preconditioner_is_symmetric_and_inverts_its_own_model(spins):
     torch.testing.assert_close(again.mv(dense[0]), inverse.mv(dense[0]))
 
 
+def test_rows_alone_are_solved_where_all_weights_are_alike():
+    machine = ng.Boltzmann(4)
+    x, params = machine.states[torch.arange(300) % 16], machine.parameters(dtype=torch.float64)
+    metric = ng.ratio_metric(machine)
+    both, rows = (
+        PairPreconditioner(machine, by_rows=by_rows).update(None, metric, params, x, 1e-9, None)[0].dense()
+        for by_rows in (False, True)
+    )
+    torch.testing.assert_close(rows, both, atol=1e-3, rtol=0)  # independent bits: C and W are multiples of I
+    torch.testing.assert_close(rows, rows.mT)
+    skewed = machine.states[torch.arange(400).square() % 13]
+    dense = PairPreconditioner(machine, by_rows=True).update(None, metric, params, skewed, 1e-3, None)[0].dense()
+    torch.testing.assert_close(dense, dense.mT)
+    assert float(torch.linalg.eigvalsh(dense)[0]) > 0
+
+
+def test_parts_and_contestants_are_chosen():
+    settings = BoltzmannRatioSettings(parts="images", methods="pseudo-likelihood, SGD;ratio matching, SGD")
+    assert [piece.name for piece in STUDY.pieces(settings)] == ["choice", "race"]
+    assert list(settings.contestants()) == ["pseudo-likelihood, SGD", "ratio matching, SGD"]
+
+
 def test_the_preconditioner_saves_steps_of_cg():
     machine, generator = ng.Boltzmann(30), torch.Generator().manual_seed(0)
     mix = torch.randn(30, 6, generator=generator, dtype=torch.float64)
@@ -166,6 +188,8 @@ def test_the_study_ends_in_a_page(tmp_path):
         ({"data": "faces"}, "digits or mnist"),
         ({"tuning": 0.0}, "tuning"),
         ({"goal": 0}, "goal"),
+        ({"parts": "faces"}, "exact, field, images"),
+        ({"methods": "SGD"}, "pseudo-likelihood, SGD"),
     ],
 )
 def test_settings_are_checked(options, words):

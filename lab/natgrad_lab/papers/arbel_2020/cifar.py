@@ -28,9 +28,9 @@ FEATURES = 64
 class ArbelCifarSettings:
     """What `--set` can change."""
 
-    seconds: float = 8.0  # of training per run
+    seconds: float = 6.0  # of training per run
     steps: int | None = None  # an earlier end of every run
-    evaluations: int = 6  # at equal distances of time
+    evaluations: int = 4  # at equal distances of time
     looked_at: int = 1000
     tuning_seed: int = 100
     threads: int | None = 1
