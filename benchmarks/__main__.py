@@ -135,6 +135,22 @@ def race_bbob(choices: Choices) -> None:
     stream(title, search_bbob.figures(instances), search_bbob.HEADS)
 
 
+def race_mixed(choices: Choices) -> None:
+    from benchmarks import search_coco  # needs cma and coco-experiment
+
+    instances = choices.seeds or range(1, 4)
+    title = f"bbob-mixint, {search_coco.MIXED_BUDGET} d evaluations, instances {list_seeds(instances)}"
+    stream(f"{title}; kept in {search_coco.KNOWN}", search_coco.mixed_figures(instances), search_coco.MIXED_HEADS)
+
+
+def race_large(choices: Choices) -> None:
+    from benchmarks import search_coco  # needs cma and coco-experiment
+
+    instances = choices.seeds or range(1, 2)
+    title = f"bbob-largescale, {search_coco.LARGE_BUDGET} d evaluations, instances {list_seeds(instances)}"
+    stream(f"{title}; kept in {search_coco.KNOWN}", search_coco.large_figures(instances), search_coco.LARGE_HEADS)
+
+
 def search_surrogate(choices: Choices) -> None:
     from benchmarks import search  # needs cma
 
@@ -285,6 +301,8 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
     "search-functions": search_functions,
     "search-bbob": search_bbob,
     "search-bbob-large": race_bbob,
+    "search-mixint": race_mixed,
+    "search-640": race_large,
     "search-surrogate": search_surrogate,
     "search-bits": race_bits,
     "search-pbo": race_pbo,

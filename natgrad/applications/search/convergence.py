@@ -12,6 +12,8 @@ from torch import Tensor
 
 from natgrad.applications.search.model import State
 
+SETTLED = 1e-5  # of the distance from the target: values that lie within it belong to a run that ends elsewhere
+
 
 @dataclass(frozen=True)
 class Tolerances:
@@ -58,6 +60,7 @@ class ConvergenceMonitor:
         self._history: list[tuple[float, float]] = []
         self._patience = patience * (120 + 30 * d / popsize)
         self._flat = self._count = 0
+        self._span = torch.inf
         self._verdict: str | None = None
 
     def record(self, values: Tensor, spread: float, state: State) -> None:
@@ -75,11 +78,23 @@ class ConvergenceMonitor:
         self._recent.append(best)
         self._history.append((best, median))
         del self._history[:-20000]
+        if len(self._recent) == self._recent.maxlen and worst < torch.inf:
+            self._span = max(*self._recent, worst) - min(*self._recent, best)
+        else:
+            self._span = torch.inf
         self._verdict = self._find_reason(best, worst, spread, state)
 
     def reason_to_stop(self) -> str | None:
         """Why to stop, or None."""
         return self._verdict
+
+    def has_settled(self, distance: float) -> bool:
+        """True if the values of the last generations, as in `tolfun`, lie within `SETTLED` of a distance.
+
+        Args:
+            distance: Of the best value from the target.
+        """
+        return distance < torch.inf and self._span < SETTLED * distance
 
     def _find_reason(self, best: float, worst: float, spread: float, state: State) -> str | None:
         t = self.tolerances
@@ -90,10 +105,8 @@ class ConvergenceMonitor:
             return f"flat: all values were {how} for {self._flat} generations"
         if spread < t.tolx * self.sigma0:
             return f"tolx: all standard deviations are below {t.tolx:g} sigma0"
-        if len(self._recent) == self._recent.maxlen and worst < torch.inf:
-            span = max(*self._recent, worst) - min(*self._recent, best)
-            if span < t.tolfun:
-                return f"tolfun: the values of the last generations lie within {t.tolfun:g}"
+        if self._span < t.tolfun:
+            return f"tolfun: the values of the last generations lie within {t.tolfun:g}"
         if torch.equal(state["mean"] + 0.2 * spread, state["mean"]):
             return "precision: steps are below the resolution of the numbers"
         if t.stagnation and self._stagnates():
@@ -118,6 +131,7 @@ class ConvergenceMonitor:
             "recent": list(self._recent),
             "history": list(self._history),
             "counts": (self._flat, self._count),
+            "span": self._span,
             "verdict": self._verdict,
         }
 
@@ -131,4 +145,5 @@ class ConvergenceMonitor:
         self._recent.extend(state["recent"])
         self._history = [tuple(pair) for pair in state["history"]]
         self._flat, self._count = state["counts"]
+        self._span = state.get("span", torch.inf)
         self._verdict = state["verdict"]

@@ -16,6 +16,7 @@ from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.integer_margin import keep_integer_margin, move_repeats
 from natgrad.applications.search.integer_neighbours import TriedNeighbours
 from natgrad.applications.search.model import GaussianModel, State
+from natgrad.applications.search.orthogonal_draws import draw_orthogonal_normals
 from natgrad.applications.search.ranking import Ranking
 from natgrad.linalg import all_finite
 from natgrad.pure import leaves
@@ -42,7 +43,7 @@ class GaussianSearch(Search):
         seed: Of the search's own generator; None for another one each time.
         bounds: (lower, upper), each a number, a vector (d,) or None; every candidate lies within.
         integers: Indices of the variables that are rounded, or a mask (d,). Other integers than the present one keep a
-            chance of at least 1 / (popsize d), and steps count as rounded.
+            chance of at least 1 / (popsize d). Where all variables are integers, steps count as rounded.
         model: How C is stored and moved: `Full()` (default), `Separable()`, `LowRank()`, `SparsePrecision(edges)` or
             `XNES()` from `ng.applications.search`.
         tolerances: When to stop, `Tolerances(...)`.
@@ -122,7 +123,7 @@ class GaussianSearch(Search):
 
     def ask(self) -> Tensor:
         mean = self._state["mean"]
-        normals = torch.randn(self.popsize, len(mean), generator=self._generator, dtype=mean.dtype, device=mean.device)
+        normals = draw_orthogonal_normals(self.popsize, mean, self._generator)
         steps = self.model.steps(self._state, normals)
         spread = steps * self._state["stretch"] if self.domain.mixed else steps
         points = self.domain.points(torch.add(mean, spread, alpha=self.sigma))
@@ -163,6 +164,16 @@ class GaussianSearch(Search):
         if self._neighbours is None or self._stalled is None:
             return self._find_reason()
         return f"{NEIGHBOURS} ({self._stalled})" if self._neighbours.is_minimum() else None
+
+    def settles_above(self, target: float) -> bool:
+        """True if the run ends at a value above the target: its last values are much closer to one another than to it.
+
+        Where integers are among the variables this is never said: their steps come late.
+
+        Args:
+            target: The value that is wanted.
+        """
+        return not self.domain.mixed and self._monitor.has_settled(self.best.fun - target)
 
     @property
     def asks_for_neighbours(self) -> bool:
@@ -215,8 +226,8 @@ class GaussianSearch(Search):
     def _move(self, points: Tensor, values: Tensor) -> None:
         ranking = Ranking.of(values)
         normals, steps = self._recover_draws(points)
-        if self.domain.mixed:
-            normals, steps = self._measure_rounded_steps(points, normals, steps)
+        if self._neighbours is not None:  # integers alone: steps of real variables shrink without end, beside which
+            normals, steps = self._measure_rounded_steps(points, normals, steps)  # a whole one is out of proportion
         self._asked, before = None, self._state
         if not ranking.flat:
             order = ranking.order

@@ -240,9 +240,15 @@ class SearchRuns:
             why = "budget: of a small run"
         if why is not None:
             why = self._restart(why)
+        elif ftarget is not None and self._settles_above(ftarget):
+            self._restart("target: values settle above it")  # without a further run, this one goes on
         if why is None and maxfevals is not None and self.nfev + self._next_cost() > maxfevals:
             return f"maxfevals: {self.nfev} evaluations, the next generation would take more than {maxfevals:g}"
         return why
+
+    def _settles_above(self, ftarget: float) -> bool:
+        """True if the present run will not reach the target; never said where values are noisy."""
+        return self.repeated is None and isinstance(self.search, GaussianSearch) and self.search.settles_above(ftarget)
 
     def _next_cost(self) -> int:
         """Evaluations of the next generation, and where f is noisy, of the centre at the end."""

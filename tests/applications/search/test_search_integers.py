@@ -211,3 +211,23 @@ def test_with_a_surrogate_the_neighbours_have_true_values():
     assert result.x.tolist() == [1.0, 1.0]
     assert all(point in seen for point in ([0.0, 1.0], [2.0, 1.0], [1.0, 0.0], [1.0, 2.0]))
     assert result.nfev == len(seen)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reals_beside_bits_come_to_the_minimum(seed):
+    """A flip is a step of many deviations of the reals, which would never settle if it counted in full."""
+    lower = torch.cat([torch.zeros(12), torch.full((3,), -5.0)])
+    upper = torch.cat([torch.ones(12), torch.full((3,), 5.0)])
+    best = torch.cat([(torch.arange(12) % 2).double(), torch.tensor([-2.0, 0.5, 3.0], dtype=torch.float64)])
+    result = ng.minimize(
+        lambda X: (X - best).square().sum(1),
+        (lower + upper) / 2,
+        (upper - lower) / 4,
+        bounds=(lower, upper),
+        integers=range(12),
+        ftarget=1e-10,
+        maxfevals=6000,
+        seed=seed,
+        vectorized=True,
+    )
+    assert result.success
