@@ -16,7 +16,7 @@ from natgrad.operators import DiagonalOperator, Layout, Operator, unpack_operato
 from natgrad.optim.block_owners import Cost, Owners, cost_of
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.inverses import Block, Inverted, Prepare, give_back, invert_block, single
-from natgrad.optim.readings import Reading, agree_on_parts, sound
+from natgrad.optim.readings import SOME, Reading, agree_on_parts, sound
 from natgrad.optim.running_averages import change, count_positions, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
@@ -147,10 +147,10 @@ class BlockAverages:
     def _weigh_layers(self, reading: Reading) -> Iterator[tuple[Seen, Count]]:
         """The layers' passes, weighted by rows, and what all processes saw. They are taken out of the reading."""
         share, weight = float(reading.rows), reading.weight
-        while reading.layers:
-            seen = reading.layers.pop()
+        for seen in (reading.layers.pop() for _ in range(len(reading.layers))):
             rows, positions = reading.weights.get(seen.key, share), reading.positions.get(seen.key, math.inf)
-            yield seen.thin(self.structure.rows_needed(seen.layer)).count_times(share, weight), (rows, positions)
+            needed = max(SOME, reading.part * self.structure.rows_needed(seen.layer))
+            yield seen.thin(needed).count_times(share, weight), (rows, positions)
 
     def _weigh_squares(self, reading: Reading) -> Iterator[tuple[str, Statistics, Count]]:
         """The same of the parameters without a layer."""
@@ -223,9 +223,9 @@ class BlockAverages:
     def mean_eigenvalue(self) -> float:
         """Over all blocks that are trained, of today's averages."""
         trained = [block for block in self if any(self.named[name].requires_grad for name in block.layout.names)]
-        operators = [self.operator(block) for block in trained if self.owners.holds(self.key_of(block))]
-        size = float(sum(one.size for one in operators))
-        total = sum(float(one.mean_eigenvalue()) * one.size for one in operators)
+        operators = (self.operator(block) for block in trained if self.owners.holds(self.key_of(block)))
+        pairs = [(float(one.mean_eigenvalue()), one.size) for one in operators]  # one after another: they are copies
+        total, size = sum(mean * n for mean, n in pairs), float(sum(n for _, n in pairs))
         if self.owners.apart:
             total, size = self._sum([total, size])
         return total / size if size else 0.0

@@ -243,7 +243,7 @@ class Reader:
     def _place_calls(
         self, criterion: Criterion, outputs: Any, rows: Tensor, calls: list[Tap], recall: Recall
     ) -> tuple[Examples, list[Tap]]:
-        """What the examples are, and the calls with their places: asked once per shapes, and at every 16th reading."""
+        """What the examples are, and the calls with their places: asked once per shapes, and at every 64th reading."""
         tree, family = map_tensors(outputs, torch.detach), criterion.family
         count = max(len(next(leaves(outputs))), 1)
         inputs = [] if recall.last is None else recall.last.call.tensors()
@@ -251,7 +251,7 @@ class Reader:
         known = partial(partitions, tree, rows.detach(), family.rows, family.mv, batch, inputs)
         shapes = [tuple(t.shape) for t in (*leaves(tree), *inputs)]
         strict = isinstance(self.estimate, ExactLabels) and not mixes_examples(self.model)
-        return self.places.find(rows, calls, known, shapes, strict, afresh=self.readings % 16 == 0)
+        return self.places.find(rows, calls, known, shapes, strict, afresh=self.readings % 64 == 0)
 
     def _squares(
         self,

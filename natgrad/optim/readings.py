@@ -13,6 +13,8 @@ from natgrad.optim.distributed import Ranks
 from natgrad.typed_torch import list_numbers, measure_norm
 
 HEADROOM = 1e-6  # of the largest number: running averages add up
+SOME = 256
+"""Rows of a pass that factors are taken from at the least, if there are as many, however often passes are read."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Reading:
         positions: By layer, its examples times positions, of all processes.
         exchange: How the parts of several processes are added up.
         span: Where this part stands in the batch of all processes; None: it is all there is.
+        part: Of the rows that factors need: less where passes are read more often than they have to be.
     """
 
     heard: Heard
@@ -38,6 +41,7 @@ class Reading:
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
     exchange: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     span: Span | None = None
+    part: float = 1.0
 
     @property
     def layers(self) -> list[Seen]:

@@ -21,6 +21,7 @@ SLOWEST, FASTEST = 0.5, 1.5  # factors on the interval, from one update to the n
 SELDOM = 4  # times more seldom once steps are spectral
 BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
 FORMED = 5  # steps for which the form of a step of fixed length is believed
+MOST = 20  # steps between two updates, for which all rows are taken that a pass is asked for
 ROOM = 0.1  # share of its bound below which it is
 
 
@@ -76,8 +77,21 @@ def due(clock: Clock, event: str, every: int) -> bool:
     The interval is the drift's, and no shorter than one step in the first five, and one more after each five more. It
     is twice as long for a rule that has turned to directions of its own.
     """
-    interval = max(int(clock["interval"]), 1 + clock["step"] // RAMP) * (1 if clock["turned"] < 0 else TURNED)
-    return clock["step"] - clock[event] >= min(every, interval)
+    return clock["step"] - clock[event] >= min(every, find_interval(clock))
+
+
+def find_interval(clock: Clock) -> int:
+    """Steps between two updates that the drift and the age of a run ask for."""
+    return max(int(clock["interval"]), 1 + clock["step"] // RAMP) * (1 if clock["turned"] < 0 else TURNED)
+
+
+def part_of_rows(clock: Clock) -> float:
+    """The part of the rows of a pass that an update needs: less where updates come sooner than they are due.
+
+    Averages over as many more passes are as sure with as many fewer rows of each.
+    """
+    since = clock["step"] - clock["updated"] if clock["updated"] >= 0 else MOST
+    return min(1.0, since / min(MOST, find_interval(clock)))
 
 
 def due_to_measure(clock: Clock, every: int) -> bool:

@@ -39,7 +39,7 @@ from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
-from natgrad.optim.schedule import due, due_to_measure, is_watched, pace, start_clock
+from natgrad.optim.schedule import due, due_to_measure, is_watched, pace, part_of_rows, start_clock
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sample_examples
 from natgrad.pure import check_select, full_precision, leaves
@@ -126,6 +126,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._pending, self._bad = 0, False  # readings since the last step; whether its batch was counted as a failure
         self._arriving: tuple[Callable[[], bool], Any] | None = None  # a reading on its way
         self._nats: Any = 1.0
+        self._part = 1.0  # of the rows that a reading needs, as it comes sooner or later than it is due
         self._finalizer = weakref.finalize(
             self, release, self._reader, listen(self.model, self._recall, traceable=True, in_eval=self.train_in_eval)
         )
@@ -228,7 +229,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
             if saved.labels is not None:
                 self._reader.generator_on(next(iter(self._named.values())).device).set_state(saved.labels)
-            self._reader.arm(self._due("updated", self.update_every))
+            self._reader.arm(due(self._clock, "updated", self.update_every))
 
         return restore
 
@@ -263,8 +264,9 @@ class StructuredNaturalGradient(ModelOptimizer):
             return
         sample = sample_examples(reading) if measuring else None
         reading.apart.clear()
-        decay = 1.0 if self._pending else self.structure.decay  # micro-batches of one step count alike
-        self._arriving = self._blocks.start(reading, decay), sample
+        # micro-batches of one step count alike
+        decay, self._part = (1.0, self._part) if self._pending else (self.structure.decay, part_of_rows(self._clock))
+        self._arriving = self._blocks.start(replace(reading, part=self._part), decay), sample
 
     def _settle_reading(self) -> None:
         """Wait for the statistics of the last pass. Nothing is sent: a process may do this alone."""
@@ -318,7 +320,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             if self._pending:
                 losses = [loss for loss in self._recall.losses if loss.rows or self._ranks.size == 1]
                 self._outside.measure(gradients, attempt.values, blocks, len(losses), float(scale), self._ranks)
-            if self._clock["updated"] > self._clock["inverted"] and self._due("inverted", self.invert_every):
+            if self._clock["updated"] > self._clock["inverted"] and due(self._clock, "inverted", self.invert_every):
                 attempt.invert(self.damping)
             self._move(attempt, gradients, active, called)
             finite = attempt.finite()
@@ -382,7 +384,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _forget_batch(self) -> None:
         self._recall.clear()
         self._reader.taps.take()
-        self._reader.arm(self._due("updated", self.update_every))
+        self._reader.arm(due(self._clock, "updated", self.update_every))
         self._stride.sample = None
         self._outside.forget_batch()
 
@@ -395,6 +397,3 @@ class StructuredNaturalGradient(ModelOptimizer):
         """The source of labels, or one as it will be; it is made where the first labels are drawn."""
         device = next(iter(self._named.values())).device
         return self._reader.generator or torch.Generator(device).manual_seed(self._reader.seed)
-
-    def _due(self, event: str, every: int) -> bool:
-        return due(self._clock, event, every)

@@ -14,7 +14,16 @@ import natgrad as ng
 from natgrad.layers.moments import Seen
 from natgrad.layers.spread_rows import spread_rows
 from natgrad.optim.block_averages import BlockAverages
-from natgrad.optim.schedule import FORMED, due_to_measure, keep_form, recent_form, start_clock, trust_form
+from natgrad.optim.schedule import (
+    FORMED,
+    due,
+    due_to_measure,
+    keep_form,
+    part_of_rows,
+    recent_form,
+    start_clock,
+    trust_form,
+)
 from natgrad.rules import BlockStep, Lazy, Parts, SpectralDescent
 
 CE = nn.CrossEntropyLoss()
@@ -35,9 +44,12 @@ def test_rows_are_spread_over_the_pass_and_over_every_period_in_it(count: int, s
     assert int(phases.max() - phases.min()) <= 1
 
 
-def read_factors(rows: float, model: nn.Module, x: Tensor, y: Tensor, steps: int = 4) -> dict[str, dict[str, Tensor]]:
-    """The running averages' factors by layer, after some readings at one point."""
-    opt = ng.StructuredNaturalGradient(model, CE, ng.Kronecker(0.95, rows=rows), lr=0.0, measure=False)
+def read_factors(
+    rows: float, model: nn.Module, x: Tensor, y: Tensor, steps: int = 4, update_every: int = 20
+) -> dict[str, dict[str, Tensor]]:
+    """The running averages' factors by layer, after some steps at one point."""
+    structure = ng.Kronecker(0.95, rows=rows)
+    opt = ng.StructuredNaturalGradient(model, CE, structure, lr=0.0, measure=False, update_every=update_every)
     for _ in range(steps):
         opt.zero_grad()
         opt.loss(model(x), y).backward()
@@ -69,6 +81,33 @@ def test_factors_of_a_part_of_the_rows_are_those_of_all_up_to_chance(name: str) 
     for key, factors in every.items():
         for side, factor in factors.items():
             assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (key, side)
+
+
+def test_an_update_that_comes_before_it_is_due_needs_as_many_fewer_rows() -> None:
+    clock = start_clock()
+    assert part_of_rows(clock) == 1.0  # the first one
+    for step, every, part in (
+        (3, 1, 1.0),
+        (12, 1, 1 / 3),
+        (12, 3, 1.0),
+        (50, 1, 1 / 11),
+        (500, 5, 1 / 4),
+        (500, 20, 1.0),
+    ):
+        assert part_of_rows(clock | {"step": step, "updated": step - every}) == part
+        assert due(clock | {"step": step, "updated": step - every}, "updated", 20) == (part == 1.0)
+
+
+def test_factors_on_every_step_come_from_fewer_rows_and_are_those_of_all_up_to_chance() -> None:
+    torch.manual_seed(0)
+    model, x, y = sequence_model(), draw(60, 80, 6), torch.randint(3, (4800,))
+    every = read_factors(math.inf, model, x, y, 30)
+    for often in (1, 20):
+        some = read_factors(2, model, x, y, 30, update_every=often)
+        assert any(not torch.equal(every[key]["left"], some[key]["left"]) for key in every)
+        for key, factors in every.items():
+            for side, factor in factors.items():
+                assert (some[key][side] - factor).norm() < 0.2 * factor.norm(), (often, key, side)
 
 
 def test_passes_with_few_rows_are_taken_whole() -> None:
