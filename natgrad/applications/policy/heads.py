@@ -43,6 +43,16 @@ class Head(ABC):
     def family(self) -> Likelihood:
         """The distribution of a draw, one row per state."""
 
+    @property
+    def is_real(self) -> bool:
+        """Whether an action is made of real numbers."""
+        return False
+
+    @property
+    def entries(self) -> int:
+        """Real numbers that an action is made of, and 1 for what is chosen: what a default radius is counted by."""
+        return 1
+
     @abstractmethod
     def mode(self, rows: Tensor) -> Tensor:
         """The likeliest draw of every row.
@@ -256,6 +266,14 @@ class GaussianHead(Head):
     def dimensions(self) -> int:
         """Entries of an action."""
         return math.prod(self.space.shape)
+
+    @property
+    def is_real(self) -> bool:
+        return True
+
+    @property
+    def entries(self) -> int:
+        return self.dimensions
 
     @property
     def width(self) -> int:

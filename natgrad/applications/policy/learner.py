@@ -30,10 +30,9 @@ from natgrad.applications.policy.perceptrons import Defaults, check_network
 from natgrad.applications.policy.rollout import Rollout, collect, estimate_advantages, explain_variance
 from natgrad.applications.policy.sb3_calls import as_learning, as_policy, as_prediction, per_agent
 from natgrad.applications.policy.sb3_settings import Translation
-from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts
+from natgrad.applications.policy.settings import CriticTraining, NaturalStep, Rollouts, choose_damping
 from natgrad.applications.policy.surrogate import Surrogate, SurrogateLoss
 from natgrad.checks import check_integer
-from natgrad.damping import as_damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import fisher
 from natgrad.operators import Operator
@@ -82,13 +81,14 @@ class PolicyLearner(ABC):
         groups: Mapping[str, Any],
     ) -> None:
         self.rollouts: Rollouts = groups["rollouts"]
-        self.natural_step: NaturalStep = groups["natural_step"]
-        self.worlds = Environments(env, self.rollouts.max_episode_steps)
-        self.batch = self.rollouts.batch
+        self.worlds, self.batch = Environments(env, self.rollouts.max_episode_steps), self.rollouts.batch
         if choices.steps is not None:
             self.batch = self.worlds.count * check_integer("n_steps", choices.steps, 1)
-        self.structure, self.damping = self.natural_step.structure or Exact(), as_damping(self.natural_step.damping)
         self.head = choose_head(self.worlds.action_space, head)
+        self.radius = choices.find_radius(self.head)
+        self.natural_step: NaturalStep = choices.find_step(groups["natural_step"], self.head)
+        self.structure = self.natural_step.structure or Exact()
+        self.damping = choose_damping(self.natural_step.damping, self.head)
         self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
         self._build(policy, critic, groups["critic_training"], choices)

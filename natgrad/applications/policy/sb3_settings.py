@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from natgrad.applications.policy.heads import Head
+from natgrad.applications.policy.settings import NaturalStep
 from natgrad.checks import check_positive
 from natgrad.solvers import CG
 
 SAME = {
     "batch_size": "critic_batch",
     "n_critic_updates": "critic_epochs",
-    "cg_damping": "damping",
     "line_search_shrinking_factor": "backtrack",
     "line_search_max_iter": "backtracks",
     "ent_coef": "entropy_weight",
 }
 """Keywords of its constructors that mean what ours do."""
+
+RADIUS = 0.01
+"""Nats per state, and for real actions per entry of an action."""
 
 OFF: dict[str, tuple[Any, str]] = {
     "tensorboard_log": (None, "write the history where you like in callback="),
@@ -46,7 +50,9 @@ class Translation:
 
     Attributes:
         choices: Our keywords.
-        radius: Of `target_kl`; None where it was not said.
+        radius: Of an update, in nats per state; None where it was not said.
+        target: `target_kl`, of which real actions take the mean over their entries; None where it was not said.
+        cg_damping: Likewise.
         steps: Per environment and update, of `n_steps`; None where it was not said.
         verbose: Whether learning shows its progress; None where it was not said.
         device: Of the default network; None where it was not said.
@@ -56,21 +62,44 @@ class Translation:
 
     choices: dict[str, Any]
     radius: float | None = None
+    target: float | None = None
+    cg_damping: float | None = None
     steps: int | None = None
     verbose: bool | None = None
     device: Any = None
     hidden: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     activation: type[nn.Module] | None = None
 
+    def find_radius(self, head: Head) -> float:
+        """The bound on an update's mean KL, in nats per state.
 
-def translate_choices(caller: str, choices: dict[str, Any]) -> Translation:
+        Args:
+            head: The distribution of actions.
+        """
+        if self.radius is not None:
+            return self.radius
+        return head.entries * (RADIUS if self.target is None else self.target)
+
+    def find_step(self, step: NaturalStep, head: Head) -> NaturalStep:
+        """The group with the damping of `cg_damping`, where that was said.
+
+        Args:
+            step: As the other keywords say.
+            head: The distribution of actions.
+        """
+        return step if self.cg_damping is None else replace(step, damping=head.entries * self.cg_damping)
+
+
+def translate_choices(caller: str, radius: float | None, choices: dict[str, Any]) -> Translation:
     """Keywords of a stable-baselines3 constructor in our words; the others as they came.
 
     Args:
         caller: Who was called.
+        radius: Of an update, in nats per state; None where it was not said.
         choices: Its keywords.
 
     Raises:
+        ValueError: Unless `radius` and `target_kl` are positive.
         TypeError: For what has no counterpart here; the sentence says what to write. Also for a setting that came in
             both languages.
     """
@@ -82,6 +111,10 @@ def translate_choices(caller: str, choices: dict[str, Any]) -> Translation:
         rename(caller, ours, "cg_max_steps", "solver", CG(rtol=1e-3, max_steps=ours["cg_max_steps"]))
     if "learning_rate" in ours:
         translate_rate(caller, ours)
+    if "cg_damping" in ours and "damping" in ours:
+        raise TypeError(f"{caller} was given damping and cg_damping, which mean the same: give one of them")
+    target = ours.pop("target_kl", None)
+    check_radius(radius, target)
     if "n_steps" in ours and "batch" in ours:
         raise TypeError(f"{caller} was given n_steps and batch, which both count an update's steps: give one of them")
     for name in OFF.keys() & ours.keys():
@@ -92,7 +125,9 @@ def translate_choices(caller: str, choices: dict[str, Any]) -> Translation:
     verbose, device = ours.pop("verbose", None), ours.pop("device", None)
     return Translation(
         ours,
-        radius=ours.pop("target_kl", None),
+        radius=radius,
+        target=target,
+        cg_damping=ours.pop("cg_damping", None),
         steps=ours.pop("n_steps", None),
         verbose=None if verbose is None else bool(verbose),
         device=None if device == "auto" else device,
@@ -109,13 +144,13 @@ def rename(caller: str, choices: dict[str, Any], theirs: str, own: str, value: A
     choices[own] = value
 
 
-def choose_radius(radius: Any, target: Any, default: float) -> float:
-    """The bound on the KL, under either name. TypeError where both came, ValueError unless it is positive."""
-    if target is not None and radius != default:
+def check_radius(radius: Any, target: Any) -> None:
+    """TypeError where the bound on the KL came under both names, ValueError unless it is positive."""
+    if target is not None and radius is not None:
         raise TypeError("radius and target_kl were given, which mean the same: give one of them")
-    found = radius if target is None else target
-    check_positive("radius", found)
-    return found
+    for name, found in (("radius", radius), ("target_kl", target)):
+        if found is not None:
+            check_positive(name, found)
 
 
 def translate_rate(caller: str, choices: dict[str, Any]) -> None:

@@ -6,13 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from natgrad.applications.policy.heads import Head
 from natgrad.checks import check_integer, check_positive, is_real
 from natgrad.damping import Damping, LevenbergMarquardt, as_damping
 from natgrad.optim import Accidents, OnTrouble
 from natgrad.solvers import CG, Solver
 from natgrad.structures import Structure
 
-ADAPTIVE = LevenbergMarquardt(start=0.01, floor=1e-4, ceiling=10.0)
+CHOSEN = LevenbergMarquardt(start=0.01, floor=1e-4, ceiling=10.0)
+"""The damping where actions are chosen from a few."""
+REAL = 0.1
+"""Least damping per entry of a real action: below, a batch's noise leads the step, which no ratio tells."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ class NaturalStep:
         solver: Of (F + damping I) x = g.
         structure: How F is held between updates; None for the exact one of the batch. `ng.Kronecker(0.95)` with
             `ng.Direct()` is K-FAC.
-        damping: A number in nats per squared unit of a parameter, or an ng damping such as `ng.Relative(1e-3)`. The
-            default adapts to the ratios of real to predicted gain and of predicted to real KL.
+        damping: A number in nats per squared unit of a parameter, or an ng damping such as `ng.Relative(1e-3)`. None
+            adapts to the ratios of real to predicted gain and of predicted to real KL, and is at least 1e-4, or .1
+            times the entries of a real action.
         metric_batch: States that F is taken over; None for all.
         entropy_weight: Of an entropy bonus in the surrogate.
         on_trouble: What an update does whose gradient, step, policy or critic is not finite. "skip": what is not finite
@@ -79,7 +84,7 @@ class NaturalStep:
 
     solver: Solver = CG(rtol=1e-3, max_steps=10)
     structure: Structure | None = None
-    damping: float | Damping = ADAPTIVE
+    damping: float | Damping | None = None
     metric_batch: int | None = None
     entropy_weight: float = 0.0
     on_trouble: OnTrouble = "skip"
@@ -91,12 +96,26 @@ class NaturalStep:
             raise TypeError(
                 f"structure is {self.structure!r}, expected a natgrad Structure such as ng.Kronecker(0.95), or None"
             )
-        as_damping(self.damping)
+        if self.damping is not None:
+            as_damping(self.damping)
         if self.metric_batch is not None:
             fix_integers(self, metric_batch=1)
         if not is_real(self.entropy_weight) or not math.isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight is {self.entropy_weight!r}, expected a finite number")
         Accidents(self.on_trouble)
+
+
+def choose_damping(given: float | Damping | None, head: Head) -> Damping:
+    """The damping that was given, or the one of a kind of actions.
+
+    Args:
+        given: A `NaturalStep`'s.
+        head: The distribution of actions.
+    """
+    if given is not None:
+        return as_damping(given)
+    least = REAL * head.entries
+    return LevenbergMarquardt(least, floor=least, ceiling=100 * least) if head.is_real else CHOSEN
 
 
 @dataclass(frozen=True)
@@ -159,7 +178,7 @@ class PolicySettings(TypedDict, total=False):
     group: Any
     solver: Solver
     structure: Structure | None
-    damping: float | Damping
+    damping: float | Damping | None
     metric_batch: int | None
     entropy_weight: float
     on_trouble: OnTrouble

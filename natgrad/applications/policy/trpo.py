@@ -8,7 +8,7 @@ from torch import nn
 
 from natgrad.applications.policy.heads import Head
 from natgrad.applications.policy.learner import PolicyLearner
-from natgrad.applications.policy.sb3_settings import choose_radius, translate_choices
+from natgrad.applications.policy.sb3_settings import translate_choices
 from natgrad.applications.policy.settings import (
     Backtracking,
     CriticTraining,
@@ -24,7 +24,6 @@ from natgrad.shown_tables import write_choices
 from natgrad.solvers import Direct
 from natgrad.structures import Kronecker
 
-RADIUS = 0.01
 OWN = ("policy", "env", "radius", "critic", "head")
 GROUPS = {
     "rollouts": Group(Rollouts()),
@@ -45,7 +44,8 @@ class TRPO(PolicyLearner):
         policy: A module from observations (b, ...) to the action parameters, or to (parameters, value) for a shared
             critic; None or "MlpPolicy" for two tanh layers of 64.
         env: A gymnasium environment, vector environment, registered name, or a sequence of them.
-        radius: Bound on the mean KL of an update over the visited states, in nats.
+        radius: Bound on the mean KL of an update over the visited states, in nats; None for .01, times the entries of a
+            real action.
         critic: A module from observations to (b,) or (b, 1); None for two tanh layers of 64.
         head: The distribution of actions, where the space's own will not do, such as `SquashedGaussianHead()`.
         **settings: The following, as groups or one by one.
@@ -64,8 +64,8 @@ class TRPO(PolicyLearner):
             of all.
         solver: Of (F + damping I) x = g.
         structure: How F is held between updates; `ng.Kronecker(0.95)` with `ng.Direct()` is K-FAC.
-        damping: A number in nats per squared unit of a parameter, or an ng damping; the default adapts to the ratios
-            of real to predicted gain and of predicted to real KL.
+        damping: A number in nats per squared unit of a parameter, or an ng damping; None adapts to the ratios of real
+            to predicted gain and of predicted to real KL, at least 1e-4, or .1 times the entries of a real action.
         metric_batch: States that F is taken over; None for all.
         entropy_weight: Of an entropy bonus in the surrogate.
         on_trouble: "skip" leaves out what is not finite and counts it in `agent.failures`; "raise" is a ValueError.
@@ -91,15 +91,14 @@ class TRPO(PolicyLearner):
         self,
         policy: nn.Module | str | None,
         env: Any,
-        radius: float = RADIUS,
+        radius: float | None = None,
         *,
         critic: nn.Module | None = None,
         head: Head | None = None,
         **settings: Unpack[TRPOSettings],
     ) -> None:
-        choices = translate_choices("TRPO", dict(settings))
+        choices = translate_choices("TRPO", radius, dict(settings))
         groups = read_groups("TRPO", TRPO_GROUPS, choices.choices, OWN)
-        self.radius = choose_radius(radius, choices.radius, RADIUS)
         search: Backtracking = groups["backtracking"]
         self.backtrack, self.backtracks = search.backtrack, search.backtracks
         super().__init__(policy, env, critic, head, choices, groups)
@@ -124,7 +123,8 @@ class NaturalPolicyGradient(PolicyLearner):
         policy: A module from observations (b, ...) to the action parameters, or to (parameters, value) for a shared
             critic; None or "MlpPolicy" for two tanh layers of 64.
         env: A gymnasium environment, vector environment, registered name, or a sequence of them.
-        radius: Bound on the quadratic model of an update's mean KL, in nats.
+        radius: Bound on the quadratic model of an update's mean KL, in nats; None for .01, times the entries of a real
+            action.
         lr: A rate instead of that.
         critic: A module from observations to (b,) or (b, 1); None for two tanh layers of 64.
         head: The distribution of actions, where the space's own will not do.
@@ -144,19 +144,18 @@ class NaturalPolicyGradient(PolicyLearner):
         self,
         policy: nn.Module | str | None,
         env: Any,
-        radius: float = RADIUS,
+        radius: float | None = None,
         *,
         lr: float | None = None,
         critic: nn.Module | None = None,
         head: Head | None = None,
         **settings: Unpack[PolicySettings],
     ) -> None:
-        choices = translate_choices("NaturalPolicyGradient", dict(settings))
+        choices = translate_choices("NaturalPolicyGradient", radius, dict(settings))
         groups = read_groups("NaturalPolicyGradient", GROUPS, choices.choices, (*OWN, "lr"))
         if lr is not None:
             check_positive("lr", lr)
-        self.radius, self.lr = choose_radius(radius, choices.radius, RADIUS), lr
-        self.rate = 1.0 if lr is None else lr
+        self.lr, self.rate = lr, 1.0 if lr is None else lr
         super().__init__(policy, env, critic, head, choices, groups)
 
     @property
@@ -185,7 +184,7 @@ def write_learner(agent: PolicyLearner, **own: Any) -> str:
 def acktr(
     policy: nn.Module | str | None,
     env: Any,
-    radius: float = RADIUS,
+    radius: float | None = None,
     *,
     decay: float = 0.95,
     **settings: Any,
@@ -197,7 +196,7 @@ def acktr(
     Args:
         policy: As for `NaturalPolicyGradient`.
         env: As for `NaturalPolicyGradient`.
-        radius: Bounds the KL by the exact Fisher's quadratic model, in nats.
+        radius: Bounds the KL by the exact Fisher's quadratic model, in nats; None as for `NaturalPolicyGradient`.
         decay: Of the factors' running averages, per update.
         **settings: As for `NaturalPolicyGradient`; `damping` is 0.01 unless given.
 

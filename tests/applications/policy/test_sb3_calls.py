@@ -70,6 +70,25 @@ def test_settings_that_mean_the_same_give_the_same_agent(name: str):
         assert torch.equal(one, other)
 
 
+def test_real_actions_count_radius_and_damping_by_their_entries():
+    three = spaces.Box(-1, 1, (3,), np.float32)
+    plain = agent_of(env=Walk(action=three))
+    assert plain.radius == pytest.approx(0.03)
+    assert plain.damping.initial() == plain.damping.floor == pytest.approx(0.3)
+    theirs = agent_of(env=Walk(action=three), target_kl=0.02, cg_damping=0.1)
+    ours = agent_of(env=Walk(action=three), radius=0.06, damping=0.1 * 3)
+    for agent in (theirs, ours):
+        agent.learn(64, progress=False)
+    assert theirs.radius == ours.radius == 0.06
+    assert theirs.history["kl"] == ours.history["kl"]
+    assert theirs.history["damping"] == ours.history["damping"] == pytest.approx([0.3, 0.3])
+
+
+def test_choices_among_a_few_have_one_radius():
+    agent = agent_of(env=gym.make("CartPole-v1"))
+    assert (agent.radius, agent.damping.initial(), agent.damping.floor) == (0.01, 0.01, 1e-4)
+
+
 def test_the_default_networks_have_the_layers_that_were_asked_for():
     shape = {"net_arch": {"pi": [5], "vf": [7, 3]}, "activation_fn": nn.ReLU}
     agent = agent_of("MlpPolicy", policy_kwargs=shape)
@@ -84,6 +103,7 @@ def test_the_default_networks_have_the_layers_that_were_asked_for():
 TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
     "schedule": ({"learning_rate": lambda left: left}, "learning_rate is a schedule: give a number"),
     "twice": ({"target_kl": 0.02, "radius": 0.03}, "radius and target_kl were given"),
+    "both dampings": ({"cg_damping": 0.1, "damping": 0.1}, "damping and cg_damping, which mean the same"),
     "both batches": ({"n_steps": 32, "batch": 64}, "n_steps and batch, which both count"),
     "both names": ({"ent_coef": 0.0, "entropy_weight": 0.0}, "entropy_weight and ent_coef, which mean the same"),
     "sde": ({"use_sde": True}, "no 'use_sde': draws are independent"),
