@@ -64,7 +64,7 @@ class BlockAverages:
         self.all: dict[str, Block] = {}
         self.owners = Owners(Ranks()) if owners is None else owners
         self._changes: list[Tensor] = []
-        self._taken = False  # whether there was an update since `settle`
+        self._taken, self._compares = False, True  # whether there was an update since `settle`; if changes matter
         self.work = 0.0  # n^3 summed over all inversions of this process
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
 
@@ -146,7 +146,7 @@ class BlockAverages:
 
     def _weigh_layers(self, reading: Reading) -> Iterator[tuple[Seen, Count]]:
         """The layers' passes, weighted by rows, and what all processes saw. They are taken out of the reading."""
-        share, weight = float(reading.rows), reading.weight
+        share, weight, self._compares = float(reading.rows), reading.weight, reading.part == 1  # as it was due
         for seen in (reading.layers.pop() for _ in range(len(reading.layers))):
             rows, positions = reading.weights.get(seen.key, share), reading.positions.get(seen.key, math.inf)
             needed = max(SOME, reading.part * self.structure.rows_needed(seen.layer))
@@ -195,7 +195,7 @@ class BlockAverages:
             return False
         numbers = self.of(self._find_block(key, block))
         weight = accumulate_weight(numbers["weight"] if "totals" in numbers else None, decay, float(count[0]))
-        if "totals" in numbers:
+        if "totals" in numbers and self._compares:
             self._changes.append(change(numbers["totals"], totals, numbers["weight"] / weight))
         numbers.update(totals=renew_entry(numbers, "totals", totals), weight=weight)
         count_positions(numbers, count[1], decay)
