@@ -50,7 +50,12 @@ def _visible(found: Numbers) -> Section:
     shown: dict[str, Any] = {"test images": found["real"]}
     shown |= {f"{name}: chains from noise": one["noise draws"] for name, one in fits.items()}
     shown["maximum likelihood: chains that were kept"] = fits[LIKELIHOOD]["kept draws"]
-    return Section("All pairs of pixels", verdict, (table,), (_draws("visible", shown, found["side"]),))
+    return Section(
+        "All pairs of pixels",
+        verdict,
+        (table,),
+        (_draws("visible", "Draws of machines of all pairs of pixels", shown, found["side"]),),
+    )
 
 
 def _write_ink(pair: list[float]) -> str:
@@ -68,7 +73,7 @@ def _hidden(runs: list[Numbers]) -> Section:
         shown |= {f"{name}: fresh draws": one["fresh draws"], f"{name}: chains that were kept": one["kept draws"]}
     ends = {name: median(run["runs"][name]["curve"][-1][2] for run in runs) for name in names}
     said = ", ".join(f"{name} {value:.1f}" for name, value in ends.items())
-    pictures = (_curves(runs), _draws("hidden", shown, runs[0]["side"]))
+    pictures = (_curves(runs), _draws("hidden", "Draws of machines with hidden bits", shown, runs[0]["side"]))
     return Section("Hidden bits", f"log p in nats: {said}.", (Table("At the end", heads, rows, note),), pictures)
 
 
@@ -94,13 +99,13 @@ def _curves(runs: list[Numbers]) -> Picture:
                 axes.plot(seconds, values, color=colour, linestyle=dash, marker=".", label=label)
         axes.set(xlabel="CPU seconds", ylabel="log p of a test image, nats")
         axes.grid(visible=True, axis="y")
-        put_title(figure, f"Machines with hidden bits: a line per seed, {len(runs)} seeds")
+        put_title(figure, f"Machines with hidden bits: a line per seed (of {len(runs)})")
         put_legend_below(figure, axes)
 
     return Picture("likelihood", "log p over seconds", fill, (5.0, 3.9))
 
 
-def _draws(stem: str, shown: dict[str, Any], side: int) -> Picture:
+def _draws(stem: str, title: str, shown: dict[str, Any], side: int) -> Picture:
     def fill(figure: Figure) -> None:
         grid = figure.subplots(len(shown), 1)
         for axes, (name, rows) in zip(np.atleast_1d(grid), shown.items(), strict=True):
@@ -109,4 +114,4 @@ def _draws(stem: str, shown: dict[str, Any], side: int) -> Picture:
             axes.set_title(name, loc="left", fontsize=9)
             axes.set_axis_off()
 
-    return Picture(f"draws-{stem}", "Draws", fill, (8.0, 1.0 * len(shown)))
+    return Picture(f"draws-{stem}", title, fill, (8.0, 1.0 * len(shown)))

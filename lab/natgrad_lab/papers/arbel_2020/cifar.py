@@ -22,6 +22,8 @@ from natgrad_lab.papers.ang_2020.cifar import images
 METHODS = ("kwng", "kfac", "sgd")
 FEATURES = 64
 """Inputs of the last layer."""
+RADIUS = 1.0
+"""Half the mean square by which a kernelised step may move the logits, as its metric sees it."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,10 @@ def among(settings: ArbelCifarSettings) -> dict[str, Contestant]:
             choice["lr"],
             damping=settings.damping,
             metric_batch=settings.metric_batch,
-            rule=ng.Momentum(0.9),
+            rule=ng.Momentum(0.9, radius=RADIUS),
         )
 
-    rates = (0.001, 0.003, 0.01, 0.03, 0.1)
+    rates = (0.003, 0.006, 0.01, 0.015, 0.02)  # .03 leaves the finite numbers without the bound
     found = {
         "kwng": Contestant("kernelised Wasserstein", tuple(grid(batch=batch, lr=rates)), build),
         "kfac": contestants.kfac(grid(batch=batch, lr=(0.1, 0.3, 0.6, 1.0, 1.5))),
