@@ -44,13 +44,8 @@ class Head(ABC):
         """The distribution of a draw, one row per state."""
 
     @property
-    def is_real(self) -> bool:
-        """Whether an action is made of real numbers."""
-        return False
-
-    @property
     def entries(self) -> int:
-        """Real numbers that an action is made of, and 1 for what is chosen: what a default radius is counted by."""
+        """Real numbers of an action, and 1 for what is chosen: default radius and damping are counted by them."""
         return 1
 
     @abstractmethod
@@ -266,10 +261,6 @@ class GaussianHead(Head):
     def dimensions(self) -> int:
         """Entries of an action."""
         return math.prod(self.space.shape)
-
-    @property
-    def is_real(self) -> bool:
-        return True
 
     @property
     def entries(self) -> int:

@@ -13,10 +13,8 @@ from natgrad.optim import Accidents, OnTrouble
 from natgrad.solvers import CG, Solver
 from natgrad.structures import Structure
 
-CHOSEN = LevenbergMarquardt(start=0.01, floor=1e-4, ceiling=10.0)
-"""The damping where actions are chosen from a few."""
-REAL = 0.1
-"""Least damping per entry of a real action: below, a batch's noise leads the step, which no ratio tells."""
+LEAST = 0.1
+"""Damping per entry of an action: below, a batch's noise leads the step, which no ratio tells."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class NaturalStep:
         structure: How F is held between updates; None for the exact one of the batch. `ng.Kronecker(0.95)` with
             `ng.Direct()` is K-FAC.
         damping: A number in nats per squared unit of a parameter, or an ng damping such as `ng.Relative(1e-3)`. None
-            adapts to the ratios of real to predicted gain and of predicted to real KL, and is at least 1e-4, or .1
-            times the entries of a real action.
+            adapts to the ratios of real to predicted gain and of predicted to real KL, and is at least .1, times
+            the entries of a real action.
         metric_batch: States that F is taken over; None for all.
         entropy_weight: Of an entropy bonus in the surrogate.
         on_trouble: What an update does whose gradient, step, policy or critic is not finite. "skip": what is not finite
@@ -106,7 +104,7 @@ class NaturalStep:
 
 
 def choose_damping(given: float | Damping | None, head: Head) -> Damping:
-    """The damping that was given, or the one of a kind of actions.
+    """The damping that was given, or the one of the head's actions.
 
     Args:
         given: A `NaturalStep`'s.
@@ -114,8 +112,8 @@ def choose_damping(given: float | Damping | None, head: Head) -> Damping:
     """
     if given is not None:
         return as_damping(given)
-    least = REAL * head.entries
-    return LevenbergMarquardt(least, floor=least, ceiling=100 * least) if head.is_real else CHOSEN
+    least = LEAST * head.entries
+    return LevenbergMarquardt(least, floor=least, ceiling=100 * least)
 
 
 @dataclass(frozen=True)

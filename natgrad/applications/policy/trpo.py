@@ -65,7 +65,7 @@ class TRPO(PolicyLearner):
         solver: Of (F + damping I) x = g.
         structure: How F is held between updates; `ng.Kronecker(0.95)` with `ng.Direct()` is K-FAC.
         damping: A number in nats per squared unit of a parameter, or an ng damping; None adapts to the ratios of real
-            to predicted gain and of predicted to real KL, at least 1e-4, or .1 times the entries of a real action.
+            to predicted gain and of predicted to real KL, at least .1, times the entries of a real action.
         metric_batch: States that F is taken over; None for all.
         entropy_weight: Of an entropy bonus in the surrogate.
         on_trouble: "skip" leaves out what is not finite and counts it in `agent.failures`; "raise" is a ValueError.
