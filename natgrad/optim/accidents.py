@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.linalg import all_finite, stays_finite
@@ -102,6 +102,27 @@ def watch(count: int, text: str) -> None:
         warnings.warn(f"{text.format(count=count)}; after {STOP} steps in a row this is an error", stacklevel=2)
 
 
+def watch_skipped(count: int, model: Any) -> None:
+    """`watch` for skipped steps; the first of a row also warns if the pass has spoilt running statistics of the model.
+
+    The user's own pass writes them before the loss is known: one NaN in an input stays in a batch norm for good.
+
+    Args:
+        count: Steps in a row so far that were skipped.
+        model: The network.
+    """
+    if count == 1 and isinstance(model, nn.Module):
+        spoilt = [n for n, b in model.named_buffers() if b.is_floating_point() and not all_finite(b)]
+        if spoilt:
+            warnings.warn(
+                f"the buffer {spoilt[0]!r} of the model is not finite: the pass of a batch that was skipped wrote it, "
+                "and evaluation mode gives no numbers any more. Take running statistics anew with "
+                "ng.recalibrate(model, loader), or look at the data before the pass",
+                stacklevel=2,
+            )
+    watch(count, SKIPPED)
+
+
 def count_unmoved(count: int, rate: float, gradient: float) -> int:
     """Steps in a row that moved nothing, with this one; warns at the 25th. At a minimum that is as it should be.
 
@@ -174,6 +195,16 @@ class WildBatches:
             return torch.zeros_like(loss, dtype=torch.bool)
         highest = self.highest.to(loss)
         return (loss > (FIRST if steps < EARLIEST else WILD) * highest) & (highest > 0)
+
+    def is_fit(self, loss: Tensor, steps: int, bounded: bool) -> bool:
+        """Whether the statistics of a batch may be averaged with those before: a finite loss that is not wild.
+
+        Args:
+            loss: Of the batch.
+            steps: Taken so far.
+            bounded: True if the loss is at least 0 by its criterion.
+        """
+        return bool(torch.isfinite(loss) & ~(self.is_wild(loss, steps) & bounded))
 
     def after(self, loss: Tensor | None, taken: bool) -> WildBatches:
         """The same after one more step."""

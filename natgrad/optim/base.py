@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from natgrad.families import Criterion
 from natgrad.optim.accidents import OnTrouble, warn_without_gradient
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
-from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group
+from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group, evaluate_loss
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.exchanges import RankExchange
 from natgrad.optim.explanations import KEPT, Steps, explain_steps
@@ -92,13 +92,14 @@ class ModelOptimizer(Optimizer):
             A scalar tensor.
 
         Raises:
-            ValueError: For targets that the criterion's likelihood cannot produce.
+            ValueError: For targets that the criterion's likelihood cannot produce. Those that are not finite are left
+                out, their whole batch with them, unless `on_trouble="raise"`.
             TypeError: If the metric has no criterion.
         """
         self._follow_parameters()
         outputs, chosen = self._recall.choose(outputs)
         outputs = self.criterion.pick_logits(outputs)
-        value = self.criterion.value(outputs, targets)
+        value = evaluate_loss(self.criterion, outputs, targets, self.on_trouble == "skip")
         if torch.is_grad_enabled() and value.requires_grad:
             if not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval:
                 self._record_loss(outputs, targets, value, chosen)

@@ -15,8 +15,9 @@ from natgrad.layers import Layer, Seen
 from natgrad.operators import DiagonalOperator, Layout, Operator, unpack_operator
 from natgrad.optim.block_owners import Cost, Owners, cost_of
 from natgrad.optim.distributed import Ranks
+from natgrad.optim.input_sizes import InputSizes
 from natgrad.optim.inverses import Block, Inverted, Prepare, give_back, invert_block, single
-from natgrad.optim.readings import SOME, Reading, agree_on_parts, sound
+from natgrad.optim.readings import SOME, Reading, agree_on_parts
 from natgrad.optim.running_averages import change, count_positions, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
@@ -62,7 +63,7 @@ class BlockAverages:
     ) -> None:
         self.structure, self.named, self.state = structure, named, state
         self.all: dict[str, Block] = {}
-        self.owners = Owners(Ranks()) if owners is None else owners
+        self.owners, self.inputs = Owners(Ranks()) if owners is None else owners, InputSizes()
         self._changes: list[Tensor] = []
         self._taken, self._compares = False, True  # whether there was an update since `settle`; if changes matter
         self.work = 0.0  # n^3 summed over all inversions of this process
@@ -101,12 +102,11 @@ class BlockAverages:
         return lambda: taken
 
     def take(self, reading: Reading, decay: float) -> bool:
-        """A reading into the averages, weighted by its rows; where it is not finite or near overflow, nothing of it.
+        """A reading into the averages, weighted by its rows; where it is not fit (`InputSizes`), nothing of it.
 
-        Layer after layer, so that the old and the new averages are never all there at once; the reading is emptied on
-        the way, from its end, as the first layers of a network tend to be the largest.
+        Layer after layer, so that old and new averages are never all there at once. The reading is emptied.
         """
-        if not agree_on_parts(sound(reading), reading):
+        if not agree_on_parts(self.inputs.accept(reading), reading):
             return False
         taken = self._taken = True
         self._assign(reading)
@@ -132,7 +132,7 @@ class BlockAverages:
             self._average(key, block, accumulate_statistics(before, fresh, decay), decay, count)
             self._taken = True
 
-        sums = self.owners.open_sums(self.structure.symmetric, deliver, sound(reading))
+        sums = self.owners.open_sums(self.structure.symmetric, deliver, self.inputs.accept(reading))
         of = self.owners.of if self.owners.apart else {}
         for seen, count in self._weigh_layers(reading):
             coming[seen.key] = Block(seen.layer.layout, seen.layer), count
@@ -345,13 +345,13 @@ class BlockAverages:
         """Key -> names: what `rebuild` needs besides the optimizer's state."""
         return {key: list(block.layout.names) for key, block in self.all.items()}
 
-    def rebuild(self, saved: Mapping[str, list[str]], layers: Mapping[tuple[str, ...], Layer]) -> None:
-        """The blocks of a checkpoint. layers: the trusted ones, by their names.
+    def rebuild(self, saved: Mapping[str, list[str]], layers: Mapping[tuple[str, ...], Layer], inputs: Any) -> None:
+        """The blocks of a checkpoint. layers: the trusted ones, by their names. inputs: the sizes of what layers saw.
 
         Raises:
             ValueError: If a block's numbers are missing, or are not those of such a block.
         """
-        self.all = {}
+        self.all, self.inputs = {}, InputSizes.load(inputs)
         known = {key: layers.get(tuple(names)) for key, names in saved.items() if self.named.keys() >= set(names)}
         layouts = {key: self._layout(saved[key], layer) for key, layer in known.items()}
         self._share_out({key: self._cost(layout, known[key]) for key, layout in layouts.items()})

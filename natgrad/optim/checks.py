@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.checks import check_integer, is_integer
+from natgrad.families import Criterion
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
 from natgrad.optim.recorded_pass import Data
-from natgrad.pure import Labelled, as_call
+from natgrad.pure import Labelled, as_call, leaves, map_tensors
 from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
 from natgrad.spaces import check_parameters, trainable
@@ -245,6 +246,37 @@ def checked_group(
     return {**group, "params": params}
 
 
+def evaluate_loss(criterion: Criterion, outputs: Any, targets: Any, skips: bool) -> Tensor:
+    """The criterion's value. Targets that are not finite make it so too where such a batch is to be skipped.
+
+    Args:
+        criterion: The loss.
+        outputs: What the model returned.
+        targets: As the criterion takes them.
+        skips: True if steps whose loss is not finite are left out; False for a ValueError.
+
+    Raises:
+        ValueError: For targets that the likelihood cannot produce.
+    """
+    try:
+        return criterion.value(outputs, targets)
+    except ValueError:
+        floats = [t for t in leaves(targets) if t.is_floating_point()]
+        if not skips or all(all_finite(t) for t in floats):
+            raise
+    criterion.check(outputs, map_tensors(targets, lambda t: torch.where(torch.isfinite(t), t, 0)))
+    return criterion.loss(outputs, targets)
+
+
+def check_statistics(missing: bool) -> None:
+    """ValueError where a step has none."""
+    if missing:
+        raise ValueError(
+            "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode (or build "
+            "the optimizer with train_in_eval=True), and call backward() on it"
+        )
+
+
 def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None, wild: bool) -> str:
     """Why a step is left out.
 
@@ -261,7 +293,10 @@ def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None, wild: bo
     wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
     what = f"the gradient of {wrong[0]!r}" if wrong else "the step"
     if not wrong and loss is not None and not bool(torch.isfinite(loss)):
-        what = "the loss (0 / 0 for an empty batch, or one whose targets are all ignored)"
+        what = (
+            "the loss (0 / 0 for an empty batch, or if all targets are ignored; or a layer's inputs are more "
+            "than ten times as large as before)"
+        )
     return (
         f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
         "GradScaler, scaler.step(optimizer) skips such steps)"

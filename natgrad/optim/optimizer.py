@@ -16,7 +16,7 @@ from natgrad.damping import as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.accidents import SKIPPED, WildBatches, count_unmoved, watch
+from natgrad.optim.accidents import WildBatches, count_unmoved, watch_skipped
 from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import Called, ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
@@ -270,7 +270,7 @@ class NaturalGradient(ModelOptimizer):
     def _skip(self, trouble: NotFiniteError) -> None:
         self._last = replace(self._last.count_step(failed=True), status="skipped")
         self._wild, self._skipped = self._wild.after(None, taken=False), self._skipped + 1
-        watch(self._skipped, SKIPPED)
+        watch_skipped(self._skipped, self.model)
 
     def _step(self, called: Called) -> None:
         point = self._point()
@@ -325,7 +325,7 @@ class NaturalGradient(ModelOptimizer):
         changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
         # all of it is known now: an error or Ctrl-C so far has changed nothing
         commit(self._named, self.state, *changes, vars(self), values)
-        watch(self._skipped, SKIPPED)
+        watch_skipped(self._skipped, self.model)
 
     def _solve(
         self, point: Point, metric: Metric, operator: Operator

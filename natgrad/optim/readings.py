@@ -59,24 +59,6 @@ class Reading:
         return 1.0 if self.span is None or not self.rows else self.span.share / self.rows
 
 
-def sound(reading: Reading) -> bool:
-    """Whether no second moment of the reading can overflow, sums of many such readings included.
-
-    Every entry of a factor is at most the squared norm of its side, every entry of a block the product of both.
-    """
-    norms = [squares.sum().sqrt() for squares in reading.squares.values()]
-    for seen in reading.layers:
-        for part in seen.split_parts():
-            sides = [norm(deltas) for deltas in part.deltas]
-            sides = [measure_norm(torch.stack(sides))] + ([] if part.by_token else [part.bound_inputs()])
-            norms += [*sides, torch.stack(sides).prod()]
-    if not norms:
-        return True
-    largest = min(torch.finfo(n.dtype).max for n in norms)
-    # in one synchronisation; comparisons with a NaN are false
-    return bool((torch.stack([n.double() for n in norms]).square() <= HEADROOM * largest).all())
-
-
 def agree_on_parts(fine: bool, reading: Reading) -> bool:
     """Whether all processes find their parts of a reading fine."""
     if reading.exchange is None:

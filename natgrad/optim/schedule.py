@@ -47,6 +47,7 @@ def start_clock() -> Clock:
         - `formed`: the step at which the blocks' form along a step of fixed length was last computed, -1 for never.
         - `form`: that form at a learning rate of 1.
         - `error`: the highest loss of a regression.
+        - `sizes`: what `find_cut` knows.
         - `fallen`: the metric as it was measured along a step over what the blocks' running averages say, at most 1.
     """
     events = {"updated": -1, "inverted": -1, "measured": -1, "judged": -1}
@@ -68,6 +69,7 @@ def start_clock() -> Clock:
         "form": 0.0,
         "fallen": 1.0,
         "error": 0.0,
+        "sizes": [0.0, 0.0],
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.accidents import OVERDUE, SKIPPED, UNUSABLE, WildBatches, warn_of_strangers, watch
+from natgrad.optim.accidents import OVERDUE, UNUSABLE, WildBatches, warn_of_strangers, watch, watch_skipped
 from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
@@ -22,6 +22,7 @@ from natgrad.optim.checkpoint import Checkpoint, Format
 from natgrad.optim.checks import (
     NotFiniteError,
     check_blocks,
+    check_statistics,
     describe_trouble,
     given_parameters,
     named_parameters,
@@ -30,6 +31,7 @@ from natgrad.optim.checks import (
 from natgrad.optim.distributed import meet
 from natgrad.optim.error_size import ErrorSize
 from natgrad.optim.gathered_state import gather_numbers
+from natgrad.optim.gradient_size import cut, find_cut
 from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Called
 from natgrad.optim.outside_losses import Outside
@@ -45,7 +47,7 @@ from natgrad.optim.step_length import Stride, bounded_below, sample_examples
 from natgrad.pure import check_select, full_precision, leaves
 from natgrad.rules import BlockStep, Momentum, Quadratic, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
-from natgrad.typed_torch import measure_norm
+from natgrad.typed_torch import list_numbers, measure_norm
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
@@ -208,6 +210,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             "ratio": torch.zeros(()) if self._stride.ratio is None else self._stride.ratio,
             "wild": self._wild.save(),
             "errors": None if self._reader.errors is None else self._reader.errors.save(),
+            "inputs": self._blocks.inputs.save(),
         }
 
     def _gather_state(self) -> dict[Tensor, dict[str, Any]]:
@@ -217,7 +220,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         owners = self._blocks.owners.load(saved.extra.get("owners"))
         blocks = BlockAverages(self.structure, self._named, saved.state, owners)
         trusted, refused = set(saved.extra["trusted"]), set(saved.extra["refused"])
-        blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted))
+        blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted), saved.extra.get("inputs"))
 
         def restore() -> None:
             blocks.state, self._arriving = self.state, None
@@ -237,7 +240,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _read(self, outputs: Any, targets: Any, value: Tensor) -> None:
         self._settle_reading()
-        finite = bool(torch.isfinite((own := self._recall.computed[-1]).value))
+        finite = self._wild.is_fit((own := self._recall.computed[-1]).value, self._clock["step"], self._bounded)
         # NaN too where no target counts; the other processes go on without this one's rows then
         with self._reader.passes.run(finite, own.rows):
             if finite or (self._ranks.size > 1 and not own.rows):
@@ -292,7 +295,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         active = {name: p for name, p in self._by_group() if p.grad is not None}
         if not active:
             return
-        losses = self._recall.losses or self._recall.computed
+        losses = self._blocks.inputs.spoil(self._recall.losses or self._recall.computed)
         raw = {name: dense(p) for name, p in active.items()}
         norms = {name: measure_norm(g) for name, g in raw.items()}
         loss, nats, scale, norm = self._ranks.pool_losses(losses, self._nats, self._recall.scale, norms)
@@ -303,18 +306,16 @@ class StructuredNaturalGradient(ModelOptimizer):
         known = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & ~loss.isnan().to(norm.device)
         wild = loss is not None and self._bounded and self._wild.is_wild(loss, self._clock["step"])
         # this, `attempt.finite` and a bound on the KL are the synchronisations of a step between updates
-        finite = bool(known & ~torch.as_tensor(wild, device=norm.device))
-        if finite and not self._blocks.all:
-            raise ValueError(
-                "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode (or build "
-                "the optimizer with train_in_eval=True), and call backward() on it"
-            )
-        awaited = self._reader.taps.armed and not self._pending
-        late = self._clock["late"] + int(finite) if awaited else 0  # skipped steps are counted by themselves
-        watch(late if finite else 0, UNUSABLE if self._bad else OVERDUE)
+        fit, length = list_numbers(torch.stack([(known & ~torch.as_tensor(wild, device=norm.device)).to(norm), norm]))
+        finite = fit > 0
+        check_statistics(finite and not self._blocks.all)
+        factor, sizes = find_cut(self._clock["sizes"], length, self._clock["step"])
+        late = self._clock["late"] + int(finite) if self._reader.taps.armed and not self._pending else 0
+        watch(late if finite else 0, UNUSABLE if self._bad else OVERDUE)  # skipped steps are counted by themselves
         told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
-        attempt = self._attempt(nats, dict(told), norms)
+        attempt = self._attempt(nats, dict(told), cut(factor, norms))
         if finite:
+            attempt.clock["sizes"] = sizes
             self._reader.arm(False)  # what follows may call the model again
             blocks = [block.layout.names for block in self._blocks]
             if self._pending:
@@ -322,7 +323,7 @@ class StructuredNaturalGradient(ModelOptimizer):
                 self._outside.measure(gradients, attempt.values, blocks, len(losses), float(scale), self._ranks)
             if self._clock["updated"] > self._clock["inverted"] and due(self._clock, "inverted", self.invert_every):
                 attempt.invert(self.damping)
-            self._move(attempt, gradients, active, called)
+            self._move(attempt, cut(factor, gradients), active, called)
             finite = attempt.finite()
             self._warned = warn_of_strangers(gradients.keys() - {n for names in blocks for n in names}, self._warned)
         if not finite:
@@ -337,15 +338,14 @@ class StructuredNaturalGradient(ModelOptimizer):
         values: dict[str, Any] = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
         values["_wild"] = self._wild.after(loss, finite)
         attempt.commit(vars(self), values | {"_nats": nats, "_pending": 0, "_bad": False}, self._forget_batch)
-        watch(self._clock["skipped"], SKIPPED)
+        watch_skipped(self._clock["skipped"], self.model)
 
     def _skip(self, trouble: NotFiniteError) -> None:
         raise trouble  # a step that is left out moves the clock above
 
     def _move(self, attempt: Attempt, gradients: dict[str, Tensor], active: dict[str, Tensor], called: Called) -> None:
         """The rule's step, unless the loss after it refuses it."""
-        losses = self._recall.losses or self._recall.computed
-        rows = sum(self._ranks.weight(loss) for loss in losses)
+        rows = sum(self._ranks.weight(loss) for loss in self._recall.losses or self._recall.computed)
         model = attempt.quadratic(gradients, self._bounded, self._counts(attempt) if self.rule.needs_counts else {})
         if model is None:
             return

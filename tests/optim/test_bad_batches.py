@@ -1,0 +1,238 @@
+"""Bad batches of every kind: nothing becomes infinite, statistics and momentum stay as they were, training goes on."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from models import build_seeded, draw
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.optim.gradient_size import find_cut
+from natgrad.pure import leaves
+
+BLOCKS = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng]
+
+
+def trust_region(model: nn.Module, criterion: Any, **options: Any) -> Any:
+    """The exact Fisher with a bound on the KL."""
+    metric = ng.fisher(model, criterion)
+    return ng.NaturalGradient(model, metric, lr=1.0, damping=0.01, rule=ng.TrustRegion(0.1), **options)
+
+
+RECIPES = [*BLOCKS, ng.natgrad_cg, trust_region]
+READ, UNREAD = 6, 9  # steps with and without a reading of statistics
+STEPS = 40
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters, self.last = nn.Conv1d(1, 4, 2), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.filters(x.unsqueeze(1))).flatten(1))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)),
+    "layer norm": lambda: nn.Sequential(nn.Linear(4, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 3)),
+    "convolution": Convolution,
+}
+
+
+def first_row(x: Tensor, value: float) -> Tensor:
+    return torch.cat([torch.full_like(x[:1], value), x[1:]])
+
+
+def spoil_targets(y: Tensor, value: float) -> Tensor:
+    return first_row(y, value) if y.is_floating_point() else torch.full_like(y, -100)
+
+
+BAD: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "a row of NaN": lambda x, y: (first_row(x, math.nan), y),
+    "a row of inf": lambda x, y: (first_row(x, math.inf), y),
+    "targets of inf, or none": lambda x, y: (x, spoil_targets(y, math.inf)),
+    "targets of NaN, or none": lambda x, y: (x, spoil_targets(y, math.nan)),
+    "constant inputs": lambda x, y: (torch.ones_like(x), y),
+    "equal labels": lambda x, y: (x, y[:1].expand_as(y).clone()),
+    "inputs x 1e6": lambda x, y: (1e6 * x, y),
+    "a row x 1e4": lambda x, y: (torch.cat([1e4 * x[:1], x[1:]]), y),
+    "targets x 1e6": lambda x, y: (x, 1e6 * y if y.is_floating_point() else (y + 1) % 3),
+    "noise": lambda x, y: (30 * draw(*x.shape, seed=3), y),
+    "empty": lambda x, y: (x[:0], y[:0]),
+    "one row": lambda x, y: (x[:1], y[:1]),
+    "one row x 1e4": lambda x, y: (1e4 * x[:1], y[:1]),
+}
+LEFT_OUT = [name for name in BAD if name.startswith(("a row of", "targets of"))]
+
+
+def batch(step: int, classes: bool, rows: int = 64) -> tuple[Tensor, Tensor]:
+    x = draw(rows, 4, seed=100 + step)
+    outputs = x @ draw(4, 3, seed=5)
+    return x, outputs.argmax(1) if classes else torch.sin(outputs)
+
+
+def criterion_of(classes: bool) -> nn.Module:
+    return nn.CrossEntropyLoss() if classes else nn.MSELoss()
+
+
+def train(
+    recipe: Any, net: str, classes: bool, steps: int, bad: Mapping[int, str | None] | None = None, **options: Any
+) -> tuple[nn.Module, Any]:
+    """A run with a falling rate. Some steps have a bad batch, or none at all."""
+    model = build_seeded(NETS[net])
+    opt = recipe(model, criterion_of(classes), **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / STEPS)
+    for step in range(steps):
+        x, y = batch(step, classes)
+        kind = (bad or {}).get(step, "good")
+        if kind is not None:
+            x, y = BAD[kind](x, y) if kind in BAD else (x, y)
+            opt.zero_grad()
+            opt.loss(model(x), y).backward()
+            opt.step()
+        schedule.step()
+    return model, opt
+
+
+@functools.cache
+def clean_loss(recipe: Any, net: str, classes: bool) -> float:
+    """Of runs that have all batches, and of runs that never have one of those that will be bad: the highest."""
+    runs = [{}, {READ: None}, {UNREAD: None}]
+    return max(test_loss(train(recipe, net, classes, STEPS, bad)[0], classes) for bad in runs)
+
+
+@torch.no_grad()
+def test_loss(model: nn.Module, classes: bool) -> float:
+    return float(criterion_of(classes)(model((pair := batch(10_000, classes, 400))[0]), pair[1]))
+
+
+test_loss.__test__ = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:none of the last|the statistics of the last")
+@pytest.mark.parametrize(
+    ("recipe", "net", "classes", "step"),
+    [(recipe, "layer norm", True, READ) for recipe in RECIPES]
+    + [(ng.kfac, "dense", False, UNREAD), (ng.kfac, "convolution", True, READ)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_one_bad_batch_of_any_kind_costs_little(recipe: Any, net: str, classes: bool, step: int):
+    """All that stands is finite, and the loss is near that of a run without it; it was eleven times that once."""
+    for kind in BAD.keys() - set(LEFT_OUT):
+        model, opt = train(recipe, net, classes, STEPS, {step: kind})
+        assert all(torch.isfinite(p).all() for p in model.parameters()), kind
+        state = [t for numbers in opt.state.values() for t in leaves(dict(numbers)) if t.is_floating_point()]
+        assert all(torch.isfinite(t).all() for t in state), kind
+        assert test_loss(model, classes) < 1.8 * clean_loss(recipe, net, classes) + 0.02, kind
+
+
+def numbers_of(opt: Any) -> list[Tensor]:
+    """All tensors that a run goes on with."""
+    return [t.clone() for numbers in opt.state.values() for t in leaves(dict(numbers))]
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.__name__)
+def test_a_batch_that_is_not_finite_leaves_no_trace(recipe: Any, kind: str):
+    for classes in (True, False):
+        model, opt = train(recipe, "dense", classes, READ)
+        other, twin = train(recipe, "dense", classes, READ + 1, {READ: kind})
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+        for one, two in zip(numbers_of(opt), numbers_of(twin), strict=True):
+            assert torch.equal(one, two)
+        assert twin.state_report().failures == 1
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg], ids=lambda r: r.__name__)
+def test_targets_that_are_not_finite_raise_on_demand(recipe: Any):
+    with pytest.raises(ValueError, match="targets range from"):
+        train(recipe, "dense", False, READ + 1, {READ: "targets of NaN, or none"}, on_trouble="raise")
+
+
+def totals_of(opt: Any) -> list[Tensor]:
+    """The running statistics."""
+    return [t.clone() for numbers in opt.state.values() for t in leaves(numbers.get("totals", {}))]
+
+
+@pytest.mark.parametrize("kind", ["inputs x 1e6", "a row x 1e4", "one row x 1e4"])
+@pytest.mark.parametrize("recipe", BLOCKS, ids=lambda r: r.__name__)
+def test_inputs_far_larger_than_before_do_not_enter_the_statistics(recipe: Any, kind: str):
+    _, before = train(recipe, "layer norm", True, READ)
+    _, after = train(recipe, "layer norm", True, READ + 1, {READ: kind})
+    assert all(torch.equal(a, b) for a, b in zip(totals_of(before), totals_of(after), strict=True))
+    assert after.state_report().failures == 1
+
+
+def test_a_wild_loss_does_not_enter_the_statistics():
+    """Its step was left out before, and its second moments stayed."""
+    _, before = train(ng.kfac, "dense", False, 12, update_every=1)
+    _, after = train(ng.kfac, "dense", False, 13, {12: "targets x 1e6"}, update_every=1)
+    assert all(torch.equal(a, b) for a, b in zip(totals_of(before), totals_of(after), strict=True))
+
+
+def test_inputs_of_a_new_scale_are_read_after_three_readings():
+    bad = dict.fromkeys(range(READ, STEPS), "inputs x 1e6")
+    _, opt = train(ng.kfac, "layer norm", True, 2 * READ, bad, update_every=1)
+    assert opt.state_report().failures == 3
+    assert max(float(t.abs().max()) for t in totals_of(opt)) > 1e10
+
+
+def test_a_checkpoint_knows_how_large_inputs_were():
+    _, opt = train(ng.kfac, "layer norm", True, READ)
+    model = build_seeded(NETS["layer norm"])
+    twin = ng.kfac(model, nn.CrossEntropyLoss())
+    twin.load_state_dict(opt.state_dict())
+    x, y = batch(READ, True)
+    twin.loss(model(1e4 * x), y).backward()
+    assert all(torch.equal(a, b) for a, b in zip(totals_of(opt), totals_of(twin), strict=True))
+
+
+def test_running_statistics_that_a_pass_has_spoilt_are_named():
+    """The user's own pass writes them; `ng.recalibrate` takes them anew."""
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+    opt = ng.kfac(model, nn.CrossEntropyLoss())
+    good = [batch(step, True) for step in range(4)]
+    for step, (x, y) in enumerate(good):
+        opt.zero_grad()
+        opt.loss(model(BAD["a row of NaN"](x, y)[0] if step == 2 else x), y).backward()
+        if step == 2:
+            with pytest.warns(UserWarning, match=r"buffer '1.running_mean' .*is not finite.*recalibrate"):
+                opt.step()
+        else:
+            opt.step()
+    ng.recalibrate(model, [x for x, _ in good])
+    model.eval()
+    assert torch.isfinite(model(good[0][0])).all()
+
+
+def test_one_odd_batch_does_not_turn_the_run_to_spectral_steps():
+    """Its gradient is many times longer than those before, and passed for noise."""
+    _, opt = train(ng.kfac, "dense", True, 26, {20: "constant inputs"})
+    assert opt._clock["turned"] < 0
+
+
+def test_a_gradient_is_cut_to_three_times_those_before():
+    sizes, factors = [0.0, 0.0], []
+    for step in range(40):
+        length = 100.0 if step == 20 else 1.0
+        factor, sizes = find_cut(sizes, length, step)
+        factors.append(factor)
+    assert factors[20] == pytest.approx(0.03)
+    assert [step for step, factor in enumerate(factors) if factor < 1] == [20]
+    sizes = [0.0, 0.0]
+    for step in range(80):  # a third more with each step is never cut
+        factor, sizes = find_cut(sizes, 1.3**step, step)
+        assert factor == 1
+
+
+def test_a_run_that_cannot_go_on_says_so():
+    with pytest.warns(UserWarning, match="the last 5 steps were skipped"):
+        train(ng.kfac, "dense", False, 12, dict.fromkeys(range(6, 12), "a row of NaN"))
