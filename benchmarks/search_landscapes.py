@@ -90,6 +90,24 @@ def find_least_energy(rows: np.ndarray, columns: np.ndarray) -> float:
     return float(least.min())
 
 
+def build_formula(seed: int, n: int = 30, clauses: int = 120) -> CountedProblem:
+    """A satisfiable formula of clauses of three literals: how many are not satisfied."""
+    draws = np.random.default_rng((seed, clauses))  # not those with which a contestant begins
+    planted, groups, wrong = draws.integers(0, 2, n), [], []
+    while len(groups) < clauses:
+        group = np.sort(draws.choice(n, 3, replace=False))
+        literal = draws.integers(0, 2, 3)
+        if (literal == planted[group]).any():
+            groups.append(tuple(group.tolist()))
+            wrong.append(1 - literal)
+    index, bad = np.array(groups), np.array(wrong)
+
+    def values(X: np.ndarray) -> np.ndarray:
+        return (X.astype(int)[:, index] == bad).all(2).sum(1).astype(float)
+
+    return CountedProblem(f"{clauses} clauses of 3 literals, {n} bits", n, values, 0.0, BUDGET, groups)
+
+
 PROBLEMS: tuple[Callable[[int], CountedProblem], ...] = (
     lambda seed: build_nk(seed, 18, 2),
     lambda seed: build_nk(seed, 18, 4),
@@ -97,6 +115,7 @@ PROBLEMS: tuple[Callable[[int], CountedProblem], ...] = (
     lambda seed: build_traps(seed, 12),
     lambda seed: build_spin_glass(seed, 8),
     lambda seed: build_spin_glass(seed, 12),
+    lambda seed: build_formula(seed),
 )
 
 

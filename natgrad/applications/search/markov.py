@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from natgrad.applications.search.base import next_seed
 from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
 from natgrad.applications.search.monomials import Clique, Monomials
-from natgrad.applications.search.regression import Slope, natural_slope
-from natgrad.applications.search.relaxation import replace_infinite_values
+from natgrad.applications.search.relaxation import MORE, replace_infinite_values, scale_to_unit_range
+from natgrad.applications.search.structure import StructureLearner
 from natgrad.checks import check_integer
 
-EXPLAINED = 0.95  # a structure that explains as much of f is settled
+GROWTH = 1.2  # of the draws, until the structure is learned again
 STRENGTH = 12.0  # of any coefficient: exp(-24) against 1
 
 
@@ -27,11 +25,11 @@ class MarkovSearch(BitSearch):
     If f is a sum of functions of the cliques, it lies in the span of the statistics. The slope is then exact once there
     are more draws than statistics, and the flow ends nowhere but in the minimum.
 
-    With cliques=None they are learned from uniform draws. Pairs whose product correlates with the part of f that is not
-    yet explained are joined, the strongest first, to groups of at most `largest` bits. Groups grow by a bit whose
-    product with theirs correlates with that part, and products whose coefficients are no more than noise are left out
-    again. When there are enough draws, all pairs at once are tried too. This goes on until the statistics explain 95 %
-    of the variance of left-out draws, or for `patience` evaluations. Dependence that shows in no pair (parity) is not
+    With cliques=None they are learned from uniform draws. Products of pairs, and of known products with one more bit,
+    that correlate with the part of f that is not yet explained are tried, as are those within groups of at most
+    `largest` bits that sure pairs join; products whose coefficients are no more than noise are left out again. Each
+    time there is a fifth more draws this goes on from the structure so far, until that is exact, or explains 95 % of
+    the variance and no longer changes, or for `patience` evaluations. Dependence that shows in no pair (parity) is not
     found.
 
     Args:
@@ -74,6 +72,7 @@ class MarkovSearch(BitSearch):
         self.patience = 200 * n if patience is None else check_integer("patience", patience, 1, hint=": evaluations")
         self.settled = cliques is not None
         self._next = 0
+        self._learner: StructureLearner | None = None  # what it keeps follows from draws and structure
         given = None if cliques is None else as_cliques(cliques, n)
         self._given = given
         monomials = Monomials.within(n, given or [])
@@ -99,15 +98,16 @@ class MarkovSearch(BitSearch):
             super()._update()
             return
         count = len(self._values)
-        if count < self._next:
+        if count < max(self._next, MORE * (self._dim() + 1)):
             return
-        self._next = int(1.15 * count)
-        self.monomials, self.slope = learn_structure(
-            2 * self._points - 1, replace_infinite_values(self._values), self.largest
-        )
+        self._next = int(GROWTH * count)
+        learner = self._learner or StructureLearner(self._dim(), self.largest, self.monomials.sets)
+        values = scale_to_unit_range(replace_infinite_values(self._values))
+        self.monomials, self.slope = learner.learn(2 * self._points - 1, values)
         self.theta = torch.zeros(len(self.monomials), dtype=torch.float64)
-        if self.slope.explained >= EXPLAINED or count >= self.patience:
-            self.settled = True
+        self.settled = learner.has_settled(self.slope.explained) or count >= self.patience
+        self._learner = None if self.settled else learner
+        if self.settled:
             super()._update()
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,134 +116,7 @@ class MarkovSearch(BitSearch):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.settled, self._next = state["learning"]
-
-
-def learn_structure(signs: Tensor, values: Tensor, largest: int) -> tuple[Monomials, Slope]:
-    """The structure whose statistics explain f best at left-out draws, out of a few.
-
-    Args:
-        signs: Uniform draws, shape (N, n).
-        values: f of them, shape (N,).
-        largest: Most bits of a group.
-
-    Returns:
-        The statistics, and the slope of f on them.
-    """
-    n = signs.shape[1]
-    found = [fit_structure(Monomials.within(n, []), signs, values)]
-    for _ in range(3):  # what is explained no longer hides the rest
-        monomials, slope = max(found, key=lambda pair: pair[1].explained)
-        residual = values - monomials.values(signs) @ slope.value
-        pairs = find_correlated_pairs(signs, residual) + [s for s in monomials.sets if len(s) == 2]
-        longer = find_correlated_extensions(monomials, signs, residual, largest)
-        candidate = Monomials.of(n, {*monomials.sets, *join_pairs(n, pairs, largest), *longer})
-        if candidate.sets == monomials.sets or len(candidate) > 2 * len(values):
-            break
-        found.append(fit_structure(candidate, signs, values))
-        found.append(fit_structure(drop_noise(*found[-1], values), signs, values))
-    everything = n + n * (n - 1) // 2
-    if 1.2 * everything < len(values) < 2 * everything and everything <= 1000:  # more draws would change little
-        found.append(fit_structure(Monomials.within(n, combinations(range(n), 2)), signs, values))
-    return max(found, key=lambda pair: pair[1].explained)
-
-
-def fit_structure(monomials: Monomials, signs: Tensor, values: Tensor) -> tuple[Monomials, Slope]:
-    """A structure with the slope of f on its statistics.
-
-    Args:
-        monomials: The structure.
-        signs: Draws, shape (N, n).
-        values: f of them, shape (N,).
-    """
-    return monomials, natural_slope(monomials.values(signs), values)
-
-
-def drop_noise(monomials: Monomials, slope: Slope, values: Tensor, chance: float = 0.05) -> Monomials:
-    """The statistics whose coefficients are more than noise, and all single bits.
-
-    The error of a coefficient is that of independent statistics, as in `shrink_slope`; by Bonferroni's bound.
-
-    Args:
-        monomials: The structure that was fitted.
-        slope: Of f on its statistics.
-        values: f of uniform draws, shape (N,).
-        chance: That any coefficient which is noise is kept.
-    """
-    left = (1 - min(1.0, max(0.0, slope.explained))) * float(values.var())
-    error = max((left / len(values)) ** 0.5, 1e-9 * float(slope.value.abs().max()))
-    kept = (slope.value.abs() > normal_quantile(chance / len(monomials)) * error).tolist()
-    sets = [s for s, more in zip(monomials.sets, kept, strict=True) if more or len(s) == 1]
-    return Monomials.of(monomials.n, sets)
-
-
-def normal_quantile(chance: float) -> float:
-    """The size that a standard normal variable exceeds, in either direction, with the chance given.
-
-    Args:
-        chance: Between 0 and 1.
-    """
-    return float(-torch.special.ndtri(torch.tensor(chance / 2, dtype=torch.float64)))
-
-
-def find_correlated_pairs(signs: Tensor, residual: Tensor, chance: float = 0.05) -> list[Clique]:
-    """Pairs of bits whose product correlates with the residual, the strongest first; by Bonferroni's bound.
-
-    Args:
-        signs: Draws, shape (N, n).
-        residual: The part of f that is not explained, shape (N,).
-        chance: That any pair is found where none correlates.
-    """
-    count, n = signs.shape
-    centred = residual - residual.mean()
-    deviation = float(centred.square().mean().sqrt())
-    if deviation == 0:
-        return []
-    scores = ((signs.mT * centred) @ signs).abs().triu(1) / (deviation * count**0.5)
-    places = (scores > normal_quantile(chance / max(1.0, n * (n - 1) / 2))).nonzero()
-    order = scores[places[:, 0], places[:, 1]].argsort(descending=True)
-    return [(int(i), int(j)) for i, j in places[order].tolist()]
-
-
-def find_correlated_extensions(
-    monomials: Monomials, signs: Tensor, residual: Tensor, largest: int, chance: float = 0.05
-) -> list[Clique]:
-    """Sets of the structure with one more bit, whose product correlates with the residual; by Bonferroni's bound.
-
-    Args:
-        monomials: The structure.
-        signs: Draws, shape (N, n).
-        residual: The part of f that is not explained, shape (N,).
-        largest: Most bits of a set.
-        chance: That any set is found where none correlates.
-    """
-    places = [k for k, s in enumerate(monomials.sets) if 2 <= len(s) < largest]
-    centred = residual - residual.mean()
-    deviation = float(centred.square().mean().sqrt())
-    if not places or deviation == 0:
-        return []
-    products = monomials.values(signs)[:, places]
-    scores = ((products.mT * centred) @ signs).abs() / (deviation * len(signs) ** 0.5)
-    found = (scores > normal_quantile(chance / scores.numel())).nonzero().tolist()
-    wider = ({*monomials.sets[places[k]], j} for k, j in found if j not in monomials.sets[places[k]])
-    return [tuple(sorted(s)) for s in wider]
-
-
-def join_pairs(n: int, pairs: Sequence[Clique], largest: int) -> set[Clique]:
-    """The pairs, and all products within the groups that they form.
-
-    Args:
-        n: Number of bits.
-        pairs: In the order in which they are joined.
-        largest: Most bits of a group; a pair that would make a larger one joins nothing.
-    """
-    group = {i: {i} for i in range(n)}
-    for i, j in pairs:
-        union = group[i] | group[j]
-        if len(union) <= largest:
-            for k in union:
-                group[k] = union
-    groups = {tuple(sorted(members)) for members in group.values() if len(members) > 1}
-    return {*pairs, *(s for g in groups for size in range(2, len(g) + 1) for s in combinations(g, size))}
+        self._learner = None
 
 
 def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:

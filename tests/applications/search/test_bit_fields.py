@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from natgrad.applications.search import natural_slope
-from natgrad.applications.search.markov import learn_structure
 from natgrad.applications.search.monomials import Monomials, Sites, draw_signs, group_independent_sites
 from natgrad.applications.search.regression import weigh_past_draws
+from natgrad.applications.search.structure import StructureLearner
 
 
 def list_signs(n: int) -> Tensor:
@@ -123,9 +123,54 @@ def test_the_learned_structure_is_that_of_the_function_and_no_more(noise: float)
     signs = 2 * torch.randint(0, 2, (1200, 25), generator=generator).to(torch.float64) - 1
     values = structure.values(signs) @ torch.where(torch.arange(len(structure)) % 3 == 0, 1.0, -1.0).double()
     values += noise * torch.randn(1200, generator=generator, dtype=torch.float64)
-    monomials, slope = learn_structure(signs, values, largest=6)
+    monomials, slope = StructureLearner(signs.shape[1], 6).learn(signs, values)
     assert {s for s in monomials.sets if len(s) > 1} == {*edges, (0, 1, 24)}
     assert slope.explained == pytest.approx(1 - noise**2 / 42, abs=1e-3)
+
+
+def uniform_signs(count: int, n: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randint(0, 2, (count, n), generator=generator).to(torch.float64) - 1
+
+
+def sum_clauses(signs: Tensor) -> Tensor:
+    """Clauses of three literals: products of up to three bits."""
+    groups = torch.stack([torch.randperm(12, generator=torch.Generator().manual_seed(k))[:3] for k in range(20)])
+    return (signs[:, groups] > 0).all(2).sum(1).to(torch.float64)
+
+
+def test_a_structure_that_goes_on_is_bit_for_bit_the_one_that_is_loaded():
+    """What the learner keeps between calls follows from the sets and the draws: Gram matrices of signs are exact."""
+    signs = uniform_signs(400, 12)
+    values = sum_clauses(signs)
+    first = StructureLearner(12, 6)
+    before, _ = first.learn(signs[:300], values[:300])
+    loaded = StructureLearner(12, 6, before.sets)
+    (ours, slope), (theirs, other) = first.learn(signs, values), loaded.learn(signs, values)
+    assert len(before) > 12
+    assert ours.sets == theirs.sets
+    assert torch.equal(slope.value, other.value)
+
+
+def test_a_function_of_known_products_is_fitted_exactly():
+    signs = uniform_signs(900, 12)
+    values = sum_clauses(signs)
+    learner = StructureLearner(12, 6)
+    monomials, slope = learner.learn(signs, values)
+    assert learner.has_settled(slope.explained)
+    fresh = uniform_signs(200, 12, seed=1)
+    image = monomials.values(fresh) @ slope.value
+    offsets = sum_clauses(fresh) - image
+    assert_close(offsets, offsets.mean().expand(200), atol=1e-10, rtol=0)
+
+
+def test_noise_has_no_structure():
+    signs = uniform_signs(500, 12)
+    learner = StructureLearner(12, 6)
+    monomials, slope = learner.learn(signs, torch.randn(500, generator=torch.Generator().manual_seed(5)).double())
+    assert all(len(s) == 1 for s in monomials.sets)
+    assert slope.explained < 0.1
+    assert not learner.has_settled(slope.explained)
 
 
 @pytest.mark.parametrize("listed", [12, 0])

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import natgrad as ng
 from natgrad.applications.search import CGA, PBIL, BitSearch, CategoricalSearch, natural_slope
 from natgrad.applications.search.climb import Climb
-from natgrad.applications.search.markov import find_correlated_pairs, join_pairs
 from natgrad.applications.search.regression import shrink_slope
+from natgrad.applications.search.structure import join_pairs
 
 BLOCKS = [range(5 * i, 5 * i + 5) for i in range(4)]
 
@@ -102,10 +102,7 @@ def test_a_cut_is_found_in_the_complete_pairwise_field():
     assert run(ng.MarkovSearch(10, combinations(range(10), 2), seed=0), cut, best, 300).best.fun == best
 
 
-def test_suspects_are_the_pairs_that_matter():
-    signs = 2.0 * torch.randint(0, 2, (2000, 6), generator=torch.Generator().manual_seed(0)).double() - 1
-    residual = signs[:, 0] * signs[:, 3] + 0.3 * signs[:, 1] * signs[:, 2] + signs[:, 4]
-    assert find_correlated_pairs(signs, residual) == [(0, 3), (1, 2)]
+def test_pairs_are_joined_to_groups():
     assert join_pairs(6, [(0, 3), (1, 2), (2, 3)], largest=2) == {(0, 3), (1, 2), (2, 3)}
     assert (0, 1, 2, 3) in join_pairs(6, [(0, 3), (1, 2), (2, 3)], largest=4)
 
@@ -259,8 +256,12 @@ def test_leading_ones_are_found(seed: int):
 
 
 def run_past_the_regression(f, seed: int = 0) -> ng.BernoulliSearch:
-    """A search of 24 bits for 900 evaluations, of which the regression has the first 300 or so."""
-    return run(ng.BernoulliSearch(24, seed=seed), f, -math.inf, 900)
+    """A search of 24 bits for 900 evaluations, of which the regression has the first 300 or so, in its climb."""
+    search = run(ng.BernoulliSearch(24, seed=seed), f, -math.inf, 900)
+    while search._seconds_turn:  # a stuck climb shares with what is tried elsewhere
+        X = search.ask()
+        search.tell(X, f(X))
+    return search
 
 
 def test_no_child_repeats_the_best_point():
@@ -269,7 +270,7 @@ def test_no_child_repeats_the_best_point():
     parent = search.probabilities.round()
     assert_close((search.probabilities - parent).abs(), torch.full((24,), 1 / 24, dtype=torch.float64))
     assert float(leading_ones(parent.unsqueeze(0))) <= -12
-    flips = torch.cat([(search.ask() - parent).abs().sum(1) for _ in range(20)])
+    flips = torch.cat([(search.ask() - parent).abs().sum(1) for _ in range(120)])
     assert float(flips.min()) == 1
     assert float(flips.max()) > 6  # a long tail, since nothing better came for long
 
