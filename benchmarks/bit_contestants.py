@@ -57,11 +57,11 @@ class CountedProblem:
 
 def run_search(f: CountedProblem, first: Search) -> None:
     """By ask and tell, begun anew with twice the population where it ends, as `ng.minimize` does."""
-    search, run = first, 0
+    search, run, popsize = first, 0, first.popsize
     while not f.over:
         if search.stop():
             run += 1
-            search = first.renew(first.popsize * 2**run, run)
+            search = first.renew(popsize * 2**run, run)
         X = search.ask()
         search.tell(X, torch.as_tensor(f(X.numpy())))
 

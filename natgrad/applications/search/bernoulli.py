@@ -20,7 +20,7 @@ NOISY = 0.3  # rate of the ranked steps of the best quarter, where a point does 
 WAIT = 5  # evaluations per bit without a better value after which it is not, times the share that it explains
 LEAST = 0.1  # of that share, before the first climb
 SECOND = 0.5  # of that share, once the first climb is stuck
-CHILDREN = 6  # candidates per generation of a climb: more of them would be children of a parent that is out of date
+CHILDREN = 1  # candidates per generation of a climb: more would be children of a parent that a neutral step replaced
 STUCK = 5  # evaluations per bit without a better value after which children differ from the parent in more bits
 LONELY = 5  # likewise, after which half of the evaluations go elsewhere
 GAPS = 4  # which takes as many times the longest wait that ended well
@@ -34,7 +34,7 @@ class BernoulliSearch(BitSearch):
     The natural gradient by regression trusts the values of f. One candidate of each generation is the point at which
     the regression is least, which does not count as a draw.
 
-    Where single bits explain less than nine tenths of f and no better value came for long, a climb begins: a (1 + 6)-EA
+    Where single bits explain less than nine tenths of f and no better value came for long, a climb begins: a (1 + 1)-EA
     from the best point, of which no child repeats its parent; that is PBIL's step at rate 1, with the means at the best
     point up to the margin. Where it is stuck, half of the evaluations go elsewhere: first back to the regression, and
     once this stands still too, to climbs from random points. The better climb is gone on with. Before the first climb
@@ -79,6 +79,7 @@ class BernoulliSearch(BitSearch):
         self._second: Climb | None = None
         self._regressing, self._seconds_turn = True, False
         self._draws, self._drawn_best, self._drawn_at = 0, math.inf, 0
+        self._flat = 0  # evaluations in a row that gave the value of the parent
         self._shared = 0  # evaluations of the main climb less those elsewhere, since it was stuck
         self._tried = self._pending = torch.zeros(0, n, dtype=torch.float64)  # candidates that p did not draw
         self._size = as_bit_popsize(popsize if update is None or popsize is not None else update.popsize(n), n)
@@ -177,7 +178,8 @@ class BernoulliSearch(BitSearch):
 
     def _climb(self, points: Tensor, values: Tensor) -> None:
         """Give the points to the climb, or to the regression, that they come from."""
-        self._count_equal_values(points, values)
+        self._flat = self._flat + len(values) if bool((values == self._main.value).all()) else 0
+        self._same, self._collapsed = self._flat // self._size, False
         if self._seconds_turn and self._regressing:
             self._regress(points, values)
             if float(values.min()) < self._main.value:
@@ -228,6 +230,7 @@ class BernoulliSearch(BitSearch):
             "phase": (self._climbing, self._noisy, self._regressing, self._seconds_turn, self._shared),
             "climbs": (self._main.state_dict(), second),
             "drawn": (self._draws, self._drawn_best, self._drawn_at),
+            "flat": self._flat,
             "foreign": (self._tried, self._pending),
         }
 
@@ -244,4 +247,5 @@ class BernoulliSearch(BitSearch):
             self._second = Climb(self._main.parent)
             self._second.load_state_dict(second)
         self._draws, self._drawn_best, self._drawn_at = state["drawn"]
+        self._flat = state.get("flat", 0)
         self._tried, self._pending = state["foreign"]
