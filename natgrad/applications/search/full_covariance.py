@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.applications.search.cma import Adaptation, adaptation_constants, check_rate
+from natgrad.applications.search.cma import FASTER, Adaptation, adaptation_constants, check_rate
 from natgrad.applications.search.model import State, eye_like
 from natgrad.linalg import eigh, solve_psd, symmetrise
 
@@ -50,7 +50,7 @@ class Full(Adaptation):
         d, age = rows.shape[1], state["age"] + 1
         c = adaptation_constants(d, len(rows) - 1, self.statistics(d), self.rate)
         # the root is made anew once the covariance has moved by about a tenth of 1 / d: Hansen 2016, B.2
-        if age - state["rooted"] <= 1 / (10 * d * (c.c_1 + c.c_mu)):
+        if age - state["rooted"] <= FASTER / (10 * d * (c.c_1 + c.c_mu)):  # as seldom as with the tutorial's rates
             return {"covariance": covariance}
         return {**take_root(symmetrise(covariance)), "rooted": age}
 
