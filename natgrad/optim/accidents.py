@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -46,6 +47,11 @@ WILD = 10.0  # times the highest loss so far, the first ones included: no step o
 PATIENCE = 3  # batches in a row that are left out; the next one counts, since the data must have changed
 EARLIEST = 10  # steps until such a loss is wild
 FIRST = 1e4  # times the highest loss before that: the first losses alone do not say much
+LONG = (
+    3.0  # times the root mean square of the gradients so far: one that is longer is cut before it enters the momentum
+)
+FADES = 0.9  # of that mean, per step
+KNOWN_AFTER = 5  # steps until it is known
 
 
 @dataclass
@@ -100,6 +106,16 @@ def watch(count: int, text: str) -> None:
         raise RuntimeError(text.format(count=count))
     if count == WARN:
         warnings.warn(f"{text.format(count=count)}; after {STOP} steps in a row this is an error", stacklevel=2)
+
+
+def watch_late(count: int, unusable: bool) -> None:
+    """`watch` steps whose statistics were due and did not come.
+
+    Args:
+        count: Of them, in a row; 0 for none.
+        unusable: True if they were read and could not be used.
+    """
+    watch(count, UNUSABLE if unusable else OVERDUE)
 
 
 def watch_skipped(count: int, model: Any) -> None:
@@ -224,6 +240,34 @@ class WildBatches:
         if saved is None or not bool(saved["highest"] > 0):
             return WildBatches()
         return WildBatches(saved["highest"], int(saved["refused"]))
+
+
+def find_cut(sizes: Sequence[float], length: float, steps: int) -> tuple[float, list[float]]:
+    """What a gradient is multiplied by, at most 1, and the running sums with it.
+
+    A batch with wrong labels, or with inputs that tell nothing, has a gradient that is many times too long. It would
+    lead the momentum for dozens of steps, and pass for noise where the share of signal decides on the kind of steps. A
+    gradient that grows by a third per step is never cut.
+
+    Args:
+        sizes: The running mean of squares without its correction, and what its weights add up to.
+        length: |g|, finite.
+        steps: Taken so far.
+    """
+    square, weight = sizes
+    usual = math.sqrt(square / weight) if weight > 0 else 0.0
+    factor = LONG * usual / length if steps >= KNOWN_AFTER and length > LONG * usual > 0 else 1.0
+    return factor, [FADES * square + (1 - FADES) * (factor * length) ** 2, FADES * weight + 1 - FADES]
+
+
+def cut(factor: float, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients, or their norms, times a factor.
+
+    Args:
+        factor: At most 1.
+        gradients: By name.
+    """
+    return gradients if factor == 1 else {name: factor * g for name, g in gradients.items()}
 
 
 def guard_steps(optimizer: Optimizer, run: Callable[[], Result]) -> tuple[Result, bool]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.optim.accidents import OVERDUE, UNUSABLE, WildBatches, warn_of_strangers, watch, watch_skipped
+from natgrad.optim.accidents import WildBatches, cut, find_cut, warn_of_strangers, watch_late, watch_skipped
 from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
 from natgrad.optim.batch_form import BatchForm
@@ -31,7 +31,6 @@ from natgrad.optim.checks import (
 from natgrad.optim.distributed import meet
 from natgrad.optim.error_size import ErrorSize
 from natgrad.optim.gathered_state import gather_numbers
-from natgrad.optim.gradient_size import cut, find_cut
 from natgrad.optim.last_pass import Recall, listen
 from natgrad.optim.objective import Called
 from natgrad.optim.outside_losses import Outside
@@ -311,7 +310,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         check_statistics(finite and not self._blocks.all)
         factor, sizes = find_cut(self._clock["sizes"], length, self._clock["step"])
         late = self._clock["late"] + int(finite) if self._reader.taps.armed and not self._pending else 0
-        watch(late if finite else 0, UNUSABLE if self._bad else OVERDUE)  # skipped steps are counted by themselves
+        watch_late(late if finite else 0, self._bad)  # skipped steps are counted by themselves
         told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
         attempt = self._attempt(nats, dict(told), cut(factor, norms))
         if finite:

@@ -13,7 +13,9 @@ FOLDERS = ("natgrad", "lab/natgrad_lab", "benchmarks", "docs", "examples")
 OPTIONAL = frozenset(
     (
         "blackjax",
+        "cma",
         "cmaes",
+        "cocoex",
         "dask",
         "gpytorch",
         "gymnasium",
@@ -42,6 +44,7 @@ LATE = {
 NEEDY = {
     "search",
     "search_bbob",
+    "search_coco",
     "search_costs",
     "search_noise",
     "policy",

@@ -17,7 +17,7 @@ from torch import nn
 import natgrad as ng
 
 FOLDER = str(Path(ng.__file__).parent)
-STRUCTURED = 56  # statistics, inverses and the step's length due
+STRUCTURED = 58  # statistics, inverses and the step's length due
 APART = 20  # of the same mathematics by `NaturalGradient`, entered by that alone
 
 

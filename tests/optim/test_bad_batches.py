@@ -13,7 +13,7 @@ from models import build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.gradient_size import find_cut
+from natgrad.optim.accidents import find_cut
 from natgrad.pure import leaves
 
 BLOCKS = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng]
