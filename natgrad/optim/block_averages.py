@@ -18,7 +18,7 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.input_sizes import InputSizes
 from natgrad.optim.inverses import Block, Inverted, Prepare, give_back, invert_block, single
 from natgrad.optim.readings import SOME, Reading, agree_on_parts
-from natgrad.optim.running_averages import change, count_positions, renew_entry
+from natgrad.optim.running_averages import change, count_positions, mean_positions, renew_entry
 from natgrad.pure import map_tensors
 from natgrad.rules import Parts, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight, exchanging
@@ -248,7 +248,7 @@ class BlockAverages:
             level = level_of(block, operator)
             if not level > 0:  # nothing was seen of this block yet: no derivative reached it
                 continue
-            made = invert_block(operator, level, inverts, prepare)
+            made = invert_block(operator, level, inverts, prepare, mean_positions(self.of(block)))
             self.work += self._cost(block.layout, block.layer).work
             if made is None:
                 failures += 1

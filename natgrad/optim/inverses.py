@@ -15,7 +15,7 @@ from natgrad.operators import Layout, Operator, pack_operator, unpack_operator
 from natgrad.pure import leaves
 from natgrad.typed_torch import list_numbers
 
-Prepare = Callable[[Operator, float], dict[str, Tensor]]
+Prepare = Callable[[Operator, float, float], dict[str, Tensor]]
 
 
 FARTHEST = 1e12
@@ -82,13 +82,15 @@ def least_damping(norms: Sequence[Tensor]) -> float:
     return math.hypot(*(size for size in sizes if math.isfinite(size))) / FARTHEST
 
 
-def invert_block(operator: Operator, level: float, inverts: bool, prepare: Prepare | None) -> Inverted | None:
+def invert_block(
+    operator: Operator, level: float, inverts: bool, prepare: Prepare | None, positions: float
+) -> Inverted | None:
     """A block's damped inverse, and what a rule prepares; None where numbers fail."""
     inverse = robust_inverse(operator, level) if inverts else None
     if inverts and inverse is None:
         return None
     try:
-        prepared = {} if prepare is None else prepare(operator, level)
+        prepared = {} if prepare is None else prepare(operator, level, positions)
     except RuntimeError:  # torch.linalg.LinAlgError is one
         return None
     if not all(bool(torch.isfinite(t.sum())) for t in prepared.values()):

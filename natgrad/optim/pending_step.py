@@ -103,7 +103,7 @@ class Attempt:
         self.clock["error"] = max(self.clock["error"], float(self.told.get("loss", 0.0)) if self.errors else 0.0)
         if self.blocks.owners.apart:
             whole.mean_eigenvalue()  # all processes together, before each looks at its own blocks
-        prepare, level = self.rule.prepare if self.shapes else None, partial(self._level, damping, whole)
+        prepare, level = self.rule.prepare_for if self.shapes else None, partial(self._level, damping, whole)
         self.inverses, failures = self.blocks.invert(level, self.inverts, prepare)
         self.clock["failures"] += failures
         self.clock["inverted"] = self.clock["step"]

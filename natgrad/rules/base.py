@@ -107,6 +107,16 @@ class Rule(ABC):
         """
         return {}
 
+    def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
+        """`prepare`, for a rule that also asks how many rows a step has.
+
+        Args:
+            metric: As for `prepare`.
+            level: As for `prepare`.
+            positions: Examples times positions of a step that the block sees; infinite where nobody knows.
+        """
+        return self.prepare(metric, level)
+
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         """The block's direction, in the shape of `block.mean`, and the block's memory for the next step.
 

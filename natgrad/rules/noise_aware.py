@@ -34,7 +34,7 @@ class NoiseAware(Rule):
 
     The signal is |m|^2 / E|g|^2 for the running mean m of the gradient g, less what pure noise has there:
     (1 - b) / (1 + b) for a momentum b. It is 1 where all gradients agree and 0 where they are noise; averaged over ten
-    steps. Once it is below `noise`, steps are `SpectralDescent`. Where it comes above `noise` again within 20 steps,
+    steps. Once it is below `noise`, steps are `SpectralDescent`. Where it comes above `noise` again within ten steps,
     short steps go along a curved valley that noise had nothing to do with: steps are natural ones again, and the next
     turn takes a quarter of `noise`.
 
@@ -85,6 +85,9 @@ class NoiseAware(Rule):
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
         return self.spectral.prepare(metric, level)
+
+    def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
+        return self.spectral.prepare_for(metric, level, positions)
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)

@@ -53,12 +53,15 @@ class SpectralDescent(Rule):
     ahead g, of the running mean m and today's gradient g. A layer of (outputs, inputs) moves by length * sqrt(max(1,
     outputs / inputs)) in that norm; where a step's T examples times positions are less than enough * min(outputs,
     inputs), by the root of their ratio less: a gradient of T rows has T singular values, and all others of the
-    running mean are of earlier steps. Then it takes several steps to see as many rows, and the direction is renewed
-    that often, once in eight steps at least. An embedding moves along R n, at a fixed root mean square of the change
-    of its outputs: `rows` * length. A table that no layer reads (positions or queries that are parameters of the model)
-    moves along polar(n), as far as a layer with its rows as inputs. Other parameters without a Kronecker product
-    (norms, biases alone, cut factors of inputs) move along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at
-    a fixed root mean square: `vectors` * length, and no more than that of a layer's matrix.
+    running mean are of earlier steps. It takes several steps to see renewed * min(outputs, inputs) rows, and the
+    direction is renewed that often, once in eight steps at least. Inputs of little variance are scaled up only as far
+    as T rows tell it from noise: the second moment of T rows of n white inputs has eigenvalues that spread by about
+    n / T, and scarce * n / T takes the place of the damping where that is more. R is longer then, so that inputs of
+    mean size move as before. An embedding moves along R n, at a fixed root mean square of the change of its outputs:
+    `rows` * length. A table that no layer reads (positions or queries that are parameters of the model) moves along
+    polar(n), as far as a layer with its rows as inputs. Other parameters without a Kronecker product (norms, biases
+    alone, cut factors of inputs) move along n / (F + damping mean(F))^(1/2), F the metric's diagonal, at a fixed root
+    mean square: `vectors` * length, and no more than that of a layer's matrix.
 
     Lengths do not depend on the gradient's: let the learning rate fall towards the end of training, or take a finite
     `falls_after`, which needs no end: the learning rate is multiplied by sqrt(falls_after / k) after k steps.
@@ -69,15 +72,17 @@ class SpectralDescent(Rule):
         ahead: Weight of today's gradient in n besides its part in m.
         vectors: Root mean square of entries without a Kronecker product, in lengths.
         rows: Root mean square of the change of an embedding's outputs, in lengths.
-        enough: Examples times positions per singular value of a layer, from which on its step has the whole length and
-            a direction of its own.
+        enough: Examples times positions per singular value of a layer, from which on its step has the whole length.
+        renewed: Examples times positions per singular value, from which on each step has a direction of its own.
+        scarce: Damping in inputs per example and position of a step, where that is more than `damping`; 0 for never.
         kl_share: Most nats per example of a step as a share of the loss; a bound against accidents.
         iterations: Of the polar factor, 1 to 7: with 5 singular values come out between .87 and 1.13, with 7 as 1. On a
             CPU two inverses of the smaller side take the place of 5 iterations, and leave them between .9 and 1.1.
         falls_after: Steps from which on the learning rate falls by itself; math.inf for never.
 
     Raises:
-        ValueError: Unless lengths, shares, damping and falls_after are > 0, 0 <= ahead <= 1, and 1 to 7 iterations.
+        ValueError: Unless lengths, shares, damping and falls_after are > 0, 0 <= scarce < inf, 0 <= ahead <= 1, and
+            1 to 7 iterations.
 
     Reference:
         Jordan et al. 2024 (Muon) is R = I.
@@ -88,7 +93,9 @@ class SpectralDescent(Rule):
     ahead: float = 0.1
     vectors: float = 0.06
     rows: float = 0.5
-    enough: float = 2.0
+    enough: float = 0.5
+    renewed: float = 2.0
+    scarce: float = 1.0
     kl_share: float = 0.5
     iterations: int = 5
     falls_after: float = math.inf
@@ -97,9 +104,11 @@ class SpectralDescent(Rule):
     steady = True
 
     def __post_init__(self) -> None:
-        for name in ("length", "damping", "vectors", "rows", "enough", "kl_share", "falls_after"):
+        for name in ("length", "damping", "vectors", "rows", "enough", "renewed", "kl_share", "falls_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number > 0")
+        if not 0 <= self.scarce < math.inf:
+            raise ValueError(f"scarce is {self.scarce}, expected a number >= 0; 0 to whiten by all rows alike")
         if not 0 <= self.ahead <= 1:
             raise ValueError(f"ahead is {self.ahead}, expected a weight in [0, 1]")
         if self.iterations not in range(1, len(POLISH) + 1):
@@ -109,8 +118,20 @@ class SpectralDescent(Rule):
         return min(1.0, math.sqrt(self.falls_after / max(steps, 1)))
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
+        if find_input_moment(metric) is None:
+            return {"squares": metric.diagonal().clamp(min=0)}
+        return self.prepare_for(metric, level, math.inf)
+
+    def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
         found = find_input_moment(metric)
-        return {"squares": metric.diagonal().clamp(min=0)} if found is None else whitener(*found, self.damping)
+        if found is None:
+            return self.prepare(metric, level)
+        moment, tokens = found
+        least = 0.0 if tokens else self.scarce * moment.shape[-1] / max(positions, 1.0)
+        if least <= self.damping:
+            return whitener(moment, tokens, self.damping)
+        longer = ((1 + least) / (1 + self.damping)) ** 0.5  # directions of mean size move as before
+        return {name: longer * root for name, root in whitener(moment, tokens, least).items()}
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         n = block.mean.lerp(block.gradient().to(block.mean), self.ahead)
@@ -121,7 +142,7 @@ class SpectralDescent(Rule):
         if "tokens" in block.prepared:
             return self.scale_rows(n, block.prepared["tokens"].to(n)), {}
         room, since = self.room_of(block), block.steps - int(block.memory.get("step", -MOST))
-        every = min(MOST, max(1, int(1 / room)))
+        every = min(MOST, max(1, int(self.renewed / (room * self.enough))))
         renewed = (block.steps + zlib.crc32(block.names[0].encode())) % every == 0  # not all layers at one step
         if "direction" in block.memory and since < every and not renewed:
             return block.memory["direction"], dict(block.memory)

@@ -111,6 +111,37 @@ def test_rows_are_saved_and_older_checkpoints_learn_them() -> None:
     assert mean_positions(older["stepped"]) == pytest.approx(6)
 
 
-def test_enough_is_checked() -> None:
-    with pytest.raises(ValueError, match="enough is 0"):
-        SpectralDescent(enough=0)
+@pytest.mark.parametrize("rows", [2, 5, 40, 1000])
+def test_inputs_are_whitened_as_far_as_rows_tell(rows: int) -> None:
+    damping, scarce = 0.3, 1.5
+    x = draw(rows, INPUTS) @ torch.diag(torch.logspace(-2, 1, INPUTS, dtype=F64))
+    model = nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=F64)
+    opt = train(model, x, torch.arange(rows) % OUTPUTS, damping=damping, scarce=scarce)
+    kept = opt.state[model.weight]
+    moment, root = x.T @ x / rows, kept["prepared"]["inputs"]
+    ridge = max(damping, scarce * INPUTS / rows)
+    expected = torch.linalg.inv(INPUTS * moment / moment.trace() + ridge * torch.eye(INPUTS, dtype=F64))
+    torch.testing.assert_close(root.mT @ root, expected * (1 + ridge) / (1 + damping), rtol=1e-8, atol=1e-10)
+
+
+def test_white_inputs_move_as_far_with_few_rows() -> None:
+    eye = torch.eye(INPUTS, dtype=F64)
+    metric = ng.operators.KroneckerOperator(torch.eye(OUTPUTS, dtype=F64), eye)
+    for rows in (0.0, 1.0, 7.0, 1e6, math.inf):
+        root = SpectralDescent().prepare_for(metric, 0.1, rows)["inputs"]
+        torch.testing.assert_close(root.mT @ root, eye / 1.3)
+    torch.testing.assert_close(SpectralDescent().prepare(metric, 0.1)["inputs"], root)
+
+
+def test_tokens_are_whitened_by_all_rows_alike() -> None:
+    often = torch.tensor([4.0, 1.0, 0.0], dtype=F64)
+    metric = ng.operators.KroneckerOperator(often, torch.eye(5, dtype=F64))
+    few, many = (SpectralDescent().prepare_for(metric, 0.1, rows)["tokens"] for rows in (1.0, math.inf))
+    torch.testing.assert_close(few, (often / often.mean() + 0.3).rsqrt())
+    torch.testing.assert_close(few, many)
+
+
+@pytest.mark.parametrize(("name", "value"), [("enough", 0), ("renewed", 0), ("scarce", -1.0), ("scarce", math.inf)])
+def test_rows_are_checked(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        SpectralDescent(**{name: value})  # type: ignore[arg-type]

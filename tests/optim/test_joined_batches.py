@@ -126,7 +126,7 @@ def with_outside_loss() -> dict[str, Any]:
 
 
 JUDGED: dict[str, Any] = {"damping": ng.LevenbergMarquardt(0.1, per="block"), "rule": MeasuredLength()}
-FEW = SpectralDescent(enough=200.0)  # for which all rows are few, so that directions are kept for some steps
+FEW = SpectralDescent(enough=200.0, renewed=200.0)  # all rows are few: directions are kept for some steps
 SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "kfac, equal parts": partial(train, ng.kfac, [EVEN], momentum=0.0),
     "kfac, an empty batch": partial(train, ng.kfac, [UNEVEN, EMPTY], rule=MeasuredLength()),
