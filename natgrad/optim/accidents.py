@@ -47,9 +47,7 @@ WILD = 10.0  # times the highest loss so far, the first ones included: no step o
 PATIENCE = 3  # batches in a row that are left out; the next one counts, since the data must have changed
 EARLIEST = 10  # steps until such a loss is wild
 FIRST = 1e4  # times the highest loss before that: the first losses alone do not say much
-LONG = (
-    3.0  # times the root mean square of the gradients so far: one that is longer is cut before it enters the momentum
-)
+LONG = 3.0  # times the root mean square of the gradients so far: a longer one is cut before it enters the momentum
 FADES = 0.9  # of that mean, per step
 KNOWN_AFTER = 5  # steps until it is known
 

@@ -42,7 +42,7 @@ class InputSizes:
 
         No second moment may overflow, sums of many such readings included: every entry of a factor is at most the
         squared norm of its side, every entry of a block the product of both. And no layer's inputs may be far larger
-        than they were.
+        than they were, and larger than those of all layers.
 
         Args:
             reading: This process's part.
@@ -56,7 +56,9 @@ class InputSizes:
         if not all(one <= HEADROOM * largest for one in found[: len(bounds)]):
             return False
         fresh = dict(zip(sizes, found[len(bounds) :], strict=True))
-        far = any(one > FAR * self.squares[key] for key, one in fresh.items() if key in self.squares)
+        # a layer behind one that starts near zero may see a thousand times more within a step, and yet less than others
+        most = max(self.squares.values(), default=0.0)
+        far = any(one > max(FAR * self.squares[key], most) for key, one in fresh.items() if key in self.squares)
         if far and self.refused < PATIENCE:
             self.refused, self.far = self.refused + 1, True
             return False

@@ -236,3 +236,21 @@ def test_a_gradient_is_cut_to_three_times_those_before():
 def test_a_run_that_cannot_go_on_says_so():
     with pytest.warns(UserWarning, match="the last 5 steps were skipped"):
         train(ng.kfac, "dense", False, 12, dict.fromkeys(range(6, 12), "a row of NaN"))
+
+
+@pytest.mark.parametrize("start", [0.0, 1e-6, 1e-3])
+def test_layers_that_start_near_zero_may_grow_at_once(start: float) -> None:
+    """What the last layer sees grows by orders of magnitude within a step, and no batch is at fault."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)).double()
+    with torch.no_grad():
+        for p in model[0].parameters():
+            p.mul_(start)
+    x, y = torch.randn(40, 6, dtype=torch.float64), torch.arange(40) % 4
+    opt = ng.kfac(model, nn.CrossEntropyLoss())
+    for _ in range(8):
+        opt.zero_grad()
+        opt.loss(model(x), y).backward()
+        opt.step()
+        assert opt.state_report().status == "stepped"
+    assert opt.state_report().failures == 0

@@ -41,7 +41,7 @@ class BoltzmannDigitsSettings:
     seconds: float = 8.0  # of training per run of the second part
     tuning: float = 0.4  # the part of it that a choice of rate gets
     batch: int = 100  # images per step; the fits take 1000
-    chains: int = 100
+    chains: int = 100  # Gibbs chains of the first part
     damping: float = 1.0  # of the natural steps, in units of the mean variance
     sweeps: int = 100  # of Gibbs sampling, for fresh draws
     levels: int = 500  # of annealed importance sampling
