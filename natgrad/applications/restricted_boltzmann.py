@@ -11,6 +11,7 @@ from torch.nn import functional
 from natgrad.checks import check_integer, check_positive, check_share
 from natgrad.densities import Density, check_binary, check_density
 from natgrad.lapack import require_inverse
+from natgrad.linalg import all_finite
 from natgrad.spaces import Params
 
 
@@ -87,7 +88,7 @@ class RestrictedBoltzmann(Density):
             ValueError: If sweeps is no integer >= 1, or X is not binary.
         """
         check_integer("sweeps", sweeps)
-        x = check_binary(check_density(self, params, X).detach(), params["b"].dtype)
+        x = self.check_bits(params, X)
         for _ in range(sweeps):
             h = torch.bernoulli(self.hidden_means(params, x), generator=generator)
             x = torch.bernoulli(self.visible_means(params, h), generator=generator)
@@ -112,6 +113,9 @@ class RestrictedBoltzmann(Density):
             chains: Independent chains.
             generator: Of the draws; default torch's global one.
 
+        Raises:
+            ValueError: If a number is too small, or base has another shape.
+
         Returns:
             Two scalar tensors; the error is that of the mean weight, to first order.
 
@@ -120,6 +124,8 @@ class RestrictedBoltzmann(Density):
         """
         check_integer("levels", levels)
         check_integer("chains", chains, 2)
+        if base.shape != (self.units,):
+            raise ValueError(f"base has shape {tuple(base.shape)}, expected the visible biases ({self.units},)")
         x = torch.bernoulli(base.sigmoid().expand(chains, -1), generator=generator)
         before, weights = between(params, base, 0.0), base.new_zeros(chains)
         for beta in torch.linspace(0, 1, levels + 1)[1:].tolist():
@@ -130,6 +136,26 @@ class RestrictedBoltzmann(Density):
         shares = chains * weights.softmax(0)
         error = shares.std() / chains**0.5
         return start + weights.logsumexp(0) - torch.log(base.new_tensor(float(chains))), error
+
+    def check_bits(self, params: Params, X: Tensor) -> Tensor:
+        """X as floating point, after a check that it holds bits of this machine, and that its parameters are numbers.
+
+        Args:
+            params: b, c and W.
+            X: Shape (b, N).
+
+        Raises:
+            ValueError: If it does not.
+        """
+        self.check(params)
+        if not all(all_finite(value.detach()) for value in params.values()):
+            raise ValueError(
+                "params hold a NaN or an infinity: start again, and with a lower rate if they were trained"
+            )
+        bits = check_binary(check_density(self, params, X).detach(), params["b"].dtype)
+        if bits.shape[1:] != (self.units,):
+            raise ValueError(f"X has shape {tuple(X.shape)}, expected (b, {self.units})")
+        return bits
 
     def check(self, params: Params) -> None:
         """Check that the parameters belong to this machine.
@@ -216,9 +242,13 @@ class PersistentLikelihood:
 
         Args:
             X: Bits, shape (b, N).
+
+        Raises:
+            ValueError: If X holds no bits of the machine, or the parameters left the finite numbers: take a lower rate.
         """
+        bits = self.machine.check_bits(self.params, X)
         self.chains = self.machine.gibbs(self.params, self.chains, sweeps=self.sweeps, generator=self.generator)
-        direction = self.find_direction(X)
+        direction = self.find_direction(bits)
         self.count += 1
         for name, p in self.params.items():
             velocity = self.memory.get(f"velocity {name}", torch.zeros_like(p))

@@ -125,3 +125,37 @@ def test_bad_numbers_are_refused(options, message):
 def test_parameters_of_another_machine_are_refused():
     with pytest.raises(ValueError, match=r"start from machine\.parameters"):
         RestrictedBoltzmann(5, 3).log_p(draw_parameters(), torch.zeros(2, 5, dtype=F64))
+
+
+@pytest.mark.parametrize(
+    ("X", "message"),
+    [
+        (torch.zeros(2, 3), r"X has shape \(2, 3\), expected \(b, 4\)"),
+        (torch.full((2, 4), 0.5), "expected 0 and 1 only"),
+        (torch.full((2, 4), torch.nan), "NaN"),
+    ],
+)
+def test_a_step_on_no_bits_is_refused_and_moves_nothing(X: Tensor, message: str):
+    params, chains = draw_parameters(), list_bit_states(4)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    trainer = PersistentLikelihood(MACHINE, params, chains, 0.1)
+    with pytest.raises(ValueError, match=message):
+        trainer.step(X.double())
+    assert all(torch.equal(p, before[name]) for name, p in params.items())
+    assert trainer.chains is chains
+    with pytest.raises(ValueError, match=message):
+        MACHINE.gibbs(params, X.double())
+
+
+def test_parameters_that_left_the_finite_numbers_are_told():
+    params = draw_parameters()
+    trainer = PersistentLikelihood(MACHINE, params, list_bit_states(4), 0.1)
+    with torch.no_grad():
+        params["W"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match="with a lower rate"):
+        trainer.step(list_bit_states(4))
+
+
+def test_a_base_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"base has shape \(3,\), expected the visible biases \(4,\)"):
+        MACHINE.estimate_log_partition(draw_parameters(), torch.zeros(3, dtype=F64))
