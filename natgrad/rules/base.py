@@ -108,7 +108,9 @@ class Rule(ABC):
         return {}
 
     def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
-        """`prepare`, for a rule that also asks how many rows a step has.
+        """`prepare`, for a rule that also asks how many rows a step has. This is what is called.
+
+        A rule that overrides it has no use for `prepare`, nor have its subclasses.
 
         Args:
             metric: As for `prepare`.

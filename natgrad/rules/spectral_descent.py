@@ -118,14 +118,12 @@ class SpectralDescent(Rule):
         return min(1.0, math.sqrt(self.falls_after / max(steps, 1)))
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
-        if find_input_moment(metric) is None:
-            return {"squares": metric.diagonal().clamp(min=0)}
         return self.prepare_for(metric, level, math.inf)
 
     def prepare_for(self, metric: Operator, level: float, positions: float) -> dict[str, Tensor]:
         found = find_input_moment(metric)
         if found is None:
-            return self.prepare(metric, level)
+            return {"squares": metric.diagonal().clamp(min=0)}
         moment, tokens = found
         least = 0.0 if tokens else self.scarce * moment.shape[-1] / max(positions, 1.0)
         if least <= self.damping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,4 +145,4 @@ def test_tokens_are_whitened_by_all_rows_alike() -> None:
 @pytest.mark.parametrize(("name", "value"), [("enough", 0), ("renewed", 0), ("scarce", -1.0), ("scarce", math.inf)])
 def test_rows_are_checked(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}"):
-        SpectralDescent(**{name: value})  # type: ignore[arg-type]
+        replace(SpectralDescent(), **{name: value})

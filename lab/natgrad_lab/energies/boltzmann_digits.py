@@ -198,9 +198,7 @@ def measure_likelihood(
 def choice(run: StudyRun) -> Numbers:
     """log p of training images that are held out, for each rate."""
     s: BoltzmannDigitsSettings = run.settings
-    shown = images(s.data, s.looked_at)
-    held = min(1000, len(shown.train) // 5)
-    apart = Images(shown.train[:-held], shown.train[-held:], shown.side)
+    apart = images(s.data, s.looked_at).hold_out()
     found: Numbers = {}
     for place, (name, rates) in enumerate(RATES.items()):
         found[name] = {}

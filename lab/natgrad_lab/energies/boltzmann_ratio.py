@@ -18,7 +18,7 @@ from natgrad.lapack import eigh
 from natgrad.spaces import Space
 from natgrad_lab.energies import boltzmann_page
 from natgrad_lab.energies.boltzmann_exact import LOSSES, ExactMachine, descend, natural, path
-from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, Images, draws, images, train
+from natgrad_lab.energies.boltzmann_images import CONTESTANTS, EnergyContestant, draws, images, train
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.study import Numbers, Piece, Study, StudyRun
 
@@ -169,9 +169,7 @@ def descent(run: StudyRun, curvature: Tensor, error: Tensor, rate: float, close:
 def choice(run: StudyRun) -> Numbers:
     """Every contestant's best rate, by its own loss on the last training images after a part of the seconds."""
     s: BoltzmannRatioSettings = run.settings
-    shown = images(s.data, s.looked_at)
-    held = min(1000, len(shown.train) // 5)
-    apart = Images(shown.train[:-held], shown.train[-held:], shown.side)
+    apart = images(s.data, s.looked_at).hold_out()
     found: Numbers = {}
     among = s.contestants()
     for place, (name, one) in enumerate(among.items()):

@@ -283,10 +283,8 @@ class GaussianHead(Head):
     def actions(self, draws: Tensor) -> Array:
         raw = draws.cpu().numpy().astype(np.float64).reshape(-1, *self.space.shape)
         centre, half = self._stretch
-        cut = np.minimum(
-            np.maximum(centre + half * raw, self.space.low), self.space.high
-        )  # np.clip takes twice as long
-        return cut.astype(self.space.dtype)
+        raised = np.maximum(centre + half * raw, self.space.low)  # np.clip takes twice as long
+        return np.minimum(raised, self.space.high).astype(self.space.dtype)
 
     @cached_property
     def _stretch(self) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -92,7 +93,8 @@ def read_evaluations(record: Record, name: str) -> tuple[np.ndarray, np.ndarray,
         name: Such as "test_precision".
     """
     rows = [row for row in record.rows if row.get(name) is not None]
-    return tuple(np.array([row[key] for row in rows], float) for key in ("step", "seconds", name))  # type: ignore[return-value]
+    step, seconds, found = (np.array([row[key] for row in rows], float) for key in ("step", "seconds", name))
+    return step, seconds, found
 
 
 def smooth_losses(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -207,7 +209,7 @@ def fill_curves(runs: Runs, title: str, figure: Figure) -> None:
     put_title(figure, title)
 
 
-def draw_range(axes: Axes, x: Sequence[np.ndarray], y: Sequence[np.ndarray], look: dict[str, object]) -> None:
+def draw_range(axes: Axes, x: Sequence[np.ndarray], y: Sequence[np.ndarray], look: dict[str, Any]) -> None:
     """The mean of some curves, and the range between the lowest and the highest.
 
     Args:
@@ -217,8 +219,8 @@ def draw_range(axes: Axes, x: Sequence[np.ndarray], y: Sequence[np.ndarray], loo
         look: Of the line.
     """
     across, curves = np.mean(x, axis=0), np.array(y)
-    axes.plot(across, curves.mean(0), **look)  # type: ignore[arg-type]
-    axes.fill_between(across, curves.min(0), curves.max(0), color=look["color"], alpha=0.15, linewidth=0)  # type: ignore[arg-type]
+    axes.plot(across, curves.mean(0), **look)
+    axes.fill_between(across, curves.min(0), curves.max(0), color=look["color"], alpha=0.15, linewidth=0)
     axes.grid(axis="y")
 
 
