@@ -112,7 +112,7 @@ def test_a_rule_and_the_mean_of_the_iterates(name):
     settings = replace(SMALL, rates="rws-adam:.02/4,nrws:.5/10", averaged=True, contestants=name, batch=200)
     (piece,) = runs.pieces(settings)  # nothing to tune
     numbers = piece.work(StudyRun(settings))
-    rate, fall = settings.rules()[name]
+    ((rate, fall),) = settings.rules()[name]
     assert numbers["choice"] == f"rate {rate:g}, / (1 + {fall:g} t / T)"
     assert all(math.isfinite(point["mean"]) for point in numbers["curve"])
 
@@ -143,6 +143,23 @@ def test_a_study_by_a_rule_tells_its_means(tmp_path):
     assert [section.title for section in story.sections] == ["Learning", "Dreams"]  # no settings were tried
     _, means = story.sections[0].tables
     assert [row[:2] for row in means.rows] == [(n, e) for n in ("RWS, Adam", "NRWS") for e in ("1", "2")]
+
+
+def test_of_several_rules_the_best_runs_and_each_is_tried_as_a_whole_short_run(tmp_path):
+    settings = replace(SMALL, rates="nrws:.5/10,nrws:.001/0", contestants="nrws", epochs=3, batch=200)
+    folder = execute(LINES, settings, [0], tmp_path)
+    found = findings(LINES, folder)
+    first, second = (found.of(f"tune-nrws-{i}")[0] for i in (0, 1))
+    assert first["valid"] > second["valid"]  # a rate of .001 moves nothing
+    assert found.of("race-nrws")[0]["choice"] == "rate 0.5, / (1 + 10 t / T)"
+    assert [section.title for section in tell(found).sections] == ["Learning", "Dreams", "Settings"]
+
+    one = next(one for one in CONTESTANTS if one.name == "nrws")
+    short = replace(settings, epochs=1, tuning=1)  # a tuning run of one epoch falls as a run of one epoch does
+    alone = WakeSleepTraining(short, one, WakeSleepChoice(0.5, 10, by_run=True), runs.TUNING_SEED)
+    for _ in alone.epochs(1, StudyRun(short)):
+        pass
+    assert alone.estimate_bound(alone.bits.valid) == first["valid"]
 
 
 def test_a_race_takes_the_setting_that_was_best_and_is_sound():

@@ -27,13 +27,13 @@ def tell(findings: Findings) -> Story:
     if races:
         dreams = any(runs[0]["looks"] for runs in races.values())
         sections = [_race(races, s.data), *([_images(races, s.data != "faces")] if dreams else [])]
-        sections += [_settings(findings)] if set(s.names()) - set(s.rules()) else []
+        sections += [_settings(findings)] if any(len(s.rules().get(name, "four")) > 1 for name in s.names()) else []
     method = (
         f"Helmholtz machine with hidden layers {s.sizes} on {s.data}, {s.samples} draws of h per example, batches of "
         f"{s.batch}, {s.epochs} epochs. WS: wake-sleep; RWS: reweighted wake-sleep, q learning half from weighted "
         f"draws and half from dreams; N: the natural version, damping {s.damping:g}, blocks averaged over refreshes. "
-        f"Each has four settings, tried for {s.tuning} epochs from a seed of their own, judged on held-out examples, "
-        "but for those whose rate is given by a rule. "
+        f"Each has several settings, tried for {s.tuning} epochs from a seed of their own and judged on held-out "
+        "examples, but for those whose rate is given by one rule. "
         "Seconds are of training alone. All start with the visible biases at the data's log-odds."
     )
     return Story(f"Natural wake-sleep on {s.data}", _lead(races), method, tuple(sections))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ class VaradySettings:
     damping: float = 0.03  # of the natural versions
     units: str = "01"  # 01 or signs
     contestants: str = "ws,rws,rws-adam,nws,nrws"  # who runs, comma-separated
-    rates: str = ""  # nrws:.5/10,ws:.3/0 has rate .5 / (1 + 10 t / T), and .3, where T is a run; others try four
+    rates: str = (
+        ""  # nrws:.5/10,ws:.3/0: rates .5 / (1 + 10 t / T) and .3, T a run; of several, the best; others try four
+    )
     averaged: bool = False  # whether the mean of the iterates, with weights 9 / (t + 9), is judged as well
     threads: int | None = 1
     device: str = "cpu"
@@ -78,9 +80,9 @@ class VaradySettings:
             raise LabError(f"contestants is {self.contestants}, expected some of {known}, comma-separated")
         return found
 
-    def rules(self) -> dict[str, tuple[float, float]]:
-        """Rate and fall over a whole run of each contestant that tries nothing."""
-        found: dict[str, tuple[float, float]] = {}
+    def rules(self) -> dict[str, list[tuple[float, float]]]:
+        """Rates and falls over a whole run of each contestant whose settings are given."""
+        found: dict[str, list[tuple[float, float]]] = {}
         for part in filter(None, self.rates.split(",")):
             name, _, rule = part.strip().partition(":")
             try:
@@ -90,7 +92,7 @@ class VaradySettings:
             if name not in page.NAMES or not (0 < rate < math.inf and 0 <= fall < math.inf):
                 known = ", ".join(page.NAMES)
                 raise LabError(f"rates is {self.rates}, expected parts such as nrws:.5/10, names among {known}")
-            found[name] = (rate, fall)
+            found.setdefault(name, []).append((rate, fall))
         return found
 
     def hidden_widths(self) -> list[int]:
@@ -132,9 +134,9 @@ class WakeSleepContestant:
     large: tuple[WakeSleepChoice, ...]
 
     def choices(self, settings: VaradySettings) -> tuple[WakeSleepChoice, ...]:
-        """The settings that are tried; one where a rule gives it."""
+        """The settings that are tried; one that is alone is not."""
         if self.name in (rules := settings.rules()):
-            return (WakeSleepChoice(*rules[self.name], by_run=True),)
+            return tuple(WakeSleepChoice(*rule, by_run=True) for rule in rules[self.name])
         return self.small if settings.data in ("lines", "digits") else self.large
 
 
@@ -216,8 +218,9 @@ class WakeSleepTuning:
     choice: WakeSleepChoice
 
     def __call__(self, run: StudyRun) -> Numbers:
-        training = WakeSleepTraining(run.settings, self.contestant, self.choice, TUNING_SEED)
-        for _ in training.epochs(run.settings.tuning, run):
+        settings = replace(run.settings, epochs=run.settings.tuning, averaged=False)  # a whole run, though a short one
+        training = WakeSleepTraining(settings, self.contestant, self.choice, TUNING_SEED)
+        for _ in training.epochs(settings.epochs, run):
             if not training.sound():
                 break
         return {
