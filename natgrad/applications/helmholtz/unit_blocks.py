@@ -27,6 +27,8 @@ KEPT = 10
 """Full refreshes of which a shared basis keeps the rows at most."""
 FEW = 128
 """Rows that the length of a step is measured on."""
+SCREEN = 32
+"""Of these, the rows that say of which units it is to be measured: those at a quarter of the radius or beyond."""
 RADIUS = 0.03
 """Nats that a step may move a unit by, unless told otherwise, in machines with wide layers."""
 
@@ -153,7 +155,8 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     """Every unit's direction, shortened where `rate` times it is too far.
 
     A step moves a unit's distribution by KL <= E[(rate d_j . a)^2] / 8 nats in the mean over its inputs a, since the
-    log-partition log(1 + e^z) has no second derivative above 1/4; this is held to `radius`, as FEW of the rows show it.
+    log-partition log(1 + e^z) has no second derivative above 1/4; this is held to `radius`, as FEW of the rows show it,
+    or SCREEN of them where the unit's step is short.
     The Fisher matrix cannot bound it: that of a unit which is wrong and sure of it vanishes, and its step is then long.
 
     Args:
@@ -165,13 +168,38 @@ def shorten_directions(radius: float, direction: Tensor, rows: LogisticRows, rat
     Returns:
         Shape (size, columns).
     """
-    if len(rows.inputs) > FEW:
-        chosen, shares = draw_places(rows.weights, FEW), rows.weights.new_full((FEW,), 1 / FEW)
-        inputs = rows.inputs[chosen]
-    else:
-        inputs, shares = rows.inputs, rows.weights / rows.weights.sum()
+    if len(rows.inputs) <= FEW:
+        shares = rows.weights / rows.weights.sum()
+        return direction * find_shortening(radius, direction, rows.inputs, shares, rate)
+    inputs = rows.inputs[draw_places(rows.weights, FEW)]
+    if direction.device.type != "cpu":  # asking would halt an accelerator
+        return direction * find_shortening(radius, direction, inputs, spread_evenly(inputs), rate)
+    screen = inputs[:: FEW // SCREEN]
+    unsure = find_shortening(radius / 4, direction, screen, spread_evenly(screen), rate).squeeze(1) < 1
+    if not unsure.any():
+        return direction
+    found = direction.clone()
+    found[unsure] *= find_shortening(radius, direction[unsure], inputs, spread_evenly(inputs), rate)
+    return found
+
+
+def find_shortening(radius: float, direction: Tensor, inputs: Tensor, shares: Tensor, rate: float) -> Tensor:
+    """min(1, sqrt(radius / KL)) of every unit for KL = E[(rate d_j . a)^2] / 8, shape (size, 1).
+
+    Args:
+        radius: In nats per unit.
+        direction: d_j in its rows, shape (size, columns).
+        inputs: a, shape (s, columns).
+        shares: Of the rows in the mean, shape (s,).
+        rate: Of the step.
+    """
     kl = shares @ (inputs @ direction.mT).square_() * (rate**2 / 8)
-    return direction * (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
+    return (radius / kl).sqrt().clamp(max=1).unsqueeze(1)
+
+
+def spread_evenly(rows: Tensor) -> Tensor:
+    """Equal shares of so many rows, (s,)."""
+    return rows.new_full((len(rows),), 1 / len(rows))
 
 
 def most_rows(rows: LogisticRows) -> int:

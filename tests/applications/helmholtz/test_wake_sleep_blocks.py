@@ -14,7 +14,16 @@ from models import F64, assert_close
 import natgrad as ng
 from natgrad.applications.helmholtz import Classic, Reweighted
 from natgrad.applications.helmholtz.logistic_rows import generation_rows
-from natgrad.applications.helmholtz.unit_blocks import RADIUS, UnitBlocks, shorten_directions, thin_rows
+from natgrad.applications.helmholtz.unit_blocks import (
+    FEW,
+    RADIUS,
+    UnitBlocks,
+    draw_places,
+    find_shortening,
+    shorten_directions,
+    spread_evenly,
+    thin_rows,
+)
 from natgrad.operators import SharedRows, Units
 
 
@@ -155,6 +164,20 @@ def test_a_step_moves_no_unit_further_than_the_radius():
     assert_close(rows.weights @ (0.5 * rows.inputs @ found.mT).square()[:, :2] / 8, tensor([0.02, 0.02]), rtol=1e-9)
     assert torch.equal(found[3:], direction[3:])
     assert_close(torch.nn.functional.normalize(found[:3]), torch.nn.functional.normalize(direction[:3]))
+
+
+@torch.no_grad()
+def test_units_that_few_rows_show_to_be_short_are_left_alone_and_all_others_measured_on_more():
+    generator = torch.Generator().manual_seed(0)
+    rows = some_rows(600, 40)
+    inputs = rows.inputs[draw_places(rows.weights, FEW)]
+    direction = torch.randn(30, 40, dtype=F64, generator=generator)
+    direction *= torch.logspace(-3, 1, 30, dtype=F64).unsqueeze(1)  # from far below the radius to far above it
+    factors = find_shortening(0.02, direction, inputs, spread_evenly(inputs), rate=0.5)
+    assert 5 < int((factors < 1).sum()) < 25
+    assert_close(shorten_directions(0.02, direction, rows, rate=0.5), direction * factors, rtol=1e-12)
+    short = direction[:5]
+    assert shorten_directions(0.02, short, rows, rate=0.5) is short  # 128 rows were not looked at
 
 
 def test_wide_machines_are_bounded_unless_told_otherwise():
