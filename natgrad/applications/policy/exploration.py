@@ -1,4 +1,4 @@
-"""How widely real actions are explored at first: half the bounds, or a third of that where it keeps episodes alive."""
+"""How widely real actions are explored at first: half the bounds, or a third of that where episodes last longer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from natgrad.applications.policy.environments import Episode
+from natgrad.applications.policy.heads import GaussianHead, Head
 
 SHARE = 1 / 3
 """Of half the bounds, the width that is tried."""
 SURE = 3.0
 """Standard errors by which its mean return must be the higher one."""
+UNIT = 1.0
+"""Of the environment: a narrower width is not tried, since the second batch does not tell what it costs later on."""
 FEWEST = 5
 """Episodes of a batch that decide anything."""
 
@@ -65,6 +68,15 @@ class WidthTrial:
     def _choose(self, share: float) -> None:
         self.share = share
         self.set_share(share)
+
+
+def is_wide(head: Head) -> bool:
+    """True if a third of every entry's width is one unit of the environment or more.
+
+    Args:
+        head: The distribution of actions.
+    """
+    return isinstance(head, GaussianHead) and bool((SHARE * head.units >= UNIT).all())
 
 
 def is_higher(returns: Sequence[float], others: Sequence[float]) -> bool:

@@ -294,9 +294,9 @@ class GaussianHead(Head):
         return (high + low) / 2, np.where(bounded, self.share, 1.0) * (high - low) / 2
 
     @property
-    def is_scaled(self) -> bool:
-        """True if an entry of the actions is measured by its bounds."""
-        return bool(self.scaled and (np.isfinite(self.space.low) & np.isfinite(self.space.high)).any())
+    def units(self) -> Array:
+        """What one unit of a draw is in the environment's, entry by entry, of the space's shape."""
+        return self._stretch[1]
 
 
 @dataclass(frozen=True)

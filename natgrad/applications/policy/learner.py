@@ -20,7 +20,7 @@ from natgrad.applications.policy.actor import Actor, find_acting, probe_size
 from natgrad.applications.policy.checks import take_first_parameter, use_eval_mode
 from natgrad.applications.policy.critic import Critic, check_values
 from natgrad.applications.policy.environments import Environments, take_action
-from natgrad.applications.policy.exploration import WidthTrial
+from natgrad.applications.policy.exploration import WidthTrial, is_wide
 from natgrad.applications.policy.heads import GaussianHead, Head, choose_head
 from natgrad.applications.policy.history import LearningHistory, describe_update
 from natgrad.applications.policy.joined_rollouts import BatchPart, join_episodes, join_moments
@@ -92,8 +92,8 @@ class PolicyLearner(ABC):
         self.verbose, self.accidents = choices.verbose, Accidents(self.natural_step.on_trouble)
         self.generator = torch.Generator().manual_seed(self.rollouts.seed)
         self._build(policy, critic, groups["critic_training"], choices)
-        untouched = as_policy(policy) is None and head is None and isinstance(self.head, GaussianHead)
-        self.width = WidthTrial(self._set_share, untouched and getattr(self.head, "is_scaled", False))
+        untouched = as_policy(policy) is None and head is None
+        self.width = WidthTrial(self._set_share, untouched and is_wide(self.head))
         modules = nn.ModuleList([self.actor, *([self.critic.module] if self.critic.module is not None else [])])
         told = self.rollouts.batch, self.natural_step, groups["critic_training"], self.rule
         self.processes = meet_processes(dict(modules.named_parameters()), self.rollouts.group, *told)

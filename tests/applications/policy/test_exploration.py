@@ -15,17 +15,17 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.applications import policy as pg
-from natgrad.applications.policy.exploration import SHARE, is_higher
+from natgrad.applications.policy.exploration import SHARE, is_higher, is_wide
 
 
 class Beam(gym.Env):
     """A beam that falls sooner the larger the actions are; or one that does not care. Ends by itself or by time."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
-    action_space = spaces.Box(-3, 3, (1,), np.float32)
 
-    def __init__(self, careful: bool, falls: bool = True) -> None:
+    def __init__(self, careful: bool, falls: bool = True, bound: float = 3.0) -> None:
         self.careful, self.falls = careful, falls
+        self.action_space = spaces.Box(-bound, bound, (1,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None):
         super().reset(seed=seed)
@@ -51,6 +51,27 @@ def test_a_third_of_the_width_is_tried_and_kept_where_episodes_last_longer(caref
     agent.learn(600, lambda one: found.append(one.head.share), progress=False)
     assert found == expected
     assert agent.actor.head is agent.head
+
+
+@pytest.mark.parametrize("bound", [0.4, 1.0, 2.0, np.inf])
+def test_nothing_is_tried_below_one_unit_of_the_environment(bound: float):
+    agent = agent_of(Beam(True, bound=bound))
+    found: list[float] = []
+    agent.learn(400, lambda one: found.append(one.head.share), progress=False)
+    assert found == [1.0, 1.0]
+
+
+def test_wide_is_what_is_wide_in_every_entry():
+    head = pg.GaussianHead()
+
+    def make_box(*halves: float) -> spaces.Box:
+        bounds = np.array(halves)
+        return spaces.Box(-bounds, bounds, dtype=np.float64)
+
+    assert is_wide(head.on(make_box(3.0, 9.0)))
+    assert not is_wide(head.on(make_box(3.0, 1.0)))
+    assert not is_wide(head.on(make_box(3.0, np.inf)))
+    assert not is_wide(pg.DiscreteHead().on(spaces.Discrete(3)))
 
 
 def test_what_a_user_chose_is_not_touched():
