@@ -1,13 +1,13 @@
-"""The papers' printed numbers beside ours, as the pictures of the papers' pages.
+"""What the papers print beside what came out here: the pictures of the papers' pages.
 
 `python -m natgrad_lab.papers.side_by_side docs/images` draws them again. The numbers are those of the pages, where the
-commands stand that ours come from.
+commands stand that ours come from; what follows from formulas is computed anew. Ang's picture needs records of runs:
+`natgrad_lab.papers.ang_2020.page` draws it.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,113 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from natgrad_lab.figures import INK, PALETTE, draw, put_title, save
-
-
-@dataclass(frozen=True)
-class ComparedRow:
-    """One contestant: the paper's number and ours as they are printed on the page, None where there is none.
-
-    Args:
-        name: Of the contestant.
-        paper: The paper's number.
-        ours: Our number.
-        paper_error: The paper's standard deviation.
-        our_error: Our standard error or deviation.
-    """
-
-    name: str
-    paper: str | None
-    ours: str | None
-    paper_error: str | None = None
-    our_error: str | None = None
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One quantity: its rows, drawn twice, the paper's on the left and ours on the right.
-
-    Args:
-        title: The quantity and its unit.
-        rows: The contestants.
-        limits: Of both axes; None where the numbers are too far apart for one axis.
-        logarithmic: Whether the axes are.
-    """
-
-    title: str
-    rows: tuple[ComparedRow, ...]
-    limits: tuple[float, float] | None = None
-    logarithmic: bool = False
-
-
-PANELS = {
-    "pascanu_table1": (
-        Panel(
-            "Restricted MNIST: test error, %",
-            (
-                ComparedRow("MSGD", "5.22", "10.95", None, ".16"),
-                ComparedRow("KL, unlabelled", "4.63", "12.03", None, ".21"),
-                ComparedRow("KL, different batch", "4.89", "11.94", None, ".20"),
-                ComparedRow("KL, same batch", "4.91", "11.86", None, ".20"),
-                ComparedRow("covariance", "4.74", "11.48", None, ".28"),
-            ),
-        ),
-        Panel(
-            "MNIST: test error, %",
-            (
-                ComparedRow("MSGD", None, "3.63", None, ".19"),
-                ComparedRow("KL, different batch", ".78", "5.01", None, ".21"),
-                ComparedRow("KL, same batch", ".82", "4.88", None, ".15"),
-                ComparedRow("covariance", "1.07", "6.38", None, ".26"),
-            ),
-        ),
-        Panel(
-            "Faces: test error, %",
-            (
-                ComparedRow("MSGD", None, "66.7"),
-                ComparedRow("KL, unlabelled", "16.96", "68.0"),
-                ComparedRow("KL, different batch", None, "67.0"),
-                ComparedRow("KL, same batch", "18.87", "68.9"),
-            ),
-        ),
-    ),
-    "karakida_table1": (
-        Panel(
-            "Test error at the end",
-            (
-                ComparedRow("SGD", "-33.21", "-29.40", "2.25", "2.39"),
-                ComparedRow("natural, eq. 4", "-32.14", "-29.45", "3.58", "1.80"),
-                ComparedRow("natural, exact", None, "-28.82", None, "1.94"),
-            ),
-            limits=(-37.0, -25.0),
-        ),
-        Panel(
-            "Steps to a test error of -28 (ours: of the runs that reach it)",
-            (
-                ComparedRow("SGD", "216,000", "296,000", None, "18,000"),
-                ComparedRow("natural, eq. 4", "19,300", "45,800", None, "10,200"),
-                ComparedRow("natural, exact", None, "32,200", None, "8,100"),
-            ),
-            limits=(1e4, 6e5),
-            logarithmic=True,
-        ),
-        Panel(
-            "Processing time, SGD = 1",
-            (
-                ComparedRow("SGD", "1", "1"),
-                ComparedRow("natural, eq. 4", ".34", ".57"),
-                ComparedRow("natural, exact", None, ".46"),
-            ),
-            limits=(0.0, 1.2),
-        ),
-    ),
-}
-"""The pictures by the name of their file."""
-
-TITLES = {
-    "pascanu_table1": "Pascanu & Bengio 2013, table 1: stochastic gradient descent and metrics on MNIST and on faces",
-    "karakida_table1": "Karakida, Okada & Amari 2016, table 1: the two-layer model on ISA data, score matching",
-}
-"""Data set and contestants, by the name of the file."""
+from natgrad_lab.papers.blog_2022 import steepest
+from natgrad_lab.papers.compared_numbers import PANELS, TITLES, Panel
+from natgrad_lab.papers.malago_2023 import printed_toy
 
 
 def number(printed: str) -> float:
@@ -144,13 +40,35 @@ def fill(name: str, figure: Figure) -> None:
     heights = [len(panel.rows) + 1.2 for panel in panels]
     grid = figure.subplots(len(panels), 2, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel, (left, right) in zip(panels, grid, strict=True):
-        draw_side(left, panel, [(row.paper, row.paper_error) for row in panel.rows], 1)
+        if panel.in_words:
+            draw_order(left, panel)
+        else:
+            draw_side(left, panel, [(row.paper, row.paper_error) for row in panel.rows], 1)
         draw_side(right, panel, [(row.ours, row.our_error) for row in panel.rows], 0)
         left.set_title(panel.title, loc="left", fontsize=10)
         right.set_yticklabels([])
-    grid[-1][0].set_xlabel("the paper")
+    grid[-1][0].set_xlabel("the abstract's order (it has no numbers)" if panels[-1].in_words else "the paper")
     grid[-1][1].set_xlabel("ours")
     put_title(figure, TITLES[name])
+
+
+def draw_order(axes: Axes, panel: Panel) -> None:
+    """The order that a paper's words give, on an axis without numbers.
+
+    Args:
+        axes: Where.
+        panel: Has the places.
+    """
+    for height, row in enumerate(panel.rows):
+        if row.place is None:
+            axes.annotate("not said", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        else:
+            axes.plot(row.place, height, "o", color=PALETTE[1])
+    most = max(row.place or 0 for row in panel.rows)
+    name_rows(axes, panel)
+    axes.set_xlim(-0.6, most + 0.6)
+    axes.set_xticks((0, most), ["less", "more"], fontsize=8)
+    axes.grid(axis="x")
 
 
 def draw_side(axes: Axes, panel: Panel, cells: list[tuple[str | None, str | None]], colour: int) -> None:
@@ -174,14 +92,24 @@ def draw_side(axes: Axes, panel: Panel, cells: list[tuple[str | None, str | None
         )
         said = value if error is None else f"{value} ± {error}"
         axes.annotate(said, (x, place), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8, color=INK)
-    axes.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows], fontsize=9)
-    axes.set_ylim(len(panel.rows) - 0.5, -0.8)
+    name_rows(axes, panel)
     axes.margins(x=0.25)
     if panel.logarithmic:
         axes.set_xscale("log")
     if panel.limits is not None:
         axes.set_xlim(*panel.limits)
     axes.grid(axis="x")
+
+
+def name_rows(axes: Axes, panel: Panel) -> None:
+    """The contestants from top to bottom.
+
+    Args:
+        axes: Where.
+        panel: Names them.
+    """
+    axes.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows], fontsize=9)
+    axes.set_ylim(len(panel.rows) - 0.5, -0.8)
 
 
 def draw_all(folder: Path) -> None:
@@ -195,6 +123,8 @@ def draw_all(folder: Path) -> None:
         stem = folder / name
         save(draw(partial(fill, name), (8.0, height)), stem)
         stem.with_suffix(".svg").unlink()
+    printed_toy.draw_all(folder)
+    steepest.draw_all(folder)
 
 
 if __name__ == "__main__":

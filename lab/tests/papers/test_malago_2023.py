@@ -28,6 +28,7 @@ from natgrad_lab.papers.malago_2023.points import (
     slope,
     theorem,
 )
+from natgrad_lab.papers.malago_2023.printed_toy import measure_difference, print_value
 from natgrad_lab.report import build
 
 FEW = MalagoFlowSettings(starts=2, steps=8, lattice=3, span=0.4)
@@ -42,6 +43,16 @@ def test_functions_are_those_of_the_slides():
     p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64, requires_grad=True)
     assert_close(torch.autograd.grad(polarization(p), p)[0], slope(p.detach()))
     assert polarization(torch.tensor([0.5, 0.5, 0.0])).item() == 0.25
+
+
+@pytest.mark.parametrize("name", ["mu", "theta"])
+def test_formulas_of_the_toy_slides_are_the_librarys_values_and_gradients(name: str):
+    assert max(measure_difference(name)) < 2e-13
+
+
+def test_both_formulas_of_the_toy_slides_are_one_function():
+    theta = torch.tensor([[0.3, -1.2], [0.0, 0.0]], dtype=torch.float64)
+    assert_close(print_value("theta", theta), print_value("mu", torch.sigmoid(2 * theta)))
 
 
 def test_the_quadratic_line_is_the_closed_form():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from natgrad_lab.papers.side_by_side import PANELS, Panel, draw_all, number
+from natgrad_lab.papers.compared_numbers import PANELS, TITLES, Panel
+from natgrad_lab.papers.side_by_side import draw_all, number
 
 PAGES = Path(__file__).parents[3] / "docs" / "papers"
 
@@ -30,5 +31,14 @@ def test_a_number_that_is_not_on_the_page_is_found():
 
 def test_pictures_are_written(tmp_path: Path):
     draw_all(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.png")} == set(PANELS)
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert drawn == {*PANELS, "malago_printed", "blog_steepest", "blog_formulas"}
+    assert all(any(f"/{name}.png" in page.read_text() for page in PAGES.glob("*.md")) for name in drawn)
     assert number("216,000") == 216_000
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_a_picture_has_a_title_and_a_side_is_numbers_or_words(name: str):
+    assert TITLES[name]
+    for panel in PANELS[name]:
+        assert not panel.in_words or all(row.paper is None for row in panel.rows)

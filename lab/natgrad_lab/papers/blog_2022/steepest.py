@@ -1,6 +1,6 @@
 """Steepest descent per nat beside steepest descent per Euclidean length, on logistic regression with two parameters.
 
-`python -m natgrad_lab.papers.blog_2022.steepest docs/images` draws the picture and prints the angles of the page.
+`python -m natgrad_lab.papers.blog_2022.steepest docs/images` draws the pictures and prints the numbers of the page.
 """
 
 from __future__ import annotations
@@ -168,6 +168,67 @@ def list_angles(place: TwoParameters) -> dict[float, tuple[float, float]]:
     return found
 
 
+def compare_formulas(place: TwoParameters) -> dict[float, dict[str, tuple[float, float]]]:
+    """Nats of a ball -> quantity -> what the page's formula gives, and what it is.
+
+    "nats": 1/2 d^T F d, and the KL, of the step d = -(1 / lambda) F^-1 g. "multiplier": lambda, which is
+    sqrt(g^T F^-1 g / (2 eps)), and the loss saved by one more nat, from the least losses on balls of (1 ± .01) eps.
+    "loss": -g^T d, and the most that the loss falls on the ball.
+
+    Args:
+        place: The centre.
+    """
+    found = {}
+    slope = float(place.gradient @ place.natural)  # g^T F^-1 g
+    here = place.loss(place.point)
+    for nats in NATS:
+        multiplier = math.sqrt(slope / (2 * nats))
+        step = -place.natural / multiplier
+        less, more = (place.loss(find_lowest(place, share * nats)) for share in (0.99, 1.01))
+        found[nats] = {
+            "nats": (slope / (2 * multiplier**2), float(place.kl(place.point + step))),
+            "multiplier": (multiplier, float((less - more) / (0.02 * nats))),
+            "loss": (-float(place.gradient @ step), float(here - place.loss(find_lowest(place, nats)))),
+        }
+    return found
+
+
+FORMULAS = {  # quantity -> what the page says, what it stands for
+    "nats": "Nats of the step: ½ dᵀ F d, and the KL itself",
+    "multiplier": "Multiplier: √(∇Lᵀ F⁻¹ ∇L / 2ε), and loss saved by one more nat",
+    "loss": "Loss saved: -∇Lᵀ d, and the most on the ball, by search",
+}
+
+
+def fill_formulas(place: TwoParameters, figure: Figure) -> None:
+    """A row for each quantity: the page's formula on the left, what it stands for on the right, one scale.
+
+    Args:
+        place: The centre.
+        figure: Empty.
+    """
+    found = compare_formulas(place)
+    grid = figure.subplots(len(FORMULAS), 2, sharex="row")
+    for row, (name, title) in zip(grid, FORMULAS.items(), strict=True):
+        row[0].set_title(title, loc="left", fontsize=10)
+        for side, axes in enumerate(row):
+            for height, nats in enumerate(NATS):
+                value = found[nats][name][side]
+                axes.plot(value, height, "o", color=PALETTE[1 - side])
+                axes.annotate(
+                    f"{value:.3g}", (value, height), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8
+                )
+            axes.set(xscale="log", ylim=(len(NATS) - 0.5, -0.9))
+            axes.margins(x=0.2)
+            axes.set_yticks(range(len(NATS)), [f"ε = {n:g}" for n in NATS] if side == 0 else [""] * len(NATS))
+            axes.grid(axis="x")
+    grid[-1][0].set_xlabel("the page's formula")
+    grid[-1][1].set_xlabel("ours, by the KL and by search")
+    put_title(
+        figure, "Natural gradient descent, 2022: its three approximations on logistic regression, balls of ε nats"
+    )
+
+
 def fill(place: TwoParameters, figure: Figure) -> None:
     """Both balls over the level lines of the loss, and what a way gains per length and per nat.
 
@@ -224,14 +285,14 @@ def draw_map(axes: Axes, place: TwoParameters, ways: dict[str, Tensor]) -> None:
 
 
 def draw_all(folder: Path) -> None:
-    """Write the picture as a PNG.
+    """Write the pictures as PNGs.
 
     Args:
         folder: Where to.
     """
-    stem = folder / "blog_steepest"
-    save(draw(partial(fill, make_place()), (8.4, 4.6)), stem)
-    stem.with_suffix(".svg").unlink()
+    for name, paint, height in (("blog_steepest", fill, 4.6), ("blog_formulas", fill_formulas, 5.4)):
+        save(draw(partial(paint, make_place()), (8.4, height)), folder / name)
+        (folder / f"{name}.svg").unlink()
 
 
 if __name__ == "__main__":
@@ -240,3 +301,6 @@ if __name__ == "__main__":
         sys.stdout.write(
             f"{nats:g} nats: {natural:.3g} degrees from the natural gradient, {plain:.3g} from the gradient\n"
         )
+    for nats, named in compare_formulas(make_place()).items():
+        said = "; ".join(f"{name} {given:.4g} and {true:.4g}" for name, (given, true) in named.items())
+        sys.stdout.write(f"{nats:g} nats: {said}\n")

@@ -1,0 +1,214 @@
+"""The numbers of the papers beside ours, as they stand on the papers' pages: what `side_by_side` draws.
+
+Where only the words of a paper were at hand, a row has a place in their order in place of a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """One contestant: the paper's number and ours as they are printed on the page, None where there is none.
+
+    Args:
+        name: Of the contestant.
+        paper: The paper's number.
+        ours: Our number.
+        paper_error: The paper's standard deviation.
+        our_error: Our standard error or deviation.
+        place: In the order that the paper's words give, low to high, where it gives no number.
+    """
+
+    name: str
+    paper: str | None
+    ours: str | None
+    paper_error: str | None = None
+    our_error: str | None = None
+    place: int | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One quantity: its rows, drawn twice, the paper's on the left and ours on the right.
+
+    Args:
+        title: The quantity and its unit.
+        rows: The contestants.
+        limits: Of both axes; None where the numbers are too far apart for one axis.
+        logarithmic: Whether the axes are.
+    """
+
+    title: str
+    rows: tuple[ComparedRow, ...]
+    limits: tuple[float, float] | None = None
+    logarithmic: bool = False
+
+    @property
+    def in_words(self) -> bool:
+        """True if the paper's side is an order without numbers."""
+        return any(row.place is not None for row in self.rows)
+
+
+PANELS = {
+    "pascanu_table1": (
+        Panel(
+            "Restricted MNIST: test error, %",
+            (
+                ComparedRow("MSGD", "5.22", "10.95", None, ".16"),
+                ComparedRow("KL, unlabelled", "4.63", "12.03", None, ".21"),
+                ComparedRow("KL, different batch", "4.89", "11.94", None, ".20"),
+                ComparedRow("KL, same batch", "4.91", "11.86", None, ".20"),
+                ComparedRow("covariance", "4.74", "11.48", None, ".28"),
+            ),
+        ),
+        Panel(
+            "MNIST: test error, %",
+            (
+                ComparedRow("MSGD", None, "3.63", None, ".19"),
+                ComparedRow("KL, different batch", ".78", "5.01", None, ".21"),
+                ComparedRow("KL, same batch", ".82", "4.88", None, ".15"),
+                ComparedRow("covariance", "1.07", "6.38", None, ".26"),
+            ),
+        ),
+        Panel(
+            "Faces: test error, %",
+            (
+                ComparedRow("MSGD", None, "66.7"),
+                ComparedRow("KL, unlabelled", "16.96", "68.0"),
+                ComparedRow("KL, different batch", None, "67.0"),
+                ComparedRow("KL, same batch", "18.87", "68.9"),
+            ),
+        ),
+    ),
+    "karakida_table1": (
+        Panel(
+            "Test error at the end",
+            (
+                ComparedRow("SGD", "-33.21", "-29.40", "2.25", "2.39"),
+                ComparedRow("natural, eq. 4", "-32.14", "-29.45", "3.58", "1.80"),
+                ComparedRow("natural, exact", None, "-28.82", None, "1.94"),
+            ),
+            limits=(-37.0, -25.0),
+        ),
+        Panel(
+            "Steps to a test error of -28 (ours: of the runs that reach it)",
+            (
+                ComparedRow("SGD", "216,000", "296,000", None, "18,000"),
+                ComparedRow("natural, eq. 4", "19,300", "45,800", None, "10,200"),
+                ComparedRow("natural, exact", None, "32,200", None, "8,100"),
+            ),
+            limits=(1e4, 6e5),
+            logarithmic=True,
+        ),
+        Panel(
+            "Processing time, SGD = 1",
+            (
+                ComparedRow("SGD", "1", "1"),
+                ComparedRow("natural, eq. 4", ".34", ".57"),
+                ComparedRow("natural, exact", None, ".46"),
+            ),
+            limits=(0.0, 1.2),
+        ),
+    ),
+    "varady_order": (
+        Panel(
+            "MNIST, 4 epochs: best bound, nats",
+            (
+                ComparedRow("wake-sleep", None, "-139.7"),
+                ComparedRow("RWS", None, "-124.6", place=0),
+                ComparedRow("RWS with Adam", None, "-121.6", place=0),
+                ComparedRow("natural wake-sleep", None, "-127.4"),
+                ComparedRow("natural RWS", None, "-122.3", place=1),
+            ),
+        ),
+        Panel(
+            "Clothes, 2 epochs: best bound, nats",
+            (
+                ComparedRow("wake-sleep", None, "-178.8"),
+                ComparedRow("RWS", None, "-152.5", place=0),
+                ComparedRow("RWS with Adam", None, "-136.9", place=0),
+                ComparedRow("natural wake-sleep", None, "-134.9"),
+                ComparedRow("natural RWS", None, "-131.7", place=1),
+            ),
+        ),
+        Panel(
+            "Clothes: CPU seconds to -136.9, where RWS with Adam ends",
+            (
+                ComparedRow("RWS with Adam", None, "59", place=1),
+                ComparedRow("natural wake-sleep", None, "39"),
+                ComparedRow("natural RWS", None, "29", place=0),
+            ),
+        ),
+        Panel(
+            "Faces, 10 epochs: best bound, nats",
+            (
+                ComparedRow("wake-sleep", None, "-269.4"),
+                ComparedRow("RWS", None, "-222.1", place=0),
+                ComparedRow("RWS with Adam", None, "-208.8", place=0),
+                ComparedRow("natural wake-sleep", None, "-197.7"),
+                ComparedRow("natural RWS", None, "-197.4", place=1),
+            ),
+        ),
+        Panel(
+            "Faces: CPU seconds to -208.8, where RWS with Adam ends",
+            (
+                ComparedRow("RWS with Adam", None, "23", place=1),
+                ComparedRow("natural wake-sleep", None, "8.9"),
+                ComparedRow("natural RWS", None, "7.0", place=0),
+            ),
+        ),
+    ),
+    "koster_order": (
+        Panel(
+            "Oriented: coherence, %",
+            (
+                ComparedRow("principal components", None, "46", place=0),
+                ComparedRow("features, first layer", None, "84", place=1),
+            ),
+        ),
+        Panel(
+            "Localised: pixels with three quarters of the energy, %",
+            (
+                ComparedRow("principal components", None, "31", place=1),
+                ComparedRow("features, first layer", None, "13", place=0),
+            ),
+        ),
+        Panel(
+            "Alike: cosine of twice the angle between pooled features",
+            (
+                ComparedRow("by chance", None, "0", place=0),
+                ComparedRow("pooled by a unit, second layer", None, ".75", place=1),
+            ),
+        ),
+    ),
+    "arbel_order": (
+        Panel(
+            "Normals, d = 5: relative error of the natural gradient",
+            (
+                ComparedRow("from 128 samples", None, ".123", place=2),
+                ComparedRow("from 512 samples", None, ".049", place=1),
+                ComparedRow("from 2048 samples", None, ".026", place=0),
+            ),
+        ),
+        Panel(
+            "CIFAR-10, condition 1000: training loss at the end",
+            (
+                ComparedRow("SGD with momentum", None, "1.11", place=1),
+                ComparedRow("K-FAC", None, ".90"),
+                ComparedRow("kernelised Wasserstein", None, "1.75", place=0),
+            ),
+        ),
+    ),
+}
+"""The pictures by the name of their file."""
+
+TITLES = {
+    "pascanu_table1": "Pascanu & Bengio 2013, table 1: stochastic gradient descent and metrics on MNIST and on faces",
+    "karakida_table1": "Karakida, Okada & Amari 2016, table 1: the two-layer model on ISA data, score matching",
+    "varady_order": "Várady, Volpi, Malagò & Ay 2022: the abstract's order and our medians of 5 seeds",
+    "koster_order": "Köster & Hyvärinen 2010: 16 x 16 patches of photographs, the abstract's words and our measures",
+    "arbel_order": "Arbel, Gretton, Li & Montúfar 2020: kernelised Wasserstein, the abstract's order and our numbers",
+}
+"""Data set and contestants, by the name of the file."""
