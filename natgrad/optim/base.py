@@ -187,9 +187,9 @@ class ModelOptimizer(Optimizer):
         bounds = [self._kl_bound(report) for report in reports]
         lr = min((float(group["lr"]) for group in self.param_groups), default=0.0)
         clock = vars(self).get("_clock", {})
-        turned = clock.get("turned", -1)
+        turned, returns, rose = clock.get("turned", -1), clock.get("returns", 0), clock.get("rose", -1)
         lr *= self.rule.rate_at(reports[-1].step, turned) if reports else 1.0
-        return explain_steps(Steps(reports, bounds, self.rule, lr, self._options(), turned, clock.get("returns", 0)))
+        return explain_steps(Steps(reports, bounds, self.rule, lr, self._options(), turned, returns, rose))
 
     def _kl_bound(self, report: StateReport) -> float:
         """Most nats per example that the rule allowed a step."""

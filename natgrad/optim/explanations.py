@@ -31,6 +31,7 @@ class Steps:
         settings: Bounds that the parameter groups have, such as kl_share.
         turned: The step at which noise had hidden the gradient; -1 before, and after it showed again.
         returns: Times that it showed again.
+        rose: The step after which a loss that had risen turned the rule; -1 for never.
     """
 
     reports: Sequence[StateReport]
@@ -40,6 +41,7 @@ class Steps:
     settings: Mapping[str, float]
     turned: int = -1
     returns: int = 0
+    rose: int = -1
 
     @property
     def last(self) -> StateReport:
@@ -201,8 +203,9 @@ def tell_noise(steps: Steps) -> Iterator[str]:
     if steps.turned < 0 < steps.returns:
         yield "The gradient showed again after noise had hidden it: steps are natural ones as at the start."
     if steps.turned >= 0:
+        why = "Noise has hidden the gradient since" if steps.rose < 0 else "A natural step had raised the loss before"
         yield (
-            f"Noise has hidden the gradient since step {steps.turned}: steps are spectral ones from there on, of a "
+            f"{why} step {steps.turned}: steps are spectral ones from there on, of a "
             f"{'size per layer that falls by itself' if falls_by_itself(steps.rule) else 'fixed size per layer'}."
         )
         if not falls_by_itself(steps.rule):

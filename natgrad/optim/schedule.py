@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 Clock = dict[str, Any]
 WATCHED = 20  # steps after one that was near its bound
@@ -13,6 +15,8 @@ TURNED = 2  # times as long they are once noise has hidden the gradient, and whi
 TOLERANCE = 0.1  # relative change of the running averages that one update may bring
 FADES, SURE = 0.9, 10  # of the sums that tell signal from noise, per step; steps before they are believed
 SOON = 10  # steps after a turn within which signal that shows again was hidden by steps too long for a valley
+RISES = 3.0  # standard errors by which a loss is higher than before for more than chance
+SPREAD = math.sqrt(2)  # standard deviation of rows' losses over their mean: of squared normal errors, of classes less
 STERNER = 4.0  # times less signal it takes to turn again, after each return
 UNKNOWN = 30.0  # times too small that the estimate of a step's KL may be, before any was compared
 MARGIN = 5.0  # of the largest factor by which it was too small lately
@@ -42,6 +46,8 @@ def start_clock() -> Clock:
         - `turned`: the step at which noise had hidden the gradient, -1 before and after a return.
         - `returns`: times that it showed again.
         - `signal`: what `follow_signal` knows.
+        - `rose`: the step after which `follow_loss` turned, -1 for never.
+        - `loss`: the last loss that it was told.
         - `doubt`: how many times the estimate of a step's KL may be too small.
         - `compared`: the step at which a step's KL was measured on its own batch last, or would have been.
         - `formed`: the step at which the blocks' form along a step of fixed length was last computed, -1 for never.
@@ -63,6 +69,8 @@ def start_clock() -> Clock:
         "turned": -1,
         "returns": 0,
         "signal": [0.0, 0.0, 0.0],
+        "rose": -1,
+        "loss": math.inf,
         "doubt": UNKNOWN,
         "compared": 0,
         "formed": -1,
@@ -193,7 +201,7 @@ def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:
     mean, single, noise = clock["signal"]
     if clock["turned"] >= 0:
         late = clock["step"] - clock["turned"] > SOON  # where a loss comes near zero gradients agree too
-        if late or not mean - noise > least * (single - noise):
+        if late or clock["rose"] >= 0 or not mean - noise > least * (single - noise):
             return False
         clock |= {"turned": -1, "returns": clock["returns"] + 1}
         return True
@@ -202,3 +210,27 @@ def follow_signal(clock: Clock, sums: Sequence[float], least: float) -> bool:
         return False
     clock["turned"] = clock["step"]
     return True
+
+
+def follow_loss(clock: Clock, loss: Tensor, count_rows: Callable[[], float]) -> None:
+    """Look at the loss of the first steps; turn where one raised it by more than chance.
+
+    A natural step is as long as a model of the loss allows that knows one batch. Through many wide layers, each of
+    which moves a tenth, that model fails, and the next steps fail again. The loss of the next batch tells: a mean over
+    rows whose losses spread as far as squares of normal errors has an error of (2 / rows)^(1/2) times itself. After
+    the first steps the share of signal decides.
+
+    Args:
+        clock: Remembers the last loss.
+        loss: Of this step's batch, before the step, a scalar tensor; a loss that is at least 0.
+        count_rows: Counts examples times positions in it.
+    """
+    if clock["turned"] >= 0 or clock["returns"] or clock["step"] >= SURE:
+        return
+    before, now = clock["loss"], float(loss)
+    clock["loss"] = now if math.isfinite(now) else math.inf
+    if not before < now < math.inf:
+        return
+    error = SPREAD * math.hypot(before, now) / math.sqrt(max(count_rows(), 1.0))
+    if now - before > RISES * error:
+        clock |= {"turned": clock["step"], "rose": clock["step"], "updated": -1, "inverted": -1, "measured": -1}

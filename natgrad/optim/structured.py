@@ -40,7 +40,7 @@ from natgrad.optim.pending_step import Attempt
 from natgrad.optim.recipe_options import BlockOptions, BlockSettings, with_options
 from natgrad.optim.reduction_ratio import Judge, PooledLoss, objective_of_blocks, replaying
 from natgrad.optim.running_averages import dense
-from natgrad.optim.schedule import due, due_to_measure, is_watched, pace, part_of_rows, start_clock
+from natgrad.optim.schedule import due, due_to_measure, follow_loss, is_watched, pace, part_of_rows, start_clock
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sample_examples
 from natgrad.pure import check_select, full_precision, leaves
@@ -333,6 +333,8 @@ class StructuredNaturalGradient(ModelOptimizer):
             attempt.clock["failures"] += not self._bad
         attempt.clock |= {"late": late, "skipped": 0 if finite else attempt.clock["skipped"] + 1}
         pace(attempt.clock, self._blocks.drift(), self.update_every)
+        if self.rule.turns_at and self._bounded and finite and loss is not None:
+            follow_loss(attempt.clock, loss, partial(self._ranks.count_rows, losses, nats, norm.device))
         attempt.clock["step"] += 1
         values: dict[str, Any] = {"_told": attempt.told, "_clock": attempt.clock, "_stride": attempt.stride}
         values["_wild"] = self._wild.after(loss, finite)

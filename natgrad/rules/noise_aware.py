@@ -38,6 +38,9 @@ class NoiseAware(Rule):
     short steps go along a curved valley that noise had nothing to do with: steps are natural ones again, and the next
     turn takes a quarter of `noise`.
 
+    Where one of the first ten natural steps raised the loss by more than chance explains, the model of the loss fails
+    at this length, and steps are `SpectralDescent` from there on.
+
     Args:
         max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.
         kl_share: Most nats per example as a share of the loss; of one nat per entry where the loss may be negative. Of
