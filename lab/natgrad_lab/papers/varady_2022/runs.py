@@ -49,9 +49,7 @@ class VaradySettings:
     damping: float = 0.03  # of the natural versions
     units: str = "01"  # 01 or signs
     contestants: str = "ws,rws,rws-adam,nws,nrws"  # who runs, comma-separated
-    rates: str = (
-        ""  # nrws:.5/10,ws:.3/0: rates .5 / (1 + 10 t / T) and .3, T a run; of several, the best; others try four
-    )
+    rates: str = ""  # nrws:.5/10,ws:.3/0: .5 / (1 + 10 t / T) and .3, T a run; of several the best; others try four
     averaged: bool = False  # whether the mean of the iterates, with weights 9 / (t + 9), is judged as well
     threads: int | None = 1
     device: str = "cpu"
