@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from optim_models import train_batches
-from torch import nn
+from process_ranks import run_ranks
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
 from natgrad.optim.schedule import RISES, follow_loss, follow_signal, start_clock
@@ -48,15 +51,46 @@ def test_a_loss_that_rose_is_not_taken_back_by_signal_that_shows() -> None:
     assert not follow_signal(clock, [1.0, 1.0, 0.05], 0.26)
 
 
-def test_natural_steps_end_where_one_raises_the_loss() -> None:
-    """Labels that change stand for a step that went too far."""
-    torch.manual_seed(0)
+def make_batches(part: slice) -> list[tuple[Tensor, Tensor]]:
+    """Five batches, and two with the least likely labels: they stand for a step that went too far."""
+    x = torch.randn(16384, 5, generator=torch.Generator().manual_seed(0))
+    best, worst = x[:, :3].argmax(1), x[:, :3].argmin(1)
+    return [(x[part], labels[part]) for labels in (best,) * 5 + (worst,) * 2]
+
+
+def build_model() -> nn.Linear:
+    """Every label is equally likely."""
     model = nn.Linear(5, 3)
-    opt = ng.kfac(model, nn.CrossEntropyLoss())
-    x = torch.randn(2048, 5)
-    y = x[:, :3].argmax(1)
-    train_batches(opt, model, [(x, y)] * 5)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    return model
+
+
+def test_natural_steps_end_where_one_raises_the_loss() -> None:
+    batches = make_batches(slice(None))
+    opt = ng.kfac(model := build_model(), nn.CrossEntropyLoss())
+    train_batches(opt, model, batches[:5])
     assert opt._clock["rose"] == -1
-    train_batches(opt, model, [(x, (y + 1) % 3)] * 2)
+    train_batches(opt, model, batches[5:])
     assert opt._clock["turned"] == opt._clock["rose"] == 5
     assert "had raised the loss before step 5" in opt.explain()
+
+
+def turn_on_unequal_parts() -> dict[str, Any]:
+    batches = make_batches((slice(0, 4000), slice(4000, None))[distributed.get_rank()])
+    model = DistributedDataParallel(build_model())
+    opt = ng.kfac(model, nn.CrossEntropyLoss())
+    train_batches(opt, model, batches)
+    return {key: opt._clock[key] for key in ("turned", "rose", "loss")}
+
+
+SCENES = {"unequal parts": turn_on_unequal_parts}
+
+
+@pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
+)
+def test_processes_turn_together_by_the_rows_of_all(tmp_path_factory: pytest.TempPathFactory) -> None:
+    first, second = (found["unequal parts"] for found in run_ranks(__name__, 2, tmp_path_factory))
+    assert first == second
+    assert first["turned"] == first["rose"] == 5
