@@ -27,7 +27,7 @@ def tell(findings: Findings) -> Story:
     if races:
         dreams = any(runs[0]["looks"] for runs in races.values())
         sections = [_race(races, s.data), *([_images(races, s.data != "faces")] if dreams else [])]
-        sections += [_settings(findings)] if any(len(s.rules().get(name, "four")) > 1 for name in s.names()) else []
+        sections += [_settings(findings)] if any(len(s.rules().get(name, ())) != 1 for name in s.names()) else []
     method = (
         f"Helmholtz machine with hidden layers {s.sizes} on {s.data}, {s.samples} draws of h per example, batches of "
         f"{s.batch}, {s.epochs} epochs. WS: wake-sleep; RWS: reweighted wake-sleep, q learning half from weighted "
