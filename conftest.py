@@ -11,7 +11,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from torch.overrides import _get_current_function_mode_stack
+from torch_settings import read_torch_settings, write_torch_settings
 
 # The models are tiny, and sums in one order give the same digits; with another number they must hold as well.
 torch.set_num_threads(int(os.environ.get("NATGRAD_THREADS", "1")))
@@ -34,25 +34,15 @@ settings.register_profile("long", max_examples=2000, deadline=None, database=Non
 settings.load_profile("suite")
 
 
-def read_torch_settings() -> dict[str, object]:
-    """What one test could change for all that run after it in the same process."""
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "gradients enabled": torch.is_grad_enabled(),
-        "threads": torch.get_num_threads(),
-        "function modes": len(_get_current_function_mode_stack()),
-        "anomaly detection": torch.is_anomaly_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "fused attention": torch.backends.cuda.flash_sdp_enabled(),
-    }
-
-
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Each test starts from the same random state and settings of torch, whichever tests ran before it."""
+    """Each test starts from the same random state and settings of torch, whichever tests ran before it.
+
+    A test that changes the settings fails, and they are put back: it fails alone.
+    """
     torch.manual_seed(SEED)
     before = read_torch_settings()
     yield
     after = read_torch_settings()
+    write_torch_settings(before)
     assert after == before, "this test has left torch as other tests do not expect it"

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from optim_models import FOLDER, is_of_natgrad
 from torch import nn
 
 import natgrad as ng
 
-FOLDER = str(Path(ng.__file__).parent)
 STRUCTURED = 58  # statistics, inverses and the step's length due
 APART = 20  # of the same mathematics by `NaturalGradient`, entered by that alone
 
@@ -26,7 +25,7 @@ def entered_files(run: Callable[[], Any]) -> set[str]:
     found = set[str]()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(FOLDER):
+        if event == "call" and is_of_natgrad(frame):
             found.add(frame.f_code.co_filename.removeprefix(FOLDER))
 
     before = sys.getprofile()

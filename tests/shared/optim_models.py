@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -145,6 +147,14 @@ def kind(choice: Any) -> str:
     return type(choice).__name__
 
 
+FOLDER = str(Path(ng.__file__).parent) + os.sep
+
+
+def is_of_natgrad(frame: FrameType) -> bool:
+    """Whether a frame runs a file of the package, whatever the folder that the package lies in is called."""
+    return frame.f_code.co_filename.startswith(FOLDER)
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in natgrad; counts them for n = 0."""
 
@@ -152,7 +162,7 @@ class Interrupt:
         self.n, self.seen = n, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if "natgrad" not in frame.f_code.co_filename:
+        if not is_of_natgrad(frame):
             return None
         if event == "line":
             self.seen += 1
