@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from natgrad.checks import check_positive
-from natgrad.families.cancellation import in_double
+from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.diagonal_normal import Normal
-from natgrad.families.event_checks import check_support, check_width
+from natgrad.families.event_checks import (
+    centre,
+    check_support,
+    check_varies,
+    check_width,
+    root_mean_square,
+    widen,
+)
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import Exponential, Gamma
 from natgrad.operators import Operator
@@ -80,6 +87,9 @@ class ChangedVariable(ExponentialFamily):
     def natural(self, eta: Tensor) -> Tensor:
         return self.base.natural(self.check_finite(eta, "eta"))
 
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        return self.base.maximise_likelihood(self.source(x), statistics)
+
     def covariance(self, theta: Tensor) -> Tensor:
         return self.base.covariance(self.check(theta))
 
@@ -124,9 +134,12 @@ class LogNormal(ChangedVariable):
     def mean_log_base(self, theta: Tensor) -> Tensor:
         return -self.expectation(theta)[..., 0]
 
-    def mle(self, x: Tensor) -> Tensor:
-        x = self.as_numbers(x, torch.get_default_dtype())
-        return self.base.mle(check_support(check_width(x, 1), x > 0, "x > 0").log())
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        first, rest = widen(x[:1]), widen(x)
+        mean, centred = centre(log_ratio(rest, first, rest - first))  # near numbers have near logarithms, to all digits
+        mean = first[0].log() + mean
+        check_varies(root_mean_square(centred), 1 + mean.detach().abs(), x.dtype)
+        return self.base.from_moments(mean, centred.square().mean(0))
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
         """theta of the mean and the standard deviation of log x.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.closed_forms import Closed
+from natgrad.families.event_checks import centre, check_rest, check_spreads, floating_dtype, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import MultivariateNormal
 from natgrad.lapack import is_concrete
@@ -66,19 +67,20 @@ class ComplexNormal(ExponentialFamily):
         return self.pull(self.real.expectation(self.embed(self.check(theta))))
 
     def natural(self, eta: Tensor) -> Tensor:
-        first, second, outer = self._split(self.check_finite(eta, "eta"), 2.0)
+        first, second, outer = self._split(widen(self.check_finite(eta, "eta")), 2.0)
         mean = torch.complex(first, second)
-        return self.from_mean_covariance(mean, torch.complex(*outer) - mean.unsqueeze(-1) * mean.conj().unsqueeze(-2))
+        covariance = torch.complex(*outer) - mean.unsqueeze(-1) * mean.conj().unsqueeze(-2)
+        variance, total = (part.real.diagonal(dim1=-2, dim2=-1) for part in (covariance, outer[0]))
+        words = "covariance is not positive definite: eta has variances <= 0"
+        check_rest(variance, total, eta.dtype, words, "E[|z_i|^2] > |E[z_i]|^2")
+        return self.from_mean_covariance(mean, covariance).to(eta.dtype)
 
-    def mle(self, x: Tensor) -> Tensor:
-        x = self._check_complex(x)
-        if len(x) == 0:
-            raise ValueError("x is empty, expected at least one example")
-        wide = x.to(torch.complex128) if x.device.type != "mps" else x
-        mean = wide.mean(0)
-        rows = (wide - mean).movedim(0, -2)
-        theta = self.from_mean_covariance(mean, rows.mT @ rows.conj() / len(x))
-        return theta.to(x.real.dtype)
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        mean, centred = centre(widen(x))
+        rows = centred.movedim(0, -2)
+        covariance, size = rows.mT @ rows.conj() / len(x), x.detach().abs().amax(0)
+        check_spreads(self._embed_covariance(covariance), torch.cat([size, size], dim=-1), floating_dtype(x))
+        return self.from_mean_covariance(mean, covariance)
 
     def covariance(self, theta: Tensor) -> Tensor:
         map_ = self.embed(torch.eye(self.size, dtype=theta.dtype, device=theta.device))
@@ -138,11 +140,16 @@ class ComplexNormal(ExponentialFamily):
             if not isinstance(each, Tensor) or not each.is_complex():
                 came = each.dtype if isinstance(each, Tensor) else type(each).__name__
                 raise TypeError(f"{what} is {came}, expected a complex tensor; convert it with .to(torch.complex64)")
-        real, imag = covariance.real / 2, covariance.imag / 2
-        whole = torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
-        theta = self.real.from_mean_covariance(torch.cat([mean.real, mean.imag], dim=-1), whole)
+        theta = self.real.from_mean_covariance(
+            torch.cat([mean.real, mean.imag], dim=-1), self._embed_covariance(covariance)
+        )
         half, d = self.real.unpack(theta[..., 2 * self.d :]), self.d
         return torch.cat([theta[..., : 2 * d], self._pack(half[..., :d, :d], half[..., d:, :d], 1.0)], dim=-1)
+
+    def _embed_covariance(self, covariance: Tensor) -> Tensor:
+        """The covariance (..., 2 d, 2 d) of (Re z, Im z) for Gamma (..., d, d)."""
+        real, imag = covariance.real / 2, covariance.imag / 2
+        return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
 
     def mean_covariance(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """mu (..., d) and Gamma (..., d, d), complex.

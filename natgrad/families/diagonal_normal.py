@@ -8,7 +8,16 @@ from torch import Tensor
 from natgrad.checks import check_integer
 from natgrad.families.cancellation import in_double, ratio_gap
 from natgrad.families.closed_forms import Closed
-from natgrad.families.event_checks import centre_examples, check_moments, check_width, floating_dtype
+from natgrad.families.event_checks import (
+    centre,
+    check_moments,
+    check_rest,
+    check_varies,
+    check_width,
+    floating_dtype,
+    root_mean_square,
+    widen,
+)
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import LOG_2PI
 from natgrad.families.precision_factors import factor_covariance, half_log_det, inverse_from
@@ -72,12 +81,14 @@ class DiagonalNormal(ExponentialFamily):
         away = moved - turned * linear / half  # (nu - mu) / w
         return (0.5 * ratio_gap(-goal, -half, -turned) - 0.25 * away.square() / goal).sum(-1)
 
-    def mle(self, x: Tensor) -> Tensor:
-        mean, centred = centre_examples(x, self.d)
-        variance = centred.square().mean(0)
-        if not bool((variance > 0).all()):
-            raise ValueError("x has a variable that does not vary, expected examples of a distribution with a density")
-        return torch.cat([mean / variance, -0.5 / variance], dim=-1).to(floating_dtype(x))
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        mean, centred = centre(widen(x))
+        check_varies(root_mean_square(centred), x.detach().abs().amax(0), floating_dtype(x))
+        return self.from_moments(mean, centred.square().mean(0))
+
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """theta (..., 2 d) of means and variances (..., d)."""
+        return torch.cat([mean / variance, -0.5 / variance], dim=-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         mean, variance = self._moments(theta)
@@ -121,13 +132,11 @@ class DiagonalNormal(ExponentialFamily):
         mean, variance = self._moments(self.check(theta))
         return torch.cat([mean, variance + mean.square()], dim=-1)
 
-    @in_double
     def natural(self, eta: Tensor) -> Tensor:
-        mean, second = self.check_finite(eta, "eta").split(self.d, dim=-1)
+        mean, second = widen(self.check_finite(eta, "eta")).split(self.d, dim=-1)
         variance = second - mean.square()
-        if is_concrete(eta) and not bool((variance > 0).all()):
-            raise ValueError("eta has variances <= 0, expected E[x_i^2] > E[x_i]^2")
-        return torch.cat([mean / variance, -0.5 / variance], dim=-1)
+        check_rest(variance, second, eta.dtype, "eta has variances <= 0", "E[x_i^2] > E[x_i]^2")
+        return self.from_moments(mean, variance).to(eta.dtype)
 
     def covariance(self, theta: Tensor) -> Tensor:
         mean, v = self._moments(self.check(theta))

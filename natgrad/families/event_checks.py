@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad.lapack import is_concrete
+from natgrad.lapack import factor_or_nan, is_concrete
 
 
 def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
@@ -60,15 +60,84 @@ def check_moments(mean: Tensor, matrix: Tensor, d: int, name: str = "covariance"
         raise ValueError(f"{name} is not symmetric; symmetrise it with (A + A.mT) / 2")
 
 
-def centre_examples(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Mean (..., d) of x (b, ..., d) and what is left of x without it, in float64. ValueError for an empty x."""
-    x = check_width(x, d)
-    if len(x) == 0:
-        raise ValueError("x is empty, expected at least one example")
-    x = x if x.device.type == "mps" and x.is_floating_point() else x.double()
-    return x.mean(0), x - x.mean(0)
+VARIES = 8.0
+"""Standard deviations of examples, in units of their own round-off, up to which they do not vary."""
+
+LOST = 1e3
+"""Parts of a covariance's round-off up to which the variance of one variable given the others is not known."""
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in float64 or complex128, on devices that have them."""
+    if x.device.type == "mps" and (x.is_floating_point() or x.is_complex()):
+        return x
+    return x.to(torch.complex128) if x.is_complex() else x.double()
+
+
+def centre(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean (...) of x (b, ...) and what is left of x without it, from differences to the first example.
+
+    These are exact for near numbers: equal examples leave zeros, which those to a rounded mean are not.
+    """
+    away = x - x[:1]
+    gap = away.mean(0)
+    return x[0] + gap, away - gap
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    """Of x (b, ...), shape (...)."""
+    return x.detach().abs().square().mean(0).sqrt()
 
 
 def floating_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x, torch's default one for integers."""
-    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    """The dtype of x or of its real part, torch's default one for integers."""
+    return x.dtype.to_real() if x.is_floating_point() or x.is_complex() else torch.get_default_dtype()
+
+
+def check_varies(spread: Tensor, size: Tensor | float, dtype: torch.dtype) -> None:
+    """ValueError unless examples of a size spread (...) by more than round-off in the dtype in which they came."""
+    if is_concrete(spread) and not bool((spread > VARIES * torch.finfo(dtype).eps * size).all()):
+        raise ValueError(
+            f"x does not vary, or no more than round-off in {dtype} does: its standard deviation is "
+            f"{float(spread.min()):.2g}; expected examples of a distribution with a density: take more of them, or "
+            "give x without its mean, or in float64"
+        )
+
+
+def check_spreads(covariance: Tensor, size: Tensor, dtype: torch.dtype) -> None:
+    """`check_varies` in every direction: the deviation of each variable given those before it.
+
+    Args:
+        covariance: Of the examples, in float64, shape (..., d, d).
+        size: The largest entry of each variable, shape (..., d).
+        dtype: In which the examples came.
+
+    Raises:
+        ValueError: If some combination of variables does not vary.
+    """
+    variance = covariance.detach().diagonal(dim1=-2, dim2=-1)
+    check_varies(variance.sqrt(), size, dtype)
+    given = factor_or_nan(covariance.detach()).diagonal(dim1=-2, dim2=-1).square()
+    lost = torch.maximum(
+        (VARIES * torch.finfo(dtype).eps * size).square(),
+        LOST * covariance.shape[-1] * torch.finfo(covariance.dtype).eps * variance,
+    )
+    if is_concrete(given) and not bool((given > lost).all()):
+        raise ValueError(
+            "the covariance of x is not positive definite, or no more than round-off is: some variable is a "
+            "combination of the others; expected more examples than variables, none of which repeats others"
+        )
+
+
+def check_rest(rest: Tensor, total: Tensor, dtype: torch.dtype, words: str, expected: str) -> None:
+    """ValueError unless a difference of numbers is above what their own round-off leaves of it.
+
+    Args:
+        rest: What must be positive, any shape.
+        total: Size of the numbers that were subtracted, the same shape.
+        dtype: In which they came.
+        words: What is wrong otherwise.
+        expected: What was expected.
+    """
+    if is_concrete(rest) and not bool((rest > 4 * torch.finfo(dtype).eps * total).all()):
+        raise ValueError(f"{words}, or no larger than round-off in {dtype}: expected {expected}")

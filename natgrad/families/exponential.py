@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.checks import check_integer
 from natgrad.derivatives import exact_derivatives
 from natgrad.families.newton import find_natural, maximise_by_newton
-from natgrad.lapack import is_concrete, require_inverse
+from natgrad.lapack import all_finite, is_concrete, require_inverse
 from natgrad.linalg import psd_root, symmetrise
 from natgrad.operators import DenseOperator, Operator
 
@@ -313,10 +313,33 @@ class ExponentialFamily(ABC):
 
         Returns:
             Shape (..., n).
+
+        Raises:
+            ValueError: For no examples, or for those that no distribution with a density fits best, as they do not
+                vary by more than their round-off.
         """
         if len(x) == 0:
             raise ValueError("x is empty, expected at least one example")
-        return self.natural(self.statistics(self.as_numbers(x, torch.get_default_dtype())).mean(0))
+        x = self.as_numbers(x, torch.get_default_dtype())
+        statistics = self.statistics(x)
+        if is_concrete(statistics) and not all_finite(statistics.detach()):
+            raise ValueError(f"x has entries that are not finite, or whose statistics in {self!r} are not")
+        theta = self.maximise_likelihood(x, statistics).to(statistics.dtype)
+        if is_concrete(theta) and not bool(self.inside(theta.detach()).all()):
+            raise ValueError(
+                f"x varies so little that no theta of {self!r} in {theta.dtype} tells it: give x in float64, or more "
+                "examples"
+            )
+        return theta
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        """theta (..., n) of the examples x (b, ..., event), in float64 where a family knows how to lose no digits.
+
+        Args:
+            x: Examples in the support, shape (b, ..., event).
+            statistics: T(x), finite, shape (b, ..., n).
+        """
+        return self.natural(statistics.mean(0))
 
     def check(self, theta: Tensor) -> Tensor:
         """theta as it is, checked.

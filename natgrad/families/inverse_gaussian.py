@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from natgrad.families.cancellation import in_double, ratio_gap
-from natgrad.families.event_checks import check_above, check_support, check_width
+from natgrad.families.event_checks import (
+    centre,
+    check_above,
+    check_rest,
+    check_support,
+    check_varies,
+    check_width,
+    root_mean_square,
+    widen,
+)
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import HALF_LOG_2PI
 
@@ -91,8 +100,17 @@ class InverseGaussian(ExponentialFamily):
     def natural(self, eta: Tensor) -> Tensor:
         mean, second = self.check_finite(eta, "eta").unbind(-1)
         inverse_mean = 1 / check_above(mean, 0.0, "eta[..., 0], the mean of x,")
-        rest = check_above(second - inverse_mean, 0.0, "eta[..., 1] - 1 / eta[..., 0], which is 1 / shape,")
+        rest = second - inverse_mean
+        words = "eta[..., 1] - 1 / eta[..., 0], which is 1 / shape, is not positive"
+        check_rest(rest, inverse_mean, eta.dtype, words, "E[1 / x] > 1 / E[x]")
         return torch.stack([-0.5 * inverse_mean.square() / rest, -0.5 / rest], dim=-1)
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        (mean, centred), wide = centre(widen(x)), widen(x)
+        check_varies(root_mean_square(centred), mean.detach(), x.dtype)
+        # 1 / shape = E[1 / x] - 1 / mean = E[(x - mean)^2 / (x mean^2)], in which nothing cancels
+        rest = ((centred / mean).square() / wide).mean(0)
+        return torch.cat([-0.5 / (rest * mean.square()), -0.5 / rest], dim=-1)
 
     def covariance(self, theta: Tensor) -> Tensor:
         """[[mu^3 / lambda, -mu / lambda], [-mu / lambda, 1 / (lambda mu) + 2 / lambda^2]], (..., 2) -> (..., 2, 2)."""

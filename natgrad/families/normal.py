@@ -10,7 +10,17 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double
 from natgrad.families.closed_forms import Closed
-from natgrad.families.event_checks import centre_examples, check_moments, check_width, floating_dtype
+from natgrad.families.event_checks import (
+    centre,
+    check_moments,
+    check_rest,
+    check_spreads,
+    check_varies,
+    check_width,
+    floating_dtype,
+    root_mean_square,
+    widen,
+)
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.precision_factors import (
     factor_covariance,
@@ -78,10 +88,15 @@ class GraphNormal(ExponentialFamily):
         half = torch.linalg.solve_triangular(goal, away.unsqueeze(-1), upper=False).squeeze(-1)
         return precision_gap(factor, goal) + 0.5 * half.square().sum(-1)
 
-    def mle(self, x: Tensor) -> Tensor:
-        mean, centred = centre_examples(x, self.d)
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        mean, centred = centre(widen(x))
         rows = centred.movedim(0, -2)
-        return self.from_spread(mean, rows.mT @ rows / len(x)).to(floating_dtype(x))
+        covariance, size = rows.mT @ rows / len(x), x.detach().abs().amax(0)
+        if self.pairs.complete:
+            check_spreads(covariance, size, floating_dtype(x))
+        else:  # the whole covariance may be singular
+            check_varies(root_mean_square(centred), size, floating_dtype(x))
+        return self.from_spread(mean, covariance)
 
     @abstractmethod
     def from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
@@ -259,10 +274,13 @@ class MultivariateNormal(GraphNormal):
     def from_spread(self, mean: Tensor, covariance: Tensor) -> Tensor:
         return self.from_mean_covariance(mean, covariance)
 
-    @in_double
     def natural(self, eta: Tensor) -> Tensor:
-        mean, covariance = self.split_moments(self.check_finite(eta, "eta"))
-        return self.from_mean_covariance(mean, covariance)
+        wide = widen(self.check_finite(eta, "eta"))
+        mean, covariance = self.split_moments(wide)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        words = "covariance is not positive definite: eta has variances <= 0"
+        check_rest(variance, wide[..., self.d : 2 * self.d], eta.dtype, words, "E[x_i^2] > E[x_i]^2")
+        return self.from_mean_covariance(mean, covariance).to(eta.dtype)
 
     def split_moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """mu and Sigma = E - mu mu^T.

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from natgrad.checks import check_integer
 from natgrad.families.cancellation import in_double, log_ratio, ratio_gap
-from natgrad.families.event_checks import check_above, check_support, check_width
+from natgrad.families.event_checks import (
+    centre,
+    check_above,
+    check_rest,
+    check_support,
+    check_varies,
+    check_width,
+    root_mean_square,
+    widen,
+)
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import (
     HALF_LOG_2PI,
@@ -23,6 +32,8 @@ from natgrad.families.log_gamma import (
 )
 
 GAMMA_STEPS = 8
+LEAST_GAP = 1e4
+"""Gaps of proportions, in units of round-off, that are known to four digits: below, their concentration is not."""
 LOG_2 = math.log(2.0)
 
 
@@ -129,15 +140,25 @@ class Gamma(ExponentialFamily):
         return first + 1, -second
 
     def invert(self, eta: Tensor) -> Tensor:
-        gap = eta[:, 1].log() - eta[:, 0]  # log E[x] - E[log x] > 0 by Jensen
-        if not bool((gap > 0).all()):
-            raise ValueError("eta = (E[log x], E[x]) must have E[log x] < log E[x]: x that do not vary have no density")
+        gap = eta[:, 1].log() - eta[:, 0]
+        words = "E[log x] < log E[x] in eta = (E[log x], E[x]): x that do not vary have no density"
+        check_rest(gap, 1 + eta[:, 0].abs(), eta.dtype, "log E[x] - E[log x] is not positive", words)
+        return self._solve_shape(gap, eta[:, 1])
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        (mean, centred), wide = centre(widen(x)), widen(x)
+        check_varies(root_mean_square(centred), mean.detach(), x.dtype)
+        # the mean of y - 1 - log y, y = x / mean, as E[y] = 1: what log E[x] and E[log x] share cancels by hand
+        return self._solve_shape(ratio_gap(wide, mean, centred).mean(0).squeeze(-1), mean.squeeze(-1))
+
+    def _solve_shape(self, gap: Tensor, mean: Tensor) -> Tensor:
+        """theta (..., 2) of the gap log E[x] - E[log x] > 0 (...) (Jensen) and the mean (...)."""
         shape = (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)  # Minka 2002: within 1.5 %
         for _ in range(GAMMA_STEPS):  # in 1 / shape, where the equation is nearly linear (Minka 2002)
             error = log_minus_digamma(shape) - gap
             slope = 1 - shape * torch.polygamma(1, shape)
-            shape = shape / (1 + error / slope.clamp(max=-0.5 / (1 + shape)))
-        return torch.stack([shape - 1, -shape / eta[:, 1]], dim=1)
+            shape = shape / (1 + error / torch.minimum(slope, -0.5 / (1 + shape)))
+        return torch.stack([shape - 1, -shape / mean], dim=-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         shape = (theta[..., :1] + 1).expand(count, *theta.shape[:-1], 1)
@@ -254,6 +275,22 @@ class Dirichlet(ExponentialFamily):
         alpha, beta = self.check(theta) + 1, self.check(other) + 1
         return log_gamma_bregman(beta, alpha).sum(-1) - log_gamma_bregman(beta.sum(-1), alpha.sum(-1))
 
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        x = widen(x)
+        return self.maximise_shares(x / x.sum(-1, keepdim=True), statistics.dtype)
+
+    def maximise_shares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """theta (..., k) of proportions (b, ..., k) that came in the dtype and are given in float64.
+
+        E[log x_i] = log m_i - E[y_i - 1 - log y_i], y_i = x_i / m_i, of the means m_i, whose sum is one.
+        """
+        mean, centred = centre(x)
+        gap = ratio_gap(x, mean, centred).mean(0)
+        total = (mean * gap).sum(-1).detach()  # about (k - 1) / (2 sum alpha)
+        least = LEAST_GAP * torch.finfo(x.dtype).eps
+        check_varies(torch.where(total > least, (2 * total).sqrt(), 0.0), 1.0, dtype)
+        return self.natural(mean.log() - gap)
+
     def guess(self, eta: Tensor) -> Tensor:
         """Bisection on s = sum alpha with alpha_i = digamma^-1(eta_i + digamma(s)): their sum falls below s once."""
         if not bool((eta < 0).all() and (eta.exp().sum(1) < 1).all()):
@@ -318,6 +355,9 @@ class Beta(ExponentialFamily):
     @in_double
     def _log_density(self, theta: Tensor, x: Tensor) -> Tensor:
         return PAIR._log_density(self.check(theta), torch.cat([x, 1 - x], dim=-1))
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        return PAIR.maximise_shares(torch.cat([widen(x), 1 - widen(x)], dim=-1), statistics.dtype)
 
     def entropy(self, theta: Tensor) -> Tensor:
         return PAIR.entropy(self.check(theta))

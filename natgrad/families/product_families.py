@@ -73,6 +73,11 @@ class Product(ExponentialFamily):
     def natural(self, eta: Tensor) -> Tensor:
         return torch.cat([family.natural(part) for family, part in self._each(self.check_shape(eta, "eta"))], dim=-1)
 
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        pieces = zip(self.families, x.split(self.widths, dim=-1), self.parts(statistics), strict=True)
+        found = [family.maximise_likelihood(piece, part) for family, piece, part in pieces]
+        return torch.cat([theta.to(statistics.dtype) for theta in found], dim=-1)
+
     def covariance(self, theta: Tensor) -> Tensor:
         blocks, start = theta.new_zeros(*theta.shape, self.size), 0
         for family, part in self._each(self.check(theta)):

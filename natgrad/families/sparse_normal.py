@@ -10,7 +10,16 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double
 from natgrad.families.closed_forms import Closed
-from natgrad.families.event_checks import check_moments, check_width
+from natgrad.families.event_checks import (
+    check_moments,
+    check_rest,
+    check_spreads,
+    check_varies,
+    check_width,
+    floating_dtype,
+    root_mean_square,
+    widen,
+)
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.families.normal import (
@@ -74,11 +83,11 @@ class SparseNormal(GraphNormal):
         kept = torch.ones(self.pairs.size, dtype=precision.dtype, device=precision.device)
         return self.pairs.unpack(kept) == 0
 
-    @in_double
     def natural(self, eta: Tensor) -> Tensor:
-        mean = self.check_finite(eta, "eta")[..., : self.d]
-        spread = eta[..., self.d :] - self.pairs.products(mean)
-        return self.join(mean, sparse_precision(self.pairs, spread))
+        mean, second = widen(self.check_finite(eta, "eta")).tensor_split([self.d], dim=-1)
+        spread, d = second - self.pairs.products(mean), self.d
+        check_rest(spread[..., :d], second[..., :d], eta.dtype, "eta has variances <= 0", "E[x_i^2] > E[x_i]^2")
+        return self.join(mean, sparse_precision(self.pairs, spread)).to(eta.dtype)
 
     def __repr__(self) -> str:
         return f"SparseNormal({self.d}, {len(self.pairs.edges)} edges)"
@@ -191,6 +200,16 @@ class FixedMeanNormal(ExponentialFamily):
         if not self.pairs.complete:
             return self.pairs.pack(sparse_precision(self.pairs, spread) / -2)
         return self.pairs.pack(inverse_from(factor_covariance(self.pairs.unpack(spread, 2.0))) / -2)
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        away, size = widen(x) - widen(self.mean).to(x.device), x.detach().abs().amax(0)
+        rows = away.movedim(0, -2)
+        second = rows.mT @ rows / len(x)
+        if self.pairs.complete:
+            check_spreads(second, size, floating_dtype(x))
+        else:
+            check_varies(root_mean_square(away), size, floating_dtype(x))
+        return self.natural(self.pairs.pack(second, 2.0))
 
     def covariance(self, theta: Tensor) -> Tensor:
         return CentredNormals(self.pairs).covariance(self.check(theta))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.checks import check_integer
 from natgrad.families.cancellation import exp_gap, in_double, ratio_gap
-from natgrad.families.event_checks import check_support, check_width
+from natgrad.families.event_checks import centre, check_support, check_varies, check_width, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import log_gamma_draws
 
@@ -17,6 +17,10 @@ TERMS = 16
 """Of the power series that is used for concentrations below one."""
 
 LARGEST_EXPONENT = 300.0
+NEAR_DIRECTIONS = 0.05
+"""Variance of directions below which their concentration is computed from it."""
+
+CONCENTRATION_STEPS = 20
 
 
 class VonMisesFisher(ExponentialFamily):
@@ -123,6 +127,21 @@ class VonMisesFisher(ExponentialFamily):
         first = torch.where(near, slope / value, ratio / 2)
         second = torch.where(near, 2 * half_bend / value - (slope / value).square(), (spread - ratio) / (4 * kappa**2))
         return first, second
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        """By Newton's method; of near directions by 1 - |E[x]|, which is Var(x) / (1 + |E[x]|) without cancellation."""
+        mean, centred = centre(torch.nn.functional.normalize(widen(x), dim=-1))
+        variance = centred.square().sum(-1).mean(0)
+        check_varies(variance.detach().sqrt(), 1.0, statistics.dtype)
+        if bool((variance > NEAR_DIRECTIONS).any()):
+            return self.natural(mean)
+        length = (1 - variance).sqrt()
+        short = variance / (1 + length)
+        kappa = (self.d - 1) / (2 * short)
+        for _ in range(CONCENTRATION_STEPS):  # E[1 - t] falls nearly as 1 / kappa
+            _, share, nodes = weigh_cosines(self.alpha, kappa)
+            kappa = kappa * (share * nodes).sum(-1) / short
+        return (kappa / length).unsqueeze(-1) * mean
 
     def guess(self, eta: Tensor) -> Tensor:
         """theta = eta (d - |eta|^2) / (1 - |eta|^2) (Banerjee et al. 2005)."""

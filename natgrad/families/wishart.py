@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.families.cancellation import in_double, log_ratio
 from natgrad.families.closed_forms import Closed
-from natgrad.families.event_checks import check_support
+from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.log_gamma import (
     HALF_LOG_2PI,
@@ -160,25 +160,35 @@ class Wishart(ExponentialFamily):
 
     def invert(self, eta: Tensor) -> Tensor:
         """a by bisection of sum_i log a - digamma(a - i / 2) = log|E[W]| - E[log|W|]; then M = a E[W]^-1."""
-        return cast(Tensor, self._invert_in_double(eta))
+        return cast(Tensor, self._invert_in_double(eta, eta.dtype))
 
     @in_double
-    def _invert_in_double(self, eta: Tensor) -> Tensor:
+    def _invert_in_double(self, eta: Tensor, dtype: torch.dtype) -> Tensor:
         mean = factor_covariance(
             self.pairs.unpack(eta[:, 1:], 2.0), "eta has a mean of x that is not positive definite"
         )
         gap = 2 * half_log_det(mean) - eta[:, 0]
-        if not bool((gap > 0).all()):
-            raise ValueError(
-                "eta = (E[log det x], E[x]) must have E[log det x] < log det E[x]: x that do not vary have no density"
-            )
+        expected = "E[log det x] < log det E[x] in eta = (E[log det x], E[x]): x that do not vary have no density"
+        check_rest(gap, self.d + eta[:, 0].abs(), dtype, "log det E[x] - E[log det x] is not positive", expected)
+        return self._solve_shape(gap, mean)
+
+    def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
+        """From the mean of tr(A) - d - log|A|, A = E[W]^-1 W, which is log|E[W]| - E[log|W|] without cancellation."""
+        mean = factor_covariance(centre(widen(x))[0])
+        gap = 2 * precision_gap(*torch.broadcast_tensors(mean, self._factor_data(widen(x)))).mean(0)
+        size = (mean @ mean.mT).norm(dim=(-2, -1)) * inverse_from(mean).norm(dim=(-2, -1)) / self.d
+        check_varies(gap.detach().sqrt(), size.detach(), x.dtype)
+        return self._solve_shape(gap, mean)
+
+    def _solve_shape(self, gap: Tensor, mean: Tensor) -> Tensor:
+        """theta (..., n) of log|E[W]| - E[log|W|] > 0 (...) and the Cholesky factor of E[W] (..., d, d)."""
         low, high = torch.full_like(gap, -REACH), torch.full_like(gap, REACH)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             above = self._mean_gap(middle.exp()) > gap
             low, high = torch.where(above, middle, low), torch.where(above, high, middle)
         edge = ((low + high) / 2).exp()
-        rate = self._shape(edge)[:, None, None] * inverse_from(mean)
+        rate = self._shape(edge)[..., None, None] * inverse_from(mean)
         return torch.cat([(edge - 1).unsqueeze(-1), -self.pairs.pack(rate)], dim=-1)
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:

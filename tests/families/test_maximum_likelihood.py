@@ -1,0 +1,179 @@
+"""Maximum likelihood of examples that vary little, or not at all: nothing that decides is left to round-off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from natgrad.families import (
+    Beta,
+    ComplexNormal,
+    DiagonalNormal,
+    Dirichlet,
+    ExponentialFamily,
+    FixedMeanNormal,
+    Gamma,
+    InverseGamma,
+    InverseGaussian,
+    LogNormal,
+    MultivariateNormal,
+    Normal,
+    Product,
+    SparseNormal,
+    SubModel,
+    VonMisesFisher,
+    Wishart,
+)
+
+F32, F64 = torch.float32, torch.float64
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def positive(z: Tensor) -> Tensor:
+    return 3.7 * (1 + z)
+
+
+def matrices(z: Tensor) -> Tensor:
+    """About one matrix, (b, 1) -> (b, 2, 2)."""
+    return torch.tensor([[1.3, 0.4], [0.4, 0.9]], dtype=F64) * (1 + z.unsqueeze(-1))
+
+
+def directions(z: Tensor) -> Tensor:
+    return torch.cat([(0.7 + z).cos(), (0.7 + z).sin()], dim=-1)
+
+
+def shares(z: Tensor) -> Tensor:
+    return torch.cat([0.3 + z, 0.7 - z], dim=-1)
+
+
+def several(z: Tensor) -> Tensor:
+    """Three variables that vary independently about (3.7, 37, -370)."""
+    more = torch.cat([z, z.flip(0), z.roll(7, 0)], dim=-1)
+    return torch.tensor([3.7, 37.0, -370.0], dtype=F64) * (1 + more)
+
+
+# examples from small numbers z (b, 1), and the statistic whose variance is compared; None: that of no single one
+CASES: dict[str, tuple[ExponentialFamily, object, int | None]] = {
+    "normal": (Normal(), positive, 0),
+    "diagonal normal": (DiagonalNormal(3), several, 2),
+    "multivariate normal": (MultivariateNormal(3), several, 2),
+    "sparse normal": (SparseNormal(3, [(0, 1)]), several, 2),
+    "complex normal": (ComplexNormal(1), lambda z: torch.complex(3 + z, 4 + z.flip(0)), None),
+    "known mean": (FixedMeanNormal(torch.zeros(2, dtype=F64)), lambda z: several(z)[:, :2], None),
+    "gamma": (Gamma(), positive, 1),
+    "inverse gamma": (InverseGamma(), positive, 1),
+    "inverse gaussian": (InverseGaussian(), positive, 0),
+    "log-normal": (LogNormal(), positive, 0),
+    "Wishart(1)": (Wishart(1), lambda z: positive(z).unsqueeze(-1), 1),
+    "Wishart(2)": (Wishart(2), matrices, None),
+    "beta": (Beta(), lambda z: 0.3 + z, 0),
+    "Dirichlet": (Dirichlet(2), shares, 0),
+    "directions": (VonMisesFisher(2), directions, 0),
+    "product": (Product((Normal(), 1), (Gamma(), 1)), lambda z: torch.cat([5 + z, positive(z)], -1), 3),
+}
+every = pytest.mark.parametrize("name", CASES)
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(torch.complex64 if dtype == F32 else torch.complex128) if x.is_complex() else x.to(dtype)
+
+
+@every
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_examples_that_do_not_vary_are_refused(name, dtype):
+    """For every number of them and every size: round-off of their mean decides on nothing."""
+    family, make, _ = CASES[name]
+    for seed in range(20):
+        x = in_dtype(make(0.2 * torch.sigmoid(draw(1, 1, seed=seed))), dtype)
+        with pytest.raises(ValueError, match=r"vary|positive definite"):
+            family.mle(x.expand(seed + 1, *x.shape[1:]).clone())
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("known mean", "complex normal", "Wishart(2)")])
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_examples_that_vary_by_their_last_digit_are_refused(name, dtype):
+    family, make, _ = CASES[name]
+    for seed in range(10):
+        x = in_dtype(make(0.2 * torch.sigmoid(draw(1, 1, seed=seed)).expand(30, 1)), dtype)
+        up = torch.nextafter(x, torch.full_like(x, torch.inf))
+        mixed = torch.where(draw(30, *[1] * (x.dim() - 1), seed=seed) > 0, x, up)
+        with pytest.raises(ValueError, match=r"vary|positive definite"):
+            family.mle(mixed)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[2] is not None])
+@pytest.mark.parametrize(("dtype", "spread", "rtol"), [(F32, 1e-3, 1e-2), (F64, 1e-5, 1e-3)])
+def test_the_likeliest_distribution_varies_as_its_examples_do(name, dtype, spread, rtol):
+    """With little variation all families are normal: Var(T_i) of theta is that of the examples."""
+    family, make, i = CASES[name]
+    x = in_dtype(make(spread * draw(400, 1)), dtype)
+    theta = family.mle(x)
+    assert theta.dtype == dtype
+    wide = x.double() / x.double().sum(-1, keepdim=True) if name == "Dirichlet" else x.double()
+    wide = torch.nn.functional.normalize(wide, dim=-1) if name == "directions" else wide
+    seen = family.statistics(wide)[:, i].var(correction=0)
+    assert_close(family.covariance(theta.double())[i, i], seen, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("spread", [1e-1, 1e-3, 1e-7])
+def test_the_shape_of_a_gamma_family_keeps_its_digits(spread):
+    """digamma(shape) = log(shape) - gap, the gap computed in 40 digits."""
+    mpmath = pytest.importorskip("mpmath")
+    mpmath.mp.dps = 40
+    x = 10 * (1 + spread * draw(200, 1).clamp(-3, 3))
+    values = [mpmath.mpf(float(each)) for each in x.flatten()]
+    gap = mpmath.log(sum(values) / 200) - sum(map(mpmath.log, values)) / 200
+    shape = mpmath.findroot(lambda k: mpmath.log(k) - mpmath.digamma(k) - gap, 1 / (2 * gap))
+    assert float(Gamma().mle(x)[0]) + 1 == pytest.approx(float(shape), rel=1e-8)
+    half = x.float()
+    if spread > 1e-5:
+        assert float(Gamma().mle(half)[0]) == pytest.approx(float(Gamma().mle(half.double())[0]), rel=1e-6)
+
+
+def test_variables_that_repeat_others_are_refused_in_every_dtype():
+    z = draw(50, 1)
+    for family, complex_ in (
+        (MultivariateNormal(2), False),
+        (FixedMeanNormal(torch.zeros(2)), False),
+        (ComplexNormal(2), True),
+    ):
+        for slope in (0.1, 1 / 3, 7.0):
+            for dtype in (F32, F64):
+                x = torch.cat([z, slope * z], dim=-1).to(dtype)
+                with pytest.raises(ValueError, match=r"combination|positive definite"):
+                    family.mle(torch.complex(x, 0.3 * x) if complex_ else x)
+
+
+def test_means_of_examples_that_do_not_vary_are_refused_too():
+    """The same round-off, where a user takes the means of T."""
+    for seed in range(20):
+        c = positive(0.2 * torch.sigmoid(draw(1, 1, seed=seed)))
+        for family in (Normal(), MultivariateNormal(1), Gamma(), InverseGamma(), InverseGaussian(), LogNormal()):
+            for dtype in (F32, F64):
+                x = c.to(dtype).expand(seed + 1, 1)
+                with pytest.raises(ValueError, match=r"round-off|positive definite"):
+                    family.natural(family.statistics(x).mean(0))
+
+
+def test_maximum_likelihood_is_differentiable():
+    """d theta / d x by differences, through every form that loses no digits."""
+    z = 0.2 * torch.sigmoid(draw(5, 1))
+    for name in ("gamma", "inverse gaussian", "log-normal", "normal", "beta", "multivariate normal"):
+        family, make, _ = CASES[name]
+        x = (
+            torch.rand(5, 3, generator=torch.Generator().manual_seed(1), dtype=F64) if "multi" in name else make(z)
+        ).requires_grad_()
+        assert torch.autograd.gradcheck(family.mle, (x,), atol=1e-3, rtol=1e-4), name
+
+
+def test_a_sub_model_of_examples_that_do_not_vary_is_refused():
+    base = torch.tensor([0.0, 0.0, -0.5, -0.5], dtype=F64)
+    family = SubModel(MultivariateNormal(2), [0, 1, 2, 3], torch.cat([base, torch.zeros(1, dtype=F64)]))
+    for seed in range(5):
+        with pytest.raises(ValueError, match="eta"):
+            family.mle(draw(1, 2, seed=seed).expand(7, 2))
