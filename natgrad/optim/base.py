@@ -53,6 +53,11 @@ class ModelOptimizer(Optimizer):
     _recall: Recall
     _ranks: Ranks
     _idle: frozenset[str] = frozenset()
+    _settings: tuple[str, ...]
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._settings = tuple(defaults)  # what a step reads in a group; torch adds to `defaults` while it loads
+        super().__init__(params, defaults)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class that a tool derives to look like the optimizer that it holds passes the calls on to that one."""
@@ -258,7 +263,9 @@ class ModelOptimizer(Optimizer):
         return write_checkpoint(plain, named, extra)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`.
+        """Continue from `state_dict()`, as often as you like, whatever this optimizer did before.
+
+        What a trainer or a scheduler wrote into the groups is loaded too; where the state has none of it, it stays.
 
         Args:
             state_dict: What that returned, as it is or after `torch.distributed.checkpoint`.
@@ -273,6 +280,7 @@ class ModelOptimizer(Optimizer):
         super().load_state_dict({"param_groups": saved.groups, "state": {}})
         self.state.update(saved.state)
         restore()
+        vars(self).pop("_history", None)  # `explain` tells of one run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(

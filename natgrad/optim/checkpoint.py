@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from natgrad.optim.packed_state import pack_tree, unpack_tree
 from natgrad.pure import map_tensors
@@ -134,7 +133,9 @@ def read_checkpoint(
     state = {name: replace_arrays(kept.get(name, {}), numbers) for name, numbers in state.items()} if whole else state
     found = {p: own_copy(state.get(name) or {}, p) for name, p in named}
     check_like(found, named, form.alike)
-    groups = [{**group, EXTRA: ()} for group in came_groups]
+    settings = ("params", *optimizer._settings)
+    added = [{k: v for k, v in group.items() if k not in settings} for group in optimizer.param_groups]
+    groups = [{**own, **group, EXTRA: ()} for own, group in zip(added, came_groups, strict=True)]
     return Checkpoint(groups, found, dict(extra), check_generator(extra["generator"], generator, form.older))
 
 
@@ -185,10 +186,10 @@ def require(where: str, found: Any, kept: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}[{key!r}] is no tensor of shape {tuple(part.shape)}. Nothing was changed")
 
 
-def check_groups(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """ValueError unless the groups have as many parameters each, and all values."""
+def check_groups(saved: Sequence[Mapping[str, Any]], optimizer: Any) -> None:
+    """ValueError unless the groups have as many parameters each, and all values that a step reads."""
     for k, group in enumerate(saved):
-        require(f"state_dict['param_groups'][{k}]", group, dict.fromkeys(("params", *optimizer.defaults)))
+        require(f"state_dict['param_groups'][{k}]", group, dict.fromkeys(("params", *optimizer._settings)))
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(

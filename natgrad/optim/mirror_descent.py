@@ -191,12 +191,15 @@ class MirrorDescent(Optimizer):
             raise ValueError(f"state_dict has {len(saved)} groups, expected {len(self.param_groups)}")
         for old, own in zip(saved, self.param_groups, strict=True):
             for name in CHOICES:
+                if name not in old:
+                    raise ValueError(f"state_dict has no {name!r} in its groups: it was not saved by ng.MirrorDescent")
                 if old[name] != repr(own[name]):
                     raise ValueError(
                         f"state_dict was written with {name} {old[name]}, this optimizer has {own[name]!r}"
                     )
         kept = [{name: own[name] for name in CHOICES} for own in self.param_groups]
-        groups = [{**old, **own} for old, own in zip(saved, kept, strict=True)]
+        # what a scheduler or a trainer added stays where the state has none of it
+        groups = [{**own, **old, **choice} for own, old, choice in zip(self.param_groups, saved, kept, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 

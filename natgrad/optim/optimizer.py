@@ -251,6 +251,7 @@ class NaturalGradient(ModelOptimizer):
             self._level, self._memory, self._prepared = extra["damping"], memory, prepared
             self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
             self._judged, self._seen = extra.get("judged", -1), extra.get("seen", 0)
+            self._skipped = self._unmoved = 0
             self._wild = WildBatches.load(extra.get("wild"))
             generator = self._labels()
             if generator is not None and saved.labels is not None:

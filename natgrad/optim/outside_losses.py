@@ -42,6 +42,22 @@ class Outside:
         self._warned = False
         self.forget_batch()
 
+    def save(self) -> dict[str, Any]:
+        """What the next steps depend on besides `updates`, as plain values and tensors."""
+        return {"levels": dict(self.levels), "last": {name: list(pair) for name, pair in self._last.items()}}
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any] | None, updates: int, named: Mapping[str, Tensor]) -> Outside:
+        """From what `save` gave, on the parameters' devices; None: an older checkpoint has nothing of it."""
+        outside = cls()
+        if saved is not None:
+            outside.updates, outside.levels = updates, dict(saved["levels"])
+            for name, (place, slope) in saved["last"].items():
+                if name in named:
+                    device = named[name].device
+                    outside._last[name] = place.to(device, copy=True), slope.to(device, copy=True)
+        return outside
+
     def forget_batch(self) -> None:
         """Forget the losses of a step."""
         self._own: dict[str, Tensor] = {}

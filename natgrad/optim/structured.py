@@ -210,6 +210,8 @@ class StructuredNaturalGradient(ModelOptimizer):
             "wild": self._wild.save(),
             "errors": None if self._reader.errors is None else self._reader.errors.save(),
             "inputs": self._blocks.inputs.save(),
+            "outside": self._outside.save(),
+            "outside_updates": self._outside.updates,
         }
 
     def _gather_state(self) -> dict[Tensor, dict[str, Any]]:
@@ -220,9 +222,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         blocks = BlockAverages(self.structure, self._named, saved.state, owners)
         trusted, refused = set(saved.extra["trusted"]), set(saved.extra["refused"])
         blocks.rebuild(saved.extra["blocks"], self._reader.by_names(trusted), saved.extra.get("inputs"))
+        outside = Outside.load(saved.extra.get("outside"), saved.extra.get("outside_updates", 0), self._named)
 
         def restore() -> None:
             blocks.state, self._arriving = self.state, None
+            self._pending, self._bad, self._told = 0, False, {}  # what was read of a batch under way is replaced
+            self._stride, self._outside = Stride(), outside
             self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
             self._clock = start_clock() | saved.extra["clock"]
             self._wild = WildBatches.load(saved.extra.get("wild"))

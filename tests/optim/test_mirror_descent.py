@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -340,3 +341,29 @@ def test_errors_name_what_is_wrong(build_one, error, words):
     with pytest.raises(error) as caught:
         build_one(torch.zeros(1, requires_grad=True))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_state_is_loaded_again_and_again_with_keys_that_tools_add():
+    """Back to an earlier state, and on from there as the first time; a foreign state is refused in a sentence."""
+    weights = torch.full((4,), 0.25, dtype=torch.float64, requires_grad=True)
+    opt = ng.MirrorDescent([weights], ng.geometry.NegativeEntropy(), lr=0.5, momentum=0.9)
+    costs = torch.tensor([1.0, 0.5, 2.0, 0.1], dtype=torch.float64)
+
+    def walk(steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            opt.zero_grad()
+            (costs @ weights).square().backward()
+            opt.step()
+        return weights.detach().clone()
+
+    place, state = walk(2), copy.deepcopy(opt.state_dict())
+    end = walk(3)
+    for added in ({}, {"initial_lr": 0.5, "differentiable": False}, {}):
+        with torch.no_grad():
+            weights.copy_(place)
+        state["param_groups"][0].update(added)
+        opt.load_state_dict(copy.deepcopy(state))
+        assert torch.equal(walk(3), end)
+        assert opt.param_groups[0].get("initial_lr") == (0.5 if "initial_lr" in state["param_groups"][0] else None)
+    with pytest.raises(ValueError, match=r"not saved by ng\.MirrorDescent"):
+        opt.load_state_dict(torch.optim.SGD([weights], 0.1).state_dict())

@@ -1,0 +1,194 @@
+"""A state is loaded as often as one likes: again, after others, into an optimizer in use, with keys that tools add."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import draw
+from optim_models import BLOCK_RECIPES, CE, X, Y, flat, iterate, net, same
+from torch import nn
+
+import natgrad as ng
+
+BUILDS: dict[str, Callable[[nn.Module], Any]] = {
+    **{recipe.__name__: lambda m, recipe=recipe: recipe(m, CE, lr=0.3) for recipe in BLOCK_RECIPES},
+    "kfac, seldom": lambda m: ng.kfac(m, CE, lr=0.3, update_every=3, invert_every=3),
+    "kfac, judged": lambda m: ng.kfac(m, CE, damping=ng.LevenbergMarquardt(0.1)),
+    "kfac, rate auto": lambda m: ng.kfac(m, CE, rate="auto"),
+    "hessian_free": lambda m: ng.hessian_free(m, CE),
+    "natgrad_cg": lambda m: ng.natgrad_cg(m, CE, lr=0.3),
+    "krylov_subspace": lambda m: ng.krylov_subspace(m, CE, dimension=3),
+    "momentum": lambda m: ng.NaturalGradient(m, ng.fisher(m, CE), lr=0.1, damping=0.1, rule=ng.Momentum()),
+    "averaged": lambda m: ng.NaturalGradient(m, ng.fisher(m, CE), lr=0.1, damping=0.1, structure=ng.Dense(0.9)),
+    "sampled": lambda m: ng.NaturalGradient(m, ng.sampled_fisher(m, CE), lr=0.1, damping=0.1),
+}
+
+
+def train(model: nn.Module, opt: Any, steps: range) -> None:
+    for k in steps:
+        iterate(opt, model, X + 0.1 * draw(8, 3, seed=100 + k), Y.roll(k))
+
+
+def save(model: nn.Module, opt: Any) -> dict[str, Any]:
+    return copy.deepcopy({"model": model.state_dict(), "opt": opt.state_dict()})
+
+
+def load(model: nn.Module, opt: Any, saved: dict[str, Any]) -> None:
+    model.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["opt"])
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def build(request: pytest.FixtureRequest) -> Callable[[nn.Module], Any]:
+    return BUILDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def runs(build: Callable[[nn.Module], Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """States before the first step, after two and after five; and those two steps after each of them."""
+    model = net()
+    opt = build(model)
+    states = [save(model, opt)]
+    for first, last in ((0, 2), (2, 4), (4, 5), (5, 7)):
+        train(model, opt, range(first, last))
+        states.append(save(model, opt))
+    return [states[0], states[1], states[3]], [states[1], states[2], states[4]]
+
+
+STARTS = (0, 2, 5)
+
+
+def test_states_are_loaded_in_any_order_into_one_optimizer(build, runs):
+    """As one goes back to the best checkpoint, and on to the last."""
+    model = net()
+    opt = build(model)
+    for choice in (1, 0, 2, 2, 1, 0):
+        load(model, opt, runs[0][choice])
+        assert same(save(model, opt), runs[0][choice])
+        train(model, opt, range(STARTS[choice], STARTS[choice] + 2))
+        assert same(save(model, opt), runs[1][choice])
+
+
+@pytest.mark.parametrize("reached", ["outputs", "loss", "backward"])
+def test_a_state_is_loaded_in_the_middle_of_a_batch(build, runs, reached):
+    """Where a run went wrong before its step: nothing of that batch is in the steps that follow."""
+    model = net()
+    opt = build(model)
+    train(model, opt, range(3))
+    outputs = model(3 * X)
+    if reached != "outputs":
+        loss = opt.loss(outputs, Y)
+    if reached == "backward":
+        loss.backward()
+    load(model, opt, runs[0][1])
+    train(model, opt, range(2, 4))
+    assert same(save(model, opt), runs[1][1])
+
+
+def pass_through_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_tool_that_loads_an_optimizer_s_own_state_at_once_changes_nothing(build, runs):
+    """As accelerate does in `prepare`."""
+    model = net()
+    opt = build(model)
+    for _ in range(2):
+        opt.load_state_dict(pass_through_file(opt.state_dict()))
+    train(model, opt, range(2))
+    assert same(without_added(save(model, opt)), without_added(runs[0][1]))
+
+
+def without_added(saved: dict[str, Any]) -> dict[str, Any]:
+    """The groups without what torch writes in them as it loads."""
+    for group in saved["opt"]["param_groups"]:
+        group.pop("differentiable", None)
+    return saved
+
+
+ADDED = {"differentiable": False, "foreach": None, "fused": None, "initial_lr": 1.0, "swa_lr": 0.1, "name": "body"}
+
+
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(False, False), (False, True), (True, False), (True, True)])
+def test_keys_that_torch_and_trainers_add_come_and_go(build, runs, saved_with, loaded_with):
+    model = net()
+    opt = build(model)
+    state = copy.deepcopy(runs[0][1])
+    if saved_with:
+        state["opt"]["param_groups"][0].update(ADDED)
+    if loaded_with:
+        opt.param_groups[0].update(ADDED | {"initial_lr": 2.0})
+        opt.defaults.update(ADDED)
+    load(model, opt, state)
+    assert opt.param_groups[0].get("initial_lr") == (1.0 if saved_with else 2.0 if loaded_with else None)
+    train(model, opt, range(2, 4))
+    ended = save(model, opt)
+    assert same(ended["model"], runs[1][1]["model"])
+    load(model, opt, copy.deepcopy(runs[0][1]))
+    load(model, opt, ended)
+    assert same(save(model, opt)["opt"]["state"], ended["opt"]["state"])
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free], ids=lambda r: r.__name__)
+def test_a_setting_of_the_optimizer_s_own_that_was_lost_is_named(recipe):
+    opt = recipe(net(), CE)
+    opt.load_state_dict(opt.state_dict())
+    state = copy.deepcopy(opt.state_dict())
+    del state["param_groups"][0]["lr"]
+    with pytest.raises(ValueError, match=r"param_groups'\]\[0\] lacks \['lr'\]"):
+        opt.load_state_dict(state)
+
+
+def test_a_scheduler_built_before_its_optimizer_loads_goes_on():
+    """The state was saved without one: what the scheduler wrote in the groups is still there."""
+    plain = ng.kfac(net(), CE).state_dict()
+    opt = ng.kfac(model := net(), CE)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, 1.0, total_steps=5, cycle_momentum=False)
+    opt.load_state_dict(plain)
+    for k in range(3):
+        iterate(opt, model, X, Y.roll(k))
+        scheduler.step()
+    assert opt.param_groups[0]["lr"] < 1.0
+
+
+@pytest.mark.parametrize("recipe", BLOCK_RECIPES, ids=lambda r: r.__name__)
+@pytest.mark.filterwarnings("ignore:a large part of the gradient")
+def test_what_is_known_of_another_loss_is_saved(recipe):
+    """A penalty that is added outside of `opt.loss`."""
+
+    def train_penalised(model: nn.Module, opt: Any, steps: range) -> None:
+        for k in steps:
+            opt.zero_grad()
+            (opt.loss(model(X + 0.1 * draw(8, 3, seed=k)), Y) + 3 * model[0].weight.pow(4).sum()).backward()
+            opt.step()
+
+    model, twin = net(), net()
+    opt, other = recipe(model, CE), recipe(twin, CE)
+    train_penalised(model, opt, range(5))
+    load(twin, other, save(model, opt))
+    train_penalised(model, opt, range(5, 8))
+    train_penalised(twin, other, range(5, 8))
+    assert torch.equal(flat(model), flat(twin))
+
+
+def test_groups_that_are_added_after_a_load_are_saved_and_loaded():
+    ends = []
+    for reload in (False, True):
+        model = net()
+        opt = ng.kfac(model, CE, params=model[0].parameters(), estimate=ng.ExactLabels())
+        opt.load_state_dict(opt.state_dict())
+        opt.add_param_group({"params": model[2].parameters(), "lr": 0.5})
+        train(model, opt, range(3))
+        if reload:
+            opt.load_state_dict(pass_through_file(opt.state_dict()))
+        train(model, opt, range(3, 5))
+        ends.append(flat(model))
+    assert torch.equal(*ends)
