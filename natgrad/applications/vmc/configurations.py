@@ -99,6 +99,17 @@ class Spins:
         """
         return count_in_base(states > 0, 2)
 
+    def contains(self, states: Tensor) -> Tensor:
+        """True for the states that are among these, shape (...,).
+
+        Args:
+            states: Shape (..., n).
+        """
+        if states.shape[-1] != self.count:
+            return torch.zeros(states.shape[:-1], dtype=torch.bool, device=states.device)
+        inside = ((states == -1) | (states == 1)).all(-1)
+        return inside if self.up is None else inside & ((states > 0).sum(-1) == self.up)
+
 
 @dataclass(frozen=True)
 class Bosons:
@@ -189,8 +200,25 @@ class Bosons:
         """
         return count_in_base(states, self.most + 1)
 
+    def contains(self, states: Tensor) -> Tensor:
+        """True for the states that are among these, shape (...,).
+
+        Args:
+            states: Shape (..., sites).
+        """
+        if states.shape[-1] != self.sites:
+            return torch.zeros(states.shape[:-1], dtype=torch.bool, device=states.device)
+        whole = states.round() == states if states.is_floating_point() else torch.ones_like(states, dtype=torch.bool)
+        inside = (whole & (states >= 0) & (states <= self.most)).all(-1)
+        return inside if self.particles is None else inside & (states.sum(-1) == self.particles)
+
 
 Configurations = Spins | Bosons
+
+
+def without_sector(space: Configurations) -> Configurations:
+    """The same variables with the same values, and nothing conserved."""
+    return Spins(space.count) if isinstance(space, Spins) else Bosons(space.sites, None, space.most)
 
 
 def count_in_base(digits: Tensor, base: int) -> Tensor:

@@ -228,6 +228,15 @@ class Molecule:
         """
         return cls((3.0, 1.0), ((0.0, 0.0, 0.0), (0.0, 0.0, distance)), up=2, down=2)
 
+    def equals(self, other: Molecule) -> bool:
+        """True if nuclei and electrons are the same, in lists or in tuples.
+
+        Args:
+            other: Another molecule.
+        """
+        mine, others = ((list(m.charges), [list(p) for p in m.positions], m.up, m.down) for m in (self, other))
+        return mine == others
+
     @property
     def electrons(self) -> int:
         """Their number."""

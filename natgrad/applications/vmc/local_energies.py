@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
+from natgrad.applications.vmc.configurations import Configurations, without_sector
 from natgrad.applications.vmc.hamiltonians import Hamiltonian, choose_kind
 from natgrad.pure import run_detached
 
@@ -29,23 +30,34 @@ def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_si
 
     Raises:
         TypeError: For a Hamiltonian that is none of these.
+        ValueError: For states that have other variables than those of the Hamiltonian, or other values.
 
     Example:
         >>> psi = ng.LogAmplitude(ng.vmc.RBM(3))
         >>> ng.vmc.local_energies(psi, ng.vmc.TransverseIsing(3), torch.ones(2, 3)).shape
         torch.Size([2])
     """
+    return take_local_energies(psi, hamiltonian, states, chunk_size)
+
+
+def take_local_energies(
+    psi: LogAmplitude, hamiltonian: Any, states: Any, chunk_size: int = 2**16, *, space: Configurations | None = None
+) -> Tensor:
+    """`local_energies`; ValueError where H leads out of the states that a sampler has, `space`."""
     states = read_states(psi, states)
     flat = states.reshape(-1, states.shape[-1]) if states.dim() > 2 else states
+    check_variables(hamiltonian, flat)
     check_integers(psi, flat)
     with torch.no_grad():
         if isinstance(hamiltonian, Hamiltonian):
             others, values = hamiltonian.moves(flat)
+            check_stays(hamiltonian, space, others, values)
             found = hamiltonian.diagonal(flat) + sum_ratios(psi, flat, others, values, chunk_size)
         elif hasattr(hamiltonian, "local_energies"):
             found = hamiltonian.local_energies(psi, flat)
         elif hasattr(hamiltonian, "connected") or hasattr(hamiltonian, "get_conn_padded"):
             others, values = read_connections(hamiltonian, flat)
+            check_stays(hamiltonian, space, others, values)
             found = sum_ratios(psi, flat, others, values, chunk_size)
         else:
             raise TypeError(
@@ -53,6 +65,35 @@ def local_energies(psi: LogAmplitude, hamiltonian: Any, states: Any, *, chunk_si
                 "connected(states), get_conn_padded(states) or local_energies(psi, states)"
             )
     return found.reshape(states.shape[:-1])
+
+
+def check_variables(hamiltonian: Any, states: Tensor) -> None:
+    """ValueError unless states (b, n) have the variables of a lattice Hamiltonian, with their values."""
+    space = getattr(hamiltonian, "space", None)
+    if isinstance(space, Configurations) and not bool(without_sector(space).contains(states).all()):
+        came = f"{states.shape[-1]} variables" if states.shape[-1] != space.count else "other values"
+        raise ValueError(
+            f"states have {came}, expected {space.count} variables with the values {list(space.values)}, those of "
+            f"hamiltonian.space, {space}: take a sampler and a network over hamiltonian.space"
+        )
+
+
+def check_stays(hamiltonian: Any, space: Configurations | None, others: Tensor, values: Tensor) -> None:
+    """ValueError if H leads from a sampler's states to one that the sampler never draws.
+
+    Args:
+        hamiltonian: H.
+        space: The sampler's states; None where they are not known.
+        others: The states that H connects with samples, shape (b, k, n).
+        values: Their elements, shape (b, k).
+    """
+    if space is None or bool((space.contains(others) | (values == 0)).all()):
+        return
+    raise ValueError(
+        f"hamiltonian leads out of {space}, the sampler's states: {hamiltonian} does not conserve what these do, and "
+        "without the other states the energy is that of no wave function; take a sampler over all states that it "
+        "connects"
+    )
 
 
 def sum_ratios(psi: LogAmplitude, states: Tensor, others: Tensor, values: Tensor, chunk_size: int) -> Tensor:

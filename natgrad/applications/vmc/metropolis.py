@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.vmc.amplitude import LogAmplitude
-from natgrad.applications.vmc.configurations import Configurations
+from natgrad.applications.vmc.configurations import Bosons, Configurations, Spins
+from natgrad.applications.vmc.continuous import Harmonic, Molecule
 from natgrad.applications.vmc.local_energies import evaluate
 from natgrad.applications.vmc.samples import CHUNK, Sampler, Samples
 from natgrad.checks import check_integer, check_positive
@@ -204,7 +205,8 @@ class Metropolis(Sampler):
 
     Raises:
         TypeError: For a keyword that it does not know.
-        ValueError: For numbers out of range.
+        ValueError: For numbers out of range, and for a move that leads out of the space or that conserves what the
+            space does not: its chains would not reach all states.
 
     Example:
         >>> psi, space = ng.LogAmplitude(ng.vmc.RBM(6)), ng.vmc.Spins(6, up=3)
@@ -230,6 +232,7 @@ class Metropolis(Sampler):
     ) -> None:
         told: WidthTuning = read_groups("Metropolis", GROUPS, tuning, OWN)["tuning"]
         self.space, self.move = space, choose_move(space) if move is None else move
+        check_move(space, self.move)
         self.samples = check_integer("samples", samples)
         self.chains = self.samples if chains is None else check_integer("chains", chains)
         if self.samples % self.chains:
@@ -250,6 +253,11 @@ class Metropolis(Sampler):
             for _ in range(self.burn_in):
                 self._run(psi, 1)
         found = self._run(psi, self.samples // self.chains)
+        if isinstance(self.space, Configurations) and not bool(self.space.contains(found).all()):
+            raise ValueError(
+                f"move {self.move} leads out of {self.space}: take a move that conserves what the space does, such as "
+                f"{choose_move(self.space)}"
+            )
         self._tell()
         return Samples(found)
 
@@ -276,6 +284,11 @@ class Metropolis(Sampler):
         held = state_dict["states"]
         if held is not None and len(held) != self.chains:
             raise ValueError(f"state_dict has {len(held)} chains, expected {self.chains}")
+        if held is not None and (
+            held.shape[1] != self.space.count
+            or (isinstance(self.space, Configurations) and not bool(self.space.contains(held).all()))
+        ):
+            raise ValueError(f"state_dict has chains at states that are not of {self.space}: build the same sampler")
         self.states, self.idle = (None if held is None else held.clone()), state_dict["idle"].clone()
         self.width, self.accepted = state_dict["width"], state_dict["accepted"]
 
@@ -326,11 +339,53 @@ def choose_move(space: WalkerSpace) -> MarkovMove:
     return Shift()
 
 
+def check_move(space: WalkerSpace, move: MarkovMove) -> None:
+    """ValueError for a move of ours that leads out of a space, or that does not reach all of it.
+
+    Args:
+        space: Where chains start; of another kind than ours, it knows its moves best.
+        move: Of our kinds; what another one does shows at a draw.
+    """
+    if isinstance(move, (Exchange, Hop)) and move.edges is not None:
+        check_connected(move, space.count)
+    if not isinstance(space, (Spins, Bosons, Harmonic, Molecule)) or not isinstance(move, (Flip, Exchange, Hop, Shift)):
+        return
+    free = isinstance(choose_move(space), Flip)
+    if isinstance(move, Flip):
+        fits = isinstance(space, Configurations) and free and sorted(move.values) == list(space.values)
+    elif isinstance(move, Exchange):
+        fits = isinstance(space, Configurations) and not free and len(space.values) == 2
+    elif isinstance(move, Hop):
+        fits = isinstance(space, Bosons) and not free and move.most == space.most
+    else:
+        fits = not isinstance(space, Configurations)
+    if not fits:
+        raise ValueError(
+            f"move is {move} and space is {space}: the move leads out of the space, or does not reach all of its "
+            f"states; take {choose_move(space)}, or a space that conserves what the move does"
+        )
+
+
+def check_connected(move: Exchange | Hop, sites: int) -> None:
+    """ValueError unless one can go between any two sites along the edges of a move."""
+    pairs, reached = [(int(a), int(b)) for a, b in move.edges or ()], {0}
+    wrong = [pair for pair in pairs if not all(0 <= site < sites for site in pair)]
+    if wrong:
+        raise ValueError(f"move has the edge {wrong[0]}, expected pairs of sites from 0 to {sites - 1}")
+    for _ in range(sites):
+        reached |= {site for pair in pairs if reached & {*pair} for site in pair}
+    if len(reached) < sites:
+        raise ValueError(
+            f"move has edges that do not join site {min({*range(sites)} - reached)} with site 0: what is on either "
+            "side stays there, and chains do not reach all states; add an edge, or leave edges out for any two sites"
+        )
+
+
 def draw_pairs(edges: Sequence[tuple[int, int]] | None, count: int, sites: int, generator: torch.Generator) -> Tensor:
     """Two different sites for every chain, (count, 2)."""
     if edges is not None:
         known = torch.tensor(edges, dtype=torch.long)
         return known[torch.randint(len(known), (count,), generator=generator)]
     first = torch.randint(sites, (count,), generator=generator)
-    second = (first + torch.randint(1, sites, (count,), generator=generator)) % sites
+    second = (first + torch.randint(1, max(2, sites), (count,), generator=generator)) % sites  # one site: with itself
     return torch.stack([first, second], dim=1)

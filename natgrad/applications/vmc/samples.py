@@ -74,6 +74,8 @@ class Sampler(ABC):
 class Enumerated(Sampler):
     """All states with their probabilities: expectations without noise, for small systems.
 
+    States at which psi is exactly zero are left out: their probability is zero, and log psi has no derivative there.
+
     Args:
         space: The states, such as `hamiltonian.space`.
 
@@ -90,7 +92,12 @@ class Enumerated(Sampler):
     def draw(self, psi: LogAmplitude) -> Samples:
         if self.states is None or (self.states.dtype, self.states.device) != (psi.dtype, psi.device):
             self.states = self.space.all_states(psi.dtype, psi.device)
-        return Samples(self.states, find_probabilities(psi, self.states), enumerated=True)
+        logs = evaluate(psi, self.states, CHUNK).real
+        nodes = logs == -torch.inf
+        states, logs = (self.states[~nodes], logs[~nodes]) if bool(nodes.any()) else (self.states, logs)
+        if not len(states):
+            raise ValueError(f"psi is zero at every state of {self.space}: it has no probabilities")
+        return Samples(states, torch.softmax(2 * logs, 0), enumerated=True)
 
 
 class ExactSampler(Sampler):
@@ -108,7 +115,7 @@ class ExactSampler(Sampler):
     """
 
     def __init__(self, space: Configurations, samples: int = 1000, seed: int = 0) -> None:
-        self.all, self.samples = Enumerated(space), check_integer("samples", samples)
+        self.space, self.all, self.samples = space, Enumerated(space), check_integer("samples", samples)
         self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self, psi: LogAmplitude) -> Samples:
@@ -143,13 +150,3 @@ class AncestralSampler(Sampler):
                 "ng.vmc.AutoregressiveNet; other networks are sampled by ng.vmc.Metropolis"
             )
         return Samples(psi.net.draw(self.samples, self.generator).unsqueeze(1))  # type: ignore[operator]
-
-
-def find_probabilities(psi: LogAmplitude, states: Tensor) -> Tensor:
-    """|psi|^2 over all states, with sum one.
-
-    Args:
-        psi: The wave function.
-        states: All of them, shape (b, n).
-    """
-    return torch.softmax(2 * evaluate(psi, states, CHUNK).real, 0)

@@ -85,7 +85,9 @@ class SymmetricNet(nn.Module):
         Returns:
             Shape (b,).
         """
-        count = len(self.permutations)
+        count, sites = self.permutations.shape
+        if states.shape[-1] != sites:
+            raise ValueError(f"states have {states.shape[-1]} sites, expected {sites}, those of the permutations")
         moved = states[:, self.permutations]  # (b, |G|, n)
         logs = self.net(moved.flatten(0, 1)).reshape(len(states), count)
         top = logs.real.detach().amax(1, keepdim=True)
