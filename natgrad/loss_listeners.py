@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from natgrad.lapack import is_concrete
+from natgrad.pure import keep
 
 
 class LossListener(Protocol):
@@ -38,7 +39,7 @@ def listen_to(log_p: object, listener: LossListener) -> None:
 def announce(log_p: object, inputs: Tensor, value: Tensor) -> Tensor:
     """The loss's value, which tells log_p's listeners about X once `backward` reaches it."""
     if value.requires_grad and is_concrete(value) and is_concrete(inputs):
-        source, kept = _source(log_p), inputs.detach()
+        source, kept = _source(log_p), keep(inputs)
 
         def tell(_: Tensor) -> None:
             try:

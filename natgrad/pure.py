@@ -371,7 +371,8 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Call):
         return tree.map(change)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(branch, change) for key, branch in cast("Mapping[Any, Any]", tree).items()}
+        changed = {key: map_tensors(branch, change) for key, branch in cast("Mapping[Any, Any]", tree).items()}
+        return replace(tree, **changed) if is_dataclass(tree) else changed  # Hugging Face's outputs are both
     if isinstance(tree, (tuple, list)):
         kind: Any = cast("Any", tree).__class__
         parts = [map_tensors(branch, change) for branch in cast("Sequence[Any]", tree)]
@@ -380,6 +381,28 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         parts = {part.name: map_tensors(getattr(tree, part.name), change) for part in fields(tree) if part.init}
         return replace(tree, **parts)
     return tree
+
+
+def keep(tree: Any) -> Any:
+    """A user's tensors for later use, without graph.
+
+    Torch counts in-place changes of a tensor whose memory it owns. Memory that it shares with an array of NumPy's, with
+    another library or with another process changes without a word, and is copied.
+    """
+    return map_tensors(tree, lambda t: t.detach().clone() if shares_memory(t) else t.detach())
+
+
+def copy_tensors(tree: Any) -> Any:
+    """A user's tensors in memory of their own, without graph."""
+    return map_tensors(tree, lambda t: t.detach().clone())
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether something other than torch in this process may write into the tensor's memory."""
+    try:
+        return not tensor.untyped_storage().resizable() or (tensor.device.type == "cpu" and tensor.is_shared())
+    except (NotImplementedError, RuntimeError):  # tensors without a storage: sparse ones, wrappers
+        return False
 
 
 def _get_state(device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from natgrad.pure import (
     as_call,
     check_call,
     check_select,
+    copy_tensors,
     leaves,
     mixes_examples,
     pure_model,
@@ -168,7 +169,7 @@ class PullbackMetric(Metric):
     def _split(self, inputs: Any) -> tuple[Any, Any]:
         if self.needs_targets:
             return split_targets(inputs)
-        return (inputs.inputs, inputs.targets) if isinstance(inputs, Labelled) else (inputs, None)
+        return (inputs.inputs, copy_tensors(inputs.targets)) if isinstance(inputs, Labelled) else (inputs, None)
 
     def _term(self, params: Params, pure: PureModel, targets: Any, seed: int) -> Pullback:
         outputs = OutputMap(pure, self.layout, self.outputs)
@@ -208,13 +209,13 @@ def check_has_outputs(outputs: Any) -> None:
 
 
 def split_targets(inputs: Any) -> tuple[Any, Any]:
-    """(inputs, targets) as users pass them to a metric that needs targets."""
+    """(inputs, targets) as users pass them to a metric that needs targets; the targets copied, as inputs are later."""
     pair: Any = inputs
     if not isinstance(inputs, tuple) or len(pair) != 2:
         raise ValueError(
             f"inputs is {type(pair).__name__}, expected a tuple (inputs, targets): this metric depends on targets"
         )
-    return pair
+    return pair[0], copy_tensors(pair[1])
 
 
 def build_pure_model(model: Model, params: Params, inputs: Any, random: RandomState | None) -> PureModel:
@@ -224,7 +225,8 @@ def build_pure_model(model: Model, params: Params, inputs: Any, random: RandomSt
     check_call(model, call, params)
     if any(t.dim() > 0 and t.shape[0] == 0 for t in call.tensors()):
         raise ValueError("inputs is an empty batch; give at least one example")
-    return pure_model(model, inputs, random)
+    # copies, as of the parameters: the operator stays that of these inputs when the next batch is written over them
+    return pure_model(model, copy_tensors(inputs), random)
 
 
 def linearise_after(model: Model) -> int | None:

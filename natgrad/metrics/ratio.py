@@ -22,7 +22,7 @@ from natgrad.densities import (
 from natgrad.metrics.base import Metric
 from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form
 from natgrad.operators import Form, LowRankOperator, Operator
-from natgrad.pure import RandomState, unwrap_examples
+from natgrad.pure import RandomState, copy_tensors, unwrap_examples
 from natgrad.spaces import Params
 
 
@@ -82,7 +82,7 @@ class RatioMetric(Metric):
     chunk_size: int | None = None
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        checked = check_density(self.density, params, unwrap_examples(inputs)).detach()
+        checked = copy_tensors(check_density(self.density, params, unwrap_examples(inputs)))
         examples = check_binary(checked, next(iter(params.values())).dtype)
         with guard_derivatives(self.density, params, examples):
             return average_chunks(examples, self.mask, self.chunk_size, partial(self._build_masked, params, random))

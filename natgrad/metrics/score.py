@@ -15,7 +15,7 @@ from natgrad.densities import Density, LogP, as_density, check_continuous, check
 from natgrad.metrics.base import Metric, Scores
 from natgrad.metrics.langevin import Langevin
 from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback, Scaled
-from natgrad.pure import Call, PureModel, RandomState, unwrap_examples
+from natgrad.pure import Call, PureModel, RandomState, copy_tensors, unwrap_examples
 from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params
 
@@ -125,7 +125,7 @@ class ScoreMetric(Metric):
             return self._pull_back(params, random, examples)
 
     def _examples(self, params: Params, inputs: Any) -> Tensor:
-        examples = check_density(self.density, params, unwrap_examples(inputs)).detach()
+        examples = copy_tensors(check_density(self.density, params, unwrap_examples(inputs)))
         check_continuous(examples)
         if self.langevin is None:
             return examples

@@ -18,7 +18,7 @@ from natgrad.loss_listeners import listen_to
 from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
 from natgrad.optim.recorded_pass import Data, RecordedLoss, RecordedPass, modes_of, part, versions_of
-from natgrad.pure import Call, RandomState, Select, is_evaluating, leaves, map_tensors
+from natgrad.pure import Call, RandomState, Select, is_evaluating, keep, leaves, map_tensors
 from natgrad.typed_torch import hook_gradient
 from natgrad.whole_tensors import any_split, local_part
 
@@ -161,7 +161,7 @@ class Recall:
 
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
-        kept = call.map(torch.detach)
+        kept = keep(call)
         random = RandomState.capture(*{t.device for t in call.tensors()})
         self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model))
 
@@ -211,9 +211,8 @@ class Recall:
         """
         known = map_tensors(outputs, torch.detach)
         route = self._route(outputs, known, chosen) if needed else self._last_route(chosen)
-        self.latest = told = RecordedLoss(
-            route, known, map_tensors(targets, torch.detach), versions_of(Call((targets,)))
-        )
+        targets = keep(targets)
+        self.latest = told = RecordedLoss(route, known, targets, versions_of(Call((targets,))))
         loss, told.scale = self.count_loss(criterion, outputs, targets, value, rows, told, weight or 0.0)
         told.count = math.nan if weight is None else weight
         told.value, told.dtype, told.rows = loss.value, next(leaves(known)).dtype, rows

@@ -65,6 +65,7 @@ from natgrad.optim.parallel_models import refuse_nested
 from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
+from natgrad.pure import copy_tensors
 from natgrad.rules import Memory, Rate, require_loss
 from natgrad.solvers import Auto, Solution, Solver, Status
 from natgrad.structures import Exact, as_preconditioner, exchanging
@@ -164,7 +165,7 @@ class NaturalGradient(ModelOptimizer):
         1 / damping (Pascanu & Bengio, section 4); `state_report().outside` tells how large that part is.
 
         Args:
-            inputs: As the model takes them. For `metrics` a dict by their names.
+            inputs: As the model takes them; copied. For `metrics` a dict by their names.
             targets: For metrics that use them. For `metrics` a dict by the names of those that do.
             floor: The least damping of this step, in units of G, however far an adaptive strategy has lowered it.
 
@@ -172,7 +173,8 @@ class NaturalGradient(ModelOptimizer):
             ValueError: For a negative floor.
         """
         check_number("floor", floor)
-        self._recall.observed, self._recall.floor = Data(inputs, targets, None), floor
+        self._recall.observed = Data(copy_tensors(inputs), copy_tensors(targets), None)
+        self._recall.floor = floor
 
     def search_on(self, inputs: Any, targets: Any) -> None:
         """Evaluate the next step's trial points on these examples, so that it is not fitted to the gradient's alone.
@@ -191,7 +193,7 @@ class NaturalGradient(ModelOptimizer):
             raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")
         self.criterion  # noqa: B018 - its error comes here rather than at the step
         check_search(inputs, targets)
-        self._recall.searched = Data(inputs, targets, None)
+        self._recall.searched = Data(copy_tensors(inputs), copy_tensors(targets), None)
 
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, damping, reduction ratio, solver iterations and residual, failures."""

@@ -199,7 +199,7 @@ class Environments:
     def _vector_step(self, actions: Array) -> Stepped:
         raw, rewards, terminated, truncated, infos = self.vector.step(actions)
         valid = ~self.resetting
-        rewards, terminated = np.asarray(rewards, dtype=np.float64), np.asarray(terminated, dtype=bool) & valid
+        rewards, terminated = np.array(rewards, dtype=np.float64), np.asarray(terminated, dtype=bool) & valid
         given = np.asarray(truncated, dtype=bool) & valid
         truncated = self._truncate(given, valid)
         successors = self._encode(raw)
@@ -316,13 +316,14 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
     """How observations become floating-point arrays, the shape of one, and whether scaling them makes sense.
 
     Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
+    Always in an array of their own: an environment may write the next observation into the one that it returned.
     ValueError for other spaces.
     """
     kind = type(space).__name__
     if kind == "Box" and holds_bytes(space):
         return lambda raw: np.asarray(raw, dtype=np.float32) / np.float32(255), space.shape, False
     if kind == "Box":
-        return np.asarray, space.shape, bool(np.issubdtype(space.dtype, np.floating))
+        return np.array, space.shape, bool(np.issubdtype(space.dtype, np.floating))
     if kind == "Discrete":
         size, start = int(space.n), int(space.start)
         return lambda raw: one_hot(np.asarray(raw) - start, size), (size,), False
@@ -330,7 +331,7 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
         sizes, begin = space.nvec.reshape(-1), space.start.reshape(-1)
         return lambda raw: many_hot(np.asarray(raw), sizes, begin), (int(sizes.sum()),), False
     if kind == "MultiBinary":
-        return lambda raw: np.asarray(raw, dtype=np.float32), space.shape, False
+        return lambda raw: np.array(raw, dtype=np.float32), space.shape, False
     raise ValueError(
         f"the observation space is {space}, expected Box, Discrete, MultiDiscrete or MultiBinary; wrap the environment "
         "in gymnasium.wrappers.FlattenObservation"
@@ -344,22 +345,22 @@ def holds_bytes(space: Any) -> bool:
 
 
 def read_reset(found: Any) -> Any:
-    """The observation of what reset() returned. EnvironmentFault unless that is (observation, info)."""
+    """A copy of the observation that reset() returned. EnvironmentFault unless that is (observation, info)."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise EnvironmentFault(
             f"the environment's reset() returned {type(found).__name__}, expected (observation, info) as gymnasium says"
         )
-    return found[0]
+    return np.array(found[0])
 
 
 def read_step(found: Any) -> Any:
-    """What step() returned. EnvironmentFault unless that is gymnasium's five: gym's four have no `truncated`."""
+    """What step() returned, with a copy of the observation. EnvironmentFault unless that is gymnasium's five values."""
     if not isinstance(found, (tuple, list)) or len(found) != 5:
         came = f"{len(found)} values" if isinstance(found, (tuple, list)) else type(found).__name__
         raise EnvironmentFault(
             f"the environment's step() returned {came}, expected (observation, reward, terminated, truncated, info)"
         )
-    return found
+    return np.array(found[0]), *found[1:]
 
 
 def as_reward(given: Any) -> float:

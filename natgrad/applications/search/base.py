@@ -143,7 +143,7 @@ class Search(ABC):
 
 
 def as_values(values: Any, name: str) -> Tensor:
-    """Objective values as a float64 tensor, without a graph.
+    """Objective values as a float64 tensor of its own memory, without a graph.
 
     Args:
         values: A tensor, an array or a list of numbers.
@@ -163,7 +163,7 @@ def as_values(values: Any, name: str) -> Tensor:
         ) from error
     if found.is_complex():
         raise ValueError(f"{name} is complex, expected real values: lower is better")
-    return found.detach().to(torch.float64)
+    return found.detach().to(torch.float64, copy=True)
 
 
 def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:

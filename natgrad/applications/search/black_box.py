@@ -175,7 +175,7 @@ class BlackBox:
         count = int(min(len(points), max(0.0, self.limit - self.nfev)))
         rows = [self._shape_row(row) for row in points[:count]]
         self.nfev += count
-        found = [read_reply(row, outcome) for row, outcome in zip(rows, self._evaluate_rows(rows), strict=True)]
+        found = self._read_rows(rows)
         for reply in found:
             if reply.values is None:
                 self._warn_once(reply.why)
@@ -186,9 +186,11 @@ class BlackBox:
     def _shape_row(self, row: Tensor) -> Tensor:
         return row.clone().unsqueeze(0) if self.vectorized else row.clone()
 
-    def _evaluate_rows(self, rows: Sequence[Tensor]) -> list[Any]:
-        """What f gave for each, or the exception."""
-        return [call_function(self.f, row) for row in rows] if self.workers is None else self.workers.evaluate(rows)
+    def _read_rows(self, rows: Sequence[Tensor]) -> list[Reply]:
+        """What f gave for each, read before f is called again: it may return one array that it writes into."""
+        if self.workers is None:
+            return [read_reply(row, call_function(self.f, row)) for row in rows]
+        return [read_reply(row, outcome) for row, outcome in zip(rows, self.workers.evaluate(rows), strict=True)]
 
     def _ask_batch(self, points: Tensor) -> Reply:
         """f on a whole batch, here; not counted."""
@@ -241,8 +243,7 @@ class BlackBox:
     def _ask_one(self, x: Tensor) -> Reply:
         """f at one point: as (d,), or as a batch of one (1, d)."""
         self.nfev += 1
-        rows = [x.clone()]
-        return read_reply(rows[0], self._evaluate_rows(rows)[0])
+        return self._read_rows([x.clone()])[0]
 
     def _ask_whole(self, points: Tensor) -> Reply:
         """f on the batch; a function of one point fails here or gives one value, in one call."""

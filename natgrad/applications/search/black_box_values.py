@@ -54,7 +54,7 @@ def read_rows(found: Any, points: Tensor) -> Tensor:
 
 
 def read_numbers(found: Any, name: str) -> Tensor:
-    """A float64 tensor of any shape.
+    """A float64 tensor of any shape and of its own memory.
 
     Args:
         found: What f gave.
@@ -80,7 +80,7 @@ def read_numbers(found: Any, name: str) -> Tensor:
         return torch.tensor(value, dtype=torch.float64)
     if numbers.is_complex():
         raise NoNumberError(f"{name} is complex, expected real values: lower is better")
-    return numbers.detach().to(torch.float64)
+    return numbers.detach().to(torch.float64, copy=True)
 
 
 def read_entry(entry: Any) -> float:

@@ -145,7 +145,7 @@ def as_point(value: Any, name: str) -> Tensor:
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """A float64 tensor, on the device of a tensor, without a graph.
+    """A float64 tensor of its own memory, on the device of a tensor, without a graph.
 
     Args:
         value: What the caller gave.
@@ -155,7 +155,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
         TypeError: If it is no array of numbers.
     """
     try:
-        return torch.as_tensor(value, dtype=torch.float64).detach()
+        return torch.as_tensor(value, dtype=torch.float64).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} is {type(value).__name__}, expected numbers: {error}") from error
 
@@ -250,7 +250,7 @@ def as_integer_mask(integers: Any, x0: Tensor) -> Tensor:
     if chosen.dtype == torch.bool:
         if chosen.shape != x0.shape:
             raise ValueError(f"integers is a mask of shape {tuple(chosen.shape)}, expected {tuple(x0.shape)}")
-        return chosen
+        return chosen.clone()
     if chosen.is_floating_point() and len(chosen):
         raise ValueError(f"integers is {integers!r}, expected indices of variables or a mask of {len(x0)} booleans")
     chosen = chosen.long()

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.applications.search.base import Search, as_popsize
 from natgrad.applications.search.black_box import BlackBox, Function, Pool
 from natgrad.applications.search.convergence import Tolerances
-from natgrad.applications.search.domain import as_point, as_scales
+from natgrad.applications.search.domain import as_bounds, as_integer_mask, as_point, as_scales, as_tensor
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.gaussian import Bounds, GaussianSearch
 from natgrad.applications.search.model import GaussianModel
@@ -219,8 +219,13 @@ def as_run_factory(x0: Any, sigma0: Any, chosen: dict[str, Any], restarts: Resta
     if not isinstance(model, GaussianModel):
         raise TypeError(f"model is {model!r}, expected a Gaussian model such as Full(); a search is given as x0")
     size = as_popsize(chosen["popsize"], model.popsize(len(start)))
-    settings = {name: chosen[name] for name in ("bounds", "integers", "tolerances")} | {"model": model}
-    return GaussianRunFactory(start, sigma0, settings, restarts, size, seed)
+    settings = {
+        "bounds": as_bounds(chosen["bounds"], start),  # copies: restarts come later
+        "integers": as_integer_mask(chosen["integers"], start),
+        "tolerances": chosen["tolerances"],
+        "model": model,
+    }
+    return GaussianRunFactory(start, as_tensor(sigma0, "sigma0"), settings, restarts, size, seed)
 
 
 def as_handling(noise: bool | NoiseHandling) -> NoiseHandling | None:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from natgrad.applications.search.base import Best, Search, as_popsize, new_generator, next_seed
 from natgrad.applications.search.convergence import ConvergenceMonitor, Tolerances
-from natgrad.applications.search.domain import Domain, as_bounds, as_integer_mask, as_point, as_scales, round_bounds
+from natgrad.applications.search.domain import (
+    Domain,
+    as_bounds,
+    as_integer_mask,
+    as_point,
+    as_scales,
+    as_tensor,
+    round_bounds,
+)
 from natgrad.applications.search.full_covariance import Full
 from natgrad.applications.search.integer_margin import keep_integer_margin, move_repeats
 from natgrad.applications.search.integer_neighbours import TriedNeighbours
@@ -80,7 +88,7 @@ class GaussianSearch(Search):
         sigma, scale = as_scales(sigma0, start)
         lower, upper = as_bounds(bounds, start)
         integer = as_integer_mask(integers, start)
-        self._arguments = (start, sigma0, bounds, integers, model, tolerances)
+        self._arguments = (start, as_tensor(sigma0, "sigma0"), (lower, upper), integer, model, tolerances)
         self.domain = Domain.of(scale, *round_bounds(lower, upper, integer), integer)
         self.model = Full() if model is None else model
         self.model.check(len(start))

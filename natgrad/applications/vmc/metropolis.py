@@ -309,7 +309,7 @@ class Metropolis(Sampler):
     def _move(self, psi: LogAmplitude, log: Tensor) -> tuple[Tensor, Tensor]:
         """One proposal per chain: log |psi| afterwards, and which chains moved."""
         assert self.states is not None
-        proposed = self.move.propose(self.states, self.generator, self.width)
+        proposed = self.move.propose(self.states.clone(), self.generator, self.width)  # a move may change what it gets
         fresh = evaluate(psi, proposed, CHUNK).real
         chance = torch.rand(self.chains, generator=self.generator, dtype=torch.float64).to(log.device)
         # a start at psi = 0 goes anywhere with psi, and a NaN, as log 0 - log 0 is one, is less than nothing

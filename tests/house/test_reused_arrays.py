@@ -1,0 +1,253 @@
+"""Whoever hands over an array may write into it afterwards: what is kept for later is a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.applications import search as s
+
+DTYPE = torch.float64
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).to(DTYPE)
+
+
+# optimisers and metrics
+
+OPTIMISERS: dict[str, Callable[[nn.Module], Any]] = {
+    "kfac": lambda net: ng.kfac(net, nn.CrossEntropyLoss(), lr=0.1),
+    "kfac, measured": lambda net: ng.kfac(net, nn.CrossEntropyLoss(), lr=0.1, max_kl=0.01),
+    "unitwise": lambda net: ng.unitwise(net, nn.CrossEntropyLoss(), lr=0.1),
+    "hessian_free": lambda net: ng.hessian_free(net, nn.CrossEntropyLoss()),
+    "natgrad_cg": lambda net: ng.natgrad_cg(net, nn.CrossEntropyLoss(), lr=0.1),
+}
+
+
+def train(
+    recipe: Callable[[nn.Module], Any], share: Callable[[np.ndarray], Tensor], *, observed: bool = False
+) -> Tensor:
+    """The parameters after three steps, the arrays of a batch overwritten before each step."""
+    net = small_net()
+    opt = recipe(net)
+    rng = np.random.default_rng(1)
+    inputs, targets, others = np.zeros((8, 3)), np.zeros(8, dtype=np.int64), np.zeros((8, 3))
+    for _ in range(3):
+        inputs[:], targets[:], others[:] = rng.normal(size=(8, 3)), rng.integers(3, size=8), rng.normal(size=(8, 3))
+        if observed:
+            opt.observe(share(others))
+        opt.zero_grad()
+        opt.loss(net(share(inputs)), share(targets)).backward()
+        inputs[:], targets[:], others[:] = 100.0, 0, -100.0
+        opt.step()
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_step_is_that_of_the_batch_though_its_arrays_were_overwritten(name: str) -> None:
+    assert torch.equal(train(OPTIMISERS[name], torch.from_numpy), train(OPTIMISERS[name], torch.tensor))
+
+
+def test_observed_data_are_those_of_the_call() -> None:
+    recipe = OPTIMISERS["natgrad_cg"]
+    shared, copied = (train(recipe, share, observed=True) for share in (torch.from_numpy, torch.tensor))
+    assert torch.equal(shared, copied)
+    net, buffer = small_net(), torch.randn(8, 3, dtype=DTYPE, generator=torch.Generator().manual_seed(2))
+    opt = recipe(net)
+    metric = ng.fisher(net, ng.Categorical()).at(ng.trainable(net), buffer).dense()
+    opt.observe(buffer)
+    inputs = buffer.copy_(torch.ones_like(buffer))  # one buffer for the metric's data and for the gradient's
+    opt.loss(net(inputs), torch.zeros(8, dtype=torch.long)).backward()
+    gradient = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
+    before = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    opt.step()
+    step = torch.cat([p.detach().reshape(-1) for p in net.parameters()]) - before
+    damping = opt.state_report().damping
+    want = -0.1 * torch.linalg.solve(metric + damping * torch.eye(len(metric), dtype=DTYPE), gradient)
+    assert torch.nn.functional.cosine_similarity(step, want, dim=0) > 1 - 1e-6
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda net: ng.fisher(net, ng.Categorical()),
+        lambda net: ng.empirical_fisher(net, ng.Categorical()),
+        lambda net: ng.gauss_newton(net, nn.CrossEntropyLoss()),
+        lambda net: ng.hessian(net, nn.CrossEntropyLoss()),
+    ],
+    ids=["fisher", "empirical_fisher", "gauss_newton", "hessian"],
+)
+def test_operator_stays_that_of_its_inputs(build: Callable[[nn.Module], Any]) -> None:
+    net = small_net()
+    metric, params = build(net), ng.trainable(net)
+    inputs, targets = torch.randn(5, 3, dtype=DTYPE, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
+    data = (inputs, targets) if metric.needs_targets else inputs
+    want = metric.at(params, data).dense()
+    operator = metric.at(params, data)
+    inputs.zero_(), targets.zero_()
+    assert torch.equal(operator.dense(), want)
+
+
+# searches
+
+SEARCHES: dict[str, Callable[[list[np.ndarray]], s.Search]] = {
+    "GaussianSearch": lambda a: ng.GaussianSearch(a[0], a[1], seed=0, bounds=(a[2], a[3])),
+    "with integers": lambda a: ng.GaussianSearch(a[0], a[1], seed=0, bounds=(a[2], a[3]), integers=a[4]),
+    "BernoulliSearch": lambda a: ng.BernoulliSearch(8, seed=0),
+    "CategoricalSearch": lambda a: s.CategoricalSearch([3, 2, 4], seed=0),
+    "MarkovSearch": lambda a: ng.MarkovSearch(8, seed=0),
+}
+
+
+def search_arguments() -> list[np.ndarray]:
+    numbers = ([0.5, 0.2, 0.1], [0.5, 1.0, 2.0], [-3.0, -3.0, -3.0], [5.0, 5.0, 5.0])
+    return [*map(np.array, numbers), np.array([True, False, False])]
+
+
+def drive(build: Callable[[list[np.ndarray]], s.Search], reuse: bool) -> tuple[Tensor, float, Tensor]:
+    """The best point, its value and the first candidates of a restart; reuse: all arrays are written over."""
+    arguments = search_arguments()
+    search = build(arguments)
+    for array in arguments if reuse else ():
+        array[:] = 7
+    for _ in range(10):
+        asked = search.ask()
+        points, values = asked.numpy().copy(), (asked - 1).square().sum(1).numpy()
+        search.tell(points, values)  # type: ignore[arg-type]
+        if reuse:
+            points[:], values[:], asked[:] = 0.0, -5.0, 3.0
+    return search.best.x, search.best.fun, search.renew(search.popsize, 1).ask()
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_search_keeps_what_it_was_told(name: str) -> None:
+    fresh, reused = (drive(SEARCHES[name], reuse) for reuse in (False, True))
+    assert torch.equal(fresh[0], reused[0])
+    assert fresh[1] == reused[1]
+    assert torch.equal(fresh[2], reused[2])
+
+
+@pytest.mark.parametrize("vectorized", [None, True, False])
+def test_minimize_takes_an_f_that_returns_one_array(vectorized: bool | None) -> None:
+    results = []
+    for reuse in (False, True):
+        arguments, answer = search_arguments(), np.zeros(100)
+
+        def f(x: Tensor, arguments: Any = arguments, answer: Any = answer, reuse: bool = reuse) -> Any:
+            count = 1 if x.dim() == 1 else len(x)
+            values = (x - 1).square().sum(-1).numpy().reshape(count)
+            if not reuse:
+                return values.copy()
+            for array in arguments:
+                array[:] = 7
+            answer[:count] = values
+            x.zero_()
+            return answer[:count]
+
+        settings = {"bounds": (arguments[2], arguments[3]), "integers": arguments[4], "vectorized": vectorized}
+        results.append(ng.minimize(f, arguments[0], arguments[1], seed=0, restarts=2, maxfevals=600, **settings))
+    fresh, reused = results
+    assert torch.equal(fresh.x, reused.x)
+    assert (fresh.fun, fresh.nfev) == (reused.fun, reused.nfev)
+
+
+# environments
+
+
+class Clock(gym.Env[Any, Any]):
+    """Tells the time; all of its kind write it into one array."""
+
+    observation_space, action_space = spaces.Box(-100, 100, (1,), np.float32), spaces.Discrete(2)
+    shared = np.zeros(1, np.float32)
+
+    def __init__(self, start: float = 0.0, reuse: bool = True) -> None:
+        self.start, self.reuse, self.time = start, reuse, 0.0
+
+    def look(self) -> np.ndarray:
+        if not self.reuse:
+            return np.array([self.time], np.float32)
+        self.shared[0] = self.time
+        return self.shared
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time = self.start
+        return self.look(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.time += 1
+        return self.look(), self.time, self.time >= self.start + 6, False, {}
+
+
+class Clocks(gym.vector.VectorEnv[Any, Any, Any]):
+    """Clocks whose every array is written over by the next step."""
+
+    def __init__(self, reuse: bool, mode: str) -> None:
+        self.num_envs, self.reuse = 2, reuse
+        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode[mode]}
+        self.single_observation_space, self.single_action_space = Clock.observation_space, Clock.action_space
+        self.observation_space = batch_space(Clock.observation_space, 2)
+        self.action_space = batch_space(Clock.action_space, 2)
+        self.times, self.last, self.rewards = np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32), np.zeros(2)
+        self.over, self.cut = np.zeros(2, dtype=bool), np.zeros(2, dtype=bool)
+
+    def give(self, array: np.ndarray) -> np.ndarray:
+        return array if self.reuse else array.copy()
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        mask = np.ones(2, dtype=bool) if options is None else options["reset_mask"]
+        self.times[mask, 0] = np.arange(2.0)[mask]
+        self.over[mask] = False
+        return self.give(self.times), {}
+
+    def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        mode = self.metadata["autoreset_mode"].name
+        fresh = self.over.copy() if mode == "NEXT_STEP" else np.zeros(2, dtype=bool)
+        self.times += 1
+        self.times[fresh, 0] = np.arange(2.0)[fresh]
+        self.rewards[:], self.over[:] = self.times[:, 0], self.times[:, 0] >= 6
+        self.last[:] = self.times
+        if mode == "SAME_STEP":
+            self.times[self.over, 0] = np.arange(2.0)[self.over]
+        infos = {"final_obs": self.give(self.last)}
+        return self.give(self.times), self.give(self.rewards), self.give(self.over), self.give(self.cut), infos
+
+
+WORLDS: dict[str, Callable[[bool], Any]] = {
+    **{mode: lambda reuse, mode=mode: Clocks(reuse, mode) for mode in ("NEXT_STEP", "SAME_STEP", "DISABLED")},
+    "SyncVectorEnv": lambda reuse: gym.vector.SyncVectorEnv([lambda: Clock(reuse=False)] * 2, copy=not reuse),
+    "two environments, one array": lambda reuse: [Clock(0.0, reuse), Clock(10.0, reuse)],
+}
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("name", WORLDS)
+def test_batch_holds_each_step_of_environments_that_reuse_arrays(name: str, normalised: bool) -> None:
+    batches = []
+    for reuse in (False, True):
+        agent = ng.TRPO(None, WORLDS[name](reuse), batch=24, seed=0, normalize_observations=normalised)
+        agent.learn(24)
+        assert agent.rollout is not None
+        batches.append((agent.rollout.states, agent.rollout.advantages, agent.rollout.returns))
+    for fresh, reused in zip(*batches, strict=True):
+        assert torch.equal(fresh, reused)
+
+
+def test_prediction_leaves_the_fisher_matrix_of_given_observations() -> None:
+    agent = ng.TRPO(None, Clock(reuse=False), batch=24, seed=0, normalize_observations=False)
+    observations = np.arange(4.0)[:, None]
+    want = agent.fisher(observations.copy()).dense()
+    operator = agent.fisher(observations)
+    observations[:] = 0
+    assert torch.equal(operator.dense(), want)
