@@ -86,4 +86,4 @@ class Hessian(Metric):
             nats.append(self.criterion.nats(outputs))
             return self.criterion.value(outputs, targets) / self.criterion.scale(outputs, targets)
 
-        return Curvature(value, params).declare(nats=nats[0])
+        return Curvature(value, params, self.model).declare(nats=nats[0])

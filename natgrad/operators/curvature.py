@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.derivatives import exact_derivatives
+from natgrad.hidden_parameters import check_followed
 from natgrad.operators.base import Operator
 from natgrad.operators.facts import Facts
 from natgrad.spaces import Params, Space
@@ -21,6 +22,7 @@ class Curvature(Operator):
     Args:
         function: f, params -> scalar tensor.
         params: The point, by name. It is copied, so that H stays that of this point.
+        model: The module that f evaluates with these parameters in the place of its own, if it does.
 
     Raises:
         ValueError: If the value is not a finite scalar, or does not depend on params.
@@ -31,7 +33,7 @@ class Curvature(Operator):
 
     facts = Facts(indefinite=True)
 
-    def __init__(self, function: Callable[[Params], Tensor], params: Params) -> None:
+    def __init__(self, function: Callable[[Params], Tensor], params: Params, model: object = None) -> None:
         self.space = Space(params)
         self.size, self.dtype, self.device = self.space.size, self.space.dtype, self.space.device
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
@@ -39,6 +41,7 @@ class Curvature(Operator):
         with torch.enable_grad(), exact_derivatives(), torch.backends.cudnn.flags(enabled=False):
             value = function(self.leaves)
             check_value(value)
+            check_followed(value, self.leaves, model, function)
             points = list(self.leaves.values())
             gradients = torch.autograd.grad(value, points, create_graph=True, materialize_grads=True)
         self.value = value.detach()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.derivatives import exact_derivatives
+from natgrad.hidden_parameters import check_followed
 from natgrad.layers import Recording, record_pass
 from natgrad.linalg import all_finite
 from natgrad.pure import PureModel, map_tensors
@@ -102,6 +103,7 @@ class Linearization:
         self.recording = self._record() if recorded else None
         self.graph = self._build(function) if self.recording is None else self.recording.outputs
         check_outputs(self.graph)
+        check_followed(self.graph, self.leaves, None if self.origin is None else self.origin.pure.model, function)
         self.outputs = self.graph.detach()
         self.products = 0
         self._pulled: tuple[Tensor, dict[str, Tensor]] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ class Outside:
         losses: int,
         unit: float,
         ranks: Ranks = ALONE,
+        doubt: Callable[[], None] = lambda: None,
     ) -> None:
         """Find the blocks that a loss besides `opt.loss` reaches, and its curvature there.
 
@@ -121,6 +122,7 @@ class Outside:
             losses: The number of losses that went backward; nothing is known unless all of them were listened to.
             unit: What the gradients were divided by.
             ranks: The processes whose gradients were averaged.
+            doubt: Called before the first warning of such a loss; raises where the gradient has another reason.
         """
         known = self._counted == losses
         asked, own, self.updates = self._counted > 0 and known, self._own, self.updates + 1
@@ -150,6 +152,7 @@ class Outside:
             self.levels |= dict.fromkeys(names, max(curvature_between(last, now), faded))
             self._last |= now
         if parts and not self._warned:
+            doubt()
             self._warned = True
             warnings.warn(
                 f"a large part of the gradient of {sorted(self.levels)} did not come from optimizer.loss: the metric "

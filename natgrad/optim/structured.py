@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
+from natgrad.hidden_parameters import check_followed
 from natgrad.optim.accidents import WildBatches, cut, find_cut, warn_of_strangers, watch_late, watch_skipped
 from natgrad.optim.aligned_passes import weigh_loss
 from natgrad.optim.base import ModelOptimizer, check_trouble, count_rows
@@ -43,10 +44,11 @@ from natgrad.optim.running_averages import dense
 from natgrad.optim.schedule import due, due_to_measure, follow_loss, is_watched, pace, part_of_rows, start_clock
 from natgrad.optim.state_report import StateReport, state_report
 from natgrad.optim.step_length import Stride, bounded_below, sample_examples
-from natgrad.pure import check_select, full_precision, leaves
+from natgrad.pure import check_select, full_precision, leaves, pure_model
 from natgrad.rules import BlockStep, Momentum, Quadratic, Step
 from natgrad.structures import ExactLabels, Layerwise, Sampled
 from natgrad.typed_torch import list_numbers, measure_norm
+from natgrad.whole_tensors import any_split
 
 SAVED = frozenset({"clock", "blocks", "trusted", "refused", "generator", "ratio"})
 MEASURED = 20  # most steps between two measurements of the step's length, unless updates lie further apart
@@ -324,12 +326,17 @@ class StructuredNaturalGradient(ModelOptimizer):
             blocks = [block.layout.names for block in self._blocks]
             if self._pending:
                 losses = [loss for loss in self._recall.losses if loss.rows or self._ranks.size == 1]
-                self._outside.measure(gradients, attempt.values, blocks, len(losses), float(scale), self._ranks)
+                self._outside.measure(
+                    gradients, attempt.values, blocks, len(losses), float(scale), self._ranks, self._check_followed
+                )
             if self._clock["updated"] > self._clock["inverted"] and due(self._clock, "inverted", self.invert_every):
                 attempt.invert(self.damping)
             self._move(attempt, cut(factor, gradients), active, called)
             finite = attempt.finite()
-            self._warned = warn_of_strangers(gradients.keys() - {n for names in blocks for n in names}, self._warned)
+            strangers = gradients.keys() - {n for names in blocks for n in names}
+            if strangers - self._warned:
+                self._check_followed()
+            self._warned = warn_of_strangers(strangers, self._warned)
         if not finite:
             if self.on_trouble == "raise":
                 self._pending, self._bad = 0, False
@@ -372,6 +379,25 @@ class StructuredNaturalGradient(ModelOptimizer):
             raise TypeError(f"rule {self.rule} returned {step!r}, expected one made of the model's: proposal, along")
         if not refused:
             attempt.move(model, step)
+
+    def _check_followed(self) -> None:
+        """ValueError where a gradient that the statistics lack comes from the outputs all the same."""
+        if any_split(self._named.values()):  # a pass at other leaves has no place in a model in parts
+            return
+        with replaying(self.model, self._recall), torch.enable_grad():
+            for told in self._recall.used_losses():
+                leaves = {name: p.detach().clone().requires_grad_() for name, p in self._named.items()}
+                try:
+                    select, data = told.settle(self.model, self._named, self._recall.outputs), told.data()
+                    outputs = pure_model(self.model, data.inputs, data.random)(leaves)
+                    rows = self.criterion.family.rows(outputs if select is None else select(outputs))
+                except (ValueError, NotImplementedError, RuntimeError):  # as where a step is measured: it is not known
+                    continue
+                try:
+                    check_followed(rows, leaves, self.model)
+                except ValueError:
+                    self._clock["updated"], self._pending = -1, 0  # what was read does not stand for the model
+                    raise
 
     def _counts(self, attempt: Attempt) -> dict[str, int]:
         """Examples of this step over all processes, and seen so far with it."""

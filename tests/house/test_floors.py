@@ -62,6 +62,7 @@ FLOORS: dict[str, int] = {
     "positive_parameters": 0,
     "densities": 0,
     "loss_listeners": 0,
+    "hidden_parameters": 0,
     "layers": 1,
     "operators": 2,
     "solvers": 3,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from natgrad.applications.policy.heads import GaussianHead, Head, MultiDiscreteHead
 from natgrad.applications.policy.images import find_channel_order
+from natgrad.hidden_parameters import check_followed
 from natgrad.pure import run_detached
 
 
@@ -120,5 +121,6 @@ def find_acting(actor: Actor, example: Tensor) -> dict[str, Tensor]:
     params = {name: p for name, p in actor.named_parameters() if p.requires_grad}
     if not rows.requires_grad or not params:
         raise ValueError("policy has no trainable parameter that its outputs depend on; unfreeze at least one")
+    check_followed(rows, params)
     found = torch.autograd.grad(rows.sum(), list(params.values()), allow_unused=True)
     return {name: p for (name, p), g in zip(params.items(), found, strict=True) if g is not None}

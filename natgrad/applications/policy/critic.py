@@ -14,6 +14,7 @@ from natgrad.applications.policy.images import find_channel_order
 from natgrad.applications.policy.joined_rollouts import BatchPart
 from natgrad.applications.policy.rollout import Rollout
 from natgrad.applications.policy.settings import CriticTraining
+from natgrad.hidden_parameters import check_followed
 from natgrad.linalg import all_finite
 from natgrad.optim import guard_steps
 from natgrad.pure import run_detached
@@ -46,8 +47,9 @@ class Critic:
     ) -> None:
         self.module, self.actor, self.training, self.order = module, actor, training, order
         acting = {id(p) for name, p in actor.named_parameters() if name in reached}
-        own = (actor if module is None else module).parameters()
-        self.params = [p for p in own if p.requires_grad and id(p) not in acting]
+        own = (actor if module is None else module).named_parameters()
+        self.named = {name: p for name, p in own if p.requires_grad and id(p) not in acting}
+        self.params = list(self.named.values())
         if not self.params:
             raise ValueError("the critic has no trainable parameter of its own: every one also moves the actions")
         self.optimizer = torch.optim.Adam(self.params, training.lr, eps=1e-5, fused=can_fuse(self.params))
@@ -98,6 +100,7 @@ class Critic:
         if not len(rows):
             return rollout.returns.new_zeros(()), [None] * len(self.params)
         loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
+        check_followed(loss, self.named)
         return loss, torch.autograd.grad(loss, self.params, allow_unused=True)
 
     def _join(

@@ -25,6 +25,7 @@ from natgrad.applications.residuals.term_checks import (
 from natgrad.applications.residuals.term_jacobian import TermJacobian, differentiate_columns
 from natgrad.applications.residuals.unknowns import params_of
 from natgrad.derivatives import exact_derivatives
+from natgrad.hidden_parameters import check_followed
 from natgrad.pure import RandomState, check_examples_apart, mark_evaluation, run_detached
 from natgrad.spaces import Params
 
@@ -330,6 +331,7 @@ class Term:
         with torch.enable_grad(), mark_evaluation():
             leaves = {name: p.requires_grad_() for name, p in leaves.items()}
             values = self._plainly(leaves, points)
+            check_followed(values, leaves, evaluate=lambda moved: self._plainly(moved, points))
             found = [
                 torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
                 for value in values.mT.reshape(-1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from natgrad.applications.variational.quadrature import Draws, Points
 from natgrad.applications.variational.targets import LOG_2PI, Moments, Target, apply_root
 from natgrad.families import Criterion, as_criterion
+from natgrad.hidden_parameters import check_followed
 from natgrad.metrics import fisher
 from natgrad.pure import PureModel, as_call
 from natgrad.spaces import Params, Space, trainable
@@ -133,6 +134,7 @@ class Network(Target):
             return self._log_joint(place.new_zeros(()), place), -precision * place, None
         with torch.enable_grad():
             loss, share = self._loss(params, inputs, targets)
+        check_followed(loss, params, self.model)
         slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + precision * place
         return self._log_joint(loss.detach(), place), -gradient, share

@@ -1,0 +1,209 @@
+"""A parameter that the outputs depend on and their graph does not show is named, never counted as independent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_close, build_seeded, draw
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import natgrad as ng
+
+X, Y = draw(16, 4), torch.arange(16) % 3
+CE = nn.CrossEntropyLoss()
+
+
+class Holding(torch.autograd.Function):
+    """Runs a module in its own backward pass: the module's parameters are no arguments of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: nn.Module) -> Tensor:
+        ctx.part = part
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        with torch.enable_grad():
+            point = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.part(point), gradient)
+        assert point.grad is not None
+        return point.grad, None
+
+
+class Taking(torch.autograd.Function):
+    """x W^T with W among its arguments, as it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+class Net(nn.Module):
+    """4 -> 5 -> 5 -> 3, whose middle layer runs in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first, self.middle, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.kept = list(self.middle.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(getattr(self, self.way)(self.first(x).tanh()).tanh())
+
+    def openly(self, z: Tensor) -> Tensor:
+        return self.middle(z)
+
+    def by_arguments(self, z: Tensor) -> Tensor:
+        return Taking.apply(z, self.middle.weight) + self.middle.bias  # type: ignore[no-any-return]
+
+    def reentrant(self, z: Tensor) -> Tensor:
+        return checkpoint(self.middle, z.detach().requires_grad_(), use_reentrant=True)  # type: ignore[return-value]
+
+    def function(self, z: Tensor) -> Tensor:
+        return Holding.apply(z, self.middle)  # type: ignore[no-any-return]
+
+    def openly_and_not(self, z: Tensor) -> Tensor:
+        return self.middle(z) + Holding.apply(z.sin(), self.middle)
+
+    def hook(self, z: Tensor) -> Tensor:
+        found = self.middle(z.detach()).detach() + 0 * z
+        again = z.detach()
+
+        def go_backward(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                self.middle(again).backward(gradient)
+
+        found.register_hook(go_backward)
+        return found
+
+    def list_beside(self, z: Tensor) -> Tensor:
+        return nn.functional.linear(z, *self.kept)
+
+    def stop(self, z: Tensor) -> Tensor:  # straight through: no backward pass reaches the layer
+        return z + (self.middle(z) - z).detach()
+
+
+HIDDEN = ("reentrant", "function", "openly_and_not", "hook")
+METRICS: dict[str, Callable[[nn.Module], Any]] = {
+    "fisher": lambda net: ng.fisher(net, ng.Categorical()).at(ng.trainable(net), X),
+    "sampled_fisher": lambda net: ng.sampled_fisher(net, ng.Categorical()).at(ng.trainable(net), X),
+    "gauss_newton": lambda net: ng.gauss_newton(net, CE).at(ng.trainable(net), (X, Y)),
+    "empirical_fisher": lambda net: ng.empirical_fisher(net, ng.Categorical()).at(ng.trainable(net), (X, Y)),
+    "covariance": lambda net: ng.covariance(net, ng.Categorical()).at(ng.trainable(net), (X, Y)),
+    "hessian": lambda net: ng.hessian(net, CE).at(ng.trainable(net), (X, Y)),
+    "transport": lambda net: ng.transport_metric(net).at(ng.trainable(net), X),
+}
+OPTIMIZERS = ("kfac", "ekfac", "diagonal", "unitwise", "online_ng", "hessian_free", "krylov_subspace", "natgrad_cg")
+
+
+def make(way: str) -> Net:
+    net = build_seeded(lambda: Net(way))
+    assert isinstance(net, Net)
+    return net
+
+
+def optimizer(name: str, net: nn.Module) -> Any:
+    return getattr(ng, name)(net, CE)
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("way", [*HIDDEN, "list_beside"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_metrics_name_parameters_whose_derivative_is_hidden(metric: str, way: str) -> None:
+    net = make(way)
+    CE(net(X), Y).backward()
+    before = gradients(net)
+    with pytest.raises(ValueError, match=r"\['middle.bias', 'middle.weight'\]"):
+        METRICS[metric](net)
+    for now, old in zip(gradients(net), before, strict=True):
+        assert (now is None and old is None) or (now is not None and old is not None and torch.equal(now, old))
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_name_parameters_whose_derivative_is_hidden(name: str, way: str) -> None:
+    net = make(way)
+    opt, before = optimizer(name, net), [p.detach().clone() for p in net.parameters()]
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = opt.loss(net(X), Y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(ValueError, match=r"\['middle.bias', 'middle.weight'\]"):
+        opt.step(closure)
+    assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    net.way = "openly"
+    opt.step(closure)  # goes on once nothing is hidden
+    assert not any(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_derivative_that_is_hidden_later_is_named_too(name: str) -> None:
+    net, raised = make("openly"), False
+    opt = ng.kfac(net, CE, update_every=1) if name == "kfac" else optimizer(name, net)
+    for step in range(40):
+        net.way = "openly" if step < 2 else "reentrant"
+        opt.zero_grad()
+        opt.loss(net(X), Y).backward()
+        try:
+            opt.step()
+        except ValueError as error:
+            raised = "middle.weight" in str(error)
+            break
+    assert raised
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_function_that_takes_its_parameters_as_arguments_gives_the_same_matrix(metric: str) -> None:
+    if metric in ("sampled_fisher", "hessian"):
+        return  # labels are drawn; no second derivative
+    expected, found = METRICS[metric](make("openly")), METRICS[metric](make("by_arguments"))
+    assert_close(found.diagonal(), expected.diagonal(), 1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_stopped_gradient_is_the_users_choice(name: str) -> None:
+    # a codebook behind a straight-through estimator: its gradient comes from a loss of its own
+    net = make("stop")
+    opt = optimizer(name, net)
+    opt.zero_grad()
+    loss = opt.loss(net(X), Y)
+    (loss + net.middle.weight.square().sum()).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the other loss
+        opt.step()
+    assert opt.state_report().step == 1
+
+
+def test_a_function_of_parameters_that_hides_some_is_refused_too() -> None:
+    net = make("openly")
+
+    def function(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        part = nn.Linear(5, 5).double()
+        for name, p in part.named_parameters():
+            p.data = params[f"middle.{name}"].detach()
+        z = nn.functional.linear(x, params["first.weight"], params["first.bias"]).tanh()
+        z = Holding.apply(z, part).tanh()
+        return nn.functional.linear(z, params["last.weight"], params["last.bias"])
+
+    params = ng.trainable(net)
+    with pytest.raises(ValueError, match=r"\['middle.bias', 'middle.weight'\].*leave them out of params"):
+        ng.fisher(function, ng.Categorical()).at(params, X)
