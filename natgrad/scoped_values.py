@@ -1,17 +1,20 @@
-"""A value that holds while one frame runs, and dies with it: whatever cuts the frame short."""
+"""What holds while one frame runs, and ends with it whatever cuts the frame short: values, and torch's gradients."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from types import FrameType, TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass
@@ -107,3 +110,24 @@ def is_running(frame: FrameType) -> bool:
     while here is not None and here is not frame:
         here = here.f_back
     return here is frame
+
+
+def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, after which torch's gradients are on or off as before it.
+
+    Ctrl-C inside of `torch.no_grad()`'s own lines leaves gradients off for the rest of the session: Python calls no
+    `__exit__` where `__enter__` did not end.
+
+    Args:
+        function: What a user calls and may interrupt.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        enabled = torch.is_grad_enabled()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(enabled)
+
+    return run

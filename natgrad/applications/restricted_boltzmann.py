@@ -12,6 +12,7 @@ from natgrad.checks import check_integer, check_positive, check_share
 from natgrad.densities import Density, check_binary, check_density
 from natgrad.lapack import require_inverse
 from natgrad.linalg import all_finite
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.spaces import Params
 
 
@@ -236,6 +237,7 @@ class PersistentLikelihood:
             check_integer(name, getattr(self, name))
         self.machine.check(self.params)
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self, X: Tensor) -> None:
         """Move the chains, then the parameters.

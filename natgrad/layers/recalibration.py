@@ -15,11 +15,13 @@ from torch import Tensor, distributed, nn
 from natgrad.checks import check_integer
 from natgrad.lost_processes import naming_lost
 from natgrad.pure import BATCH_NORMS, map_tensors, mark_evaluation
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.typed_torch import torch_distributed
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@keep_gradient_mode
 def recalibrate(
     model: Model,
     loader: Iterable[Any],

@@ -24,6 +24,7 @@ from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import map_tensors
 from natgrad.rules import ErrorScale, FlatStep, Quadratic, Rule
+from natgrad.scoped_values import keep_gradient_mode
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 
@@ -82,6 +83,7 @@ class ModelOptimizer(Optimizer):
     def criterion(self) -> Criterion:
         """The loss that the metric belongs to."""
 
+    @keep_gradient_mode
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """The criterion's value, for you to call `.backward()` on; what the step needs to know of it is remembered.
 
@@ -113,6 +115,7 @@ class ModelOptimizer(Optimizer):
                 self._recall.count_loss(self.criterion, outputs, targets, value, rows)
         return value
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
         """One step.

@@ -14,6 +14,7 @@ from natgrad.geometry import Potential, Region, SquaredNorm, check_potential
 from natgrad.linalg import all_finite
 from natgrad.optim.accidents import Accidents, OnTrouble
 from natgrad.optim.distributed import Ranks, check_group, meet
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.typed_torch import list_numbers
 
 CHOICES = ("potential", "projection")
@@ -104,6 +105,7 @@ class MirrorDescent(Optimizer):
             if projection is not None:
                 potential.project(p.detach(), projection)  # an error for a region that the potential does not know
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step.

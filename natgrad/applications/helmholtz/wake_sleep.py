@@ -19,6 +19,7 @@ from natgrad.checks import check_integer, check_positive, check_share, is_intege
 from natgrad.linalg import all_finite
 from natgrad.optim import Accidents, Attributes, OnTrouble, guard_steps, meet_processes, read_parts, write_parts
 from natgrad.progress import Progress, check_callback
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
 from natgrad.typed_torch import as_tensor_like
 
@@ -112,6 +113,7 @@ class WakeSleep:
         """Steps in which a number was not finite; they were left out, or taken with an earlier inverse."""
         return self.accidents.count
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self, x: Any) -> float:
         """One step: draw, teach both networks. A step that would not be finite is left out.
@@ -140,6 +142,7 @@ class WakeSleep:
             self.accidents.count += 1
         return joined.bound
 
+    @keep_gradient_mode
     def fit(
         self,
         x: Tensor,

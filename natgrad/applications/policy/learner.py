@@ -48,6 +48,7 @@ from natgrad.optim import (
 from natgrad.progress import Progress, check_callback
 from natgrad.pure import leaves, run_detached
 from natgrad.rules import FlatStep, Quadratic, Rule
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.spaces import Space
 from natgrad.state_files import read_state_file, write_state_file
 from natgrad.structures import Exact
@@ -141,6 +142,7 @@ class PolicyLearner(ABC):
     def rule(self) -> Rule:
         """What gives a step its length."""
 
+    @keep_gradient_mode
     def learn(
         self,
         total_steps: float | None = None,

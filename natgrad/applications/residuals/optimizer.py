@@ -24,6 +24,7 @@ from natgrad.checks import check_share
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim import NaturalGradient, Objective, Point
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.solvers import Solution
 from natgrad.spaces import Params, Space
 
@@ -75,6 +76,7 @@ class ResidualOptimizer(NaturalGradient):
         self._system: DampedSystem | None = None
         self._start: Tensor | None = None
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self, closure: None = None, /, **points: Any) -> Tensor:  # type: ignore[override]
         """One step on these points.

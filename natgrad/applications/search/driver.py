@@ -24,9 +24,11 @@ from natgrad.applications.search.runs import GaussianRunFactory, GivenRunFactory
 from natgrad.applications.search.surrogate import QuadraticSurrogate
 from natgrad.checks import check_integer, is_real
 from natgrad.progress import Progress, check_callback
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.state_files import FORMAT, read_state_file, write_state_file
 
 
+@keep_gradient_mode
 def minimize(
     f: Function,
     x0: Tensor | Sequence[float] | Search,

@@ -9,6 +9,7 @@ from typing import Any, Self
 from natgrad.applications.variational.convergence import Bounds, has_ended, has_settled
 from natgrad.optim import RankExchange
 from natgrad.progress import Progress, check_callback
+from natgrad.scoped_values import keep_gradient_mode
 
 SMALLEST = 2.0**-20
 """Share of its rate at which `fit` ends."""
@@ -57,6 +58,7 @@ class Fitted(ABC):
             place: From `snapshot`.
         """
 
+    @keep_gradient_mode
     def fit(
         self,
         steps: int = 100,

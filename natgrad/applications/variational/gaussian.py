@@ -24,6 +24,7 @@ from natgrad.lapack import factor_or_nan, require_factor
 from natgrad.linalg import all_finite, eigh
 from natgrad.optim import RankExchange, refuse_processes
 from natgrad.pure import run_detached
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
 
 OWN = ("target", "start", "covariance", "diagonal", "lr", "points", "group")
@@ -130,6 +131,7 @@ class Variational(Fitted):
         kind = type(self.target.own if isinstance(self.target, JoinedTarget) else self.target).__name__
         return write_choices(self, d=len(self.mean), target=kind, diagonal=self.diagonal, lr=self.lr, steps=self.steps)
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self, *batch: Any) -> float:
         """One natural gradient step.

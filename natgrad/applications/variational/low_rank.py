@@ -23,6 +23,7 @@ from natgrad.keyword_settings import Group, read_groups
 from natgrad.linalg import all_finite
 from natgrad.optim import RankExchange, refuse_processes
 from natgrad.pure import run_detached
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
 from natgrad.solvers import MinresQLP
 
@@ -181,6 +182,7 @@ class LowRankVariational(Fitted):
     def processes(self) -> RankExchange:
         return find_processes(self.target)
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self, *batch: Any) -> float:
         """One natural gradient step, shortened until the bound over its own points gains .4 of what its slope promised.

@@ -19,6 +19,7 @@ from natgrad.applications.variational.targets import LOG_2PI, LogDensity, LogJoi
 from natgrad.checks import check_integer, check_positive
 from natgrad.lapack import require_factor
 from natgrad.optim import RankExchange
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
 
 LEAST = -50.0
@@ -143,6 +144,7 @@ class VariationalMixture(Fitted):
     def processes(self) -> RankExchange:
         return find_processes(self.target)
 
+    @keep_gradient_mode
     @torch.no_grad()
     def step(self) -> float:
         """One natural gradient step of all components and of their weights.

@@ -23,6 +23,7 @@ from natgrad.checks import check_integer
 from natgrad.lapack import eigh
 from natgrad.optim import RankExchange
 from natgrad.progress import Progress, check_callback
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
 
 
@@ -72,12 +73,14 @@ class GroundState:
         """The energy at every step so far, each with its error."""
         return self.optimizer.energies
 
+    @keep_gradient_mode
     def step(self) -> EnergyEstimate:
         """One step: the energy before it, with its error."""
         self._meet()
         drawn, local = self._draw()
         return self.optimizer.step(drawn.states, local, drawn.weights, enumerated=drawn.enumerated)
 
+    @keep_gradient_mode
     def run(
         self, steps: int, *, callback: Callable[[GroundState], Any] | None = None, progress: bool | None = None
     ) -> list[EnergyEstimate]:
@@ -105,6 +108,7 @@ class GroundState:
                 pass  # a step is taken whole or not at all
         return found
 
+    @keep_gradient_mode
     def measure(self, draws: int = 1) -> EnergyEstimate:
         """The energy of psi as it is, without a step.
 

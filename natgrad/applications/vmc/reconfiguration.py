@@ -21,6 +21,7 @@ from natgrad.operators import Centred, Operator, Pullback
 from natgrad.optim import NaturalGradient, RankExchange
 from natgrad.pure import check_examples_apart
 from natgrad.rules import Rule, TrustRegion
+from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
 from natgrad.solvers import Auto, Solver, Spring
 from natgrad.spaces import trainable
@@ -125,6 +126,7 @@ class StochasticReconfiguration:
         lr, steps = self.optimizer.param_groups[0]["lr"], len(self.energies)
         return write_choices(self, psi=self.psi.net, lr=lr, **chosen, clip=self.clip, steps=steps)
 
+    @keep_gradient_mode
     def step(
         self, states: Any, local_energies: Any, weights: Any = None, *, enumerated: bool = False
     ) -> EnergyEstimate:
