@@ -30,14 +30,15 @@ def collect_passes(
 
     Args:
         taps: The calls.
-        deltas: Per cotangent and tap, the derivative there; calls without one are left out.
+        deltas: Per cotangent and tap, the derivative there; calls without one are left out, and so are those without
+            a row (an expert that no token went to): they tell as little as no call at all.
         dtype: Of the result. Default: the widest of float32 and the deltas' own.
         examples: Of the outputs, if known: calls that have as many together are parts of a batch.
     """
     calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
     for i, call in enumerate(taps):
         reached = [delta for found in deltas if (delta := found[i]) is not None]
-        if reached:
+        if reached and call.inputs.numel():
             calls.setdefault(call.layer, []).append((call, reached))
     found = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
     return [seen for seen in found if seen is not None]

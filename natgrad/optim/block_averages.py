@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,6 +66,7 @@ class BlockAverages:
         self.owners, self.inputs = Owners(Ranks()) if owners is None else owners, InputSizes()
         self._changes: list[Tensor] = []
         self._taken, self._compares = False, True  # whether there was an update since `settle`; if changes matter
+        self.fresh = set[str]()  # keys of blocks that were not inverted since they were made
         self.work = 0.0  # n^3 summed over all inversions of this process
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
 
@@ -231,7 +232,11 @@ class BlockAverages:
         return total / size if size else 0.0
 
     def invert(
-        self, level_of: Callable[[Block, Operator], float], inverts: bool, prepare: Prepare | None
+        self,
+        level_of: Callable[[Block, Operator], float],
+        inverts: bool,
+        prepare: Prepare | None,
+        keys: Collection[str] | None = None,
     ) -> tuple[dict[str, Inverted], int]:
         """Damped inverses from today's averages by key, and the number of those that failed. Nothing is written.
 
@@ -239,10 +244,11 @@ class BlockAverages:
             level_of: A block and its operator -> its damping.
             inverts: False where no inverse is needed.
             prepare: A rule's, where its directions need more; None otherwise.
+            keys: Of the blocks that are inverted; None for all.
         """
         found, failures = dict[str, Inverted](), 0
         for key, block in self.all.items():
-            if not self.owners.solves(key):
+            if not self.owners.solves(key) or (keys is not None and key not in keys):
                 continue
             operator = self.operator(block)
             level = level_of(block, operator)
@@ -397,4 +403,5 @@ class BlockAverages:
                 for entry in ENTRIES:
                     numbers.pop(entry, None)
             self.all[key] = block
+            self.fresh.add(key)
         return self.all[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from natgrad.families import Criterion
 from natgrad.layers import (
@@ -38,6 +39,7 @@ from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading, Span, line_up, make_empty_pass, match_parts, sign_examples, sum_scores
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
+from natgrad.typed_torch import list_numbers
 from natgrad.whole_tensors import zeros_whole
 
 REENTRANT = (
@@ -56,6 +58,8 @@ class Reader:
     else at most sixteen, of groups of examples.
 
     Attributes:
+        due: True if the next passes are read whoever is in them.
+        tried: Parameters without statistics for whose sake a pass was read that was not due: once each.
         trusted: Claims of the layers that explain their parameters.
         refused: Claims of those that do not.
         readings: Their number so far.
@@ -79,6 +83,7 @@ class Reader:
         self.layers = ModelLayers.of(self.model, self.named)
         self.trusted: set[str] = set()
         self.refused: set[str] = set()
+        self.tried: set[str] = set()
         self.readings, self.unsure = 0, False
         self.errors: ErrorSize | None = None
         self.places = KnownPlaces()
@@ -88,9 +93,13 @@ class Reader:
         self.handles = self.layers.hook(self.model, self.taps, self.leaves)
         self.arm(True)
 
-    def arm(self, due: bool) -> None:
-        """Listen to the next passes, or do not. After `detach`: never."""
-        self.taps.armed, self.taps.paused = due and bool(self.handles), False
+    def arm(self, due: bool, fresh: bool = False) -> None:
+        """Listen to the next passes, or do not. After `detach`: never.
+
+        due: whether they are read. fresh: whether one is read all the same if it uses a parameter without statistics.
+        """
+        self.due = due and bool(self.handles)
+        self.taps.armed, self.taps.paused = (due or fresh) and bool(self.handles), False
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -124,6 +133,26 @@ class Reader:
         if found is None:  # a process that could not read drew nothing
             self.generator = None if before is None else self.generator_on(self._device).set_state(before)
         return found
+
+    def wants(self, unread: Set[str], outputs: Any) -> bool:
+        """Whether this pass is read: it is due, or uses parameters without statistics. All processes say the same.
+
+        A head, an expert or a loss whose turn comes in step with the intervals would never be read otherwise.
+        """
+        if self.due:
+            return True
+        names = sorted(unread - self.tried)
+        used = find_used([t.grad_fn for t in leaves(outputs)], {name: self.leaves[name] for name in names})
+        if self.ranks.size > 1 and names:
+            flags = self.ranks.sum(torch.tensor([float(name in used) for name in names], device=self._device))
+            used = {name for name, flag in zip(names, list_numbers(flags), strict=True) if flag}
+        self.tried |= used
+        return bool(used)
+
+    def forgo(self, value: Tensor, kept: bool) -> None:
+        """Let a pass go that is not read. kept: True if another loss of it may follow."""
+        self.taps.pause(kept)
+        self.taps.release_with(value)
 
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
@@ -215,8 +244,9 @@ class Reader:
         return one, len(drawn[0]) if apart is not None else len(cotangents), slopes
 
     def _without_layer(self, watched: Iterable[str], found: Heard) -> list[str]:
-        """The watched parameters that get squares. A trusted layer that was not reached keeps what it has."""
+        """The watched parameters that get squares. One without a row keeps what it has."""
         kept = [x for x in self.layers.by_key.values() if self._trusts(x) and found.answers.get(x.key, True)]
+        kept += [x for x in self.layers.first if not self._refuses(x) and x.key not in found.answers]
         held = found.held_names | {name for layer in kept for name in layer.layout.names}
         return [name for name in watched if name not in held]
 
@@ -278,7 +308,8 @@ class Reader:
         if rest := [name for name in names if found[name] is None]:
             groups, params = examples.count if exact else None, [self.leaves[name] for name in rest]
             found |= zip(rest, example_squares(rows, params, cotangents, examples, generator, groups), strict=True)
-        return {name: square for name, square in found.items() if square is not None}
+        # who tells nothing keeps what it has, as a layer without rows does
+        return {name: square for name, square in found.items() if square is not None and bool(square.any())}
 
     def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
         """Whether a layer was just found not to explain its matrix, which this one may."""
@@ -392,6 +423,21 @@ class Reader:
             )
         apart = [one for whole in found.layers for one in whole.split_parts()]
         return Reading(found.heard, rows, apart), {one.key: True for one in found.layers}
+
+
+def find_used(roots: Iterable[Node | None], asked: Mapping[str, Tensor]) -> set[str]:
+    """The names of those leaves that the graph above these roots leads to, through tensors with entries."""
+    names, used = {id(leaf): name for name, leaf in asked.items()}, set[str]()
+    stack, known = [node for node in roots if node is not None], set[Node]()
+    while stack and len(used) < len(names):
+        node = stack.pop()
+        shapes = [one.shape for one in getattr(node, "_input_metadata", ())]
+        if node in known or (shapes and all(0 in shape for shape in shapes)):
+            continue
+        known.add(node)
+        used |= {names[id(leaf)] for leaf in [getattr(node, "variable", None)] if id(leaf) in names}
+        stack += [below for below, _ in node.next_functions if below is not None]
+    return used
 
 
 def release(reader: Reader, listener: Any) -> None:

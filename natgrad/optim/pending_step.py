@@ -82,6 +82,7 @@ class Attempt:
     memories: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    inverted: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.clock, self.stride = dict(self.clock), copy(self.stride)
@@ -97,16 +98,20 @@ class Attempt:
 
     # new inverses
 
-    def invert(self, damping: Damping) -> None:
-        """Damped inverses of today's averages."""
-        whole = Whole(self.blocks, self.nats)
+    def invert(self, damping: Damping, whole: bool) -> None:
+        """Damped inverses of today's averages: of all blocks, or of those alone that never had one."""
+        keys = frozenset(self.blocks.all if whole else self.blocks.fresh)
+        if not keys:
+            return
+        metric = Whole(self.blocks, self.nats)
         self.clock["error"] = max(self.clock["error"], float(self.told.get("loss", 0.0)) if self.errors else 0.0)
         if self.blocks.owners.apart:
-            whole.mean_eigenvalue()  # all processes together, before each looks at its own blocks
-        prepare, level = self.rule.prepare_for if self.shapes else None, partial(self._level, damping, whole)
-        self.inverses, failures = self.blocks.invert(level, self.inverts, prepare)
+            metric.mean_eigenvalue()  # all processes together, before each looks at its own blocks
+        prepare, level = self.rule.prepare_for if self.shapes else None, partial(self._level, damping, metric)
+        self.inverses, failures = self.blocks.invert(level, self.inverts, prepare, keys)
+        self.inverted = keys
         self.clock["failures"] += failures
-        self.clock["inverted"] = self.clock["step"]
+        self.clock["inverted"] = self.clock["step"] if whole else self.clock["inverted"]
 
     def _level(self, damping: Damping, whole: Whole, block: Block, operator: Operator) -> float:
         """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
@@ -386,6 +391,7 @@ class Attempt:
             self.state[self.named[name]][RULE] = vectors
         self.blocks.keep(self.inverses)
         self.blocks.keep_shapes(self.memories)
+        self.blocks.fresh -= self.inverted
         self.blocks.settle()
         for group, adapted in zip(self.param_groups, self.copies, strict=True):
             group["damping"] = adapted["damping"]

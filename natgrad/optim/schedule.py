@@ -26,6 +26,8 @@ SELDOM = 4  # times more seldom once steps are spectral
 BEFORE = 2  # a measurement waits for as many steps as a run has had, over this
 FORMED = 5  # steps for which the form of a step of fixed length is believed
 MOST = 20  # steps between two updates, for which all rows are taken that a pass is asked for
+LONG = 12  # steps between updates, of which two may be left out
+GOLDEN = (math.sqrt(5) - 1) / 2
 ROOM = 0.1  # share of its bound below which it is
 
 
@@ -85,9 +87,18 @@ def due(clock: Clock, event: str, every: int) -> bool:
     """Whether it is time: after the interval, at most `every` steps apart.
 
     The interval is the drift's, and no shorter than one step in the first five, and one more after each five more. It
-    is twice as long for a rule that has turned to directions of its own.
+    is twice as long for a rule that has turned to directions of its own. Intervals that grow no more are shortened by a
+    step now and then, so that they do not keep in step with tasks, experts or losses that take turns.
     """
-    return clock["step"] - clock[event] >= min(every, find_interval(clock))
+    interval = find_interval(clock)
+    if interval >= every:
+        interval = every - vary(clock[event], every)
+    return clock["step"] - clock[event] >= interval
+
+
+def vary(step: int, every: int) -> int:
+    """0 or 1, or 2 of long intervals, by the fractional part of a multiple of the golden ratio; 0 for every = 1."""
+    return int(min(every, 2 if every < LONG else 3) * (step * GOLDEN % 1)) if every > 1 and step > 0 else 0
 
 
 def find_interval(clock: Clock) -> int:

@@ -166,8 +166,19 @@ class StructuredNaturalGradient(ModelOptimizer):
         weight = weigh_loss(self._ranks, self.criterion, outputs, targets, value, self._ranks.averages)
         self._recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
         self._nats = self.criterion.nats(outputs)
-        if self._reader.taps.armed:
+        if self._reader.taps.armed and self._reader.wants(self._unread(), outputs):
             self._read(outputs, targets, value)
+        elif self._reader.taps.armed:
+            self._reader.forgo(value, self._recall.last is not None)
+
+    def _unread(self) -> set[str]:
+        """The parameters that have no block yet."""
+        return self._named.keys() - {name for block in self._blocks for name in block.layout.names}
+
+    def _arm(self) -> None:
+        """Listen to the next pass if it is due, or may use a parameter that has no block yet."""
+        fresh = self._unread() - self._reader.tried
+        self._reader.arm(due(self._clock, "updated", self.update_every), bool(fresh))
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         self._settle_reading()
@@ -206,6 +217,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             "blocks": self._blocks.list_names(),
             "trusted": sorted(self._reader.trusted),
             "refused": sorted(self._reader.refused),
+            "tried": sorted(self._reader.tried),
             "generator": self._labels().get_state(),
             # always a tensor, which a fresh one's can take
             "ratio": torch.zeros(()) if self._stride.ratio is None else self._stride.ratio,
@@ -231,6 +243,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._pending, self._bad, self._told = 0, False, {}  # what was read of a batch under way is replaced
             self._stride, self._outside = Stride(), outside
             self._blocks, self._reader.trusted, self._reader.refused = blocks, trusted, refused
+            self._reader.tried = set(saved.extra.get("tried", ()))
             self._clock = start_clock() | saved.extra["clock"]
             self._wild = WildBatches.load(saved.extra.get("wild"))
             self._reader.errors = ErrorSize.load(saved.extra.get("errors"), self.criterion)
@@ -238,7 +251,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             self._stride.ratio = ratio if ratio is not None and bool(ratio > 0) else None
             if saved.labels is not None:
                 self._reader.generator_on(next(iter(self._named.values())).device).set_state(saved.labels)
-            self._reader.arm(due(self._clock, "updated", self.update_every))
+            self._arm()
 
         return restore
 
@@ -316,7 +329,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         finite = fit > 0
         check_statistics(finite and not self._blocks.all)
         factor, sizes = find_cut(self._clock["sizes"], length, self._clock["step"])
-        late = self._clock["late"] + int(finite) if self._reader.taps.armed and not self._pending else 0
+        late = self._clock["late"] + int(finite) if self._reader.due and not self._pending else 0
         watch_late(late if finite else 0, self._bad)  # skipped steps are counted by themselves
         told = {"gradient": norm, "damping": self.param_groups[0]["damping"]} | ({} if loss is None else {"loss": loss})
         attempt = self._attempt(nats, dict(told), cut(factor, norms))
@@ -329,12 +342,13 @@ class StructuredNaturalGradient(ModelOptimizer):
                 self._outside.measure(
                     gradients, attempt.values, blocks, len(losses), float(scale), self._ranks, self._check_followed
                 )
-            if self._clock["updated"] > self._clock["inverted"] and due(self._clock, "inverted", self.invert_every):
-                attempt.invert(self.damping)
+            updated = self._clock["updated"] > self._clock["inverted"]
+            attempt.invert(self.damping, updated and due(self._clock, "inverted", self.invert_every))
             self._move(attempt, cut(factor, gradients), active, called)
             finite = attempt.finite()
-            strangers = gradients.keys() - {n for names in blocks for n in names}
-            if strangers - self._warned:
+            strangers = gradients.keys() - {n for names in blocks for n in names} - self._warned
+            strangers = {name for name in strangers if bool(norms[name] > 0)}
+            if strangers:
                 self._check_followed()
             self._warned = warn_of_strangers(strangers, self._warned)
         if not finite:
@@ -416,7 +430,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _forget_batch(self) -> None:
         self._recall.clear()
         self._reader.taps.take()
-        self._reader.arm(due(self._clock, "updated", self.update_every))
+        self._arm()
         self._stride.sample = None
         self._outside.forget_batch()
 

@@ -1,0 +1,207 @@
+"""Heads, experts and losses that take turns: each is read and moved at its first use, and an empty one does no harm."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optim_models import CE
+from torch import Tensor, nn
+
+import natgrad as ng
+
+HEADS = 8
+STRUCTURED = [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise, ng.online_ng, ng.tonga]
+
+
+class Table(nn.Module):
+    """A matrix that no layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(5, 5) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+class Gains(nn.Module):
+    """Factors that belong to no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Signs(nn.Module):
+    """A look-up of the signs of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+
+
+class Images(nn.Module):
+    """A convolution over the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.filter(x.unsqueeze(1)).squeeze(1)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "a layer": lambda: nn.Linear(5, 5),
+    "a norm": lambda: nn.LayerNorm(5),
+    "a matrix": Table,
+    "factors": Gains,
+    "a look-up": Signs,
+    "a convolution": Images,
+    "two layers": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5)),
+}
+
+
+class Turns(nn.Module):
+    """A body, parts of which one works at a time or each on some rows, and a last layer."""
+
+    def __init__(self, kind: str, count: int, skips: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.parts = nn.ModuleList(KINDS[kind]() for _ in range(count))
+        self.route: Any = 0
+        self.skips = skips
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        if isinstance(self.route, int):
+            return self.last(self.parts[self.route](hidden))
+        total = hidden
+        for k, part in enumerate(self.parts):
+            rows = (self.route == k).nonzero()[:, 0]
+            if len(rows) or not self.skips:
+                total = total.index_add(0, rows, part(hidden[rows]))
+        return self.last(total)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def step(model: Turns, opt: Any, generator: torch.Generator) -> None:
+    x = torch.randn(12, 4, dtype=torch.float64, generator=generator)
+    opt.zero_grad()
+    opt.loss(model(x), (x[:, 0] > 0).long() + (x[:, 1] > 0).long()).backward()
+    opt.step()
+
+
+def take_turns(model: Turns, opt: Any, turns: list[int]) -> None:
+    """A step for each turn: the part whose turn it is moves, and no other one. No warning."""
+    generator = torch.Generator().manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for turn in turns:
+            model.route, before = turn, [flat(part) for part in model.parts]
+            step(model, opt, generator)
+            moved = [k for k, part in enumerate(model.parts) if not torch.equal(flat(part), before[k])]
+            assert moved == [turn]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_moved_at_its_first_use_and_at_every_later_one(kind: str):
+    model = Turns(kind, HEADS)
+    take_turns(model, ng.kfac(model, CE), [k % HEADS for k in range(2 * HEADS)] + [0] * 6 + [HEADS - 1])
+
+
+@pytest.mark.parametrize("recipe", STRUCTURED)
+def test_one_that_comes_late_is_moved_at_once_by_every_structure(recipe: Any):
+    model = Turns("a layer", 3)
+    opt = recipe(model, CE)
+    take_turns(model, opt, [0] * 21 + [1] + [0] * 3 + [2, 1, 2])
+    assert {row.structure for row in opt.report()} != {"not read yet"}
+
+
+def test_a_saved_run_goes_on_as_if_it_had_not_stopped_where_some_parts_were_not_used_yet():
+    model, twin = Turns("a layer", 4), Turns("a layer", 4)
+    opt, other = ng.kfac(model, CE), ng.kfac(twin, CE)
+    for each, optimizer in ((model, opt), (twin, other)):
+        take_turns(each, optimizer, [0] * 9 + [1])
+    fresh = Turns("a layer", 4)
+    fresh.load_state_dict(twin.state_dict())
+    resumed = ng.kfac(fresh, CE)
+    resumed.load_state_dict(other.state_dict())
+    for each, optimizer in ((model, opt), (fresh, resumed)):
+        take_turns(each, optimizer, [2, 0, 3, 2, 1])
+    assert torch.equal(flat(model), flat(fresh))
+
+
+SEEN = Counter[str]()
+
+
+class Counted(ng.Diagonal):
+    """The diagonal metric, which counts the passes of each layer."""
+
+    def statistics(self, seen: Any, before: Any, decay: float) -> Any:
+        SEEN[seen.key] += 1
+        return super().statistics(seen, before, decay)
+
+
+@pytest.mark.parametrize(("count", "every"), [(2, 2), (2, 6), (5, 5)])
+def test_readings_do_not_keep_in_step_with_turns(count: int, every: int):
+    model = Turns("a layer", count)
+    opt = ng.StructuredNaturalGradient(model, CE, Counted(0.95), update_every=every)
+    take_turns(model, opt, [k % count for k in range(5 * every)])
+    SEEN.clear()
+    take_turns(model, opt, [k % count for k in range(24 * every)])
+    assert all(SEEN[f"parts.{k}.weight parts.{k}.bias"] for k in range(count))
+    assert SEEN["body.weight body.bias"] < 48  # and are not much more frequent for it
+
+
+ROUTES = {"at the first step": {0}, "in the middle": {3}, "for long": {0, 1, 2, 3, 4, 5}}
+
+
+@pytest.mark.parametrize("empty", ROUTES.values(), ids=ROUTES)
+@pytest.mark.parametrize(("recipe", "kind"), [(ng.ekfac, "a layer"), *((ng.kfac, kind) for kind in KINDS)])
+def test_a_part_without_rows_counts_as_one_that_is_not_called(recipe: Any, kind: str, empty: set[int]):
+    """The gradient of one is zero, of the other None: without momentum that is the same."""
+    models = [Turns(kind, 2), Turns(kind, 2, skips=True)]
+    for model in models:
+        opt, generator = recipe(model, CE, momentum=0.0), torch.Generator().manual_seed(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for k in range(9):
+                model.route = torch.arange(12) % (1 if k in empty else 2)
+                step(model, opt, generator)
+        assert opt.state_report().failures == 0
+    torch.testing.assert_close(flat(models[0]), flat(models[1]), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(0.9), ng.EigenKronecker(0.9), ng.UnitWise(0.9), ng.Exact()])
+@pytest.mark.parametrize("recipe", [*STRUCTURED, ng.NaturalGradient], ids=lambda recipe: recipe.__name__)
+def test_every_structure_and_recipe_takes_a_part_without_rows(recipe: Any, structure: Any):
+    model = Turns("a layer", 2)
+    if recipe is ng.NaturalGradient:
+        opt = recipe(model, ng.fisher(model, CE), lr=0.1, damping=0.1, structure=structure)
+    elif isinstance(structure, ng.Exact):
+        opt = recipe(model, CE)
+    else:
+        opt = ng.StructuredNaturalGradient(model, CE, structure)
+    generator, before = torch.Generator().manual_seed(3), flat(model.parts[1])
+    for k in range(7):
+        model.route = torch.arange(12) % (1 if k in (0, 4) else 2)
+        step(model, opt, generator)
+    assert not torch.equal(flat(model.parts[1]), before)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
