@@ -41,7 +41,7 @@ COSTS = ("time / gradient", "memory / gradient")
 
 
 @dataclass(frozen=True)
-class Choices:
+class ChosenTables:
     """What the command line says."""
 
     repeats: int
@@ -119,7 +119,7 @@ def learning_table(repeats: int) -> None:
     table("Fashion-MNIST, 784-1000-500-250-10, batch 512, three seeds", learning.report(), learning.HEADS)
 
 
-def search_functions(choices: Choices) -> None:
+def search_functions(choices: ChosenTables) -> None:
     from benchmarks import search  # needs cma, which no other table does
 
     title = f"Evaluations to 1e-8, {list_seeds(choices.search_seeds)}"
@@ -127,7 +127,7 @@ def search_functions(choices: Choices) -> None:
     stream(f"{title}, XNES", search.natural_figures(choices.search_seeds), (*search.HEADS[:2], "cmaes.XNES"))
 
 
-def race_bbob(choices: Choices) -> None:
+def race_bbob(choices: ChosenTables) -> None:
     from benchmarks import search_bbob  # needs cma and ioh
 
     instances = choices.seeds or range(1, 3)
@@ -135,7 +135,7 @@ def race_bbob(choices: Choices) -> None:
     stream(title, search_bbob.figures(instances), search_bbob.HEADS)
 
 
-def race_mixed(choices: Choices) -> None:
+def race_mixed(choices: ChosenTables) -> None:
     from benchmarks import search_coco  # needs cma and coco-experiment
 
     instances = choices.seeds or range(1, 4)
@@ -143,7 +143,7 @@ def race_mixed(choices: Choices) -> None:
     stream(f"{title}; kept in {search_coco.KNOWN}", search_coco.mixed_figures(instances), search_coco.MIXED_HEADS)
 
 
-def race_large(choices: Choices) -> None:
+def race_large(choices: ChosenTables) -> None:
     from benchmarks import search_coco  # needs cma and coco-experiment
 
     instances = choices.seeds or range(1, 2)
@@ -151,14 +151,14 @@ def race_large(choices: Choices) -> None:
     stream(f"{title}; kept in {search_coco.KNOWN}", search_coco.large_figures(instances), search_coco.LARGE_HEADS)
 
 
-def search_surrogate(choices: Choices) -> None:
+def search_surrogate(choices: ChosenTables) -> None:
     from benchmarks import search  # needs cma
 
     title = f"Evaluations to 1e-8 with a quadratic model, {list_seeds(choices.search_seeds)}; kept in {search.KNOWN}"
     stream(title, search.surrogate_figures(choices.search_seeds), search.SURROGATE_HEADS)
 
 
-def search_bbob(choices: Choices) -> None:
+def search_bbob(choices: ChosenTables) -> None:
     from benchmarks import search  # needs cma
 
     cases = tuple((f, 5) for f in (1, 2, 8, 10, 15)) + tuple((f, 20) for f in (1, 2, 8, 10))
@@ -167,7 +167,7 @@ def search_bbob(choices: Choices) -> None:
     stream(title, search.bbob_figures(choices.search_seeds, cases), search.BBOB_HEADS)
 
 
-def race_bits(choices: Choices) -> None:
+def race_bits(choices: ChosenTables) -> None:
     stream(
         f"Bits and categories, {list_seeds(choices.search_seeds)}",
         search_bits.figures(choices.search_seeds),
@@ -175,27 +175,27 @@ def race_bits(choices: Choices) -> None:
     )
 
 
-def race_pbo(choices: Choices) -> None:
+def race_pbo(choices: ChosenTables) -> None:
     budget = f"{search_pbo.BITS} bits, {search_pbo.BUDGET} evaluations"
     title = f"{budget}, {list_seeds(choices.search_seeds)}; kept in {search_pbo.KNOWN}"
     stream(title, search_pbo.figures(choices.search_seeds), search_pbo.HEADS)
 
 
-def race_landscapes(choices: Choices) -> None:
+def race_landscapes(choices: ChosenTables) -> None:
     title = (
         f"{search_landscapes.BUDGET} evaluations, {list_seeds(choices.search_seeds)}; kept in {search_landscapes.KNOWN}"
     )
     stream(title, search_landscapes.figures(choices.search_seeds), search_landscapes.HEADS)
 
 
-def search_noise(choices: Choices) -> None:
+def search_noise(choices: ChosenTables) -> None:
     from benchmarks import search_noise  # needs cma
 
     title = f"10-d, noise of deviation 1, {search_noise.BUDGET} evaluations, {list_seeds(choices.search_seeds)}"
     stream(title, search_noise.figures(choices.search_seeds), search_noise.HEADS)
 
 
-def search_cost(choices: Choices) -> None:
+def search_cost(choices: ChosenTables) -> None:
     from benchmarks import search_costs  # needs cma
 
     rows = search_costs.overheads(max(3, choices.repeats // 3))
@@ -235,7 +235,7 @@ def wake_sleep_table(repeats: int) -> None:
     table(title, wake_sleep.report(cycles), wake_sleep.HEADS)
 
 
-def residual_races(choices: Choices) -> None:
+def residual_races(choices: ChosenTables) -> None:
     seeds = choices.seeds or range(5)
     rows = residuals.report(seeds, choices.workloads, choices.seconds, choices.methods)
     title = (
@@ -244,27 +244,27 @@ def residual_races(choices: Choices) -> None:
     stream(title, rows, residuals.HEADS)
 
 
-def race_ground_states(choices: Choices) -> None:
+def race_ground_states(choices: ChosenTables) -> None:
     seeds = choices.seeds or range(5)
     rows = ground_states.report(seeds, choices.workloads, choices.seconds, choices.methods)
     title = f"Relative error of the energy, {list_seeds(seeds)}: median (least to largest) at equal CPU seconds"
     stream(title, rows, ground_states.HEADS)
 
 
-def race_policies(choices: Choices) -> None:
+def race_policies(choices: ChosenTables) -> None:
     seeds = choices.seeds or range(5)
     rows = policy_races.figures(seeds, choices.workloads, choices.methods, choices.steps or 100_000)
     title = f"Returns, {list_seeds(seeds)}, mean ± standard deviation; kept in {policy_races.KNOWN}"
     stream(title, rows, policy_races.HEADS)
 
 
-def race_posteriors(choices: Choices) -> None:
+def race_posteriors(choices: ChosenTables) -> None:
     seeds = choices.seeds or range(3)
     title = f"A normal q, {list_seeds(seeds)}, CPU seconds of one thread; kept in {posterior_races.KNOWN}"
     stream(title, posterior_races.figures(seeds, choices.seconds), posterior_races.HEADS)
 
 
-def step_races(choices: Choices) -> None:
+def step_races(choices: ChosenTables) -> None:
     request = step.Request(
         choices.workloads,
         choices.methods or step.Request.methods,
@@ -297,7 +297,7 @@ TABLES: dict[str, Callable[[int], None]] = {
     "ang": ang_table,
 }
 
-SEARCHES: dict[str, Callable[[Choices], None]] = {
+SEARCHES: dict[str, Callable[[ChosenTables], None]] = {
     "search-functions": search_functions,
     "search-bbob": search_bbob,
     "search-bbob-large": race_bbob,
@@ -312,7 +312,7 @@ SEARCHES: dict[str, Callable[[Choices], None]] = {
 }
 
 
-RACES: dict[str, Callable[[Choices], None]] = {
+RACES: dict[str, Callable[[ChosenTables], None]] = {
     "step": step_races,
     "residuals": residual_races,
     "ground-states": race_ground_states,
@@ -356,7 +356,7 @@ def main() -> None:
         f"torch {torch.__version__}, {choices.threads} thread(s), float32, CPU {platform.machine()}, medians of "
         f"{choices.repeats} interleaved repeats (quartiles of the paired ratios)"
     )
-    asked = Choices(
+    asked = ChosenTables(
         choices.repeats,
         choices.seeds,
         choices.workloads,

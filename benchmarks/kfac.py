@@ -92,9 +92,9 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, ng.StructuredNaturalGradient):
         state = optimizer.state_dict()
         state["natgrad"]["clock"]["step"] += 1000
+        state["natgrad"]["heard"][0] += 50
+        state["natgrad"]["outside"]["updates"] += 50
         optimizer.load_state_dict(state)
-        optimizer._reader.readings += 50  # pyright: ignore[reportPrivateUsage]
-        optimizer._outside.updates += 50  # pyright: ignore[reportPrivateUsage]
 
 
 def cycles(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, Ratio]:

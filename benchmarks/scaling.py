@@ -206,12 +206,10 @@ class PartLayout:
     Args:
         shards: Processes that parameters and gradients lie on in parts (`fully_shard`).
         tensor: Processes that share a layer's products (tensor parallelism); the data's are ranks / tensor.
-        within_nodes: True for an owner of every block in each node (`node_size=`), False for one among all.
     """
 
     shards: int = 1
     tensor: int = 1
-    within_nodes: bool = False
 
 
 def predict(
@@ -238,10 +236,9 @@ def predict(
     costs = load.costs
     tensor = mesh.tensor
     data, memory = max(1, ranks // tensor), share == "memory"
-    near = min(data, machine.node) if mesh.within_nodes else data
-    owners = balance(costs, costs, {}, near, memory)
-    heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(near, len(costs)))]
-    stored = [sum(costs[k].state for k, o in owners.items() if o == r) for r in range(min(near, len(costs)))]
+    owners = balance(costs, costs, {}, data, memory)
+    heaviest = [sum(costs[k].work for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]
+    stored = [sum(costs[k].state for k, o in owners.items() if o == r) for r in range(min(data, len(costs)))]
     whole, most = sum(cost.work for cost in costs.values()), max(heaviest)
     positions = [(layer, load.batch * layer.places) for layer in load.layers]
     forward = sum(2.0 * layer.size * t for layer, t in positions if not layer.table)
@@ -254,14 +251,14 @@ def predict(
     gathers = load.batch * sum(m.places * (m.inputs + m.outputs) for m in load.layers) * 2.0 if tensor > 1 else 0.0
     inner = replace(machine, node=min(machine.node, tensor))
     summing = machine.exchange(
-        sums, data, max(sums / BUCKET, min(near, len(costs)) if memory else 1), 1 if memory else 2
+        sums, data, max(sums / BUCKET, min(data, len(costs)) if memory else 1), 1 if memory else 2
     )
-    sending = machine.exchange(parts, near, min(near, len(costs))) if memory else 0.0
+    sending = machine.exchange(parts, data, min(data, len(costs))) if memory else 0.0
     # statistics into messages and out of them; inverses out of a message, those of an owner into one; directions too
-    taken = statistics / near if memory else 2 * statistics + statistics / near
-    copied = (sums + taken) / update_every + parts + parts / near if data > 1 else 0.0
+    taken = statistics / data if memory else 2 * statistics + statistics / data
+    copied = (sums + taken) / update_every + parts + parts / data if data > 1 else 0.0
     if not memory:
-        sending = machine.exchange(statistics, near, min(near, len(costs))) / invert_every
+        sending = machine.exchange(statistics, data, min(data, len(costs))) / invert_every
     return Prediction(
         gradient=3 * forward / machine.gemm / tensor + machine.fixed,
         averaging=machine.exchange(machine.weight * load.size / tensor, data, 1 + load.size * machine.weight / 25e6, 2),
@@ -269,7 +266,7 @@ def predict(
         summing=(summing + inner.exchange(gathers, tensor, 2 * len(load.layers))) / update_every,
         inverting=most / machine.inverse / invert_every,
         sending=sending,
-        directing=(max(products) if memory and near > len(products) else sum(products) / (near if memory else 1))
+        directing=(max(products) if memory and data > len(products) else sum(products) / (data if memory else 1))
         / machine.exact,
         copying=copied / machine.copies,
         work=most / whole,
@@ -323,10 +320,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     for field in fields(Machine):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    parser.add_argument("--within-nodes", action="store_true", help="owners of blocks in each node: node_size=")
     chosen = vars(parser.parse_args())
     machine = Machine(**{field.name: chosen[field.name] for field in fields(Machine)})
-    mesh = PartLayout(chosen["shards"], chosen["tensor"], chosen["within_nodes"])
+    mesh = PartLayout(chosen["shards"], chosen["tensor"])
     every = {name: chosen[name] for name in ("update_every", "invert_every")}
     print(HEADS)
     for name in chosen["model"]:

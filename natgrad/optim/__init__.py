@@ -1,11 +1,10 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
-from natgrad.optim.accidents import Accidents, OnTrouble, guard_steps
+from natgrad.optim.blocks import robust_inverse
 from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
-from natgrad.optim.checks import NotFiniteError
 from natgrad.optim.exchanges import RankExchange, meet_processes
 from natgrad.optim.flat_step import Point, shift_blocks
-from natgrad.optim.inverses import robust_inverse
+from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
 from natgrad.optim.joined_metric import JoinedMetric, join_operator
 from natgrad.optim.joined_step import update_jointly
 from natgrad.optim.matrix_free_recipes import ang, hessian_free, krylov_subspace, natgrad_cg

@@ -63,24 +63,20 @@ class ArrivingSums:
 
     Args:
         ranks: The processes.
-        far: Those that own the same blocks in other nodes, which `ranks` is one of; None where that is all there is.
         symmetric: The entries whose matrices are symmetric: a part of them is sent.
         deliver: Takes a block's sums, once they are known to be good.
-        fine: Whether this process's own part is finite, of those that `everyone` are.
-        everyone: All processes.
+        fine: Whether this process's own part is finite.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        far: Ranks | None,
         symmetric: frozenset[str],
         deliver: Callable[[str, dict[str, Tensor]], None],
         fine: bool,
-        everyone: Ranks,
     ) -> None:
-        self.ranks, self.far, self.symmetric, self.deliver = ranks, far, symmetric, deliver
-        self.bad = start_sum(everyone, torch.tensor(float(not fine), device=everyone.device), "scalars")
+        self.ranks, self.symmetric, self.deliver = ranks, symmetric, deliver
+        self.bad = start_sum(ranks, torch.tensor(float(not fine), device=ranks.device), "scalars")
         self.taken: bool | None = None
         self.open: dict[Any, Message] = {}
         self.going: deque[tuple[Message, Wait]] = deque()
@@ -110,10 +106,6 @@ class ArrivingSums:
         """Send what is left."""
         while self.open:
             self._start(self.open.pop(next(iter(self.open))))
-        if self.far is not None:  # the sums of nodes are added up between them
-            going, self.going = self.going, deque()
-            for message, wait in going:
-                self.going.append((message, self._start_between(message, wait())))
 
     def wait(self) -> bool:
         """Deliver all that is on its way; False where some part was not finite: then nothing is delivered."""
@@ -123,13 +115,8 @@ class ArrivingSums:
 
     def _start(self, message: Message) -> None:
         self.going.append((message, start_sum(self.ranks, message.pack(), "statistics", message.kind[0])))
-        while sum(one.size for one, _ in self.going) > AHEAD and len(self.going) > 1 and self.far is None:
+        while sum(one.size for one, _ in self.going) > AHEAD and len(self.going) > 1:
             self._receive()
-
-    def _start_between(self, message: Message, flat: Tensor) -> Wait:
-        if self.far is None or message.kind[0] != self.ranks.rank:
-            return lambda: flat
-        return start_sum(self.far, flat, "statistics")
 
     def _receive(self) -> None:
         message, wait = self.going.popleft()

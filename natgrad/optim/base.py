@@ -6,24 +6,26 @@ import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NoReturn, get_args
+from dataclasses import replace
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.families import Criterion
-from natgrad.optim.accidents import OnTrouble, warn_without_gradient
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
-from natgrad.optim.checks import LIMITS, NotFiniteError, checked_group, evaluate_loss
+from natgrad.optim.checks import LIMITS, checked_group, evaluate_loss
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.exchanges import RankExchange
 from natgrad.optim.explanations import KEPT, Steps, explain_steps
+from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.objective import Called, Closure, call_closure
+from natgrad.optim.state import Noise
 from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import map_tensors
-from natgrad.rules import ErrorScale, FlatStep, Quadratic, Rule
+from natgrad.rules import FlatStep, Quadratic, Rule
 from natgrad.scoped_values import keep_gradient_mode
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
@@ -55,9 +57,11 @@ class ModelOptimizer(Optimizer):
     _ranks: Ranks
     _idle: frozenset[str] = frozenset()
     _settings: tuple[str, ...]
+    _history: deque[Callable[[], StateReport]]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._settings = tuple(defaults)  # what a step reads in a group; torch adds to `defaults` while it loads
+        self._history = deque(maxlen=KEPT)
         super().__init__(params, defaults)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -144,9 +148,11 @@ class ModelOptimizer(Optimizer):
                 if self.on_trouble == "raise":
                     raise
                 self._skip(trouble)
-            vars(self).setdefault("_history", deque(maxlen=KEPT)).append(self._report_later())
-        finally:
-            self._forget_batch()  # nothing of a batch outlives its step, failed or not
+            self._history.append(self._report_later())
+        except Exception:
+            self._forget_batch()  # nothing of a batch outlives its step, failed or not; after Ctrl-C it is taken again
+            raise
+        self._forget_batch()
         return called.value
 
     def __repr__(self) -> str:
@@ -190,34 +196,31 @@ class ModelOptimizer(Optimizer):
             >>> ng.kfac(model, nn.CrossEntropyLoss()).explain()[:12]
             'No step yet:'
         """
-        found = {report.step: report for report in (make() for make in vars(self).get("_history", ()))}
+        found = {report.step: report for report in (make() for make in self._history)}
         reports = [report for report in found.values() if report.step]
         bounds = [self._kl_bound(report) for report in reports]
         lr = min((float(group["lr"]) for group in self.param_groups), default=0.0)
-        clock = vars(self).get("_clock", {})
-        turned, returns, rose = clock.get("turned", -1), clock.get("returns", 0), clock.get("rose", -1)
-        lr *= self.rule.rate_at(reports[-1].step, turned) if reports else 1.0
-        return explain_steps(Steps(reports, bounds, self.rule, lr, self._options(), turned, returns, rose))
+        noise = self._noise
+        lr *= self.rule.rate_at(reports[-1].step, noise.turned) if reports else 1.0
+        kept = (noise.turned, noise.returns, noise.rose)
+        return explain_steps(Steps(reports, bounds, self.rule, lr, self._options(), *kept))
 
     def _kl_bound(self, report: StateReport) -> float:
         """Most nats per example that the rule allowed a step."""
-        nothing = torch.zeros(())
-        own = vars(self)
-        errors = getattr(own.get("_reader"), "errors", None)
-        model = Quadratic(
-            nothing,
-            None,
-            0.0,
-            FlatStep(nothing, nothing),
-            nats=own.get("_nats", 1.0),
-            loss=report.loss,
-            options=self._options(),
-            steps=report.step - 1,
-            bounded=own.get("_bounded", False),
-            turned=0 <= own.get("_clock", {}).get("turned", -1) < report.step,
-            errors=errors.scale(report.loss) if errors else ErrorScale(),
-        )
-        return float(self.rule.kl_bound(model))
+        nothing, known = torch.zeros(()), self._describe_loss(report)
+        flat = FlatStep(nothing, nothing)
+        turned = 0 <= self._noise.turned < report.step
+        model = Quadratic(nothing, None, 0.0, flat, loss=report.loss, options=self._options(), turned=turned, **known)
+        return float(self.rule.kl_bound(replace(model, steps=report.step - 1)))
+
+    @property
+    def _noise(self) -> Noise:
+        """What a rule knows that turns once noise has hidden the gradient."""
+        return Noise()
+
+    def _describe_loss(self, report: StateReport) -> dict[str, Any]:
+        """What a rule may know of the loss: the entries `nats`, `bounded` and `errors` of `Quadratic`."""
+        return {}
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""
@@ -259,10 +262,8 @@ class ModelOptimizer(Optimizer):
             ExchangeError: If some process does not call it then within five minutes.
         """
         extra = {"structure": type(self.structure).__name__, **self._write_extra()}
-        gathered, named, plain = self._gather_state(), name_positions(self), super().state_dict()
-        for i, (_, p) in enumerate(named):
-            if p in gathered:
-                plain["state"][i] = {**plain["state"].get(i, {}), **gathered[p]}
+        named, plain, kept = name_positions(self), super().state_dict(), self._by_parameter()
+        plain["state"] = {i: kept.get(name, {}) for i, (name, _) in enumerate(named)}
         return write_checkpoint(plain, named, extra)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -281,9 +282,10 @@ class ModelOptimizer(Optimizer):
         restore = self._fit(saved)
         # all of it fits
         super().load_state_dict({"param_groups": saved.groups, "state": {}})
-        self.state.update(saved.state)
+        # empty, torch.distributed.checkpoint would call step()
+        self.state.update({p: {} for group in self.param_groups for p in group["params"]})
         restore()
-        vars(self).pop("_history", None)  # `explain` tells of one run
+        self._history.clear()  # `explain` tells of one run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -351,9 +353,9 @@ class ModelOptimizer(Optimizer):
     def _write_extra(self) -> dict[str, Any]:
         """What the next step depends on that is not kept by parameter: plain values and tensors."""
 
-    def _gather_state(self) -> dict[Tensor, dict[str, Any]]:
-        """What other processes alone remember, by parameter."""
-        return {}
+    @abstractmethod
+    def _by_parameter(self) -> dict[str, dict[str, Any]]:
+        """What is remembered of each parameter, by name; with several processes of all of them."""
 
     @abstractmethod
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
@@ -392,10 +394,3 @@ def pass_on(name: str) -> Callable[..., Any]:
 def count_rows(criterion: Criterion, outputs: Any) -> int:
     """Rows of outputs: what a micro-batch weighs."""
     return len(criterion.family.rows(map_tensors(outputs, torch.detach)))
-
-
-def check_trouble(on_trouble: Any) -> OnTrouble:
-    """The policy. ValueError for any other."""
-    if on_trouble not in get_args(OnTrouble):
-        raise ValueError(f"on_trouble is {on_trouble!r}, expected 'skip' or 'raise'")
-    return on_trouble

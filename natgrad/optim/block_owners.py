@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checks import check_integer
-from natgrad.operators import Layout, unpack_operator
+from natgrad.operators import Layout, pack_operator, unpack_operator
 from natgrad.optim.arriving_sums import ArrivingSums
 from natgrad.optim.distributed import Ranks
-from natgrad.optim.inverses import Inverted
 from natgrad.optim.process_messages import send_tree
+from natgrad.optim.state import Block
 from natgrad.structures import Statistics
 from natgrad.typed_torch import list_numbers, split_tensor
 
@@ -49,25 +48,17 @@ class Owners:
             statistics, inverse and mean gradient with its owner, who sends its direction at every step; "auto" is one
             of them, by the budget.
         budget: Most bytes of state per process with "speed", where share is "auto".
-        node_size: Processes of a node, within which every block has an owner; None: one owner among all.
         costs: By block.
-        of: The owner's number by block, among the processes of a node.
-        far: Those that own the same blocks in their nodes; None where all are one node.
+        of: The owner's number by block.
+        done: Sum of n^3 over all inversions that this process made so far.
     """
 
     ranks: Ranks
     share: str = "auto"
     budget: int = BUDGET
-    node_size: int | None = None
     costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
     of: dict[str, int] = field(default_factory=dict[str, int])
-    far: Ranks | None = None
-    _node: Ranks | None = None
-
-    @property
-    def near(self) -> Ranks:
-        """The processes that blocks are shared out over."""
-        return self.ranks if self._node is None else self._node
+    done: float = 0.0
 
     @property
     def is_shared(self) -> bool:
@@ -81,7 +72,7 @@ class Owners:
 
     def solves(self, key: str) -> bool:
         """Whether this process inverts a block."""
-        return not self.is_shared or self.of.get(key, 0) == self.near.rank
+        return not self.is_shared or self.of.get(key, 0) == self.ranks.rank
 
     def holds(self, key: str) -> bool:
         """Whether this process remembers a block's numbers."""
@@ -98,12 +89,10 @@ class Owners:
         self.costs |= fresh
         if not self.is_shared or not fresh:
             return
-        if self._node is None and self.node_size is not None and self.node_size < self.ranks.size:
-            self._node, self.far = self.ranks.split_nodes(self.node_size)
         if self.share == "auto":
             state = itemsize * sum(cost.state for cost in self.costs.values())
             self.share = "memory" if state > self.budget else "speed"
-        self.of |= balance(fresh, self.costs, self.of, self.near.size, self.share == "memory")
+        self.of |= balance(fresh, self.costs, self.of, self.ranks.size, self.share == "memory")
 
     def load(self, saved: Mapping[str, Any] | None) -> Owners:
         """The same with the owners of an older checkpoint of one process's part, if that is of as many processes."""
@@ -131,7 +120,7 @@ class Owners:
         """
         if not (self.apart and needed):
             return own
-        return send_tree(self.near, own, self.of[key], "statistics")
+        return send_tree(self.ranks, own, self.of[key], "statistics")
 
     def open_sums(
         self, symmetric: frozenset[str], deliver: Callable[[str, dict[str, Tensor]], None], fine: bool
@@ -143,50 +132,37 @@ class Owners:
             deliver: Takes a block's sums.
             fine: Whether this process's part is finite.
         """
-        ranks, far = (self.near, self.far) if self.apart else (self.ranks, None)
-        return ArrivingSums(ranks, far, symmetric, deliver, fine, self.ranks)
+        return ArrivingSums(self.ranks, symmetric, deliver, fine)
 
     def _sum_statistics(self, owner: int, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums for all processes, or for the owner alone: first within the node, then between its owners."""
-        if not self.apart or self.far is None:
-            return self.ranks.sum_entries(fresh, owner if self.apart else None)
-        found = self.near.sum_entries(fresh, owner)
-        return self.far.sum_entries(found) if self.near.rank == owner else found
+        """Sums for all processes, or for the owner alone."""
+        return self.ranks.sum_entries(fresh, owner if self.apart else None)
 
     def _solve(self, owner: int, make: Callable[[], Tensor], like: Tensor) -> Tensor:
-        made = make().contiguous() if self.near.rank == owner else torch.empty_like(like).contiguous()
-        return self.near.broadcast(made, owner, "statistics")
-
-    def count_bytes(self, far: bool = False) -> dict[str, int]:
-        """Bytes of messages so far, by what they are.
-
-        Args:
-            far: True for those alone that processes of several nodes take part in.
-        """
-        groups = [self.ranks, self.far] if far else [self.ranks, self.far, self._node]
-        return {} if far and self.far is None else add_counts(one.sent for one in groups if one is not None)
-
-    def count_messages(self) -> dict[str, int]:
-        """Messages so far, by what they are."""
-        groups = [self.ranks, self.far, self._node]
-        return add_counts(one.messages for one in groups if one is not None)
+        made = make().contiguous() if self.ranks.rank == owner else torch.empty_like(like).contiguous()
+        return self.ranks.broadcast(made, owner, "statistics")
 
     # inverses
 
-    def share_inverses(self, found: Mapping[str, Inverted], keys: Iterable[str]) -> dict[str, Inverted]:
-        """With "speed": every block's, from their owners, one message each. The owners' own take the same way.
+    def share_inverses(self, fresh: Mapping[str, Block], blocks: Mapping[str, Block]) -> dict[str, Block]:
+        """With "speed": every block that was inverted, from their owners, one message each.
 
-        Products round by how a matrix lies in memory, and the processes would drift apart.
+        The owners' own take the same way: products round by how a matrix lies in memory, and the processes would drift
+        apart.
         """
         if not self.is_shared or self.apart:
-            return dict(found)
-        whole, size = dict[str, Inverted](), self.near.size
-        for owner in range(size):
-            mine = {key: found[key] for key in keys if self.of[key] == owner and key in found}
-            tree = {key: [one.packed, one.prepared, one.level, one.operator is not None] for key, one in mine.items()}
-            for key, (packed, prepared, level, inverted) in send_tree(self.near, tree, owner, "inverses").items():
-                whole[key] = Inverted(unpack_operator(packed) if inverted else None, packed, level, prepared)
-        return {key: whole[key] for key in keys if key in whole}
+            return dict(fresh)
+        whole = dict[str, Block]()
+        for owner in range(self.ranks.size):
+            mine = {key: fresh[key] for key in blocks if self.of[key] == owner and key in fresh}
+            tree = {
+                key: [None if one.inverse is None else pack_operator(one.inverse), dict(one.prepared), one.level]
+                for key, one in mine.items()
+            }
+            for key, (packed, prepared, level) in send_tree(self.ranks, tree, owner, "inverses").items():
+                inverse = None if packed is None else unpack_operator(packed)
+                whole[key] = replace(blocks[key], inverse=inverse, prepared=prepared, level=level)
+        return {key: whole[key] for key in blocks if key in whole}
 
     # with "memory": what owners found, for all
 
@@ -199,7 +175,7 @@ class Owners:
         for i, name in enumerate(known):
             if name in found:
                 table[0, i], table[1, i] = 1.0, torch.as_tensor(found[name]).double()
-        there, values = self.near.sum(table, "scalars")
+        there, values = self.ranks.sum(table, "scalars")
         present = [name for name, flag in zip(known, list_numbers(there), strict=True) if flag]
         return {name: values[i].to(like.dtype) for i, name in enumerate(known) if name in set(present)}
 
@@ -238,27 +214,18 @@ class Owners:
             keys: The block of each name.
         """
         whole = dict[str, Tensor]()
-        for owner in range(self.near.size):
+        for owner in range(self.ranks.size):
             names = [name for name in like if self.of[keys[name]] == owner]
             for kind in dict.fromkeys((like[name].dtype, like[name].device) for name in names):
                 those = [name for name in names if (like[name].dtype, like[name].device) == kind]
                 sizes = [like[name].numel() for name in those]
-                if owner == self.near.rank:
+                if owner == self.ranks.rank:
                     flat = torch.cat([found[name].to(kind[0]).reshape(-1) for name in those])
                 else:
                     flat = torch.empty(sum(sizes), dtype=kind[0], device=kind[1])
-                parts = split_tensor(self.near.broadcast(flat, owner, "directions"), sizes)
+                parts = split_tensor(self.ranks.broadcast(flat, owner, "directions"), sizes)
                 whole |= {n: part.clone().view_as(like[n]) for n, part in zip(those, parts, strict=True)}
         return {name: whole[name] for name in like}
-
-
-def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sums by name."""
-    found = dict[str, int]()
-    for one in counts:
-        for kind, number in one.items():
-            found[kind] = found.get(kind, 0) + number
-    return found
 
 
 def balance(
@@ -301,11 +268,6 @@ def cost_of(layout: Layout, sizes: Iterable[tuple[int, int]] | None) -> Cost:
     work = sum(count * float(n) ** 3 for count, n in pairs) or entries
     kept = sum(count * float(n) ** 2 for count, n in pairs) or entries
     return Cost(work, 2 * kept + entries)  # the averages, the inverse, the gradient's mean
-
-
-def check_node_size(node_size: Any) -> int | None:
-    """The processes of a node. ValueError for anything but a whole number > 0, or None."""
-    return None if node_size is None else check_integer("node_size", node_size)
 
 
 def check_share(share: Any) -> tuple[str, int]:

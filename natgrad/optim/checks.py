@@ -15,6 +15,7 @@ from natgrad.checks import check_integer, is_integer
 from natgrad.families import Criterion
 from natgrad.linalg import all_finite
 from natgrad.metrics import Metric, MetricSum, PullbackMetric, sum_metrics
+from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.recorded_pass import Data
 from natgrad.pure import Labelled, as_call, leaves, map_tensors
 from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
@@ -26,10 +27,6 @@ from natgrad.typed_torch import is_mapping
 LIMITS = {"momentum": 1.0} | dict.fromkeys(("lr", "damping", "max_kl", "kl_share", "weight_decay", "l2"), math.inf)
 WITHOUT_BASIS = (Auto, CG, Direct, MinresQLP, SampleSpace)
 """Solvers whose solution has no basis of the space that they searched."""
-
-
-class NotFiniteError(ValueError):
-    """A loss, a gradient or a metric that is not finite: what `on_trouble` decides about."""
 
 
 def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -275,32 +272,6 @@ def check_statistics(missing: bool) -> None:
             "no statistics yet: compute the loss with optimizer.loss(outputs, targets), in training mode (or build "
             "the optimizer with train_in_eval=True), and call backward() on it"
         )
-
-
-def describe_trouble(gradients: dict[str, Tensor], loss: Tensor | None, wild: bool) -> str:
-    """Why a step is left out.
-
-    Args:
-        gradients: By name.
-        loss: Of the step; None where it is not known.
-        wild: True if the loss is far above all losses of the run.
-    """
-    if wild:
-        return (
-            "the loss is more than ten times the highest of this run; nothing was changed. Look at this batch; data of "
-            "another scale are taken from the fourth such batch in a row on"
-        )
-    wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
-    what = f"the gradient of {wrong[0]!r}" if wrong else "the step"
-    if not wrong and loss is not None and not bool(torch.isfinite(loss)):
-        what = (
-            "the loss (0 / 0 for an empty batch, or if all targets are ignored; or a layer's inputs are more "
-            "than ten times as large as before)"
-        )
-    return (
-        f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
-        "GradScaler, scaler.step(optimizer) skips such steps)"
-    )
 
 
 def settle_rule(rule: Rule | None, max_kl: float | None, kl_share: float | None) -> Rule:

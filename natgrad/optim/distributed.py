@@ -74,27 +74,6 @@ class Ranks:
             self.settled = True
         refuse_join(self.wrappers)
 
-    def split_nodes(self, node_size: int) -> tuple[Ranks, Ranks]:
-        """The processes of this one's node, and those that stand where it does in their nodes. All call this.
-
-        Args:
-            node_size: Processes of a node, which follow one another.
-
-        Raises:
-            ValueError: If that does not divide the processes.
-        """
-        if self.size % node_size:
-            raise ValueError(
-                f"node_size is {node_size}, expected a number that divides the {self.size} processes: those of a node"
-            )
-        members = distributed.get_process_group_ranks(self.group)
-        node, place = divmod(self.rank, node_size)
-        found = list[Ranks]()
-        for part, rank in ((members[node * node_size :][:node_size], place), (members[place::node_size], node)):
-            group: distributed.ProcessGroup = torch_distributed.new_group(part, use_local_synchronization=True)
-            found.append(Ranks(group, len(part), rank, settled=True, device=self.device))
-        return found[0], found[1]
-
     def sum(self, tensor: Tensor, kind: str = "scalars", owner: int | None = None) -> Tensor:
         """The sum over all processes, the same bits on each. owner: the only process that gets it, if there is one."""
         if self.size == 1:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, distributed
 
 from natgrad.lost_processes import naming_lost
-from natgrad.optim.checks import NotFiniteError
 from natgrad.optim.distributed import Ranks, meet
 from natgrad.optim.equal_models import describe_settings
+from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.process_messages import send_tree
 from natgrad.typed_torch import list_numbers, torch_distributed
 

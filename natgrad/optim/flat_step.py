@@ -17,9 +17,8 @@ from natgrad.layers import Layout, UnitLayout
 from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
-from natgrad.optim.accidents import WildBatches
-from natgrad.optim.checks import NotFiniteError, describe_trouble
 from natgrad.optim.distributed import Ranks
+from natgrad.optim.guard import Guard, NotFiniteError, describe_trouble
 from natgrad.optim.objective import Objective
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
@@ -202,7 +201,7 @@ def is_bounded(metric: Metric) -> bool:
     return isinstance(criterion, Criterion) and bounded_below(criterion)
 
 
-def check_loss(loss: Tensor | None, seen: WildBatches, bounded: bool, steps: int) -> None:
+def check_loss(loss: Tensor | None, seen: Guard, bounded: bool, steps: int) -> None:
     """NotFiniteError for a batch in which no target counts, or whose loss is far above any of the run.
 
     Args:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from natgrad.lost_processes import wait_for_all
-from natgrad.optim.block_averages import OWNED, BlockAverages
+from natgrad.optim.block_owners import Owners
 from natgrad.optim.process_messages import send_tree
+from natgrad.optim.state import OWNED, State
 from natgrad.pure import map_tensors
 
 ALL_CALL = (
@@ -17,24 +16,21 @@ ALL_CALL = (
 )
 
 
-def gather_numbers(blocks: BlockAverages) -> dict[Tensor, dict[str, Any]]:
+def gather_numbers(owners: Owners, state: State) -> dict[str, dict[str, Any]]:
     """What other processes remember of blocks, by parameter, on the CPU; nothing where this one remembers all.
 
-    Args:
-        blocks: All processes ask at the same time.
-
-    Raises:
-        ExchangeError: If some process does not ask within five minutes.
+    All processes ask at the same time. ExchangeError if some process does not ask within five minutes.
     """
-    owners, found = blocks.owners, dict[Tensor, dict[str, Any]]()
+    gathered = dict[str, dict[str, Any]]()
     if not owners.apart:
-        return found
+        return gathered
     wait_for_all(owners.ranks.group, "state_dict()", ALL_CALL)
-    for owner in range(owners.near.size):
-        names = [name for key, block in blocks.all.items() if owners.of[key] == owner for name in block.layout.names]
-        own = {name: blocks.state.get(blocks.named[name], {}) for name in names if owner == owners.near.rank}
+    kept = state.by_parameter()
+    for owner in range(owners.ranks.size):
+        names = [name for key, block in state.blocks.items() if owners.of[key] == owner for name in block.layout.names]
+        own = {name: kept.get(name, {}) for name in names if owner == owners.ranks.rank}
         tree = {name: {key: numbers[key] for key in OWNED if key in numbers} for name, numbers in own.items()}
-        tree = send_tree(owners.near, tree, owner, "checkpoints")
-        if owner != owners.near.rank:
-            found |= {blocks.named[name]: map_tensors(part, lambda t: t.cpu()) for name, part in tree.items()}
-    return found
+        tree = send_tree(owners.ranks, tree, owner, "checkpoints")
+        if owner != owners.ranks.rank:
+            gathered |= {name: map_tensors(part, lambda t: t.cpu()) for name, part in tree.items()}
+    return gathered

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from natgrad.metrics import Metric, MetricSum
 from natgrad.operators import Operator
-from natgrad.optim.checks import NotFiniteError, dense_gradient
+from natgrad.optim.checks import dense_gradient
 from natgrad.optim.distributed import Ranks, meet, refuse_join
 from natgrad.optim.equal_models import describe_settings
 from natgrad.optim.exchanges import RankExchange, share_numbers
+from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.joined_metric import JoinedMetric
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.loss_metrics import SumOverData

@@ -24,6 +24,8 @@ from natgrad.whole_tensors import any_split, local_part
 
 KEYS = itertools.count()
 """Under which optimizers write passes into graphs, one each."""
+BATCHES = itertools.count()
+"""One for each time that gradients were cleared."""
 
 
 class Loss(NamedTuple):
@@ -49,6 +51,7 @@ class Recall:
         losses: The same in units of their means, with those in evaluation mode.
         computed: All training losses since the last step.
         outputs: The optimizer's own choice among the model's outputs.
+        batch: Another number each time that the gradients were cleared.
         watched: The parameters whose gradients tell when they were cleared. Besides them a loss depends on nothing but
             passes.
         key: Under which passes are written into the graphs of their outputs.
@@ -75,6 +78,7 @@ class Recall:
 
     def forget_gradients(self) -> None:
         """The gradients are cleared: forget the losses that they came from."""
+        self.batch = next(BATCHES)
         self.losses: list[Loss] = []
         self.gone: list[RecordedLoss] = []
         self._going = False  # whether a backward pass that reached a loss is under way

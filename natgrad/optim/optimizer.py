@@ -16,12 +16,10 @@ from natgrad.damping import as_damping
 from natgrad.families import Criterion
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
-from natgrad.optim.accidents import WildBatches, count_unmoved, watch_skipped
 from natgrad.optim.aligned_passes import weigh_loss
-from natgrad.optim.base import Called, ModelOptimizer, check_trouble, count_rows
+from natgrad.optim.base import Called, ModelOptimizer, count_rows
 from natgrad.optim.checkpoint import Checkpoint, Format, own_copy
 from natgrad.optim.checks import (
-    NotFiniteError,
     check_batches,
     check_choices,
     check_number,
@@ -48,6 +46,7 @@ from natgrad.optim.flat_step import (
     report_step,
     shift_blocks,
 )
+from natgrad.optim.guard import Guard, NotFiniteError, check_trouble, count_unmoved, watch_skipped
 from natgrad.optim.joined_metric import unwrap_models
 from natgrad.optim.joined_step import (
     check_in_step,
@@ -139,7 +138,7 @@ class NaturalGradient(ModelOptimizer):
         self._prepared: dict[str, Any] | None = None
         self._last = StateReport()
         self._skipped, self._unmoved = 0, 0  # steps in a row that were skipped, or that a search made of length 0
-        self._judged, self._seen, self._wild = -1, 0, WildBatches()  # the damping's last look; examples
+        self._judged, self._seen, self._guard = -1, 0, Guard()  # the damping's last look; examples
         self._recall = Recall(chosen_outputs(found), self._named.values())
         self._finalizer: weakref.finalize[..., Any] | None = None
         overhear(found, self._recall)
@@ -241,9 +240,12 @@ class NaturalGradient(ModelOptimizer):
             "refused": self._last.refused,
             "judged": self._judged,
             "seen": self._seen,
-            "wild": self._wild.save(),
+            "wild": self._guard.save()["wild"],
             "generator": None if generator is None else generator.get_state(),
         }
+
+    def _by_parameter(self) -> dict[str, dict[str, Any]]:
+        return {name: dict(self.state[p]) for name, p in self._named.items() if p in self.state}
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         extra, first = saved.extra, next(iter(self._named.values()))
@@ -254,7 +256,8 @@ class NaturalGradient(ModelOptimizer):
             self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
             self._judged, self._seen = extra.get("judged", -1), extra.get("seen", 0)
             self._skipped = self._unmoved = 0
-            self._wild = WildBatches.load(extra.get("wild"))
+            self._guard = Guard.load(extra.get("wild"), None)
+            self.state.update({p: dict(numbers) for p, numbers in saved.state.items()})
             generator = self._labels()
             if generator is not None and saved.labels is not None:
                 generator.set_state(saved.labels)
@@ -272,14 +275,14 @@ class NaturalGradient(ModelOptimizer):
 
     def _skip(self, trouble: NotFiniteError) -> None:
         self._last = replace(self._last.count_step(failed=True), status="skipped")
-        self._wild, self._skipped = self._wild.after(None, taken=False), self._skipped + 1
+        self._guard, self._skipped = self._guard.follow_loss(None, taken=False), self._skipped + 1
         watch_skipped(self._skipped, self.model)
 
     def _step(self, called: Called) -> None:
         point = self._point()
         if point is not None:
             loss = join_mean_loss(self._ranks, self._recall, point.space.device)
-            check_loss(loss, self._wild, is_bounded(self.metric), self._last.step)
+            check_loss(loss, self._guard, is_bounded(self.metric), self._last.step)
             self._metric_data()  # what is missing there comes before what is missing for the loss
             with self._replaying():
                 self._move(point, self._objective(point, called), loss)
@@ -323,7 +326,7 @@ class NaturalGradient(ModelOptimizer):
             values["_unmoved"] = count_unmoved(self._unmoved, report.rate, report.gradient)
         judged = self._judged if ratio is None else self._last.step
         values |= {"_judged": judged, "_seen": int(counts.get("seen", self._seen))}
-        values["_wild"] = self._wild.after(loss, not failed)
+        values["_guard"] = self._guard.follow_loss(loss, not failed)
         decays = {} if failed or refused else self._rates("weight_decay")
         changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
         # all of it is known now: an error or Ctrl-C so far has changed nothing

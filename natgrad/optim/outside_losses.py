@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from natgrad.typed_torch import hook_gradient, list_numbers
 from natgrad.whole_tensors import gather_whole
 
 SHARE = 0.1  # of a block's gradient, that counts as a part: round-off in half precision stays below
-ALONE = Ranks()
 FADES = 0.9  # per measurement: an old curvature is forgotten in about ten
 
 
+@dataclass(frozen=True)
 class Outside:
     """What losses that the metric does not know of do to each block, and the curvature that was seen of them.
 
@@ -33,42 +34,113 @@ class Outside:
         levels: The curvature by parameter of the blocks that another loss reaches; those of a block are equal.
         updates: Updates of the statistics so far; at some of them it is asked whether there is such a loss, and once
             there is, at all.
+        last: The parameters and the other loss's gradient at the last measurement, by parameter.
+        warned: True once the user was told.
+    """
+
+    levels: Mapping[str, float] = field(default_factory=dict[str, float])
+    updates: int = 0
+    last: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict[str, tuple[Tensor, Tensor]])
+    warned: bool = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether the next update looks for other losses."""
+        return bool(self.levels) or is_asking(self.updates)
+
+    def damping(self, name: str, level: float) -> float:
+        """What a parameter's block gets besides its own damping, whose group's is `level` over all blocks."""
+        return level + self.levels[name] if name in self.levels else 0.0
+
+    def measure(
+        self,
+        own: OwnGradients,
+        gradients: Mapping[str, Tensor],
+        named: Mapping[str, Tensor],
+        blocks: Sequence[Sequence[str]],
+        losses: int,
+        unit: float,
+        ranks: Ranks,
+        doubt: Callable[[], None],
+    ) -> Outside:
+        """The blocks that a loss besides `opt.loss` reaches, and its curvature there.
+
+        own: what `opt.loss` put into the gradient. gradients: the whole one, in any unit: it may have been unscaled, or
+        clipped by its norm. losses: how many went backward; nothing is known unless all of them were listened to. unit:
+        what the gradients were divided by. doubt: called before the first warning of such a loss; raises where the
+        gradient has another reason.
+        """
+        known, asks = own.counted == losses, self.asks
+        asked, parts, updates = own.counted > 0 and known, own.sums, self.updates + 1
+        if ranks.size > 1 and asks:  # as all of them listen or none
+            flags = torch.tensor([float(asked), float(not known)], device=next(iter(gradients.values())).device)
+            some, unknown = list_numbers(ranks.sum(flags))
+            asked = some > 0 and not unknown
+            if asked:
+                parts = ranks.average(
+                    {n: parts[n].to(g) if n in parts else torch.zeros_like(g) for n, g in gradients.items()}
+                )
+        if not asked:
+            return replace(self, updates=updates)
+        parts = {n: parts[n].to(g) / unit if n in parts else torch.zeros_like(g) for n, g in gradients.items()}
+        scale = fit_scale(parts, gradients)
+        reached = find_outside_blocks(gradients, parts, scale, blocks)
+        plain = find_outside_blocks(gradients, parts, 1.0, blocks) if reached else []
+        if len(plain) < len(reached) or scale > 0.5:  # the other part leans on the fit: nothing was scaled
+            scale, reached = 1.0, plain
+        levels, last = dict[str, float](), dict[str, tuple[Tensor, Tensor]]()
+        for names in reached:
+            now = {n: (named[n].to(gradients[n], copy=True), gradients[n] - scale * parts[n]) for n in names}
+            faded = FADES * max(self.levels.get(name, 0.0) for name in names)
+            levels |= dict.fromkeys(names, max(curvature_between(self.last, now), faded))
+            last |= now
+        if reached and not self.warned:
+            doubt()
+            warnings.warn(
+                f"a large part of the gradient of {sorted(levels)} did not come from optimizer.loss: the metric "
+                "does not know of it, and steps are damped more there. Give all of the loss to optimizer.loss: several "
+                "outputs by ng.Heads (a KL term by ng.GaussianPosterior), a penalty on squares by l2=",
+                stacklevel=2,
+            )
+        return Outside(levels, updates, last, self.warned or bool(reached))
+
+    def save(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"levels": dict(self.levels), "last": {name: list(pair) for name, pair in self.last.items()}}
+
+    @staticmethod
+    def load(saved: Mapping[str, Any] | None, named: Mapping[str, Tensor], updates: int, warned: bool) -> Outside:
+        """From `save()`, on the parameters' devices; None in older checkpoints."""
+        if saved is None:
+            return Outside(updates=updates, warned=warned)
+        last = {
+            name: (place.to(named[name].device, copy=True), slope.to(named[name].device, copy=True))
+            for name, (place, slope) in saved["last"].items()
+            if name in named
+        }
+        return Outside(dict(saved["levels"]), updates, last, warned)
+
+
+class OwnGradients:
+    """The gradients of the losses that `opt.loss` computed, counted as they go backward: all else is outside.
+
+    Attributes:
+        sums: By parameter.
+        counted: Losses in them.
     """
 
     def __init__(self) -> None:
-        self.levels: dict[str, float] = {}
-        self.updates = 0
-        self._last: dict[str, tuple[Tensor, Tensor]] = {}
-        self._warned = False
-        self.forget_batch()
+        self.clear()
 
-    def save(self) -> dict[str, Any]:
-        """What the next steps depend on besides `updates`, as plain values and tensors."""
-        return {"levels": dict(self.levels), "last": {name: list(pair) for name, pair in self._last.items()}}
-
-    @classmethod
-    def load(cls, saved: Mapping[str, Any] | None, updates: int, named: Mapping[str, Tensor]) -> Outside:
-        """From what `save` gave, on the parameters' devices; None: an older checkpoint has nothing of it."""
-        outside = cls()
-        if saved is not None:
-            outside.updates, outside.levels = updates, dict(saved["levels"])
-            for name, (place, slope) in saved["last"].items():
-                if name in named:
-                    device = named[name].device
-                    outside._last[name] = place.to(device, copy=True), slope.to(device, copy=True)
-        return outside
-
-    def forget_batch(self) -> None:
+    def clear(self) -> None:
         """Forget the losses of a step."""
-        self._own: dict[str, Tensor] = {}
-        self._counted = 0
+        self.sums: dict[str, Tensor] = {}
+        self.counted = 0
 
     def listen(
         self, criterion: Criterion, outputs: Any, targets: Any, value: Tensor, named: Mapping[str, Tensor]
     ) -> None:
         """Take the gradient of a loss apart, at one backward pass, and count it once the loss goes backward."""
-        if not (self.levels or is_asking(self.updates)):
-            return
         wanted = {name: p for name, p in named.items() if p.requires_grad}
         scale = criterion.scale(map_tensors(outputs, torch.detach), targets)
         tensors = list(leaves(outputs))
@@ -89,86 +161,18 @@ class Outside:
         me = weakref.ref(self)
 
         def count(cotangent: Tensor) -> None:
-            outside = me()
-            if outside is not None:
-                outside.add(known, cotangent.detach())
+            own = me()
+            if own is not None:
+                own.add(known, cotangent.detach())
 
         hook_gradient(value, count)
 
     @torch.no_grad()
     def add(self, known: Mapping[str, Tensor], weight: Tensor) -> None:
         """Count a loss's gradient as part of the whole one."""
-        own = self._own
-        self._own = own | {n: weight * g + own[n] if n in own else weight * g for n, g in known.items()}
-        self._counted += 1
-
-    @torch.no_grad()
-    def measure(
-        self,
-        gradients: Mapping[str, Tensor],
-        named: Mapping[str, Tensor],
-        blocks: Sequence[Sequence[str]],
-        losses: int,
-        unit: float,
-        ranks: Ranks = ALONE,
-        doubt: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Find the blocks that a loss besides `opt.loss` reaches, and its curvature there.
-
-        Args:
-            gradients: The whole gradient, in any unit: it may have been unscaled, or clipped by its norm.
-            named: The parameters.
-            blocks: The names of each block's parameters.
-            losses: The number of losses that went backward; nothing is known unless all of them were listened to.
-            unit: What the gradients were divided by.
-            ranks: The processes whose gradients were averaged.
-            doubt: Called before the first warning of such a loss; raises where the gradient has another reason.
-        """
-        known = self._counted == losses
-        asked, own, self.updates = self._counted > 0 and known, self._own, self.updates + 1
-        if ranks.size > 1 and (self.levels or is_asking(self.updates - 1)):  # as all of them listen or none
-            flags = torch.tensor([float(asked), float(not known)], device=next(iter(gradients.values())).device)
-            some, unknown = list_numbers(ranks.sum(flags))
-            asked = some > 0 and not unknown
-            own = (
-                ranks.average({n: own[n].to(g) if n in own else torch.zeros_like(g) for n, g in gradients.items()})
-                if asked
-                else own
-            )
-        self.forget_batch()
-        if not asked:
-            return
-        own = {n: own[n].to(g) / unit if n in own else torch.zeros_like(g) for n, g in gradients.items()}
-        scale = fit_scale(own, gradients)
-        parts = find_outside_blocks(gradients, own, scale, blocks)
-        plain = find_outside_blocks(gradients, own, 1.0, blocks) if parts else []
-        if len(plain) < len(parts) or scale > 0.5:  # the other part leans on the fit: nothing was scaled
-            scale, parts = 1.0, plain
-        before, self.levels = self.levels, {}
-        last, self._last = self._last, {}
-        for names in parts:
-            now = {n: (named[n].to(gradients[n], copy=True), gradients[n] - scale * own[n]) for n in names}
-            faded = FADES * max(before.get(name, 0.0) for name in names)
-            self.levels |= dict.fromkeys(names, max(curvature_between(last, now), faded))
-            self._last |= now
-        if parts and not self._warned:
-            doubt()
-            self._warned = True
-            warnings.warn(
-                f"a large part of the gradient of {sorted(self.levels)} did not come from optimizer.loss: the metric "
-                "does not know of it, and steps are damped more there. Give all of the loss to optimizer.loss: several "
-                "outputs by ng.Heads (a KL term by ng.GaussianPosterior), a penalty on squares by l2=",
-                stacklevel=2,
-            )
-
-    def damping(self, name: str, level: float) -> float:
-        """What a parameter's block gets besides its own damping.
-
-        Args:
-            name: The parameter's.
-            level: Its group's damping in units of the mean eigenvalue over all blocks.
-        """
-        return level + self.levels[name] if name in self.levels else 0.0
+        own = self.sums
+        self.sums = own | {n: weight * g + own[n] if n in own else weight * g for n, g in known.items()}
+        self.counted += 1
 
 
 def fit_scale(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> float:

@@ -34,9 +34,10 @@ from natgrad.layers import (
 from natgrad.metrics import fisher
 from natgrad.optim.aligned_passes import AlignedPasses
 from natgrad.optim.distributed import Ranks, call_roll
-from natgrad.optim.error_size import ErrorSize, find_error_size
+from natgrad.optim.error_size import find_error_size
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.readings import Reading, Span, line_up, make_empty_pass, match_parts, sign_examples, sum_scores
+from natgrad.optim.state import Hearing
 from natgrad.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
 from natgrad.typed_torch import list_numbers
@@ -57,14 +58,11 @@ class Reader:
     those that the model adds or multiplies it takes one backward pass; of others one per example with `ExactLabels()`,
     else at most sixteen, of groups of examples.
 
+    What is known between readings is a `Hearing`, which goes in and comes out changed; the attributes of the same names
+    are that of the reading under way.
+
     Attributes:
         due: True if the next passes are read whoever is in them.
-        tried: Parameters without statistics for whose sake a pass was read that was not due: once each.
-        trusted: Claims of the layers that explain their parameters.
-        refused: Claims of those that do not.
-        readings: Their number so far.
-        errors: What is known of the unit of a regression's targets.
-        unsure: True if a layer met a zero gradient, which explains anything.
         places: Where the examples run, by the shapes of a pass's calls.
         span: Where this process's examples of the reading stand among all.
         counts: The rows of the reading, and what the loss is a mean over; 0 where that is its rows.
@@ -74,18 +72,13 @@ class Reader:
         self.model, self.structure, self.ranks = model, structure, ranks
         self.estimate, self.seed = structure.estimate, structure.seed
         self.taps, self.passes = Taps(), AlignedPasses(model, ranks)
-        self.generator: torch.Generator | None = None
         self.attach(named)
 
     def attach(self, named: Mapping[str, Tensor]) -> None:
         """Listen to the layers of these parameters."""
         self.named = dict(named)
         self.layers = ModelLayers.of(self.model, self.named)
-        self.trusted: set[str] = set()
-        self.refused: set[str] = set()
-        self.tried: set[str] = set()
-        self.readings, self.unsure = 0, False
-        self.errors: ErrorSize | None = None
+        self._begin(Hearing(), self._device)
         self.places = KnownPlaces()
         self.span: Span | None = None
         self.counts = 0, 0.0
@@ -108,46 +101,54 @@ class Reader:
         self.arm(False)  # compiled graphs keep their taps
         self.taps.take()
 
-    def generator_on(self, device: torch.device) -> torch.Generator:
-        """The private source of labels."""
-        if self.generator is None:
-            self.generator = torch.Generator(device).manual_seed(self.seed)
-        return self.generator
+    def _begin(self, hearing: Hearing, device: torch.device) -> None:
+        self.trusted, self.refused = set(hearing.trusted), set(hearing.refused)
+        self.readings, self.unsure, self.errors = hearing.readings, hearing.unsure, hearing.errors
+        self.generator = torch.Generator(device).manual_seed(self.seed)  # labels are drawn where the outputs lie
+        if hearing.labels is not None:
+            self.generator.set_state(hearing.labels)
 
-    def by_names(self, trusted: Set[str] | None = None) -> dict[tuple[str, ...], Layer]:
-        """The trusted layers, by their parameters' names. trusted: others' claims than this reader's."""
-        claims = self.trusted if trusted is None else trusted
-        return {layer.layout.names: layer for layer in self.layers.by_key.values() if claims >= set(layer.claims)}
+    def layers_by_names(self, trusted: Set[str]) -> dict[tuple[str, ...], Layer]:
+        """The layers all of whose claims are trusted, by their parameters' names."""
+        return {layer.layout.names: layer for layer in self.layers.by_key.values() if trusted >= set(layer.claims)}
 
     def read(
-        self, criterion: Criterion, outputs: Any, targets: Any, recall: Recall, apart: Estimate | None = None
-    ) -> Reading | None:
-        """The statistics of the pass that made these outputs. Its graph is kept, `.grad` is not touched.
+        self,
+        hearing: Hearing,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        recall: Recall,
+        apart: Estimate | None = None,
+    ) -> tuple[Reading | None, Hearing]:
+        """The statistics of the pass that made these outputs, and what is known after it.
 
-        apart: how labels for measurements are drawn, None where the statistics' own do. With several processes: this
-        one's part of them. None where another process's loss was not finite.
+        Its graph is kept, `.grad` is not touched. apart: how labels for measurements are drawn, None where the
+        statistics' own do. With several processes: this one's part of them. No reading where another process's loss was
+        not finite: a process that could not read drew nothing.
         """
-        self.span, before = None, None if self.generator is None else self.generator.get_state()
+        self.span = None
+        self._begin(hearing, next(leaves(outputs)).device)
         own, answers = self._own(criterion, outputs, targets, recall, apart)
-        found = self._agree_on_reading(own, answers)
-        if found is None:  # a process that could not read drew nothing
-            self.generator = None if before is None else self.generator_on(self._device).set_state(before)
-        return found
+        reading = self._agree_on_reading(own, answers)
+        labels = hearing.labels if reading is None else self.generator.get_state()
+        trusted, refused = frozenset(self.trusted), frozenset(self.refused)
+        known = replace(hearing, trusted=trusted, refused=refused, labels=labels)
+        return reading, replace(known, readings=self.readings, unsure=self.unsure, errors=self.errors)
 
-    def wants(self, unread: Set[str], outputs: Any) -> bool:
+    def wants(self, hearing: Hearing, unread: Set[str], outputs: Any) -> tuple[bool, Hearing]:
         """Whether this pass is read: it is due, or uses parameters without statistics. All processes say the same.
 
         A head, an expert or a loss whose turn comes in step with the intervals would never be read otherwise.
         """
         if self.due:
-            return True
-        names = sorted(unread - self.tried)
+            return True, hearing
+        names = sorted(unread - hearing.tried)
         used = find_used([t.grad_fn for t in leaves(outputs)], {name: self.leaves[name] for name in names})
         if self.ranks.size > 1 and names:
             flags = self.ranks.sum(torch.tensor([float(name in used) for name in names], device=self._device))
             used = {name for name, flag in zip(names, list_numbers(flags), strict=True) if flag}
-        self.tried |= used
-        return bool(used)
+        return bool(used), replace(hearing, tried=hearing.tried | used)
 
     def forgo(self, value: Tensor, kept: bool) -> None:
         """Let a pass go that is not read. kept: True if another loss of it may follow."""
@@ -208,7 +209,7 @@ class Reader:
 
     def _pass_over(self, apart: Estimate | None) -> Reading:
         """Nothing of a batch without rows; the shared source of labels moves as on the other processes."""
-        span, shared = self._line_up(0, 0), self.generator_on(self._device)
+        span, shared = self._line_up(0, 0), self.generator
         seed, squares = (2**62, 1), not self._named_by_layers()
         draws = [] if isinstance(self.estimate, (ExactLabels, Empirical)) else [seed]
         if squares and not isinstance(self.estimate, Sampled):
@@ -229,7 +230,7 @@ class Reader:
         asking: bool,
     ) -> tuple[Pass, int, list[list[Tensor | None]]]:
         """The pass with the derivatives at its taps, how many cotangents are the statistics', and all slopes."""
-        held = set[str]() if asking else {name for names in self.by_names() for name in names}
+        held = set[str]() if asking else {name for names in self.layers_by_names(self.trusted) for name in names}
         watched = {name: p for name, p in self.leaves.items() if name not in held and p.requires_grad}
         examples, calls = self._place_calls(criterion, outputs, rows, calls, recall)
         drawn = [self._cotangents(self.estimate, criterion, outputs, targets, examples)]
@@ -296,7 +297,7 @@ class Reader:
         if self._named_by_layers():
             generator = torch.Generator()
         else:  # the shared source moves alike in all processes
-            shared = self.generator_on(rows.device)
+            shared = self.generator
             seed = int(torch.randint(2**62, (), generator=shared, device=shared.device))
             generator = torch.Generator().manual_seed(seed + self.ranks.rank)
         self.passes.align(bool(names), examples.count)
@@ -370,7 +371,7 @@ class Reader:
         weights = criterion.weights(tree, targets)
         rows = family.rows(tree)
         with torch.no_grad():
-            shared = self.generator_on(rows.device)
+            shared = self.generator
             # these draw nothing: the shared source stands where that of one process would
             generator = shared if isinstance(estimate, (ExactLabels, Empirical)) else self.ranks.generator(shared)
             return list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, slope), generator))
@@ -382,7 +383,7 @@ class Reader:
         found = found + [torch.zeros_like(found[0])] * (span.cotangents - len(found))
         if self._named_by_layers():
             return found
-        return [sign_examples(cotangent, examples, self.generator_on(cotangent.device), span) for cotangent in found]
+        return [sign_examples(cotangent, examples, self.generator, span) for cotangent in found]
 
     def _line_up(self, count: int, cotangents: int) -> Span:
         """Where this process's examples stand among all, asked once per reading, and before anything can fail."""
@@ -417,7 +418,7 @@ class Reader:
                 self.named,
                 Labelled(data.inputs, data.targets),
                 self.estimate,
-                self.ranks.generator(self.generator_on(self._device)),
+                self.ranks.generator(self.generator),
                 random=last.random,
                 trusted=self.trusted or None,
             )

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from natgrad.damping import Damping
-from natgrad.optim.accidents import OnTrouble
+from natgrad.optim.guard import OnTrouble
 from natgrad.pure import Select
 from natgrad.rules import Rule
 from natgrad.solvers import Solver
@@ -52,9 +52,6 @@ class BlockOptions(TypedDict, total=False):
             inverses go to all, and nothing is sent between updates. "memory": statistics, inverses and mean gradients
             stay with their owners, who send the directions at every step. "auto": "speed" while the state takes less
             than 4 GiB; a number is another such bound, in bytes.
-        node_size: Processes of a node, such as LOCAL_WORLD_SIZE or a mesh's inner dimension: every block then has an
-            owner in each node, so that inverses or directions stay within nodes, and statistics alone go between them.
-            None: one owner among all processes.
         train_in_eval: True reads passes in evaluation mode too, to train with dropout off and batch norm frozen;
             evaluate under `torch.no_grad()` then.
         on_trouble: What a step does whose loss or gradient is not finite, or whose loss is more than ten times the
@@ -76,7 +73,6 @@ class BlockOptions(TypedDict, total=False):
     params: Iterable[Any] | None
     group: Any
     share: str | int
-    node_size: int | None
     train_in_eval: bool
     on_trouble: OnTrouble
 
@@ -99,7 +95,6 @@ class BlockSettings:
     params: Iterable[Any] | None = None
     group: Any = None
     share: str | int = "auto"
-    node_size: int | None = None
     train_in_eval: bool = False
     on_trouble: OnTrouble = "skip"
 

@@ -15,7 +15,6 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.flat_step import verdict
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.objective import Called, Objective, Reclose, replay_losses
-from natgrad.optim.schedule import Clock
 from natgrad.pure import run_uncompiled
 from natgrad.rules import Parts, Quadratic, Step, Vector
 from natgrad.spaces import Space
@@ -105,38 +104,12 @@ def objective_of_blocks(
     return Reclose(model, called.closure, recall, params, space, called.value, called.random)
 
 
-class Judge:
-    """Decides from time to time whether a step is taken, and how much damping the next ones have.
-
-    Args:
-        damping: A strategy, or a number for `Relative(number, per="block")`.
-    """
-
-    def __init__(self, damping: float | Damping) -> None:
-        self.damping = as_block_damping(damping)
-        self.strategy = self.damping if self.damping.needs_ratio else None
-
-    def judge(self, model: Quadratic, step: Step, loss_at: PooledLoss) -> tuple[float, bool]:
-        """True over predicted change, and whether the step is refused: it raised the loss, or lost it."""
-        assert self.strategy is not None
-        change = loss_at.change(step.vector)
-        ratio, refused = verdict(
-            self.strategy.predict_change(float(model.change(step)), float(model.slope(step))), change
-        )
-        return ratio, refused or change > 0
-
-    def due(self, clock: Clock) -> bool:
-        """Whether this step is judged."""
-        return self.strategy is not None and clock["step"] - clock["judged"] >= (self.strategy.every or EVERY)
-
-    def adapt(self, groups: list[dict[str, Any]], clock: Clock, ratio: float, refused: bool) -> None:
-        """Every group's damping for the next steps. After a refusal new inverses have it, and are judged, at once."""
-        assert self.strategy is not None
-        for group in groups:
-            group["damping"] = self.strategy.update(float(group["damping"]), ratio)
-        clock["judged"] = clock["step"]
-        if refused:
-            clock |= {"judged": -(self.strategy.every or EVERY), "inverted": -1, "refused": clock["refused"] + 1}
+def judge_step(damping: Damping, model: Quadratic, step: Step, loss_at: PooledLoss) -> tuple[float, bool]:
+    """True over predicted change, and whether the step is refused: it raised the loss, or lost it."""
+    change = loss_at.change(step.vector)
+    predicted = damping.predict_change(float(model.change(step)), float(model.slope(step)))
+    ratio, refused = verdict(predicted, change)
+    return ratio, refused or change > 0
 
 
 def replaying(model: nn.Module, recall: Recall) -> AbstractContextManager[Any]:

@@ -17,14 +17,13 @@ class SharingReport:
         share: "alone", "speed" or "memory"; "auto" before the first statistics.
         ranks: The processes.
         rank: This one's number.
-        owners: By block, the number of the process that inverts it, counted within a node with `node_size=`.
+        owners: By block, the number of the process that inverts it.
         inversions: Sum of n^3 over the matrices of this process's blocks.
         all_inversions: The same over all blocks.
         done: Sum of n^3 over all inversions that this process made so far.
         state_bytes: Of the tensors that this process remembers between steps.
         sent_bytes: Of messages so far, by what they are: "statistics" and "inverses" at updates; "directions" at every
             step with "memory"; "scalars" are counts and sums.
-        far_bytes: Of these, what goes between nodes, with `node_size=`.
         messages: The number of messages so far, by what they are.
     """
 
@@ -37,7 +36,6 @@ class SharingReport:
     done: float
     state_bytes: int
     sent_bytes: Mapping[str, int]
-    far_bytes: Mapping[str, int]
     messages: Mapping[str, int]
 
 
@@ -60,9 +58,9 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
     """
     if not isinstance(optimizer, StructuredNaturalGradient):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected ng.kfac or its like, which have blocks")
-    blocks = optimizer._blocks  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
-    owners = blocks.owners
-    tensors = {t.data_ptr(): t for kept in optimizer.state.values() for t in leaves(kept)}
+    owners = optimizer._choices.averages.owners  # pyright: ignore[reportPrivateUsage] (a report of the folder's own)
+    kept = optimizer._state.by_parameter()  # pyright: ignore[reportPrivateUsage]
+    tensors = {t.data_ptr(): t for t in leaves(kept)}
     return SharingReport(
         share=owners.share if owners.is_shared else "alone",
         ranks=owners.ranks.size,
@@ -70,9 +68,8 @@ def report_sharing(optimizer: StructuredNaturalGradient) -> SharingReport:
         owners=dict(owners.of),
         inversions=sum(cost.work for key, cost in owners.costs.items() if owners.solves(key)),
         all_inversions=sum(cost.work for cost in owners.costs.values()),
-        done=blocks.work,
+        done=owners.done,
         state_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
-        sent_bytes=owners.count_bytes(),
-        far_bytes=owners.count_bytes(far=True),
-        messages=owners.count_messages(),
+        sent_bytes=dict(owners.ranks.sent),
+        messages=dict(owners.ranks.messages),
     )

@@ -125,11 +125,10 @@ def show(value: float | str | None) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def state_report(told: Mapping[str, Any], clock: Mapping[str, int]) -> StateReport:
-    """From what a structured step told, as tensors of one number, and its clock."""
+def state_report(told: Mapping[str, Any], step: int, failures: int, refused: int) -> StateReport:
+    """From what a structured step told, as tensors of one number, and the counts."""
     numbers = {key: float(value) for key, value in told.items()}
-    step = clock["step"]
     skipped = "refused" if "ratio" in numbers else "skipped" if step else "no step yet"
     known: dict[str, Any] = {"rate": 0.0 if step else math.nan} | numbers
     status = "stepped" if "kl" in numbers else skipped
-    return StateReport(step=step, status=status, failures=clock["failures"], refused=clock["refused"], **known)
+    return StateReport(step=step, status=status, failures=failures, refused=refused, **known)

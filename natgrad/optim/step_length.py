@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from natgrad.families import Bernoulli, Categorical, Criterion, Gaussian, Huber,
 from natgrad.layers import Heard, Seen
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.readings import Reading
+from natgrad.optim.state import Length
 from natgrad.typed_torch import as_tensor_like, list_numbers
 
 SMALLEST, LARGEST = 1.0, 1e8  # below 1 the damping shortens a step, and that is what it is for
@@ -19,61 +21,37 @@ FEWEST = 64  # examples that a measurement takes, if the pass has as many
 PART = 4  # of the examples of a larger pass, one in so many
 
 
-class Stride:
-    """The ratio of the true d^T G d to the d^T m that a block-diagonal metric promises for d = G~^-1 m.
+def measure_ratio(
+    length: Length,
+    sample: Reading,
+    steps: Mapping[str, Tensor],
+    promised: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    ranks: Ranks,
+    penalty: Tensor | float = 0.0,
+) -> Length:
+    """The ratio of the true d^T G d to the d^T m that a block-diagonal metric promises for d = G~^-1 m, measured anew.
 
     Blocks leave out what layers do to each other, and factors what inputs and derivatives have in common: on
     classifiers and autoencoders the true form was .2 to 190 times the promised one, and not the same at the end as at
-    the start. The minimum of the quadratic model along d is at m^T d / d^T G d = 1 / ratio.
+    the start. The minimum of the quadratic model along d is at m^T d / d^T G d = 1 / ratio. A form that is not finite
+    makes the steps from here on shorter by a factor of ten.
 
-    ratio: None before the first measurement, which then counts as 1. Below 1 the damping shortens a step.
-    sample: what the step's pass told, for the measurement of this step.
-    falls: True if the last measurement found far less than the ratio that it left, which falls by half at most.
+    sample: a part of the step's pass. steps: d, by name. promised: the steps' d^T m, by parameter as they are. penalty:
+    what the form has besides the metric.
     """
-
-    def __init__(self) -> None:
-        self.ratio: Tensor | None = None
-        self.falls = False
-        self.sample: Reading | None = None
-
-    def measure(
-        self,
-        steps: Mapping[str, Tensor],
-        promised: Mapping[str, Tensor],
-        named: Mapping[str, Tensor],
-        ranks: Ranks,
-        penalty: Tensor | float = 0.0,
-    ) -> None:
-        """Take the ratio from the sample, if there is one.
-
-        A form that is not finite makes the steps from here on shorter by a factor of ten.
-
-        Args:
-            steps: d, by name.
-            promised: The steps' d^T m, by parameter as they are.
-            named: The parameters.
-            ranks: The processes that train the model.
-            penalty: What the form has besides the metric.
-        """
-        sample, self.sample = self.sample, None
-        if sample is None:
-            return
-        found, whole = pool_form(sample, steps, promised, named, ranks)
-        found = found + sum_rows(sample) * penalty
-        before = self.ratio
-        fresh = found / whole
-        self.falls = before is not None and bool(fresh < SLOWEST**2 * before)
-        if before is not None:
-            # a few examples carry the metric of a network that is nearly right, and a pass may miss them
-            fresh = torch.maximum(fresh, SLOWEST * before)
-        last = torch.ones_like(whole) if before is None else before
-        fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=SMALLEST))
-        # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
-        self.ratio = torch.where((found == 0) | ~(whole > 0), last, fresh).clamp(max=LARGEST)
-
-    def known_ratio(self, like: Tensor) -> Tensor:
-        """What a step's length is divided by: the ratio, at least 1, on the device of `like`."""
-        return torch.ones_like(like) if self.ratio is None else self.ratio.to(like).clamp(min=SMALLEST)
+    form, whole = pool_form(sample, steps, promised, named, ranks)
+    form = form + sum_rows(sample) * penalty
+    before, fresh = length.ratio, form / whole
+    falls = before is not None and bool(fresh < SLOWEST**2 * before)
+    if before is not None:
+        # a few examples carry the metric of a network that is nearly right, and a pass may miss them
+        fresh = torch.maximum(fresh, SLOWEST * before)
+    last = torch.ones_like(whole) if before is None else before
+    fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=SMALLEST))
+    # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
+    ratio = torch.where((form == 0) | ~(whole > 0), last, fresh).clamp(max=LARGEST)
+    return replace(length, ratio=ratio, falls=falls)
 
 
 def measure_form(

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import change_state, kept_of, record_readings
 from models import CASES, Case, assert_close, build_seeded
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import natgrad as ng
-from natgrad.optim.pass_statistics import Reading
+from natgrad.optim.readings import Reading
 
 # torch's own tracing of any autograd function makes an instance of the base class, which warns
 # and reads .grad of the inputs of a compiled part
@@ -50,10 +51,8 @@ def iterate(opt: Any, model: Any, x: Any = X, y: Any = Y) -> Tensor:
 def reading(opt: Any, model: Any, inputs: Any, targets: Any) -> Reading:
     """What the optimizer reads in one pass."""
     found: list[Reading] = []
-    take = opt._blocks.take
-    opt._blocks.take = lambda one, decay: found.append(one) or take(one, decay)
+    record_readings(opt, found)
     opt.loss(model(inputs), targets)
-    opt._blocks.take = take
     return found[0]
 
 
@@ -152,7 +151,7 @@ def test_one_forward_and_nobody_s_gradients():
     torch.manual_seed(5)
     CE(twin(X), Y).backward()
     opt.loss(called(X), Y)  # the first reading compares gradients: hooks on parameters run
-    opt._outside.updates = 1  # so do all readings of the first update
+    change_state(opt, "outside", updates=1)  # so do all readings of the first update
     seen.clear()
     torch.manual_seed(5)
     passes.clear()
@@ -231,7 +230,7 @@ def test_autocast_inside_a_compiled_model():
         loss.backward()
         opt.step()
     assert {row.structure for row in opt.report()} == {"Kronecker"}
-    held = [t for p in model.parameters() for t in opt.state[p].get("totals", {}).values()]
+    held = [t for p in model.parameters() for t in kept_of(opt, p).get("totals", {}).values()]
     assert all(t.dtype == torch.float32 and bool(t.isfinite().all()) for t in held)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from engine_state import kept_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -81,5 +82,5 @@ def test_an_optimizer_takes_the_exact_squares():
         for label in range(2):
             (g,) = torch.autograd.grad(-logits[i].log_softmax(0)[label], net.place, retain_graph=True)
             squares = squares + p[i, label].detach() * g.square() / 40
-    state = opt.state[net.place]
+    state = kept_of(opt, net.place)
     assert_close(state["totals"]["squares"] / state["weight"], squares)

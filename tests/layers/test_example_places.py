@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from engine_state import blocks_of, metric_of, state_of
 from models import F64, assert_close, build_seeded, draw, reference_jacobian
 from torch import Tensor, nn
 
@@ -153,8 +154,8 @@ def read_diagonal(model: nn.Module, structure: Layerwise, x: Tensor, criterion: 
     classes = isinstance(criterion, nn.CrossEntropyLoss)
     optimizer.loss(outputs, torch.zeros_like(outputs.movedim(1, -1)[..., 0].long() if classes else outputs)).backward()
     found = {}
-    for block in optimizer._blocks:
-        matrix = optimizer._blocks.operator(block).diagonal().view(block.layout.matrix_shape)
+    for block in blocks_of(optimizer):
+        matrix = metric_of(optimizer, block).diagonal().view(block.layout.matrix_shape)
         found |= block.layout.split(matrix)
     optimizer.detach()
     return torch.cat([found[name].reshape(-1) for name, _ in model.named_parameters()]).to(F64)
@@ -329,9 +330,9 @@ def test_a_second_use_that_was_hidden_at_first_is_found(structure, gate, bias):
     model = build_seeded(lambda: Shared(gate, bias))
     optimizer = optimizer_on(model, structure(0.9))
     train(model, optimizer, 1)
-    assert "inner.weight" in {name for block in optimizer._blocks for name in block.layout.names}
+    assert "inner.weight" in {name for block in blocks_of(optimizer) for name in block.layout.names}
     train(model, optimizer, 8)
-    held = {block.layer.layout.names for block in optimizer._blocks if block.layer is not None}
+    held = {block.layer.layout.names for block in blocks_of(optimizer) if block.layer is not None}
     assert not any("inner.weight" in names for names in held)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
@@ -358,7 +359,7 @@ def test_layers_that_explain_their_weight_stay_trusted_when_asked_again():
         outputs = model(draw(3, 2, E))
         optimizer.loss(outputs.flatten(0, 1), torch.zeros(6, dtype=torch.long)).backward()
         optimizer.step()
-    assert not optimizer._reader.refused
+    assert not state_of(optimizer).hearing.refused
     assert {row.structure for row in optimizer.report()} == {"Kronecker"}
 
 

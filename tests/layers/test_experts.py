@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of, metric_of
 from models import F64, assert_close, draw
 from optim_models import CE, deep, flat
 from pass_readings import iterate, readings
@@ -91,7 +92,7 @@ def apart() -> Apart:
 
 def blocks(opt: Any) -> dict[str, Tensor]:
     """Every parameter's block of the metric, dense."""
-    return {name: opt._blocks.operator(b).dense() for b in opt._blocks for name in b.layout.names[:1]}
+    return {name: metric_of(opt, b).dense() for b in blocks_of(opt) for name in b.layout.names[:1]}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -159,10 +160,10 @@ def test_an_expert_without_tokens_stays_finite():
     model = Routed().double()
     opt = ng.StructuredNaturalGradient(model, CE, structure)
     iterate(opt, model, X, LABELS)
-    before = opt._blocks.operator(next(iter(opt._blocks))).right.clone()
+    before = metric_of(opt, blocks_of(opt)[0]).right.clone()
     model.used = [0, 2]
     iterate(opt, model, X, LABELS)
-    after = opt._blocks.operator(next(iter(opt._blocks))).right
+    after = metric_of(opt, blocks_of(opt)[0]).right
     assert bool(torch.isfinite(after).all())
     assert opt.state_report().failures == 0
     # y = x W: the right factor is that of the derivatives; expert 1 was not used again, and keeps its mean

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of, kept_of
 from models import CASES, F64, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, deep, flat, net, same
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ def test_a_head_of_many_words_is_cut_where_it_is_read_and_where_it_is_counted(st
     opt.loss(model(x), x).backward()
     opt.step()
     assert {row.parameter: row.structure for row in opt.report()}["1.weight"].endswith("(left in 9 blocks)")
-    layer = next(block.layer for block in opt._blocks if "1.weight" in block.layout.names)
+    layer = next(block.layer for block in blocks_of(opt) if "1.weight" in block.layout.names)
     assert layer is not None
     assert opt.structure.inverted_sizes(layer)[0] == (9, 234)
 
@@ -249,7 +250,7 @@ def test_a_vocabulary_head_within_its_budget():
     opt = ng.StructuredNaturalGradient(model, CE, ng.Kronecker(0.9, factored=True, budget=2**19))
     losses = [iterate(opt, model, tokens, tokens[:, 0]) for _ in range(8)]
     assert losses[-1] < losses[0]
-    left = opt.state[model[2].weight]["totals"]["left"]
+    left = kept_of(opt, model[2].weight)["totals"]["left"]
     assert left.shape == (4, 1, 175, 175)
     assert left.numel() * 4 <= 2**19
     assert {row.parameter: row.structure for row in opt.report()}["2.weight"] == "Kronecker (left in 4 blocks)"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import kept_of, state_of
 from layer_blocks import assert_blocks, place
 from models import CASES as ALL_CASES
 from models import TOKENS, Case, assert_close, draw, reference_metric
@@ -201,7 +202,11 @@ def test_only_what_is_no_product_gets_its_diagonal(name: str):
     iterate(opt, model, INPUTS, LABELS)
     found = {row.parameter for row in opt.report() if row.structure != "Kronecker"}
     assert found == DIAGONALS.get(name, set())
-    assert found == {n for n in params if n not in {m for layer in opt._reader.by_names() for m in layer}}
+    assert found == {
+        n
+        for n in params
+        if n not in {m for layer in opt._reader.layers_by_names(state_of(opt).hearing.trusted) for m in layer}
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -313,7 +318,7 @@ def test_autocast_reads_float32_factors():
         loss.backward()
         opt.step()
     assert {row.structure for row in opt.report()} == {"Kronecker"}
-    held = [t for p in model.parameters() for t in opt.state[p].get("totals", {}).values()]
+    held = [t for p in model.parameters() for t in kept_of(opt, p).get("totals", {}).values()]
     assert all(t.dtype == torch.float32 for t in held)
 
 
@@ -331,10 +336,10 @@ def test_a_matrix_with_another_use_keeps_what_it_has():
     model, other = Other().double(), Other().double()
     opt = ng.kfac(model, CE)
     iterate(opt, model, INPUTS, LABELS)
-    kept = deep(opt.state[model.matrix]["totals"])
+    kept = deep(kept_of(opt, model.matrix)["totals"])
     model.twice = other.twice = True
     iterate(opt, model, INPUTS, LABELS)
-    assert same(deep(opt.state[model.matrix]["totals"]), kept)
+    assert same(deep(kept_of(opt, model.matrix)["totals"]), kept)
     diagonal = ng.kfac(other, CE)
     iterate(diagonal, other, INPUTS, LABELS)
     assert [row.structure for row in diagonal.report()] == ["Diagonal"]

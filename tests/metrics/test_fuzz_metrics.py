@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of, metric_of
 from fuzz_nets import Net, nets
 from hypothesis import given
 from hypothesis import strategies as st
@@ -265,8 +266,8 @@ def test_fuzz_an_optimizer_reads_the_diagonal_by_definition(net: Net, name: str)
     labels = outputs.movedim(1, -1)[..., 0].long() if name == "CrossEntropyLoss" else outputs
     optimizer.loss(outputs, torch.zeros_like(labels.detach())).backward()
     found: dict[str, Tensor] = {}
-    for block in optimizer._blocks:
-        matrix = optimizer._blocks.operator(block).diagonal().view(block.layout.matrix_shape)
+    for block in blocks_of(optimizer):
+        matrix = metric_of(optimizer, block).diagonal().view(block.layout.matrix_shape)
         found |= block.layout.split(matrix)
     optimizer.detach()
     zeros = {key: torch.zeros_like(p) for key, p in model.named_parameters()}  # of what nothing reaches

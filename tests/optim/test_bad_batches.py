@@ -13,7 +13,7 @@ from models import build_seeded, draw
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.accidents import find_cut
+from natgrad.optim.guard import Guard
 from natgrad.pure import leaves
 
 BLOCKS = [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng]
@@ -125,14 +125,14 @@ def test_one_bad_batch_of_any_kind_costs_little(recipe: Any, net: str, classes: 
     for kind in BAD.keys() - set(LEFT_OUT):
         model, opt = train(recipe, net, classes, STEPS, {step: kind})
         assert all(torch.isfinite(p).all() for p in model.parameters()), kind
-        state = [t for numbers in opt.state.values() for t in leaves(dict(numbers)) if t.is_floating_point()]
+        state = [t for numbers in opt._by_parameter().values() for t in leaves(dict(numbers)) if t.is_floating_point()]
         assert all(torch.isfinite(t).all() for t in state), kind
         assert held_out_loss(model, classes) < 2.5 * clean_loss(recipe, net, classes) + 0.02, kind
 
 
 def numbers_of(opt: Any) -> list[Tensor]:
     """All tensors that a run goes on with."""
-    return [t.clone() for numbers in opt.state.values() for t in leaves(dict(numbers))]
+    return [t.clone() for numbers in opt._by_parameter().values() for t in leaves(dict(numbers))]
 
 
 @pytest.mark.parametrize("kind", LEFT_OUT)
@@ -156,7 +156,7 @@ def test_targets_that_are_not_finite_raise_on_demand(recipe: Any):
 
 def totals_of(opt: Any) -> list[Tensor]:
     """The running statistics."""
-    return [t.clone() for numbers in opt.state.values() for t in leaves(numbers.get("totals", {}))]
+    return [t.clone() for _, numbers in sorted(opt._by_parameter().items()) for t in leaves(numbers.get("totals", {}))]
 
 
 @pytest.mark.parametrize("kind", ["inputs x 1e6", "a row x 1e4", "one row x 1e4"])
@@ -213,20 +213,20 @@ def test_running_statistics_that_a_pass_has_spoilt_are_named():
 def test_one_odd_batch_does_not_turn_the_run_to_spectral_steps():
     """Its gradient is many times longer than those before, and passed for noise."""
     _, opt = train(ng.kfac, "dense", True, 26, {20: "constant inputs"})
-    assert opt._clock["turned"] < 0
+    assert opt._state.noise.turned < 0
 
 
 def test_a_gradient_is_cut_to_three_times_those_before():
-    sizes, factors = [0.0, 0.0], []
+    guard, factors = Guard(), []
     for step in range(40):
         length = 100.0 if step == 20 else 1.0
-        factor, sizes = find_cut(sizes, length, step)
+        factor, guard = guard.cut_gradient(length, step)
         factors.append(factor)
     assert factors[20] == pytest.approx(0.03)
     assert [step for step, factor in enumerate(factors) if factor < 1] == [20]
-    sizes = [0.0, 0.0]
+    guard = Guard()
     for step in range(80):  # a third more with each step is never cut
-        factor, sizes = find_cut(sizes, 1.3**step, step)
+        factor, guard = guard.cut_gradient(1.3**step, step)
         assert factor == 1
 
 

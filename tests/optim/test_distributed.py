@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import kept_of
 from models import assert_close, build_seeded, draw
 from optim_models import CE, flat, net
 from process_ranks import run_ranks
@@ -215,7 +216,7 @@ def looked_up() -> dict[str, Any]:
     for step in range(4):
         model.use = not (distributed.is_initialized() and distributed.get_rank() == 0 and step < 2)
         train(opt, outer, steps=1)
-    left = opt.state[model.table]["totals"]["left"]
+    left = kept_of(opt, model.table)["totals"]["left"]
     return {"flat": flat(model), "left": left}
 
 

@@ -110,8 +110,8 @@ def older(opt: Optimizer) -> dict[str, Any]:
     state = copy.deepcopy(opt.state_dict())
     extra = {key: value for key, value in state["natgrad"].items() if key not in ("shapes", "structure", "format")}
     groups = [{key: value for key, value in group.items() if key != "natgrad"} for group in state["param_groups"]]
-    plain = copy.deepcopy(torch.optim.Optimizer.state_dict(opt)["state"])
-    kept = {i: numbers for i, numbers in plain.items() if numbers}
+    plain = copy.deepcopy(opt._by_parameter())
+    kept = {i: plain[name] for i, (name, _) in enumerate(name_positions(opt)) if plain.get(name)}
     return {"state": kept, "param_groups": groups, "natgrad": extra}
 
 

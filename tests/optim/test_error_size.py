@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import state_of
 from optim_models import train_batches
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ def test_layers_whose_outputs_are_the_models_are_found(
     opt = ng.kfac(model, criterion)
     x = draw(8, 4)
     train_batches(opt, model, [(x, draw(*model(x).shape))])
-    found = opt._reader.errors
+    found = state_of(opt).hearing.errors
     assert found == ErrorSize(names, entries, opt.criterion.errors)
     assert ErrorSize.load(found.save(), opt.criterion) == found
 
@@ -91,7 +92,7 @@ def test_only_regressions_have_errors_with_a_size() -> None:
     model = dense(3)
     opt = ng.kfac(model, nn.CrossEntropyLoss())
     train_batches(opt, model, [(draw(8, 4), torch.arange(8) % 3)])
-    assert opt._reader.errors is None
+    assert state_of(opt).hearing.errors is None
     assert trace_reshapes(draw(2)) == []
 
 

@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of, change_state, kept_of
 from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.layers import Seen
-from natgrad.optim.running_averages import mean_positions
 from natgrad.rules import SpectralDescent
 from natgrad.rules.block_point import BlockPoint
 
 F64 = torch.float64
 OUTPUTS, INPUTS = 16, 20
+
+
+def mean_positions(numbers: dict[str, Any]) -> float:
+    """Examples times positions of a step; infinite where nothing is known."""
+    return numbers["positions"] / numbers["readings"] if "readings" in numbers else math.inf
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -67,14 +72,14 @@ def test_a_step_of_few_rows_is_shorter(rows: int) -> None:
 def test_micro_batches_count_as_one_step(parts: int) -> None:
     model = nn.Linear(INPUTS, OUTPUTS, dtype=F64)
     opt = train(model, draw(8, INPUTS), torch.arange(8) % OUTPUTS, parts, steps=3)
-    numbers = opt.state[model.weight]
+    numbers = kept_of(opt, model.weight)
     assert numbers["positions"] / numbers["readings"] == pytest.approx(8)
 
 
 def test_positions_of_images_and_texts_count() -> None:
     image = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4)).double()
     opt = train(image, draw(7, 3, 6, 6), torch.arange(7) % 4)
-    found = [opt.state[image[i].weight] for i in (0, 3)]
+    found = [kept_of(opt, image[i].weight) for i in (0, 3)]
     assert [one["positions"] / one["readings"] for one in found] == [7 * 36, 7]
 
     text = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)).double()
@@ -82,7 +87,7 @@ def test_positions_of_images_and_texts_count() -> None:
     tokens = torch.arange(20).view(4, 5) % 9
     model.loss(text(tokens).transpose(1, 2), tokens).backward()
     model.step()
-    assert model.state[text[1].weight]["positions"] == 20
+    assert kept_of(model, text[1].weight)["positions"] == 20
 
 
 def test_groups_that_see_some_count_their_mean() -> None:
@@ -99,14 +104,14 @@ def test_rows_are_saved_and_older_checkpoints_learn_them() -> None:
     def resume() -> dict[str, Any]:
         fresh = ng.kfac(other := copy.deepcopy(model), nn.CrossEntropyLoss(), rule=SpectralDescent())
         fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
-        loaded = dict(fresh.state[other.weight])
+        loaded = kept_of(fresh, other.weight)
         fresh.loss(other(x), y).backward()
         fresh.step()
-        return {"loaded": loaded, "stepped": dict(fresh.state[other.weight])}
+        return {"loaded": loaded, "stepped": kept_of(fresh, other.weight)}
 
     assert mean_positions(resume()["loaded"]) == pytest.approx(6)
-    for entry in ("positions", "readings"):
-        del opt.state[model.weight][entry]
+    block = blocks_of(opt)[0]
+    change_state(opt, blocks={block.key: replace(block, positions=0.0, readings=0.0)})
     older = resume()
     assert mean_positions(older["loaded"]) == math.inf  # the whole length
     assert mean_positions(older["stepped"]) == pytest.approx(6)
@@ -118,7 +123,7 @@ def test_inputs_are_whitened_as_far_as_rows_tell(rows: int) -> None:
     x = draw(rows, INPUTS) @ torch.diag(torch.logspace(-2, 1, INPUTS, dtype=F64))
     model = nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=F64)
     opt = train(model, x, torch.arange(rows) % OUTPUTS, damping=damping, scarce=scarce)
-    kept = opt.state[model.weight]
+    kept = kept_of(opt, model.weight)
     moment, root = x.T @ x / rows, kept["prepared"]["inputs"]
     ridge = max(damping, scarce * INPUTS / rows)
     expected = torch.linalg.inv(INPUTS * moment / moment.trace() + ridge * torch.eye(INPUTS, dtype=F64))

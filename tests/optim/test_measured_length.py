@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import read_pass
 from models import CASES, F64, assert_close, build_seeded, draw
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, net
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ import natgrad as ng
 from natgrad.layers.hearing import Heard
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.pass_statistics import Reading
-from natgrad.optim.step_length import FEWEST, PART, SLOWEST, Stride, form_along, sample_examples
+from natgrad.optim.state import Length
+from natgrad.optim.step_length import FEWEST, PART, SLOWEST, form_along, measure_ratio, sample_examples
 from natgrad.rules.quadratic import SLACK
 
 WARM = ng.MeasuredLength().warm
@@ -51,7 +53,7 @@ def read(opt: Any, model: nn.Module, inputs: Any, targets: Any) -> Reading:
     """What the optimizer reads in one pass."""
     outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     opt._recall.record_loss(opt.criterion, outputs, targets, outputs.sum())
-    reading = opt._reader.read(opt.criterion, outputs, targets, opt._recall)
+    reading = read_pass(opt, outputs, targets)
     assert reading is not None
     return reading
 
@@ -113,7 +115,7 @@ def test_blocks_that_promise_too_little_are_seen_through():
     opt = ng.kfac(model, nn.MSELoss(), estimate=EXACT, momentum=0.0, rule=ng.MeasuredLength(math.inf, math.inf))
     metric = ng.fisher(model, nn.MSELoss()).at(ng.trainable(model), x)
     step = move(opt, model, x, y)
-    assert opt._stride.known_ratio(ONE) > 2
+    assert opt._state.length.known_ratio(ONE) > 2
     assert_close(-step @ flat_gradient(model), step @ metric.mv(step), 1e-8)
 
 
@@ -129,7 +131,7 @@ def test_the_bound_on_the_kl_is_met(recipe: Callable[..., Any]):
         allowed *= 1 if "kl_share" in bound else 1 - SLACK
         assert_close(torch.tensor(opt.state_report().kl), torch.tensor(allowed), 1e-4)
         assert 0.5 * step @ metric.mv(step) <= allowed * (1 + 1e-4)
-        if opt._stride.ratio > 1:
+        if opt._state.length.ratio > 1:
             assert_close(0.5 * step @ metric.mv(step), torch.tensor(allowed, dtype=F64), 1e-4)
 
 
@@ -187,7 +189,7 @@ def test_measuring_makes_no_pass_of_its_own():
     for _ in range(3):
         move(opt, model)
     assert len(calls) == 3
-    assert opt._stride.ratio is not None
+    assert opt._state.length.ratio is not None
 
 
 def test_outputs_may_be_rearranged_before_the_loss():
@@ -198,7 +200,7 @@ def test_outputs_may_be_rearranged_before_the_loss():
     outputs = model(x).transpose(1, 2)
     opt._recall.record_loss(opt.criterion, outputs, y, outputs.sum())
     vector = draw(metric.size)
-    reading = opt._reader.read(opt.criterion, outputs, y, opt._recall)
+    reading = read_pass(opt, outputs, y)
     assert reading is not None
     assert_close(along(reading, space_of(params)(vector), params), vector @ metric.mv(vector), 1e-9)
 
@@ -232,34 +234,38 @@ def test_losses_that_can_be_negative_get_a_bound_in_nats():
         assert opt.state_report().kl <= 0.01 * (1 + 1e-6)
 
 
-def learn_ratio(stride: Stride, form: float, promised: float = 1.0) -> float:
-    """The ratio after a measurement, made up as one parameter's summed score."""
+def learn_ratio(length: Length, form: float, promised: float = 1.0) -> Length:
+    """What is known after a measurement, made up as one parameter's summed score."""
     step = {"w": torch.ones((), dtype=F64)}
-    stride.sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
-    stride.measure(step, {"w": torch.tensor(promised, dtype=F64)}, step, Ranks())
-    assert stride.sample is None
-    return float(stride.known_ratio(ONE))
+    sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
+    return measure_ratio(length, sample, step, {"w": torch.tensor(promised, dtype=F64)}, step, Ranks())
+
+
+def ratio_of(length: Length) -> float:
+    return float(length.known_ratio(ONE))
 
 
 def test_the_ratio_rises_at_once_and_falls_slowly_never_below_one():
-    stride = Stride()
-    assert float(stride.known_ratio(ONE)) == 1
-    assert learn_ratio(stride, 8.0) == pytest.approx(8.0)
-    assert learn_ratio(stride, 20.0) == pytest.approx(20.0)
-    assert not stride.falls
-    assert learn_ratio(stride, 2.0) == pytest.approx(SLOWEST * 20)
-    assert stride.falls  # a tenth of what it was: the next pass is asked again
-    assert learn_ratio(stride, 18.0) == pytest.approx(18.0)
-    assert learn_ratio(Stride(), 0.2) == 1
+    assert ratio_of(Length()) == 1
+    length = learn_ratio(Length(), 8.0)
+    assert ratio_of(length) == pytest.approx(8.0)
+    length = learn_ratio(length, 20.0)
+    assert ratio_of(length) == pytest.approx(20.0)
+    assert not length.falls
+    length = learn_ratio(length, 2.0)
+    assert ratio_of(length) == pytest.approx(SLOWEST * 20)
+    assert length.falls  # a tenth of what it was: the next pass is asked again
+    assert ratio_of(learn_ratio(length, 18.0)) == pytest.approx(18.0)
+    assert ratio_of(learn_ratio(Length(), 0.2)) == 1
 
 
 def test_a_form_that_is_not_finite_shortens_the_next_steps_and_one_of_zero_says_nothing():
-    stride = Stride()
-    learn_ratio(stride, 2.0)
-    assert learn_ratio(stride, 0.0) == pytest.approx(2.0)
-    assert learn_ratio(stride, 4.0, promised=0.0) == pytest.approx(2.0)
-    assert learn_ratio(stride, math.inf) == pytest.approx(20.0)
-    assert learn_ratio(stride, 30.0) == pytest.approx(30.0)
+    length = learn_ratio(Length(), 2.0)
+    assert ratio_of(learn_ratio(length, 0.0)) == pytest.approx(2.0)
+    assert ratio_of(learn_ratio(length, 4.0, promised=0.0)) == pytest.approx(2.0)
+    length = learn_ratio(length, math.inf)
+    assert ratio_of(length) == pytest.approx(20.0)
+    assert ratio_of(learn_ratio(length, 30.0)) == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import change_state
 from optim_models import train_batches
 from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
 from natgrad.operators import Operator
-from natgrad.optim.running_averages import signal_sums
-from natgrad.optim.schedule import follow_signal, start_clock
+from natgrad.optim.pace import follow_signal
+from natgrad.optim.state import Mean, Noise
+from natgrad.optim.step import signal_sums
 from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent
 from natgrad.rules.spectral_descent import (
     apply_root,
@@ -253,47 +255,47 @@ def test_the_share_of_signal_is_none_in_noise_and_all_in_a_constant_gradient(dec
         for count in range(1, 30):
             gradient = signal + (1 - signal) * draw(20_000, seed=count)
             mean = mean.lerp(gradient, 1 - decay)
-            totals += signal_sums({"w": gradient.norm()}, {"w": {"count": count, "mean": mean}}, {"w": decay})
+            totals += signal_sums({"w": gradient.norm()}, {"w": Mean(mean, count)}, {"w": decay})
         m, g, z = totals.tolist()
         assert (m - z) / (g - z) == pytest.approx(expected, abs=0.02)
 
 
 def test_the_turn_comes_after_ten_steps_at_the_least() -> None:
-    clock = start_clock()
-    for step in range(9):
-        clock["step"] = step
-        assert not follow_signal(clock, [0.0, 1.0, 0.05], 0.26)
-    clock["step"] = 9
-    assert follow_signal(clock, [0.0, 1.0, 0.05], 0.26)
-    assert clock["turned"] == 9
+    noise = Noise()
+    for step in range(10):
+        assert noise.turned == -1
+        noise = follow_signal(noise, step, [0.0, 1.0, 0.05], 0.26)
+    assert noise.turned == 9
 
 
 def test_steps_return_where_the_gradient_shows_again_and_turn_later_the_next_time() -> None:
-    clock = start_clock() | {"step": 20}
+    step, noise = 20, Noise()
 
     def steps_to_change(share: float, most: int = 99) -> int:
+        nonlocal step, noise
         for count in range(1, most + 1):
-            clock["step"] += 1
-            if follow_signal(clock, [0.05 + 0.95 * share, 1.0, 0.05], 0.26):
+            step, before = step + 1, noise.turned
+            noise = follow_signal(noise, step, [0.05 + 0.95 * share, 1.0, 0.05], 0.26)
+            if noise.turned != before:
                 return count
         return 0
 
     assert steps_to_change(0.2) == 1  # turned
-    assert clock["turned"] == 21
+    assert noise.turned == 21
     assert steps_to_change(0.25, most=9) == 0
     assert steps_to_change(1.0) == 1
-    assert (clock["turned"], clock["returns"]) == (-1, 1)
+    assert (noise.turned, noise.returns) == (-1, 1)
     assert steps_to_change(0.2) == 0  # a quarter of .26 from now on
     assert steps_to_change(0.05) > 0
-    assert clock["turned"] > 0
+    assert noise.turned > 0
 
 
 def test_a_gradient_that_shows_long_after_the_turn_changes_nothing() -> None:
     """Gradients agree where a loss comes near zero, too: no valley was there."""
     quiet, loud = [0.05, 1.0, 0.05], [1.0, 1.0, 0.05]
-    clock = start_clock() | {"step": 30, "turned": 20, "signal": quiet}
-    assert follow_signal(dict(clock), loud, 0.05)
-    assert not follow_signal(clock | {"step": 31}, loud, 0.05)
+    noise = Noise(turned=20, signal=(quiet[0], quiet[1], quiet[2]))
+    assert follow_signal(noise, 30, loud, 0.05).turned == -1
+    assert follow_signal(noise, 31, loud, 0.05).turned == 20
 
 
 def test_a_curved_valley_is_left_to_natural_steps_after_a_return() -> None:
@@ -301,9 +303,10 @@ def test_a_curved_valley_is_left_to_natural_steps_after_a_return() -> None:
     model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30))
     opt = ng.kfac(model, nn.MSELoss())
     x = draw(200, 30, seed=3).float() @ draw(30, 30, seed=4).float()
-    opt._clock |= {"step": 30, "turned": 25}  # as if noise had hidden the gradient; the whole data show it
+    change_state(opt, step=30)
+    change_state(opt, "noise", turned=25)  # as if noise had hidden the gradient; the whole data show it
     train_batches(opt, model, [(x, x)] * 12)
-    assert (opt._clock["turned"], opt._clock["returns"]) == (-1, 1)
+    assert (opt._state.noise.turned, opt._state.noise.returns) == (-1, 1)
     assert opt.state_report().status == "stepped"
     assert "showed again" in opt.explain()
 
@@ -323,7 +326,7 @@ def test_steps_turn_spectral_where_labels_are_noise_and_a_checkpoint_keeps_that(
     ]
     model, opt = fresh()
     train_batches(opt, model, batches[:30])
-    assert 9 <= opt._clock["turned"] < 29
+    assert 9 <= opt._state.noise.turned < 29
     again, other = fresh()
     again.load_state_dict(model.state_dict())
     other.load_state_dict(opt.state_dict())

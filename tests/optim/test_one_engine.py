@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of
 from models import F64, assert_close, build_seeded, draw
 from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, flat, net
@@ -149,15 +150,15 @@ def test_a_rule_shapes_the_direction_of_every_block():
     losses = [value(model)]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     steps_of(opt, model, X, Y, 1)
-    for block in opt._blocks:
-        root = opt._blocks.of(block)["prepared"]["root"]
+    for block in blocks_of(opt):
+        root = block.prepared["root"]
         move = block.layout.join({n: p.detach() - before[n] for n, p in model.named_parameters()})
         sizes = torch.linalg.svdvals(move[0] @ torch.linalg.inv(root)) / 0.05
         assert_close(sizes[: torch.linalg.matrix_rank(move[0])].max(), torch.ones((), dtype=F64), 1e-6)
     steps_of(opt, model, X, Y, 20)
     assert value(model) < losses[0]
     assert opt.state_report().failures == 0
-    counts = [opt._blocks.of(block)["shape"]["count"] for block in opt._blocks]
+    counts = [block.shape["count"] for block in blocks_of(opt)]
     assert all(int(count) == 21 for count in counts)
 
 

@@ -341,7 +341,7 @@ def test_a_metric_that_is_not_finite_neither_moves_parameters_nor_poisons_state(
         except ValueError as error:
             assert "not finite" in str(error)  # noqa: PT017
     assert torch.equal(flat(model), before)
-    assert all(bool(torch.isfinite(v).all()) for state in opt.state.values() for v in state.values())
+    assert all(bool(torch.isfinite(v).all()) for state in opt._by_parameter().values() for v in state.values())
     opt.metric = fisher(model)  # the trouble is over
     for _ in range(2):
         iterate(opt, model, X, Y)

@@ -193,7 +193,7 @@ def run(model: nn.Module, opt: Any, dtype: torch.dtype) -> None:
 
 
 def tensors(opt: Any) -> list[torch.Tensor]:
-    return [t for numbers in opt.state.values() for t in leaves(numbers)]
+    return [t for numbers in opt._by_parameter().values() for t in leaves(numbers)]
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.diagonal, ng.hessian_free], ids=lambda r: r.__name__)

@@ -13,16 +13,17 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
-from natgrad.optim.schedule import RISES, follow_loss, follow_signal, start_clock
+from natgrad.optim.pace import RISES, follow_loss, follow_signal
+from natgrad.optim.state import Noise
 
 
 def follow_losses(losses: list[float], rows: int, step: int = 0, **known: int) -> int:
     """The step at which losses, one a step, turn a rule; -1 for never."""
-    clock = start_clock() | known
-    for clock["step"], loss in enumerate(losses, step):
-        follow_loss(clock, torch.tensor(loss), lambda: float(rows))
-    assert clock["rose"] in (-1, clock["turned"])
-    return clock["rose"]
+    noise = Noise(**known)
+    for at, loss in enumerate(losses, step):
+        noise = follow_loss(noise, at, torch.tensor(loss), lambda: float(rows))
+    assert noise.rose in (-1, noise.turned)
+    return noise.rose
 
 
 @pytest.mark.parametrize("rows", [32, 2048])
@@ -47,8 +48,7 @@ def test_losses_of_one_model_do_not_turn_it_by_chance() -> None:
 
 
 def test_a_loss_that_rose_is_not_taken_back_by_signal_that_shows() -> None:
-    clock = start_clock() | {"step": 7, "turned": 6, "rose": 6}
-    assert not follow_signal(clock, [1.0, 1.0, 0.05], 0.26)
+    assert follow_signal(Noise(turned=6, rose=6), 7, [1.0, 1.0, 0.05], 0.26).turned == 6
 
 
 def make_batches(part: slice) -> list[tuple[Tensor, Tensor]]:
@@ -70,9 +70,9 @@ def test_natural_steps_end_where_one_raises_the_loss() -> None:
     batches = make_batches(slice(None))
     opt = ng.kfac(model := build_model(), nn.CrossEntropyLoss())
     train_batches(opt, model, batches[:5])
-    assert opt._clock["rose"] == -1
+    assert opt._state.noise.rose == -1
     train_batches(opt, model, batches[5:])
-    assert opt._clock["turned"] == opt._clock["rose"] == 5
+    assert opt._state.noise.turned == opt._state.noise.rose == 5
     assert "had raised the loss before step 5" in opt.explain()
 
 
@@ -81,7 +81,7 @@ def turn_on_unequal_parts() -> dict[str, Any]:
     model = DistributedDataParallel(build_model())
     opt = ng.kfac(model, nn.CrossEntropyLoss())
     train_batches(opt, model, batches)
-    return {key: opt._clock[key] for key in ("turned", "rose", "loss")}
+    return {key: getattr(opt._state.noise, key) for key in ("turned", "rose", "loss")}
 
 
 SCENES = {"unequal parts": turn_on_unequal_parts}

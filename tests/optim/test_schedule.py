@@ -13,8 +13,9 @@ from optim_models import CE, X, Y, net
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.optim.running_averages import change
-from natgrad.optim.schedule import RAMP, TOLERANCE, TURNED, compare_kl, due, pace, recent_form, start_clock
+from natgrad.optim.blocks import measure_change
+from natgrad.optim.pace import RAMP, TOLERANCE, TURNED, compare_kl, follow_drift, is_due, recent_form
+from natgrad.optim.state import Length, Pace
 
 STEPS = 60
 
@@ -26,11 +27,11 @@ def updates(recipe: Callable[..., Any], scales: Callable[[int], float] = lambda 
     for step in range(STEPS):
         opt.zero_grad()
         loss = opt.loss(model(scales(step) * X), Y)
-        found += [step] if opt._pending else []
+        found += [step] if opt._update is not None else []
         loss.backward()
         opt.step()
         assert not opt._reader.taps.calls  # nothing holds a graph
-        assert opt._clock["inverted"] == found[-1]
+        assert opt._state.pace.inverted == found[-1]
     return found
 
 
@@ -71,17 +72,16 @@ def test_updates_are_never_further_apart_than_was_said(every: int):
 
 def test_the_change_is_that_of_the_averages():
     old, new = ({"left": draw(4, 4, seed=s), "right": draw(3, 3, seed=s + 2)} for s in (0, 1))
-    found = change({**old, "left_vectors": draw(4, 4)}, {**new, "left_vectors": draw(4, 4, seed=7)}, 5.0 / 8.0)
+    found = measure_change({**old, "left_vectors": draw(4, 4)}, {**new, "left_vectors": draw(4, 4, seed=7)}, 5.0 / 8.0)
     expected = [float((new[k] / 8 - old[k] / 5).norm() / (old[k] / 5).norm()) for k in old]
     assert_close(found, torch.tensor(max(expected), dtype=torch.float64), 1e-12)
     zero = {"squares": torch.zeros(3)}
-    assert float(change(zero, zero, 1.0)) == 0.0  # a dead layer asks for nothing
+    assert float(measure_change(zero, zero, 1.0)) == 0.0  # a dead layer asks for nothing
 
 
 def test_small_changes_lengthen_the_interval_and_large_ones_shorten_it():
-    clock = start_clock() | {"interval": 4.0}
-    pace(clock, None, 20)
-    assert clock["interval"] == 4.0
+    pace = Pace(interval=4.0)
+    assert follow_drift(pace, None, 20) == pace
     for drift, expected in (
         (TOLERANCE, 4.0),
         (TOLERANCE / 1.25, 5.0),
@@ -90,37 +90,36 @@ def test_small_changes_lengthen_the_interval_and_large_ones_shorten_it():
         (1.0, 1.875),
         (1.0, 1.0),
     ):
-        pace(clock, drift, 20)
-        assert clock["interval"] == pytest.approx(expected)
+        pace = follow_drift(pace, drift, 20)
+        assert pace.interval == pytest.approx(expected)
     for _ in range(20):
-        pace(clock, 0.0, 20)
-    assert clock["interval"] == 20.0
-    assert not due(clock | {"step": 1019, "updated": 1000}, "updated", 20)
-    assert due(clock | {"step": 1020, "updated": 1000}, "updated", 20)
+        pace = follow_drift(pace, 0.0, 20)
+    assert pace.interval == 20.0
+    assert not is_due(pace, 1000, 1019, False, 20)
+    assert is_due(pace, 1000, 1020, False, 20)
 
 
 def test_intervals_grow_where_noise_has_hidden_the_gradient():
-    clock = start_clock() | {"step": 30, "updated": 30, "turned": 20}
+    pace = Pace()
     longer = (1 + 30 // RAMP) * TURNED
     assert longer < 20
-    assert [due(clock | {"updated": 30 - gap}, "updated", 20) for gap in (longer - 1, longer)] == [False, True]
-    assert due(clock | {"updated": 30 - longer // TURNED, "turned": -1}, "updated", 20)
-    assert due(clock | {"updated": 20}, "updated", 10)  # never further apart than was said
+    assert [is_due(pace, 30 - gap, 30, True, 20) for gap in (longer - 1, longer)] == [False, True]
+    assert is_due(pace, 30 - longer // TURNED, 30, False, 20)
+    assert is_due(pace, 20, 30, True, 10)  # never further apart than was said
 
 
 def test_what_a_batch_told_of_a_fixed_step_is_believed_in_place_of_the_blocks_form():
-    clock = start_clock() | {"step": 30, "formed": 28, "form": 8.0}
-    compare_kl(clock, 0.5, 2.0, fixed=True)
-    assert (clock["formed"], clock["form"]) == (30, 2.0)
-    assert recent_form(clock, 0.5) == 0.5
+    length = compare_kl(Length(formed=28, form=8.0), 30, 0.5, 2.0, fixed=True)
+    assert (length.formed, length.form) == (30, 2.0)
+    assert recent_form(length, 30, 0.5) == 0.5
     for found, fixed in ((float("nan"), True), (1.0, False)):
-        compare_kl(clock, found, 2.0, fixed)
-        assert clock["form"] == 2.0
+        length = compare_kl(length, 30, found, 2.0, fixed)
+        assert length.form == 2.0
 
 
 def test_an_averages_first_reading_says_nothing():
     model = net()
     opt = ng.kfac(model, CE)
     loss: Tensor = opt.loss(model(X), Y)
-    assert opt._blocks.drift() is None
+    assert opt._choices.averages.drift(opt._update) is None
     loss.backward()

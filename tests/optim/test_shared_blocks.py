@@ -41,14 +41,13 @@ def train(recipe: Callable[..., Any], steps: int = 6, **options: Any) -> dict[st
     outer = DistributedDataParallel(model) if count_ranks() > 1 else model
     opt = recipe(outer, CE, estimate=ng.ExactLabels(), **options)
     own = slice(None) if count_ranks() == 1 else slice(16 * own_rank(), 16 * own_rank() + 16)
-    updates, sent, far = [], [], []
+    updates, sent = [], []
     for _ in range(steps):
         opt.zero_grad()
         opt.loss(outer(X[own]), Y[own]).backward()
         opt.step()
-        updates.append(opt._clock["updated"] == opt._clock["step"] - 1)
+        updates.append(opt._state.pace.updated == opt._state.step - 1)
         sent.append(dict(ng.report_sharing(opt).sent_bytes))
-        far.append(dict(ng.report_sharing(opt).far_bytes))
     found = ng.report_sharing(opt)
     return {
         "flat": flat(model),
@@ -56,7 +55,6 @@ def train(recipe: Callable[..., Any], steps: int = 6, **options: Any) -> dict[st
         "report": vars(found),
         "updates": updates,
         "sent": sent,
-        "far": far,
         "structures": [row.structure for row in opt.report()],
     }
 
@@ -109,7 +107,6 @@ TRAINED: dict[str, Callable[[], dict[str, Any]]] = {
     for share in ("speed", "memory")
 }
 RESUMED = {f"resumed, {share}": partial(resume, share) for share in ("speed", "memory")}
-RESUMED["resumed in nodes, memory"] = partial(resume, "memory", node_size=2)
 WIDTHS = [12, 14, 14, 5]
 
 
@@ -128,13 +125,6 @@ def count(share: str) -> dict[str, Any]:
     opt.loss(outer(X[own].float()), Y[own])
     kept = opt.report()  # statistics are on their way, and each process may wait for them alone
     return {"report": vars(ng.report_sharing(opt)), "grown": grown, "rows": len(kept)}
-
-
-NODES: dict[str, Callable[[], dict[str, Any]]] = {
-    f"{name} in nodes, {share}": partial(train, recipe, share=share, node_size=2, **options)
-    for name, recipe, options in (("kfac", ng.kfac, {"steps": 8}), ("ekfac", ng.ekfac, {}))
-    for share in ("speed", "memory")
-}
 
 
 def recalibrate() -> dict[str, Any]:
@@ -160,7 +150,7 @@ def flat_buffers(model: nn.Module) -> torch.Tensor:
 
 
 COUNTED = {f"counted, {share}": partial(count, share) for share in ("speed", "memory")}
-SCENES = TRAINED | NODES | RESUMED | COUNTED | {"recalibrated": recalibrate}
+SCENES = TRAINED | RESUMED | COUNTED | {"recalibrated": recalibrate}
 
 
 @pytest.fixture(scope="module")
@@ -188,24 +178,6 @@ def test_each_process_inverts_its_part_alone(four: list[dict[str, Any]], scene: 
     assert len(times) == 1  # every block was inverted as often, by one process
 
 
-@pytest.mark.parametrize("scene", NODES)
-def test_owners_within_nodes_send_statistics_alone_between_them(four: list[dict[str, Any]], scene: str):
-    alone = NODES[scene]()
-    assert_close(four[0][scene]["flat"], alone["flat"], 1e-9)
-    reports = [rank[scene]["report"] for rank in four]
-    assert [report["owners"] for report in reports] == [reports[0]["owners"]] * 4
-    for i, (rank, report) in enumerate(zip(four, reports, strict=True)):
-        assert torch.equal(rank[scene]["flat"], four[0][scene]["flat"])
-        assert report["inversions"] <= 0.55 * report["all_inversions"]
-        assert report["inversions"] + reports[i ^ 1]["inversions"] == report["all_inversions"]
-        assert report["far_bytes"].keys().isdisjoint({"inverses", "directions"})
-        assert not report["sent_bytes"].keys().isdisjoint({"inverses", "directions"})
-        for before, after, updated in zip(
-            rank[scene]["far"][:-1], rank[scene]["far"][1:], rank[scene]["updates"][1:], strict=True
-        ):
-            assert updated or before["statistics"] == after["statistics"]
-
-
 def test_batch_norms_are_recalibrated_over_all_processes(four: list[dict[str, Any]]):
     alone = recalibrate()["norms"]
     for i, rank in enumerate(four):
@@ -213,12 +185,6 @@ def test_batch_norms_are_recalibrated_over_all_processes(four: list[dict[str, An
         assert torch.equal(rank["recalibrated"]["norms"], four[0]["recalibrated"]["norms"])
         assert torch.equal(rank["recalibrated"]["twice"], four[0]["recalibrated"]["twice"])
         assert ("mat1 and mat2" if i == 2 else "process 2 of 4 met an error") in rank["recalibrated"]["error"]
-
-
-@pytest.mark.parametrize("size", [0, 1.5, True])
-def test_a_node_of_no_processes_is_refused(size: Any):
-    with pytest.raises(ValueError, match="node_size is"):
-        ng.kfac(build(), CE, node_size=size)
 
 
 def test_memory_leaves_each_process_its_part_of_the_state(four: list[dict[str, Any]]):

@@ -90,9 +90,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "memory": {"share": "memory"},
     "auto": {"share": "auto"},
     "a budget": {"share": 1000},
-    "in nodes": {"share": "memory", "node_size": 2},
 }
-CHOSEN = {"auto": "speed", "a budget": "memory", "in nodes": "memory"}
+CHOSEN = {"auto": "speed", "a budget": "memory"}
 ASKING = ["ekfac", "online_ng", "EigenKronecker, stale"]
 """Those with messages that depend on what is known so far take all ways, the others the first two."""
 CASES = [(name, way) for name in BUILT for way in (WAYS if name in ASKING else ("speed", "memory"))]

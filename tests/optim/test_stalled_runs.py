@@ -14,8 +14,8 @@ from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
 import natgrad as ng
-from natgrad.optim.accidents import STOP, WARN
-from natgrad.optim.block_averages import BlockAverages
+from natgrad.optim.blocks import Averages
+from natgrad.optim.guard import STOP, WARN
 
 MATRIX_FREE = [ng.hessian_free, ng.natgrad_cg, ng.krylov_subspace]
 
@@ -74,14 +74,14 @@ def test_statistics_that_can_never_be_used_warn_once_and_then_raise(recipe: Any,
     model = net()
     opt = recipe(model, CE, lr=0.1)
     iterate(opt, model, X, Y)
-    taken = BlockAverages.take
-    monkeypatch.setattr(BlockAverages, "take", lambda self, reading, decay: False)
+    taken = Averages.take
+    monkeypatch.setattr(Averages, "take", lambda self, update, reading, decay: update.fail())
     assert collect_warnings(opt, model, iterate_once, WARN - 1) == []
     (text,) = collect_warnings(opt, model, iterate_once, STOP - WARN)
     assert "could not be used" in text
     with pytest.raises(RuntimeError, match=r"statistics of the last 25 steps were due and could not be used"):
         iterate_once(opt, model)
-    monkeypatch.setattr(BlockAverages, "take", taken)
+    monkeypatch.setattr(Averages, "take", taken)
     kept = flat(model)
     iterate_once(opt, model)
     assert not torch.equal(flat(model), kept)
@@ -98,7 +98,7 @@ def test_statistics_that_are_not_due_are_not_late():
     for step in range(60):  # the interval grows to several steps: as many may be taken with another loss
         act = (lambda o, m: iterate(o, m, X, Y)) if opt._reader.taps.armed else plain_criterion
         assert collect_warnings(opt, model, act, 1) == [], step
-    assert opt._clock["late"] == 0
+    assert opt._state.guard.late == 0
 
 
 @pytest.mark.parametrize("other", [in_evaluation, plain_criterion])

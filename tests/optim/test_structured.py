@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of, kept_of
 from models import CASES, F64, Case, assert_close, build_seeded, draw
 from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, dropout_net, flat, flat_gradient, global_random_state_is_untouched, net
@@ -212,7 +213,7 @@ def test_evaluation_passes_are_ignored():
     assert_close(value, CE(model(X), Y).detach(), 1e-15)
     model.eval()
     opt.loss(model(X), Y)
-    assert not opt._blocks.all
+    assert not blocks_of(opt)
     model.train()
     iterate(opt, model)
     assert opt.state_report().failures == 0
@@ -301,7 +302,7 @@ def test_autocast_reads_float32_statistics(dtype: torch.dtype):
         loss.backward()
         opt.step()
     assert [row.structure for row in opt.report()] == ["Kronecker"] * 4
-    held = [t for p in model.parameters() for t in opt.state[p].get("totals", {}).values()]
+    held = [t for p in model.parameters() for t in kept_of(opt, p).get("totals", {}).values()]
     assert held
     assert all(t.dtype == torch.float32 and bool(t.isfinite().all()) for t in held)
 
@@ -373,15 +374,15 @@ def test_a_failing_decomposition_keeps_the_last_good_inverse(monkeypatch: pytest
     model = net()
     opt = ng.ekfac(model, CE)
     iterate(opt, model)
-    inverses = [block.inverse for block in opt._blocks]
+    inverses = [block.inverse for block in blocks_of(opt)]
 
     def fail(self: Any, damping: float) -> Any:
         raise RuntimeError("linalg.eigh: failed to converge")
 
     monkeypatch.setattr("natgrad.operators.Spectral.inverse", fail)
     iterate(opt, model)
-    assert [block.inverse for block in opt._blocks] == inverses
+    assert [block.inverse for block in blocks_of(opt)] == inverses
     assert opt.state_report().failures == 2
     monkeypatch.undo()
     iterate(opt, model)
-    assert [block.inverse for block in opt._blocks] != inverses
+    assert [block.inverse for block in blocks_of(opt)] != inverses

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of
 from models import CASES
 from optim_models import BLOCK_RECIPES as RECIPES
 from optim_models import CE, X, Y, deep, dropout_net, flat, net, same
@@ -165,11 +166,11 @@ def test_a_reading_whose_moments_would_overflow_is_refused_as_a_whole():
     model = net().float()
     opt = ng.kfac(model, CE, 1e-3, update_every=1)
     iterate(opt, model, X.float())
-    before = {p: numbers.get("weight") for p, numbers in opt.state.items()}
+    before = {block.key: block.weight for block in blocks_of(opt)}
     assert any(before.values())
     opt.loss(model(1e17 * X.float()), Y)  # finite, and so are the factors: their running sums might not stay so
     assert opt.state_report().failures == 1
-    assert {p: numbers.get("weight") for p, numbers in opt.state.items()} == before
+    assert {block.key: block.weight for block in blocks_of(opt)} == before
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.unitwise])
@@ -177,8 +178,8 @@ def test_new_statistics_leave_the_inverse_of_the_old_ones_alone(recipe: Any):
     model = net()
     opt = recipe(model, CE, 1e-3)
     iterate(opt, model)
-    inverses = [copy.deepcopy(block.inverse.dense()) for block in opt._blocks]
+    inverses = [copy.deepcopy(block.inverse.dense()) for block in blocks_of(opt)]
     opt._reader.taps.armed = True
     opt.loss(model(2 * X), Y)  # read into the same storage; nothing is inverted before a step
-    for block, before in zip(opt._blocks, inverses, strict=True):
+    for block, before in zip(blocks_of(opt), inverses, strict=True):
         assert torch.equal(block.inverse.dense(), before)

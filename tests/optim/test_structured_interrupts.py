@@ -119,13 +119,13 @@ def test_a_value_head_that_starts_at_zero_learns_once_there_are_rewards(recipe: 
 def spoil(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make one part of a step give what is not finite, or too large for the dtype."""
     factor = {"inf": math.inf, "nan": math.nan, "overflow": 1e300}[what]
-    direction = ng.optim.block_averages.BlockAverages.direction
+    direction = ng.optim.blocks.Averages.direction
 
     def spoil_direction(*arguments: Any) -> Any:
         steps, slopes = direction(*arguments)
         return {name: step * factor for name, step in steps.items()}, slopes
 
-    monkeypatch.setattr("natgrad.optim.block_averages.BlockAverages.direction", spoil_direction)
+    monkeypatch.setattr("natgrad.optim.blocks.Averages.direction", spoil_direction)
 
 
 @pytest.mark.parametrize("what", ["inf", "nan", "overflow"])
@@ -136,12 +136,12 @@ def test_a_step_that_is_not_finite_leaves_the_last_good_state(recipe: Any, what:
     opt = recipe(model, CE, measure=False)
     for _ in range(3):
         iterate(opt, model, x)
-    kept, means = flat(model), [opt.state[p].get("mean") for p in model.parameters()]
+    kept, means = flat(model), [opt._state.means.get(n) for n, _ in model.named_parameters()]
     with monkeypatch.context() as patch:
         spoil(what, patch)
         iterate(opt, model, x)
     assert torch.equal(flat(model), kept)
-    assert all(opt.state[p].get("mean") is m for p, m in zip(model.parameters(), means, strict=True))
+    assert all(opt._state.means.get(n) is m for (n, _), m in zip(model.named_parameters(), means, strict=True))
     report = opt.state_report()
     assert (report.status, report.failures, report.step) == ("skipped", 1, 4)
     iterate(opt, model, x)

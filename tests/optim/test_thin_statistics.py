@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of
 from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.layers.moments import Seen
 from natgrad.layers.spread_rows import spread_rows
-from natgrad.optim.block_averages import BlockAverages
-from natgrad.optim.schedule import (
-    FORMED,
-    due,
-    due_to_measure,
-    keep_form,
-    part_of_rows,
-    recent_form,
-    start_clock,
-    trust_form,
-)
+from natgrad.optim.blocks import Averages
+from natgrad.optim.pace import FORMED, is_due, is_due_to_measure, keep_form, part_of_rows, recent_form, trust_form
+from natgrad.optim.state import Length, Pace
 from natgrad.rules import BlockStep, Lazy, Parts, SpectralDescent
 
 CE = nn.CrossEntropyLoss()
@@ -55,9 +48,8 @@ def read_factors(
         opt.loss(model(x), y).backward()
         opt.step()
     found = {}
-    for key, block in opt._blocks.all.items():
-        numbers = opt._blocks.of(block)
-        found[key] = {side: t / numbers["weight"] for side, t in numbers["totals"].items()}
+    for block in blocks_of(opt):
+        found[block.key] = {side: t / block.weight for side, t in block.totals.items()}
     return found
 
 
@@ -84,8 +76,7 @@ def test_factors_of_a_part_of_the_rows_are_those_of_all_up_to_chance(name: str) 
 
 
 def test_an_update_that_comes_before_it_is_due_needs_as_many_fewer_rows() -> None:
-    clock = start_clock()
-    assert part_of_rows(clock) == 1.0  # the first one
+    assert part_of_rows(Pace(), 0, False) == 1.0  # the first one
     for step, every, part in (
         (3, 1, 1.0),
         (12, 1, 1 / 3),
@@ -94,8 +85,9 @@ def test_an_update_that_comes_before_it_is_due_needs_as_many_fewer_rows() -> Non
         (500, 5, 1 / 4),
         (500, 20, 1.0),
     ):
-        assert part_of_rows(clock | {"step": step, "updated": step - every}) == part
-        assert due(clock | {"step": step, "updated": step - every}, "updated", 20) == (part == 1.0)
+        pace = Pace(updated=step - every)
+        assert part_of_rows(pace, step, False) == part
+        assert is_due(pace, pace.updated, step, False, 20) == (part == 1.0)
 
 
 def test_factors_on_every_step_come_from_fewer_rows_and_are_those_of_all_up_to_chance() -> None:
@@ -153,40 +145,35 @@ def test_layers_of_a_step_are_scaled_without_a_product() -> None:
 
 
 def test_lengths_are_measured_ever_more_seldom() -> None:
-    clock, measured = start_clock(), []
+    pace, measured = Pace(), []
     for step in range(100):
-        clock["step"] = step
-        if due_to_measure(clock, 20):
-            clock["measured"] = step
+        if is_due_to_measure(pace, step, False, 20):
+            pace = Pace(measured=step)
             measured.append(step)
     assert measured[:5] == [0, 1, 2, 3, 5]
     assert max(b - a for a, b in pairwise(measured)) == 20
 
 
 def test_spectral_steps_are_measured_at_the_turn_and_then_four_times_more_seldom() -> None:
-    clock, found = start_clock() | {"turned": 40, "measured": -1}, list[int]()
+    pace, found = Pace(), list[int]()
     for step in range(40, 260):
-        clock["step"] = step
-        if due_to_measure(clock, 20):
-            clock["measured"] = step
+        if is_due_to_measure(pace, step, True, 20):
+            pace = Pace(measured=step)
             found.append(step)
     assert found == [40, 120, 200]
 
 
 def test_a_form_is_believed_for_some_steps_where_it_is_far_below_the_bound() -> None:
-    clock = start_clock() | {"step": 7}
-    assert recent_form(clock, 0.5) is None
-    keep_form(clock, 3.0, 0.5)
-    trust_form(clock, 0.01, 1.0)
-    assert recent_form(clock | {"step": 6 + FORMED}, 0.25) == pytest.approx(3.0 / 4)
-    assert recent_form(clock | {"step": 7 + FORMED}, 0.25) is None
-    trust_form(clock, 0.5, 1.0)
-    assert recent_form(clock, 0.5) is None
+    assert recent_form(Length(), 7, 0.5) is None
+    length = trust_form(keep_form(Length(), 7, 3.0, 0.5), 7, 0.01, 1.0)
+    assert recent_form(length, 6 + FORMED, 0.25) == pytest.approx(3.0 / 4)
+    assert recent_form(length, 7 + FORMED, 0.25) is None
+    assert recent_form(trust_form(length, 7, 0.5, 1.0), 7, 0.5) is None
 
 
 def test_spectral_steps_far_below_their_bound_ask_for_their_form_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, forms = [], BlockAverages.forms
-    monkeypatch.setattr(BlockAverages, "forms", lambda *args: counted.append(0) or forms(*args))
+    counted, forms = [], Averages.forms
+    monkeypatch.setattr(Averages, "forms", lambda *args: counted.append(0) or forms(*args))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
     opt = ng.kfac(model, CE, rule=SpectralDescent(length=0.003))

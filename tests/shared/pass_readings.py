@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from engine_state import record_readings
 from optim_models import X, Y
 from torch import Tensor, nn
 
-from natgrad.optim.pass_statistics import Reading
+from natgrad.optim.readings import Reading
 
 
 def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> Tensor:
@@ -23,13 +23,6 @@ def iterate(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> Tensor:
 def readings(opt: Any, model: nn.Module, inputs: Any, targets: Any) -> Reading:
     """What the optimizer read in one pass."""
     found: list[Reading] = []
-    take = opt._blocks.take
-
-    # a copy: taking empties the reading
-    def copy(reading: Reading) -> Reading:
-        return Reading(replace(reading.heard, layers=list(reading.layers)), reading.rows)
-
-    opt._blocks.take = lambda r, decay: found.append(copy(r)) or take(r, decay)
+    record_readings(opt, found)
     opt.loss(model(inputs), targets)
-    opt._blocks.take = take
     return found[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import blocks_of, change_state, metric_of
 from layer_blocks import operator_of, place
 from models import CASES, F64, X3, assert_close, build_seeded, draw, mlp, reference_metric
 from optim_models import CE, X, Y, flat, flat_gradient, net
@@ -227,23 +228,24 @@ def test_the_covariance_is_exact_where_the_rank_suffices(name: str):
 
 def test_in_the_optimizer_it_is_the_second_moment_of_the_data_s_gradients():
     model = net()
-    opt = ng.tonga(model, CE, rank=100, decay=0.9)
+    opt = ng.tonga(model, CE, rank=100, decay=0.9, lr=0.0, update_every=1)
     params = ng.trainable(model)
     expected = torch.zeros(31, 31, dtype=F64)
     for shift in range(3):
         y = (Y + shift) % 3
-        opt._reader.taps.armed, opt._pending = True, 0
-        opt.loss(model(X), y)
+        opt.zero_grad()
+        opt.loss(model(X), y).backward()
+        opt.step()
         expected = 0.9 * expected + ng.covariance(model, CE).at(params, (X, y)).dense()
     expected /= 1 + 0.9 + 0.81
     place = {"0.weight": range(12), "0.bias": range(12, 16), "2.weight": range(16, 28), "2.bias": range(28, 31)}
-    for block in opt._blocks:
+    for block in blocks_of(opt):
         whole = torch.cat([torch.tensor(place[name]) for name in block.layout.names])
         order = block.layout.join(
             {name: torch.tensor(place[name]).view(params[name].shape) for name in block.layout.names}
         ).reshape(-1)
         assert sorted(order.tolist()) == sorted(whole.tolist())
-        assert_close(opt._blocks.operator(block).dense(), expected[order][:, order], 1e-12)
+        assert_close(metric_of(opt, block).dense(), expected[order][:, order], 1e-12)
 
 
 def test_the_leading_directions_are_the_best_of_their_rank():
@@ -319,7 +321,7 @@ def test_a_dead_layer_does_no_harm(recipe: Callable[..., Any]):
     assert opt.state_report().failures == 0
     model[0].bias.data.fill_(1.0)  # and it comes back
     kept = flat(model[0])
-    opt._clock["updated"] = -9
+    change_state(opt, "pace", updated=-9)
     opt._reader.taps.armed = True
     opt.zero_grad()
     opt.loss(model(X), Y).backward()

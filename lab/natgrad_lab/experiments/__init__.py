@@ -20,7 +20,7 @@ from natgrad_lab.experiments.race import execute as execute_race
 from natgrad_lab.experiments.records import Folder
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import describe_settings, override
-from natgrad_lab.experiments.study import Findings, Piece, State, Study, StudyRun
+from natgrad_lab.experiments.study import Findings, Piece, Study, StudyRun, StudyState
 from natgrad_lab.experiments.study import execute as execute_study
 from natgrad_lab.experiments.training import Training
 
@@ -39,10 +39,10 @@ __all__ = [
     "Race",
     "Section",
     "Silence",
-    "State",
     "Story",
     "Study",
     "StudyRun",
+    "StudyState",
     "Table",
     "Task",
     "TaskData",
@@ -190,7 +190,7 @@ def execute(
         settings: Its settings.
         seeds: Of the runs that are repeated.
         path: The folder of the records.
-        watcher: What is told of the progress: a `Watcher` for a race, a function of a `State` for a study.
+        watcher: What is told of the progress: a `Watcher` for a race, a function of a `StudyState` for a study.
         stopped: Whether to stop; what is finished is kept.
 
     Returns:

@@ -21,7 +21,7 @@ from rich.text import Text
 from natgrad_lab.experiments.base import Budget, Job, Race
 from natgrad_lab.experiments.race import Watcher
 from natgrad_lab.experiments.records import Record, Row
-from natgrad_lab.experiments.study import State, Study
+from natgrad_lab.experiments.study import Study, StudyState
 
 REDRAW = 0.15  # seconds
 
@@ -188,7 +188,7 @@ class PieceProgress:
     ) -> None:
         self.screen.__exit__(kind, error, trace)
 
-    def __call__(self, state: State) -> None:
+    def __call__(self, state: StudyState) -> None:
         if state.fraction == 0.0:
             self.piece_begun = time.monotonic()
         ended = state.fraction == 1.0
@@ -198,7 +198,7 @@ class PieceProgress:
         if self.screen.due(force=ended):
             self.screen.draw(Text(_write_title(state), style="bold"), self._bar(state))
 
-    def _bar(self, state: State) -> Table:
+    def _bar(self, state: StudyState) -> Table:
         now = time.monotonic()
         spent, share = now - self.piece_begun, state.fraction if state.fraction < 1 else 0.0
         left = f"piece: {share:.0%}, about {spent / share * (1 - share):.0f} s to go" if share > 0.01 else ""
@@ -216,7 +216,7 @@ def _bar(done: float, total: int, words: str, spent: float, left: str) -> Table:
     return grid
 
 
-def _write_title(state: State) -> str:
+def _write_title(state: StudyState) -> str:
     return f"{state.piece.title}, seed {state.seed}" if state.piece.repeated else state.piece.title
 
 

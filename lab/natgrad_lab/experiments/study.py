@@ -30,7 +30,7 @@ def ignore_progress(fraction: float) -> None:
     """Progress that nobody watches."""
 
 
-def ignore_state(state: State) -> None:
+def ignore_state(state: StudyState) -> None:
     """A study that nobody watches."""
 
 
@@ -140,7 +140,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class State:
+class StudyState:
     """How far a study is.
 
     Args:
@@ -160,7 +160,7 @@ class State:
     seconds: float | None = None
 
 
-Watch = Callable[[State], None]
+Watch = Callable[[StudyState], None]
 
 
 def execute(
@@ -216,7 +216,7 @@ class Worker:
         place = self.folder.records / file(piece, seed)
         seconds = None if place.exists() else self._work(piece, seed, place)
         self.done += 1
-        self.watch(State(piece, seed, 1.0, self.done, self.total, seconds))
+        self.watch(StudyState(piece, seed, 1.0, self.done, self.total, seconds))
 
     def carry_out_beside(self, todo: Sequence[tuple[Piece, int]], processes: int) -> None:
         """Do the independent pieces that are not there yet, several at a time; what fails is left for later."""
@@ -227,7 +227,7 @@ class Worker:
 
         def watch(name: str, fraction: float) -> None:
             piece, seed = tasks[name]
-            self.watch(State(piece, seed, min(fraction, 0.999), self.done, self.total))
+            self.watch(StudyState(piece, seed, min(fraction, 0.999), self.done, self.total))
 
         sent = dataclasses.replace(self, watch=ignore_state, stopped=never_stop)  # what is told and asked stays here
         beside(
@@ -250,7 +250,7 @@ class Worker:
         def advance(fraction: float) -> None:
             if self.stopped():
                 raise Interrupted
-            self.watch(State(piece, seed, min(fraction, 0.999), self.done, self.total))
+            self.watch(StudyState(piece, seed, min(fraction, 0.999), self.done, self.total))
 
         advance(0.0)
         start = time.perf_counter()

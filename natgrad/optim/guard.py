@@ -1,0 +1,355 @@
+"""All that keeps one bad batch, one dead layer or one wild number from doing harm: one value, and one table of numbers.
+
+A step looks at three things before it is taken: the loss (`is_wild`), the inputs of the layers (`accept_inputs`) and
+the length of the gradient (`cut_gradient`). What fails is left out and counted; a run that no longer learns says so.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from natgrad.layers import Seen
+from natgrad.linalg import all_finite, stays_finite
+from natgrad.pure import leaves, map_tensors
+from natgrad.typed_torch import list_numbers, measure_norm
+
+OnTrouble = Literal["skip", "raise"]
+Result = TypeVar("Result")
+
+# The table. Each number with what it was measured on, or why it must be so.
+WARN, STOP = 5, 25  # steps in a row that came to nothing: of the warning, of the error
+WILD = 10.0  # times the highest loss so far: no step of a sound run of the races raised it so far at once
+PATIENCE = 3  # batches in a row that are left out for their loss or inputs; the next one counts: the data have changed
+EARLIEST, FIRST = 10, 1e4  # steps until a loss is wild; before that so many times the highest: first losses say little
+FAR = 100.0  # times the mean square so far of a layer's inputs: one row of 64 that is eighty times too large
+KEEPS = 0.9  # of that mean, and of the gradient's, per step
+LONG, KNOWN_AFTER = 3.0, 5  # times the root mean square of the gradients so far, which is known after so many steps
+HEADROOM = 1e-6  # of the largest number of a dtype: sums of many second moments must not overflow
+FARTHEST = 1e12  # length of a block's step at which a metric means nothing: squares of more overflow in float32
+RAISES = (1.0, 1e2, 1e4)  # times the damping, tried one after the other, where an inverse is not finite
+
+OVERDUE = (
+    "the statistics of the last {count} steps were due and not read, so that these steps were taken with the metric of "
+    "earlier ones: no optimizer.loss(outputs, targets) was computed in training mode. Call model.train() after an "
+    "evaluation, and compute the loss with optimizer.loss on every step; to train in evaluation mode on purpose "
+    "(dropout off, batch norm frozen), build the optimizer with train_in_eval=True"
+)
+UNUSABLE = (
+    "the statistics of the last {count} steps were due and could not be used, so that these steps were taken with the "
+    "metric of earlier ones, if at all: second moments of inputs or of derivatives overflow, or are not finite. Scale "
+    "the inputs or the loss, or train in float64"
+)
+SKIPPED = (
+    "the last {count} steps were skipped, because the loss, its gradient or the step was not finite: nothing is "
+    "learnt. Look at the data and for an overflow in the model, or go back to a checkpoint; if the parameters "
+    "themselves are not finite, another optimizer or an assignment wrote that"
+)
+UNMOVED = (
+    "none of the last {count} steps moved anything, though the gradient is not zero: the rule found no length at which "
+    "the loss is lower. Either it is at its minimum, or the proposal is far too long or points nowhere: raise the "
+    "damping, or let the rule search shorter lengths"
+)
+
+
+class NotFiniteError(ValueError):
+    """A loss, a gradient or a metric that is not finite: what `on_trouble` decides about."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What is known of the batches so far, and how many of them came to nothing.
+
+    Attributes:
+        failures: Steps, readings and inverses that came to nothing.
+        refused: Steps that were not taken because they would have raised the loss.
+        skipped: Steps in a row, up to now, that were left out.
+        late: Steps in a row, up to now, whose statistics were due and not read.
+        unmoved: Steps in a row, up to now, that a search made of length 0.
+        highest: The highest loss of a step that was taken, a scalar tensor; None before the first.
+        wild: Batches in a row, up to now, that were left out.
+        square: Running mean of |g|^2 without its correction.
+        weight: What the weights of that mean add up to.
+        inputs: Running mean square of each layer's inputs.
+        far: Readings in a row, up to now, that were left out for their inputs.
+    """
+
+    failures: int = 0
+    refused: int = 0
+    skipped: int = 0
+    late: int = 0
+    unmoved: int = 0
+    highest: Tensor | None = None
+    wild: int = 0
+    square: float = 0.0
+    weight: float = 0.0
+    inputs: Mapping[str, float] = field(default_factory=dict[str, float])
+    far: int = 0
+
+    # the loss
+
+    def is_wild(self, loss: Tensor, steps: int) -> Tensor:
+        """True, as a scalar tensor, where a loss is far above all of the run's: its step is left out."""
+        if self.highest is None or self.wild >= PATIENCE:
+            return torch.zeros_like(loss, dtype=torch.bool)
+        highest = self.highest.to(loss)
+        return (loss > (FIRST if steps < EARLIEST else WILD) * highest) & (highest > 0)
+
+    def is_fit(self, loss: Tensor, steps: int, bounded: bool) -> bool:
+        """True for a loss whose batch may enter the averages: finite, and not wild where it is known to be >= 0."""
+        return bool(torch.isfinite(loss) & ~(self.is_wild(loss, steps) & bounded))
+
+    def follow_loss(self, loss: Tensor | None, taken: bool) -> Guard:
+        """The same after a step with this loss."""
+        if loss is None or not taken:
+            return replace(self, wild=self.wild + (not taken))
+        before = loss if self.highest is None else self.highest.to(loss)
+        return replace(self, highest=torch.fmax(before, loss).detach(), wild=0)
+
+    # the gradient
+
+    def cut_gradient(self, length: float, steps: int) -> tuple[float, Guard]:
+        """What the gradient is multiplied by, at most 1, and the guard that knows its length.
+
+        A batch with wrong labels, or with inputs that tell nothing, has a gradient that is many times too long. It
+        would lead the momentum for dozens of steps. A gradient that grows by a third per step is never cut.
+        """
+        usual = math.sqrt(self.square / self.weight) if self.weight > 0 else 0.0
+        factor = LONG * usual / length if steps >= KNOWN_AFTER and length > LONG * usual > 0 else 1.0
+        square = KEEPS * self.square + (1 - KEEPS) * (factor * length) ** 2
+        return factor, replace(self, square=square, weight=KEEPS * self.weight + 1 - KEEPS)
+
+    # the inputs of layers
+
+    def accept_inputs(self, layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tuple[bool, bool, Guard]:
+        """Whether a pass may enter the averages, whether its inputs forbid it, and the guard that knows them.
+
+        One row of a batch that is far too large would stay in the second moments of the inputs for as long as they
+        remember, and hold a layer still along all others: with layer norm behind the layer the loss does not even show
+        it. No second moment may overflow: every entry of a factor is at most the squared norm of its side, every entry
+        of a block the product of both.
+        """
+        sizes, bounds = measure_sides(layers, squares)
+        if not bounds:
+            return True, False, self
+        largest = min(torch.finfo(one.dtype).max for one in bounds)
+        numbers = [one.double() ** 2 for one in (*bounds, *sizes.values())]
+        found = list_numbers(torch.stack(numbers))  # in one read of the device; comparisons with a NaN are false
+        if not all(one <= HEADROOM * largest for one in found[: len(bounds)]):
+            return False, False, self
+        fresh = dict(zip(sizes, found[len(bounds) :], strict=True))
+        # a layer behind one that starts near zero may see a thousand times more within a step, and yet less than others
+        most = max(self.inputs.values(), default=0.0)
+        far = any(one > max(FAR * self.inputs[key], most) for key, one in fresh.items() if key in self.inputs)
+        if far and self.far < PATIENCE:
+            return False, True, replace(self, far=self.far + 1)
+        known = dict(self.inputs)
+        for key, one in fresh.items():
+            if one > 0:
+                known[key] = one if far else KEEPS * (known.get(key) or one) + (1 - KEEPS) * one
+        return True, False, replace(self, inputs=known, far=0)
+
+    # checkpoints
+
+    def save(self) -> dict[str, Any]:
+        """For a checkpoint: plain values and tensors."""
+        highest = torch.zeros(()) if self.highest is None else self.highest
+        return {
+            "wild": {"highest": highest.double().cpu(), "refused": torch.tensor(self.wild)},
+            "inputs": {"squares": dict(self.inputs), "refused": self.far},
+        }
+
+    @staticmethod
+    def load(wild: Mapping[str, Tensor] | None, inputs: Mapping[str, Any] | None, **counts: Any) -> Guard:
+        """From `save()`, and the counts; None in older checkpoints."""
+        guard = Guard(**counts)
+        if wild is not None and bool(wild["highest"] > 0):
+            guard = replace(guard, highest=wild["highest"], wild=int(wild["refused"]))
+        if inputs is not None:
+            guard = replace(guard, inputs=dict(inputs["squares"]), far=int(inputs["refused"]))
+        return guard
+
+
+def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The root mean square of each layer's inputs, and all norms whose squares must not overflow."""
+    sizes, bounds = dict[str, Tensor](), [square.sum().sqrt() for square in squares.values()]
+    for seen in layers:
+        for number, part in enumerate(seen.split_parts()):
+            sides = [measure_norm(torch.stack([measure_norm(deltas) for deltas in part.deltas]))]
+            if not part.by_token:
+                sides.append(part.bound_inputs())
+                sizes[f"{seen.key} {number}"] = sides[1] / max(part.positions, 1.0) ** 0.5
+            bounds += [*sides, torch.stack(sides).prod()]
+    return sizes, bounds
+
+
+def least_damping(norms: Sequence[Tensor]) -> float:
+    """lambda with |(G + lambda I)^-1 g| <= `FARTHEST`, for the norms |g| of a block's gradients.
+
+    Where each softmax is saturated at a wrong class the Fisher information is 1e-37 and the gradient is not small: the
+    step has no end then, and with this damping it goes along the gradient. A norm that is not finite counts as 0.
+    """
+    sizes = list_numbers(torch.stack([norm.double() for norm in norms])) if norms else []
+    return math.hypot(*(size for size in sizes if math.isfinite(size))) / FARTHEST
+
+
+# what is said of a run that no longer learns
+
+
+@dataclass
+class Accidents:
+    """Steps that were left out because a number was not finite.
+
+    Attributes:
+        on_trouble: "skip" counts them, warns at the fifth in a row and raises RuntimeError at the 25th; "raise" raises
+            ValueError for the first.
+        count: So far.
+        in_a_row: Of the last steps.
+    """
+
+    on_trouble: OnTrouble = "skip"
+    count: int = 0
+    in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        check_trouble(self.on_trouble)
+
+    def meet(self, trouble: str | None) -> None:
+        """A step is over.
+
+        Args:
+            trouble: Why it was left out; None where it was taken.
+
+        Raises:
+            ValueError: For trouble, with `on_trouble="raise"`.
+            RuntimeError: For the 25th trouble in a row.
+        """
+        if trouble is None:
+            self.in_a_row = 0
+            return
+        if self.on_trouble == "raise":
+            raise ValueError(f"{trouble}; nothing was changed")
+        self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
+        watch(self.in_a_row, SKIPPED)
+
+
+def check_trouble(on_trouble: Any) -> OnTrouble:
+    """The policy. ValueError for any other."""
+    if on_trouble not in get_args(OnTrouble):
+        raise ValueError(f"on_trouble is {on_trouble!r}, expected 'skip' or 'raise'")
+    return on_trouble
+
+
+def watch(count: int, text: str) -> None:
+    """Warn at the fifth step in a row, raise RuntimeError from the 25th on; 0 where all is well."""
+    if count >= STOP:
+        raise RuntimeError(text.format(count=count))
+    if count == WARN:
+        warnings.warn(f"{text.format(count=count)}; after {STOP} steps in a row this is an error", stacklevel=2)
+
+
+def watch_late(count: int, unusable: bool) -> None:
+    """`watch` steps whose statistics were due and did not come, or could not be used."""
+    watch(count, UNUSABLE if unusable else OVERDUE)
+
+
+def watch_skipped(count: int, model: Any) -> None:
+    """`watch` for skipped steps; the first of a row also warns if the pass has spoilt running statistics of the model.
+
+    The user's own pass writes them before the loss is known: one NaN in an input stays in a batch norm for good.
+    """
+    if count == 1 and isinstance(model, nn.Module):
+        spoilt = [n for n, b in model.named_buffers() if b.is_floating_point() and not all_finite(b)]
+        if spoilt:
+            warnings.warn(
+                f"the buffer {spoilt[0]!r} of the model is not finite: the pass of a batch that was skipped wrote it, "
+                "and evaluation mode gives no numbers any more. Take running statistics anew with "
+                "ng.recalibrate(model, loader), or look at the data before the pass",
+                stacklevel=2,
+            )
+    watch(count, SKIPPED)
+
+
+def count_unmoved(count: int, rate: float, gradient: float) -> int:
+    """Steps in a row that moved nothing, with this one; warns at the 25th. At a minimum that is as it should be."""
+    count = count + 1 if rate == 0 and gradient > 0 else 0
+    if count == STOP:
+        warnings.warn(UNMOVED.format(count=count), stacklevel=2)
+    return count
+
+
+def warn_without_gradient(parameters: Iterable[Tensor], computed: bool) -> None:
+    """Warn if losses were computed for a step and no parameter has a gradient."""
+    if computed and all(p.grad is None for p in parameters):
+        warnings.warn(
+            "this step does nothing: a loss was computed, and no parameter has a gradient. Call loss.backward() before "
+            "optimizer.step(), and optimizer.zero_grad() before loss.backward()",
+            stacklevel=4,
+        )
+
+
+def warn_of_strangers(strangers: Set[str], warned: Set[str]) -> set[str]:
+    """Say, once, which parameters have gradients and no statistics; all names that were told so far."""
+    fresh = sorted(strangers - warned)
+    if fresh:
+        warnings.warn(
+            f"parameters {fresh} have a gradient but no statistics, and are not moved: no optimizer.loss(outputs, "
+            "targets) on an update step depends on them",
+            stacklevel=3,
+        )
+    return set(warned | strangers)
+
+
+def describe_trouble(gradients: Mapping[str, Tensor], loss: Tensor | None, wild: bool) -> str:
+    """Why a step is left out: its loss is wild, or a gradient or the loss is not finite."""
+    if wild:
+        return (
+            "the loss is more than ten times the highest of this run; nothing was changed. Look at this batch; data of "
+            "another scale are taken from the fourth such batch in a row on"
+        )
+    wrong = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
+    what = f"the gradient of {wrong[0]!r}" if wrong else "the step"
+    if not wrong and loss is not None and not bool(torch.isfinite(loss)):
+        what = (
+            "the loss (0 / 0 for an empty batch, or if all targets are ignored; or a layer's inputs are more "
+            "than ten times as large as before)"
+        )
+    return (
+        f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "
+        "GradScaler, scaler.step(optimizer) skips such steps)"
+    )
+
+
+def guard_steps(optimizer: Optimizer, run: Callable[[], Result]) -> tuple[Result, bool]:
+    """Let an optimizer take steps, and take them back unless all is finite afterwards, or where they are interrupted.
+
+    Args:
+        optimizer: What takes them.
+        run: Calls its `step`, once or several times.
+
+    Returns:
+        What `run` returned, and whether the steps stand.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [p.detach().clone() for p in params]
+    state = {p: map_tensors(dict(numbers), torch.clone) for p, numbers in optimizer.state.items()}
+    stands = False
+    try:
+        result = run()
+        fine = all(stays_finite(old, p.detach()) for old, p in zip(kept, params, strict=True))
+        stands = fine and all(all_finite(t) for numbers in optimizer.state.values() for t in leaves(dict(numbers)))
+    finally:
+        if not stands:
+            with torch.no_grad():
+                for old, p in zip(kept, params, strict=True):
+                    p.copy_(old)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+    return result, stands

@@ -1,0 +1,668 @@
+"""One step of a metric in blocks, as a pure function of what is known and what a batch told.
+
+The order is that of Martens & Grosse 2015, algorithm 2: statistics, damped inverses, direction, length, damping. What
+a step may not do (a wild batch, a number that is not finite) is decided at its start and at its end, by `Guard`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.damping import Damping
+from natgrad.linalg import stays_finite
+from natgrad.operators import Operator
+from natgrad.optim.batch_form import BatchForm
+from natgrad.optim.blocks import (
+    Averages,
+    BatchUpdate,
+    Penalised,
+    WholeMetric,
+    add_penalty,
+    average_gradient,
+    give_back,
+    sum_scalars,
+)
+from natgrad.optim.checks import check_statistics
+from natgrad.optim.distributed import Ranks
+from natgrad.optim.guard import Guard, describe_trouble, least_damping, watch_late
+from natgrad.optim.last_pass import Loss
+from natgrad.optim.outside_losses import OwnGradients
+from natgrad.optim.pace import (
+    compare_kl,
+    follow_drift,
+    follow_fall,
+    follow_loss,
+    follow_signal,
+    is_due,
+    keep_form,
+    recent_form,
+    start_afresh,
+    trust_form,
+)
+from natgrad.optim.readings import Reading
+from natgrad.optim.reduction_ratio import EVERY, PooledLoss, judge_step
+from natgrad.optim.state import Block, GradientMean, State
+from natgrad.optim.step_length import SMALLEST, measure_form, measure_ratio
+from natgrad.rules import BlockPoint, BlockStep, ErrorScale, Lazy, Memory, Parts, Quadratic, Rule, Step, Vector
+from natgrad.typed_torch import as_tensor_like, list_numbers, measure_norm
+from natgrad.whole_tensors import WholeTensors
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""The parameter groups' numbers by parameter: lr, momentum, damping, weight_decay, l2 and the rule's own."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What does not change between steps.
+
+    Attributes:
+        averages: The structure of the blocks, the parameters, and who owns which block.
+        rule: From a quadratic model to a step.
+        damping: How the damping follows from a group's number.
+        bounded: True if the loss is at least 0.
+        update_every: Most steps between two updates.
+        invert_every: Most steps between two inversions.
+    """
+
+    averages: Averages
+    rule: Rule
+    damping: Damping
+    bounded: bool
+    update_every: int
+    invert_every: int
+
+    @property
+    def judge(self) -> Damping | None:
+        """The damping, where it compares the loss with its promise."""
+        return self.damping if self.damping.needs_ratio else None
+
+    def is_judged(self, state: State) -> bool:
+        """Whether the step from this state is."""
+        return self.judge is not None and state.step - state.pace.judged >= (self.judge.every or EVERY)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a batch told.
+
+    Attributes:
+        gradients: As backward passes left them, dense, by name.
+        losses: Those that they came from, in units of their means.
+        nats: Nats per example in one unit of the mean loss.
+        scale: What the gradients were multiplied by under reduction='sum'; 0 stands for 1.
+        update: What the passes made of the averages; None where none was read.
+        values: The parameters, whole.
+        settings: Of the parameter groups.
+        late: True if statistics were due and none was read.
+        own: What `opt.loss` put into the gradients.
+        trial: Opens the loss at other parameters, for whoever asks; raises ValueError where it cannot be had.
+        batch: Measures steps on the batch itself.
+        examples: Counts the batch's.
+        check_followed: ValueError where a gradient that the statistics lack comes from the outputs all the same.
+    """
+
+    gradients: dict[str, Tensor]
+    losses: Sequence[Loss]
+    nats: Any
+    scale: float
+    update: BatchUpdate | None
+    values: WholeTensors
+    settings: Settings
+    late: bool
+    own: OwnGradients
+    trial: Callable[[object], AbstractContextManager[Any]]
+    batch: BatchForm
+    examples: Callable[[], int]
+    check_followed: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What is told of a step.
+
+    Attributes:
+        numbers: As scalar tensors, which nobody has asked for yet.
+        trouble: Why it was left out; empty where it was taken.
+        dampings: Of the next step, by parameter; empty where they stay.
+    """
+
+    numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trouble: str = ""
+    dampings: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+Move = dict[str, Tensor]
+"""The parameters after a step, by name."""
+
+
+def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Move, State, StepReport]:
+    """theta -> theta + d: the parameters that move, the next state, and what is told.
+
+    Pure: an error, Ctrl-C or a number that is not finite leaves `state` in force.
+    """
+    processes = choices.averages.owners.ranks
+    update = evidence.update or BatchUpdate(state.blocks, state.hearing, state.guard)
+    batch = pool_batch(processes, evidence, update)
+    fit, length = batch.judge(choices.bounded, update.guard, state.step)
+    factor, guard = update.guard.cut_gradient(length, state.step)
+    told = {"gradient": batch.norm, "damping": next(iter(evidence.settings.values()))["damping"]} | batch.told_loss
+    if not fit:
+        return leave_out(choices, state, update, evidence, batch, StepReport(told, batch.describe(guard, state.step)))
+    check_statistics(not update.blocks)
+    watch_late(state.guard.late + 1 if evidence.late else 0, update.bad)
+    # 1 statistics -> blocks -> damped inverses, when they are due
+    batch = batch.cut(factor)
+    outside = state.outside
+    if update.taken:
+        names = [block.layout.names for block in update.blocks.values()]
+        losses = [loss for loss in evidence.losses if loss.rows or processes.size == 1]
+        outside = outside.measure(
+            evidence.own,
+            batch.uncut,
+            evidence.values,
+            names,
+            len(losses),
+            float(batch.scale),
+            processes,
+            evidence.check_followed,
+        )
+    pace = replace(state.pace, updated=state.step) if update.taken else state.pace
+    now = replace(state, blocks=update.blocks, hearing=update.hearing, guard=guard, outside=outside, pace=pace)
+    work = Work(choices, evidence, batch, now)
+    updated = pace.updated > pace.inverted
+    work.invert(updated and is_due(pace, pace.inverted, now.step, now.is_turned, choices.invert_every))
+    # 2 direction, 3 length, 4 damping
+    model = work.propose()
+    if model is not None:
+        work.take_rule(model, told)
+    if not all_stay_finite(evidence.values, work.moved, told.get("kl")):
+        return leave_out(choices, state, update, evidence, batch, StepReport(told, batch.describe(guard, state.step)))
+    return finish(choices, state, work, update, batch, told)
+
+
+def leave_out(
+    choices: Choices, state: State, update: BatchUpdate, evidence: Evidence, batch: Batch, report: StepReport
+) -> tuple[Move, State, StepReport]:
+    """No step: what the passes told of the layers is kept, and the batch is counted."""
+    guard = update.fail().guard
+    late = state.guard.late if evidence.late else 0  # skipped steps are counted by themselves
+    guard = replace(guard.follow_loss(batch.loss, taken=False), skipped=state.guard.skipped + 1, late=late)
+    pace = replace(state.pace, updated=state.step) if update.taken else state.pace
+    pace = follow_drift(pace, choices.averages.drift(update), choices.update_every)
+    known = {name: report.numbers[name] for name in ("gradient", "damping", "loss") if name in report.numbers}
+    after = replace(state, step=state.step + 1, blocks=update.blocks, hearing=update.hearing, guard=guard, pace=pace)
+    return {}, after, replace(report, numbers=known)
+
+
+def finish(
+    choices: Choices, state: State, work: Work, update: BatchUpdate, batch: Batch, told: dict[str, Any]
+) -> tuple[Move, State, StepReport]:
+    """The state after a step that is taken."""
+    now, evidence = work.state, work.evidence
+    guard = now.guard.follow_loss(batch.loss, taken=True)
+    guard = replace(guard, skipped=0, late=state.guard.late + 1 if evidence.late else 0)
+    pace = follow_drift(now.pace, choices.averages.drift(update), choices.update_every)
+    noise = now.noise
+    if choices.rule.turns_at and choices.bounded and batch.loss is not None:
+        rows = partial(choices.averages.owners.ranks.count_rows, evidence.losses, batch.nats, batch.norm.device)
+        noise = follow_loss(noise, now.step, batch.loss, rows)
+        pace = start_afresh(pace) if noise.turned != now.noise.turned else pace
+    holds = choices.averages.owners.holds
+    elsewhere = {name for b in now.blocks.values() if not holds(b.key) for name in b.layout.names}
+    means = {name: mean for name, mean in {**state.means, **work.means}.items() if name not in elsewhere}
+    after = replace(now, step=now.step + 1, means=means, vectors=work.vectors, pace=pace, noise=noise, guard=guard)
+    return work.moved, after, StepReport(told, dampings=work.dampings)
+
+
+# the batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The gradient and loss of a batch over all processes.
+
+    Attributes:
+        gradients: Of the mean loss, by name.
+        norms: Theirs, scalar tensors.
+        norm: Of all together.
+        loss: The mean over all rows; None where none was told.
+        nats: Nats per example in one unit of it.
+        scale: What the gradients were divided by.
+        uncut: The gradients before they were cut.
+    """
+
+    gradients: Mapping[str, Tensor]
+    norms: Mapping[str, Tensor]
+    norm: Tensor
+    loss: Tensor | None
+    nats: Any
+    scale: Any
+    uncut: Mapping[str, Tensor]
+
+    @property
+    def told_loss(self) -> dict[str, Any]:
+        """The loss, for the report."""
+        return {} if self.loss is None else {"loss": self.loss}
+
+    def judge(self, bounded: bool, guard: Guard, steps: int) -> tuple[bool, float]:
+        """Whether the batch is fit for a step, and the gradient's length: one read of the device."""
+        norm = self.norm
+        # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
+        known = torch.isfinite(norm) if self.loss is None else torch.isfinite(norm) & ~self.loss.isnan().to(norm.device)
+        wild = guard.is_wild(self.loss, steps) if bounded and self.loss is not None else False
+        fit, length = list_numbers(torch.stack([(known & ~torch.as_tensor(wild, device=norm.device)).to(norm), norm]))
+        return fit > 0, length
+
+    def describe(self, guard: Guard, steps: int) -> str:
+        """Why it is not."""
+        wild = self.loss is not None and bool(guard.is_wild(self.loss, steps))
+        return describe_trouble(self.gradients, self.loss, wild)
+
+    def cut(self, factor: float) -> Batch:
+        """The gradients times a factor, at most 1."""
+        if factor == 1:
+            return self
+        gradients, norms = ({n: factor * t for n, t in part.items()} for part in (self.gradients, self.norms))
+        return replace(self, gradients=gradients, norms=norms)
+
+
+def pool_batch(processes: Ranks, evidence: Evidence, update: BatchUpdate) -> Batch:
+    """The batch of all processes; without a number for a loss where a layer's inputs were far too large."""
+    losses, raw = evidence.losses, evidence.gradients
+    if update.far:
+        losses = [loss._replace(value=loss.value * math.nan) for loss in losses]
+    norms = {name: measure_norm(g) for name, g in raw.items()}
+    loss, nats, scale, norm = processes.pool_losses(losses, evidence.nats, evidence.scale, norms)
+    if isinstance(scale, float) and scale == 1:
+        return Batch(raw, norms, norm, loss, nats, scale, raw)
+    gradients = {name: gradient / scale for name, gradient in raw.items()}
+    return Batch(gradients, {n: one / scale for n, one in norms.items()}, norm / scale, loss, nats, scale, gradients)
+
+
+def all_stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | None = None) -> bool:
+    """Whether no parameter becomes NaN or infinite; an entry that is so already, and stays, does no harm.
+
+    size: a number that must be finite, such as the step's length in the metric: one that overflows is cut to nothing,
+    and would be taken for a step.
+    """
+    sums = [new.sum(dtype=torch.promote_types(new.dtype, torch.float32)) for new in after.values()]
+    known = sums if size is None or not sums else [*sums, size.to(sums[0].device)]
+    if not sums or bool(torch.isfinite(torch.stack([total.double() for total in known])).all()):
+        return True
+    return (size is None or bool(torch.isfinite(size))) and all(
+        stays_finite(before[name], new) for name, new in after.items()
+    )
+
+
+# inverses, direction, length
+
+
+class Work:
+    """One step under way. `state` is replaced as things become known; what it was made of never changes.
+
+    Attributes:
+        state: As it is so far.
+        means: The gradients' new running means.
+        vectors: What the rule remembers, by parameter.
+        moved: The parameters after the step.
+        dampings: The damping of the next step, by parameter; empty where it stays.
+    """
+
+    def __init__(self, choices: Choices, evidence: Evidence, batch: Batch, state: State) -> None:
+        self.choices, self.evidence, self.batch, self.state = choices, evidence, batch, state
+        self.averages, self.rule, self.settings = choices.averages, choices.rule, evidence.settings
+        self.owners, self.processes = choices.averages.owners, choices.averages.owners.ranks
+        self.values, self.device = evidence.values, batch.norm.device
+        self.sample = None if evidence.update is None else evidence.update.sample
+        # a rule that turns takes the plain damped inverses until then
+        self.turned = self.rule.turns_at is not None and state.is_turned
+        self.shapes = self.rule.shapes and (self.rule.turns_at is None or self.turned)
+        self.inverts = self.rule.needs_inverse and not self.turned
+        self.fall = self.rule.rate_at(state.step, state.noise.turned)
+        self.strengths = {name: float(group["l2"]) for name, group in self.settings.items()}
+        self.means, self.vectors = dict[str, GradientMean](), dict(state.vectors)
+        self.moved, self.dampings = Move(), dict[str, float]()
+
+    def lr(self, name: str) -> float:
+        """The learning rate of a parameter, as far as it has fallen by itself."""
+        return float(self.settings[name]["lr"]) * self.fall
+
+    @property
+    def errors(self) -> ErrorScale:
+        """How far a regression's targets lie away."""
+        errors, loss = self.state.hearing.errors, self.batch.loss
+        return errors.scale(0.0 if loss is None else loss) if errors else ErrorScale()
+
+    # 1 inverses
+
+    def invert(self, due: bool) -> None:
+        """Damped inverses of today's averages: of all blocks, or of those alone that never had one."""
+        state, loss = self.state, self.batch.loss
+        keys = {key for key, block in state.blocks.items() if due or block.fresh}
+        if not keys:
+            return
+        whole = WholeMetric(self.averages, state.blocks, self.batch.nats)
+        hearing = state.hearing
+        if hearing.errors and loss is not None:
+            hearing = replace(hearing, error=max(hearing.error, float(loss)))
+        if self.owners.apart:
+            whole.mean_eigenvalue()  # all processes together, before each looks at its own blocks
+        self.state = replace(state, hearing=hearing)
+        prepare = self.rule.prepare_for if self.shapes else None
+        level = partial(self.level, whole)
+        blocks, failures = self.averages.invert(state.blocks, level, self.inverts, prepare, keys)
+        guard = replace(state.guard, failures=state.guard.failures + failures)
+        pace = replace(state.pace, inverted=state.step) if due else state.pace
+        self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
+
+    def level(self, whole: WholeMetric, block: Block, operator: Operator) -> float:
+        """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
+        damping, hearing, outside = self.choices.damping, self.state.hearing, self.state.outside
+        name = block.layout.names[0]
+        number = float(self.settings[name]["damping"])
+        level = damping.amount(number, operator if damping.per_block else whole) + self.strengths[name]
+        if damping.of_whole:
+            # curvatures of the layers before a regression's last ones grow with the square of its unit
+            unit = hearing.errors.scale(hearing.error) if hearing.errors else ErrorScale()
+            level += damping.of_whole * number * float(whole.mean_eigenvalue()) / unit.of(name) ** 2
+        if name in outside.levels:
+            level += outside.damping(name, damping.amount(number, whole))
+        norms = self.batch.norms
+        return max(level, least_damping([norms[name] for name in block.layout.names if name in norms]))
+
+    # 2 direction
+
+    def propose(self) -> Quadratic | None:
+        """The quadratic model with the blocks' directions as its proposal; None where no block can be solved yet."""
+        self.values.gather()
+        directions, slopes, levels = self.directions()
+        if not directions:
+            return None
+        self.follow_signal()
+        errors = self.errors
+        fixed = errors if self.shapes else ErrorScale()  # lengths that do not follow the gradient's
+        vector = Parts(directions, {name: -self.lr(name) * fixed.of(name) for name in directions})
+        even, rated = len({self.lr(name) for name in directions}) == 1, dict[str, Tensor]()
+        if self.shapes:
+            full, promise = None, Lazy(partial(self.promise_lately, vector, levels))
+            if self.sample is not None:
+                self.measure(vector.tensors(), self.averages.forms(self.state.blocks, vector, levels))
+        else:
+            full, rated = sum_scalars(slopes), {name: self.lr(name) ** 2 * slope for name, slope in slopes.items()}
+            promise = Lazy(value=sum_scalars(rated))
+            if self.sample is not None:  # a common rate cancels: no copies
+                self.measure(directions if even else vector.tensors(), slopes if even else rated)
+        ratio, settings = self.state.length.ratio, self.settings.values()
+        true = self.form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self.device))
+        return Quadratic(
+            gradient=Parts(self.penalise(self.batch.gradients)),
+            operator=None,
+            damping=float(next(iter(settings))["damping"]),
+            proposal=BlockStep(vector, true, promise, ratio, self.without_penalty(levels), rated),
+            nats=self.batch.nats,
+            loss=math.nan if self.batch.loss is None else self.batch.loss,
+            steps=self.state.step,
+            bounded=self.choices.bounded,
+            full=full,
+            options={key: min(float(group[key]) for group in settings) for key in self.rule.options},
+            counts=self.count_examples() if self.rule.needs_counts else {},
+            measure=partial(self.step_along, levels),
+            turned=self.turned,
+            layers=[block.layout.names for block in self.state.blocks.values()],
+            params=self.values,
+            exact=self.step_on_batch,
+            doubt=self.state.length.doubt,
+            fallen=self.state.length.fallen,
+            errors=errors,
+        )
+
+    def directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
+        gradients, blocks = self.batch.gradients, dict(self.state.blocks)
+        steps, slopes, levels = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
+        rates = {name: self.lr(name) for name in self.settings}
+        for key, block in self.state.blocks.items():
+            if not self.owners.holds(key):
+                continue
+            means = {name: self.mean(name, gradients[name]) for name in block.layout.names if name in gradients}
+            if block.level is None or not means or (self.inverts and block.inverse is None):
+                continue
+            if self.shapes:
+                shaped, blocks[key] = self.shape(block, means)
+                steps |= shaped
+            else:
+                solved, promised = self.averages.direction(block, means, rates)
+                steps |= solved
+                slopes |= promised
+            levels |= dict.fromkeys(block.layout.names, block.level)
+        self.state = replace(self.state, blocks=blocks)
+        if not self.owners.apart:
+            return steps, slopes, levels
+        keys = {name: key for key, block in blocks.items() for name in block.layout.names}
+        return self.owners.share_directions(gradients, steps, slopes, levels, keys)
+
+    def shape(self, block: Block, means: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Block]:
+        """A block's direction as the rule shapes it, and the block with what the rule remembers."""
+        penalised = self.penalise(self.batch.gradients)
+        assert block.level is not None
+        point = BlockPoint(
+            names=block.layout.names,
+            kind=self.averages.kind(block),
+            mean=self.averages.matrix(block, means),
+            gradient=lambda: self.averages.matrix(block, {name: penalised[name] for name in means}),
+            inverse=block.inverse,
+            metric=lambda: self.averages.operator(block),
+            level=block.level,
+            prepared=block.prepared,
+            memory=block.shape,
+            steps=self.state.step,
+            positions=block.mean_positions,
+            shape=block.layout.shape if block.layer is None else (),
+        )
+        direction, memory = self.rule.shape(point)
+        return give_back(block.layout, direction, means), replace(block, shape=memory)
+
+    def mean(self, name: str, gradient: Tensor) -> Tensor:
+        """The running mean of a gradient, with this step's."""
+        whole = add_penalty(gradient, self.values[name], self.settings[name]["l2"])
+        mean, kept = average_gradient(self.state.means.get(name), whole, self.settings[name]["momentum"])
+        if kept is not None:
+            self.means[name] = kept
+        return mean
+
+    def penalise(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The gradients with those of a penalty."""
+        return Penalised(gradients, self.values, self.strengths) if any(self.strengths.values()) else gradients
+
+    def follow_signal(self) -> None:
+        """Follow how much of the gradients is signal; turn to the rule's own directions where that is little, or back.
+
+        Turning asks for fresh statistics, roots and measurements at the next step.
+        """
+        if not self.rule.turns_at or (not self.means and not self.owners.apart):  # no momentum: nothing is known
+            return
+        decays = {name: float(self.settings[name]["momentum"]) for name in self.means}
+        whole, norms = self.penalise(self.batch.gradients), self.batch.norms
+        sizes = {name: measure_norm(whole[name]) if self.strengths[name] else norms[name] for name in self.means}
+        sums = signal_sums(sizes, self.means, decays) if self.means else torch.zeros(3)
+        if self.owners.apart:
+            sums = self.processes.sum(sums.double().to(self.device))
+            if not bool(sums[1] > 0):
+                return
+        state = self.state
+        noise = follow_signal(state.noise, state.step, list_numbers(sums), self.rule.turns_at)
+        pace = start_afresh(state.pace) if noise.turned != state.noise.turned else state.pace
+        self.state = replace(state, noise=noise, pace=pace)
+
+    def count_examples(self) -> dict[str, int]:
+        """Examples of this step over all processes, and seen so far with it."""
+        own = torch.tensor(float(self.evidence.examples()), device=self.device)
+        examples = int(self.processes.sum(own))
+        self.state = replace(self.state, seen=self.state.seen + examples)
+        return {"examples": examples, "seen": self.state.seen}
+
+    # the metric along a vector
+
+    def measure(self, moves: Mapping[str, Tensor], promised: Mapping[str, Tensor]) -> None:
+        """Measure the metric along the proposal on the pass of the step."""
+        assert self.sample is not None
+        step, pace = self.state.step, self.state.pace
+        length = measure_ratio(
+            self.state.length, self.sample, moves, promised, self.values, self.processes, self.penalty(moves)
+        )
+        # a ratio far from what was measured falls on: ask again at the next update
+        pace = replace(pace, measured=-1 if length.falls else step)
+        if not self.shapes and length.ratio is not None:
+            measured = whole = float(length.ratio * sum_scalars(promised).to(length.ratio))
+            # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
+            if not (pace.inverted == step and length.ratio >= SMALLEST):
+                whole = float(self.promise(Parts(moves), self.strengths))
+            length = follow_fall(length, measured, whole)
+        self.state = replace(self.state, length=length, pace=pace)
+
+    def promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
+        """d^T (G + damping I) d of the blocks."""
+        return sum_scalars(self.averages.forms(self.state.blocks, vector, levels))
+
+    def promise_lately(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
+        """The same; now and then, where a direction's length does not depend on the gradient's: it changes slowly."""
+        rate, state = max(abs(vector.rate(name)) for name in vector), self.state
+        if self.rule.steady and (known := recent_form(state.length, state.step, rate)) is not None:
+            return torch.tensor(known, device=self.device)
+        form = self.promise(vector, levels)
+        self.state = replace(self.state, length=keep_form(self.state.length, state.step, float(form), rate))
+        return form
+
+    def step_along(self, levels: Mapping[str, float], vector: Vector) -> BlockStep:
+        """The step with this vector: on the pass of a measurement what is measured, else in proportion to the last."""
+        assert isinstance(vector, Parts)
+        promise, ratio = Lazy(partial(self.promise, vector, levels)), self.state.length.ratio
+        if self.sample is not None:
+            true = Lazy(partial(self.form_on_sample, self.sample, vector))
+        else:
+            true = self.form_of_blocks(vector) if ratio is None else promise.scale_by(ratio.to(self.device))
+        return BlockStep(vector, true, promise, ratio, self.without_penalty(levels))
+
+    def step_on_batch(self, step: Step) -> BlockStep | None:
+        """The step with d^T G d as it is on its own batch; None where that cannot be known."""
+        assert isinstance(step, BlockStep)
+        expected = float(0.5 * self.batch.nats * step.form())
+        form = self.evidence.batch.measure(step.vector, expected)
+        nats, fixed = 0.5 * float(self.batch.nats) * form, self.shapes and self.rule.steady
+        length = compare_kl(self.state.length, self.state.step, nats, expected, fixed)
+        self.state = replace(self.state, length=length)
+        return None if math.isnan(form) else replace(step, true=Lazy(value=torch.full_like(step.form(), form)))
+
+    def form_of_blocks(self, vector: Parts) -> Lazy:
+        """The form of the blocks, and a penalty's."""
+        return Lazy(partial(self.promise, vector, self.strengths))
+
+    def form_on_sample(self, sample: Reading, vector: Parts) -> Tensor:
+        """The form on the sample of a pass, and a penalty's."""
+        moves = vector.tensors()
+        return measure_form(sample, moves, self.values, self.processes, self.penalty(moves))
+
+    def without_penalty(self, levels: Mapping[str, float]) -> dict[str, float]:
+        """The damping by name without a penalty, which the measured form has."""
+        return {name: level - self.strengths[name] for name, level in levels.items()}
+
+    def penalty(self, moves: Mapping[str, Tensor]) -> Tensor | float:
+        """moves^T (l2 I) moves."""
+        strengths = self.strengths
+        return sum(strengths[name] * move.square().sum() for name, move in moves.items() if strengths[name])
+
+    # 3 length, 4 damping
+
+    def take_rule(self, model: Quadratic, told: dict[str, Any]) -> None:
+        """The rule's step, unless the loss after it refuses it; the damping from here on."""
+        judged = self.choices.is_judged(self.state)
+        refused = False
+        if not (judged or self.rule.needs_loss):
+            step, memory = self.rule.step(model, None, self.memory())
+        else:
+            processes, losses = self.processes, self.evidence.losses
+            rows = sum(processes.weight(loss) for loss in losses)
+            with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.judge) as objective:
+                before = objective.before if self.batch.loss is None else float(self.batch.loss)
+                loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths)
+                step, memory = self.rule.step(replace(model, loss=before), loss_at, self.memory())
+                if judged:
+                    assert self.choices.judge is not None
+                    told["ratio"], refused = judge_step(self.choices.judge, model, step, loss_at)
+                    self.adapt(self.choices.judge, told["ratio"], refused)
+        self.remember(memory, forget=refused)
+        if not isinstance(step, BlockStep):
+            raise TypeError(f"rule {self.rule} returned {step!r}, expected one made of the model's: proposal, along")
+        if not refused:
+            self.move(model, step, told)
+
+    def adapt(self, damping: Damping, ratio: float, refused: bool) -> None:
+        """The damping of the next steps. After a refusal new inverses have it, and are judged, at once."""
+        self.dampings = {n: damping.update(float(group["damping"]), ratio) for n, group in self.settings.items()}
+        state = self.state
+        self.state = replace(state, pace=replace(state.pace, judged=state.step))
+        if refused:
+            pace = replace(state.pace, judged=-(damping.every or EVERY), inverted=-1)
+            guard = replace(state.guard, refused=state.guard.refused + 1)
+            self.state = replace(state, pace=pace, guard=guard)
+
+    def memory(self) -> Memory:
+        """The rule's vectors."""
+        held, keys = self.state.vectors, {key for kept in self.state.vectors.values() for key in kept}
+        return {key: Parts({name: kept[key] for name, kept in held.items() if key in kept}) for key in keys}
+
+    def remember(self, memory: Memory, forget: bool) -> None:
+        """Keep the rule's vectors for the next step. forget: zeros in their place, a fresh start."""
+        fresh = dict[str, dict[str, Tensor]]()
+        for key, vector in memory.items():
+            assert isinstance(vector, Parts)
+            for name, part in vector.tensors().items():
+                fresh.setdefault(name, {})[key] = torch.zeros_like(part) if forget else part
+        self.vectors |= fresh
+
+    def move(self, model: Quadratic, step: BlockStep, told: dict[str, Any]) -> None:
+        """New parameters, and what is told of the step."""
+        form, vector, proposal = step.known_form(), step.vector, model.proposal.vector
+        assert isinstance(proposal, Parts)
+        alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
+        if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
+            told["excess"] = model.proposal.ratio
+        told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
+        if form is not None:
+            told["kl"] = 0.5 * self.batch.nats * form
+            if self.shapes:
+                kl, bound = float(told["kl"]), float(self.rule.kl_bound(model))
+                self.state = replace(self.state, length=trust_form(self.state.length, self.state.step, kl, bound))
+        self.moved = {name: self.move_parameter(name, vector) for name in vector}
+
+    def move_parameter(self, name: str, vector: Parts) -> Tensor:
+        """The parameter after the step."""
+        p, decay = self.values[name], self.settings[name]["weight_decay"]
+        start = p * (1 - self.lr(name) * decay) if decay else p
+        part = vector.parts[name].to(p.dtype)
+        return torch.addcmul(start, part, as_tensor_like(vector.factor(name, part), p))
+
+
+def signal_sums(norms: Mapping[str, Tensor], means: Mapping[str, GradientMean], decays: Mapping[str, float]) -> Tensor:
+    """|m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone: (3,), double precision.
+
+    A mean over k gradients with weights in proportion to b^i has (1 - b) / (1 + b) (1 + b^k) / (1 - b^k) of one
+    gradient's variance.
+    """
+    sizes, weights = list[Tensor](), list[tuple[float, float]]()
+    for name, norm in norms.items():
+        decay, faded = decays[name], decays[name] ** means[name].count
+        sizes += [measure_norm(means[name].value), norm]
+        weights.append(((1 - faded) ** -2, (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)))
+    home = sizes[0].device
+    mean, single = torch.stack([one.to(home, torch.float64) for one in sizes]).square().view(-1, 2).T
+    corrected, noise = torch.tensor(weights, dtype=torch.float64, device=home).T
+    return torch.stack([corrected @ mean, single.sum(), noise @ single])

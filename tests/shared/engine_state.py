@@ -1,0 +1,60 @@
+"""What a structured optimizer remembers, for tests that look at its blocks, its averages and what it knows of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from natgrad.operators import Operator
+from natgrad.optim.readings import Reading
+from natgrad.optim.state import Block, State
+
+
+def state_of(opt: Any) -> State:
+    """All that the next step depends on, with what the passes since the last step made of the averages."""
+    opt._settle_reading()
+    update = opt._update
+    return opt._state if update is None else replace(opt._state, blocks=update.blocks, hearing=update.hearing)
+
+
+def blocks_of(opt: Any) -> list[Block]:
+    """The blocks, in order."""
+    return list(state_of(opt).blocks.values())
+
+
+def metric_of(opt: Any, block: Block) -> Operator:
+    """A block of the metric."""
+    return opt._choices.averages.operator(block)
+
+
+def kept_of(opt: Any, p: Tensor) -> dict[str, Any]:
+    """What is remembered under a parameter, as a checkpoint has it."""
+    name = next(name for name, own in opt._named.items() if own is p)
+    return state_of(opt).by_parameter().get(name, {})
+
+
+def change_state(opt: Any, part: str = "", **values: Any) -> None:
+    """Write into the state, as if a run had come there: into one of its parts, such as "pace"."""
+    changed = {part: replace(getattr(opt._state, part), **values)} if part else values
+    opt._state = replace(opt._state, **changed)
+
+
+def read_pass(opt: Any, outputs: Any, targets: Any) -> Reading:
+    """The statistics of a pass whose loss was computed with `opt.loss` already."""
+    reading, _ = opt._reader.read(opt._state.hearing, opt.criterion, outputs, targets, opt._recall)
+    assert reading is not None
+    return reading
+
+
+def record_readings(opt: Any, found: list[Reading]) -> None:
+    """Append every reading from here on, before it is taken and emptied."""
+    start = opt._choices.averages.start
+
+    def keep(update: Any, reading: Reading, decay: float) -> Any:
+        found.append(Reading(replace(reading.heard, layers=list(reading.layers)), reading.rows))
+        return start(update, reading, decay)
+
+    averages = opt._choices.averages
+    object.__setattr__(averages, "start", keep)
