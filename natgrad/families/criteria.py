@@ -117,6 +117,8 @@ class Criterion:
         prepare: (outputs, targets) -> the targets as the likelihood takes them, where the loss takes others. None:
             they are the same.
         over_classes: The mean runs over the entries of a row too.
+        temperature: (outputs, targets) -> tau, a scalar tensor: the loss of a row is tau times -log p of a density as
+            wide as the batch's errors, which `weigh` counts in. None: 1.
     """
 
     family: Likelihood
@@ -126,6 +128,7 @@ class Criterion:
     entrywise: bool = False
     prepare: Callable[[Any, Any], Any] | None = None
     over_classes: bool = False
+    temperature: Callable[[Any, Any], Tensor] | None = None
 
     def __repr__(self) -> str:
         return write_choices(self, family=self.family, summed=self.summed or None, entrywise=self.entrywise or None)
@@ -191,6 +194,27 @@ class Criterion:
             total = self.value(points, targets) / self.scale(outputs, targets)
             gradients = iter(torch.autograd.grad(total, list(leaves(points)), materialize_grads=True))
         return map_tensors(points, lambda _: next(gradients).detach())
+
+    def scores(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """sqrt(v_i) s_i: s_i the score of row i, and v_i what -log p of the row is multiplied by in the mean loss.
+
+        Their second moments sum_i v_i s_i s_i^T are on average those of the Fisher, where targets are drawn from the
+        likelihood, whatever the loss is a mean over: a slope of the mean loss is v_i s_i.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+
+        Returns:
+            Shapes (R, m) and (R,). Rows whose targets do not count have zeros.
+        """
+        slopes = self.family.rows(self.slope(outputs, targets))
+        if self.temperature is None:
+            shares = self.weights(outputs, targets).to(slopes)
+        else:
+            shares = self.temperature(outputs, targets).to(slopes).expand(len(slopes)) / len(slopes)
+        known = shares > 0
+        return slopes * torch.where(known, torch.where(known, shares, 1).rsqrt(), 0).unsqueeze(1), shares
 
     def weights(self, outputs: Any, targets: Any = None) -> Tensor:
         """Row weights w of the mean loss; equal where targets are unknown (a metric on unlabelled data).
@@ -372,7 +396,8 @@ def smooth_l1(criterion: nn.SmoothL1Loss) -> Criterion:
 
 def weigh_errors(family: Laplace | Huber, loss: Any) -> Criterion:
     """A mean or a sum over entries, at the temperature of the batch."""
-    return Criterion(Entrywise(family), loss, temper(family), loss.reduction == "sum")
+    tau, weigh = temper(family)
+    return Criterion(Entrywise(family), loss, weigh, loss.reduction == "sum", temperature=tau)
 
 
 def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:

@@ -141,8 +141,13 @@ class Huber(SeparableLikelihood):
         return math.sqrt(self.core) * (math.sqrt(2 * nats) if inside else nats / self.delta + self.delta / 2)
 
 
-def temper(family: Laplace | Huber) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Row weights of a mean over entries whose metric is that of a density as wide as a batch's errors, or wider.
+Tempered = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]
+
+
+def temper(family: Laplace | Huber) -> Tempered:
+    """The temperature, and row weights of a mean over entries whose metric is that of a density as wide as the errors.
+
+    As wide as those of a batch, or wider.
 
     At every temperature tau a loss rho(z) is tau times -log p of p = exp(-rho / tau) / Z. For squares the metric of the
     loss is the same at each; Laplace's is 1 / tau, and Huber's P(|z| < delta / sqrt tau). By parts E[z rho'(z)] = tau,
@@ -153,20 +158,23 @@ def temper(family: Laplace | Huber) -> Callable[[Tensor, Tensor], tuple[Tensor, 
         family: Laplace's or Huber's density.
 
     Returns:
-        (outputs, targets) -> weights, shape (R,), and the number of entries, as `Criterion` takes them.
+        (outputs, targets) -> tau; and (outputs, targets) -> weights, shape (R,), and the number of entries, as
+        `Criterion` takes them.
     """
 
-    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def find_temperature(outputs: Tensor, targets: Tensor) -> Tensor:
         z = ((targets - outputs).detach() / family.scale).abs()
-        count = outputs.new_tensor(float(outputs.numel()))
-        if isinstance(family, Laplace):
-            weight = 1 / z.mean().clamp(min=1)
-        else:
-            tau = (z * z.clamp(max=family.delta)).mean().clamp(min=1)
-            weight = core_mass(family.delta / tau.sqrt()) / core_mass(torch.full_like(tau, family.delta))
-        return weight.expand(outputs.numel()), count
+        return (z if isinstance(family, Laplace) else z * z.clamp(max=family.delta)).mean().clamp(min=1)
 
-    return weigh
+    def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        tau = find_temperature(outputs, targets)
+        if isinstance(family, Laplace):
+            weight = 1 / tau
+        else:
+            weight = core_mass(family.delta / tau.sqrt()) / core_mass(torch.full_like(tau, family.delta))
+        return weight.expand(outputs.numel()), outputs.new_tensor(float(outputs.numel()))
+
+    return find_temperature, weigh
 
 
 def core_mass(delta: Tensor) -> Tensor:

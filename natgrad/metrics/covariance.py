@@ -22,12 +22,13 @@ def covariance(
     centred: bool = False,
     outputs: Select | None = None,
 ) -> Covariance:
-    """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g.
+    """U = E[g g^T], or C = U - gbar gbar^T, of the per-example gradients g of -log p, in the unit of the loss.
 
-    The metric takes targets: `.at(params, (inputs, targets))`. It is kept in sample space, so the number of parameters
-    is no obstacle: `ng.SampleSpace()` solves with it. With gradient and covariance from one batch (U + lambda)^-1 g and
-    (C + lambda)^-1 g are exactly parallel, of length ratio 1 / (1 - g^T (U + lambda)^-1 g): centring changes the length
-    alone, and can make it explode.
+    U is that of `ng.empirical_fisher`: the Fisher on average where targets are the model's own. The metric takes
+    targets: `.at(params, (inputs, targets))`. It is kept in sample space, so the number of parameters is no obstacle:
+    `ng.SampleSpace()` solves with it. With gradient and covariance from one batch (U + lambda)^-1 g and
+    (C + lambda)^-1 g are exactly parallel, of length ratio 1 / (1 - n g^T (U + lambda)^-1 g), n the entries of an
+    example that the loss averages over: centring changes the length alone, and can make it explode.
 
     Args:
         model: A module, or a function f(params, x).

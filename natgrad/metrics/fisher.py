@@ -94,10 +94,12 @@ def sampled_fisher(
 def empirical_fisher(
     model: Model, family: Likelihood | nn.Module | Criterion, *, outputs: Select | None = None
 ) -> EmpiricalFisher:
-    """U = E_{(x, t)} [g g^T], g the gradient of one row's loss, over the data's own targets. Not the Fisher.
+    """U = E_{(x, t)} [g g^T], g the gradient of -log p of one row, over the data's own targets. Not the Fisher.
 
-    A row is an example; a token for classes over a sequence; an entry where the variance is predicted too. Class
-    weights and label smoothing enter g. Ignored targets do not count.
+    A row is an example; a token for classes over a sequence; an entry where the variance is predicted too. Targets that
+    are ignored do not count, and those with weights count as often as in the loss. U is in the unit of the loss, as
+    the Fisher is: of a loss that averages over the C entries of an example it is 1 / C of the g's moment, and C times
+    that of the loss's gradients. Where targets are drawn from the likelihood it is the Fisher on average.
 
     Args:
         model: A module, or a function f(params, x).
@@ -188,11 +190,11 @@ class EmpiricalFisher(PullbackMetric):
                 "targets is None: the empirical Fisher needs the data's targets; pass (inputs, targets), compute the "
                 "loss with optimizer.loss(outputs, targets), or use ng.fisher without them"
             )
-        slopes = self.layout(self.criterion.slope(outputs, targets))  # row i of the mean loss: g_i / counted rows
-        counted = torch.ones_like(slopes[:, 0])
-        if not isinstance(self.criterion.family, Entrywise):
-            counted = (self.criterion.weights(outputs, targets) > 0).to(slopes.dtype)
-        return Scores(slopes.unsqueeze(2) * counted.sum().sqrt(), counted), torch.ones_like(counted)
+        scores, shares = self.criterion.scores(outputs, targets)
+        rows = len(linearization.outputs)  # of an example's entries one gradient is made
+        # how the mean of the columns weighs them, on several processes too
+        counted = (shares.view(rows, -1).sum(1) * self.criterion.count(outputs, targets)).sqrt()
+        return Scores(scores.reshape(rows, -1).unsqueeze(2), counted), torch.ones_like(counted)
 
 
 def weigh_rows(criterion: Criterion, outputs: Any, targets: Any) -> Tensor | None:

@@ -365,8 +365,8 @@ class Reader:
         tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         family = criterion.family
 
-        def slope() -> Tensor:
-            return family.rows(criterion.slope(tree, targets))
+        def scores() -> Tensor:
+            return criterion.scores(tree, targets)[0]
 
         weights = criterion.weights(tree, targets)
         rows = family.rows(tree)
@@ -374,7 +374,7 @@ class Reader:
             shared = self.generator
             # these draw nothing: the shared source stands where that of one process would
             generator = shared if isinstance(estimate, (ExactLabels, Empirical)) else self.ranks.generator(shared)
-            return list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, slope), generator))
+            return list(estimate.cotangents(Outputs(tree, rows, family, weights, examples, scores), generator))
 
     def _share_signs(self, found: list[Tensor], examples: Examples, span: Span) -> list[Tensor]:
         """The cotangents with a sign per example, the same whatever process an example is on, and as many on all."""

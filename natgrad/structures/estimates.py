@@ -27,7 +27,8 @@ class Outputs:
         form: M on each row.
         weights: Of the rows in the mean loss, shape (R,).
         examples: Which entries of the rows belong to which example.
-        slope: Gives the mean loss's gradient in the rows, shape (R, m). None where the targets are not known.
+        scores: Gives those of the targets times the root of what they weigh in the mean loss, shape (R, m). None where
+            the targets are not known.
     """
 
     tree: Any
@@ -35,7 +36,7 @@ class Outputs:
     form: Form
     weights: Tensor
     examples: Examples
-    slope: Callable[[], Tensor] | None = None
+    scores: Callable[[], Tensor] | None = None
 
     @staticmethod
     def of(pullback: Pullback, examples: Examples) -> Outputs:
@@ -112,14 +113,12 @@ class Empirical(Estimate):
     """
 
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
-        if outputs.slope is None:
+        if outputs.scores is None:
             raise ValueError(
                 "Empirical() needs the data's targets, which this metric does not pass on; use it in an optimizer with "
                 "optimizer.loss(outputs, targets), or the metric ng.empirical_fisher with estimate=ng.ExactLabels()"
             )
-        weights = outputs.weights.unsqueeze(1)
-        # a row of the slope is its weight times its score; ignored rows have neither
-        yield outputs.slope() * torch.where(weights > 0, 1 / torch.where(weights > 0, weights, 1).sqrt(), 0)
+        yield outputs.scores()
 
 
 NO_ROOT = (

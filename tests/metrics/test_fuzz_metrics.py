@@ -244,11 +244,13 @@ def test_fuzz_moments_of_gradients_are_theirs(net: Net, data: st.DataObject, cen
     total = weight[targets.reshape(-1)[counted]].sum()
     each = nn.CrossEntropyLoss(loss.weight, label_smoothing=loss.label_smoothing, reduction="none")
     slopes = torch.autograd.functional.jacobian(lambda v: each(v.view(outputs.shape), targets).reshape(-1), flat)
-    rows = (slopes @ jacobian)[counted] * counted.sum() / total  # their mean is the gradient of the mean loss
-    expected, size = rows.mT @ rows / len(rows), jacobian.square().max()
+    share = (1 - loss.label_smoothing) * weight[targets.reshape(-1)[counted]]
+    share = (share + loss.label_smoothing * weight.mean()) / total  # what a row's -log p is multiplied by
+    rows = (slopes @ jacobian)[counted] / total  # their sum is the gradient of the mean loss
+    expected, size = rows.mT @ (rows / share.unsqueeze(1)), jacobian.square().max()
     metric = ng.covariance(net.model, loss, centred=centred)
     if centred:
-        expected = expected - torch.outer(rows.mean(0), rows.mean(0))
+        expected = expected - torch.outer(rows.sum(0), rows.sum(0)) / share.sum()
     operator = metric.at(ng.trainable(net.model), (net.inputs, targets))
     require(operator.mv(draw(len(expected), seed=4)), expected @ draw(len(expected), seed=4), "mv", 1e-7, size)
     require(operator.dense(), expected, "dense", 1e-7, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,18 @@ from models import (
 )
 from torch import Tensor, nn
 
-from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
-from natgrad.metrics import divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
+from natgrad.families import (
+    Bernoulli,
+    Categorical,
+    Entrywise,
+    Gaussian,
+    Heads,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    as_criterion,
+)
+from natgrad.metrics import covariance, divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
 from natgrad.operators import DenseOperator
 from natgrad.pure import Call
 from natgrad.solvers import Direct
@@ -210,6 +221,14 @@ EMPIRICAL = {
 }
 
 
+def error_temperature(name: str, outputs: Tensor, targets: Tensor) -> float:
+    """Of a density as wide as the errors, E[z rho'(z)], and 1 at least."""
+    if name not in ("L1Loss", "HuberLoss"):
+        return 1.0
+    sizes = (outputs - targets).detach().abs()
+    return max(1.0, float((sizes if name == "L1Loss" else sizes * sizes.clamp(max=0.5)).mean()))
+
+
 @pytest.mark.parametrize("name", EMPIRICAL)
 def test_empirical_fisher_is_the_mean_outer_product_of_example_gradients(name):
     loss, targets = EMPIRICAL[name]
@@ -220,8 +239,66 @@ def test_empirical_fisher_is_the_mean_outer_product_of_example_gradients(name):
     for x, t in zip(X3.split(1), targets.split(1), strict=True):
         found = torch.autograd.grad(value(model(x), t), list(params.values()))
         gradients.append(torch.cat([g.reshape(-1) for g in found]))
-    expected = sum(torch.outer(g, g) for g in gradients) / len(X3)
+    # of a mean over the entries of an example, in its unit: as the Fisher is
+    unit = as_criterion(loss).nats(model(X3).detach()) / error_temperature(name, model(X3), targets)
+    expected = unit * sum(torch.outer(g, g) for g in gradients) / len(X3)
     check_metric(empirical_fisher(model, loss), params, (X3, targets), reference=expected)
+
+
+def log_probabilities(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, outputs), nn.LogSoftmax(dim=-1)).double()
+
+
+def mean_and_variance(outputs: int) -> Any:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.scale = nn.Linear(3, outputs), nn.Linear(3, outputs)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.mean(x), self.scale(x).exp()
+
+    return Net().double()
+
+
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "squares": (nn.MSELoss, None),
+    "sizes": (nn.L1Loss, None),
+    "Huber": (partial(nn.HuberLoss, delta=0.7), None),
+    "smooth": (partial(nn.SmoothL1Loss, beta=0.5), None),
+    "bits": (nn.BCEWithLogitsLoss, None),
+    "weighted bits": (partial(nn.BCEWithLogitsLoss, weight=torch.tensor([0.5, 3.0, 1.0, 0.1])), None),
+    "counts": (nn.PoissonNLLLoss, None),
+    "variances": (nn.GaussianNLLLoss, mean_and_variance),
+    "classes": (nn.CrossEntropyLoss, None),
+    "log-probabilities": (nn.NLLLoss, log_probabilities),
+    "distillation": (nn.KLDivLoss, log_probabilities),
+}
+SCALES = [(name, way) for name in LOSSES for way in ("mean", "sum")] + [("distillation", "batchmean")]
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize(("name", "reduction"), SCALES)
+def test_moments_of_gradients_are_the_fisher_where_targets_are_the_models_own(name: str, reduction: str):
+    """E_t U = F, matrix by matrix, whatever the loss is a mean over: so a step is as long with either metric."""
+    make, build = LOSSES[name]
+    torch.manual_seed(0)
+    model = (build or (lambda outputs: nn.Linear(3, outputs).double()))(4)
+    criterion, generator = as_criterion(make(reduction=reduction)), torch.Generator().manual_seed(1)
+    x = torch.randn(40_000, 3, dtype=F64, generator=generator)
+    with torch.no_grad():
+        outputs = model(x)
+        family = criterion.family.family if isinstance(criterion.family, Entrywise) else criterion.family
+        targets = family.sample(outputs, generator)
+        if name == "distillation":
+            targets = nn.functional.one_hot(targets, 4).double()
+    params = trainable(model)
+    data = (x, targets)
+    exact = gauss_newton(model, criterion).at(params, data)
+    for metric in (empirical_fisher(model, criterion), covariance(model, criterion)):
+        found = metric.at(params, data)
+        assert found.nats == exact.nats
+        assert (found.dense() - exact.dense()).norm() < 0.05 * exact.dense().norm()
 
 
 def test_empirical_fisher_passes_over_ignored_targets():
