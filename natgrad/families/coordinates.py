@@ -172,26 +172,37 @@ class Change:
 
     @classmethod
     def at(cls, change: Callable[[Tensor], Tensor], point: Tensor) -> Change:
-        """The derivative of a map at a point; vectors with more rows than points are batches.
+        """The derivative of a map at a point, which is asked there once and in that shape.
 
         Args:
-            change: A function (..., n) -> (..., m) of every row by itself.
-            point: Shape (..., n).
+            change: A function of the point, of every row by itself.
+            point: Shape (..., n); vectors of more dimensions are batches of such.
         """
+        derivative = torch.func.vjp(change, point)
+        value = derivative[0]
 
-        def spread(v: Tensor) -> Tensor:
-            return point.expand(*v.shape[: v.dim() - point.dim()], *point.shape)
+        def pull_one(u: Tensor) -> Tensor:
+            return derivative[1](u)[0]
 
-        def push(v: Tensor) -> Tensor:
+        def push_one(v: Tensor) -> Tensor:
             # J v is linear in v: the derivative of J^T u in u, which spares forward rules that some operations lack
-            at = spread(v)
-            found = torch.func.vjp(change, at)
-            return torch.func.vjp(lambda u: found[1](u)[0], torch.zeros_like(found[0]))[1](v)[0]
+            return torch.func.vjp(pull_one, torch.zeros_like(value))[1](v)[0]
 
-        def pull(u: Tensor) -> Tensor:
-            return torch.func.vjp(change, spread(u))[1](u)[0]
+        return cls(_for_batches(push_one, point, value), _for_batches(pull_one, value, point))
 
-        return cls(push, pull)
+
+def _for_batches(linear: Callable[[Tensor], Tensor], source: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
+    """A linear map from tensors like `source` to tensors like `target`, for those with more dimensions in front too."""
+
+    def apply(v: Tensor) -> Tensor:
+        batch = v.shape[: v.dim() - source.dim()]
+        if not batch:
+            return linear(v)
+        if not batch.numel():
+            return target.new_empty(*batch, *target.shape)  # no rows, which vmap cannot take
+        return torch.func.vmap(linear)(v.flatten(0, len(batch) - 1)).unflatten(0, batch)
+
+    return apply
 
 
 class Natural(Coordinates):

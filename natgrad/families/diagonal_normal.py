@@ -87,7 +87,15 @@ class DiagonalNormal(ExponentialFamily):
         return self.from_moments(mean, centred.square().mean(0))
 
     def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """theta (..., 2 d) of means and variances (..., d)."""
+        """theta of means and variances.
+
+        Args:
+            mean: Shape (..., d).
+            variance: Positive, shape (..., d).
+
+        Returns:
+            Shape (..., 2 d).
+        """
         return torch.cat([mean / variance, -0.5 / variance], dim=-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:

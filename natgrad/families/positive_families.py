@@ -277,9 +277,9 @@ class Dirichlet(ExponentialFamily):
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         x = widen(x)
-        return self.maximise_shares(x / x.sum(-1, keepdim=True), statistics.dtype)
+        return self._maximise_shares(x / x.sum(-1, keepdim=True), statistics.dtype)
 
-    def maximise_shares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _maximise_shares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """theta (..., k) of proportions (b, ..., k) that came in the dtype and are given in float64.
 
         E[log x_i] = log m_i - E[y_i - 1 - log y_i], y_i = x_i / m_i, of the means m_i, whose sum is one.
@@ -357,7 +357,7 @@ class Beta(ExponentialFamily):
         return PAIR._log_density(self.check(theta), torch.cat([x, 1 - x], dim=-1))
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
-        return PAIR.maximise_shares(torch.cat([widen(x), 1 - widen(x)], dim=-1), statistics.dtype)
+        return PAIR._maximise_shares(torch.cat([widen(x), 1 - widen(x)], dim=-1), statistics.dtype)
 
     def entropy(self, theta: Tensor) -> Tensor:
         return PAIR.entropy(self.check(theta))

@@ -166,6 +166,39 @@ def test_why_a_flow_ends():
         probability_coordinates(Ising(2))
 
 
+@pytest.mark.parametrize("method", ["DOP853", "RK23", "LSODA", "BDF"])
+def test_a_flow_ends_where_its_field_is_not_known_to_the_tolerance(method):
+    """Where f is in the span of T the flow is a straight line, to where the Fisher matrix is nearly singular."""
+    family, start, slope = Ising(2, [(0,), (1,), (0, 1)]), point(0.1, 0.2, -0.1), point(1.0, 2.0, 3.0)
+    field = expected_value(family, toy)
+    asked = 0
+
+    def count_calls(theta):
+        nonlocal asked
+        asked += 1
+        return field(theta)
+
+    found = flow(count_calls, family, start, 40.0, method=method, evaluations=400)
+    assert found.status in ("stuck", "not finite")
+    assert f"t = {float(found.times[-1]):.3g}"[:7] in found.message
+    assert asked < 500
+    assert_close(found.points, start - found.times.unsqueeze(1) * slope, rtol=1e-5, atol=1e-5)
+    early = flow(field, family, start, torch.linspace(0, 1, 5, dtype=torch.float64))
+    assert early.status == "end"
+    assert_close(early.points, start - early.times.unsqueeze(1) * slope, rtol=1e-7, atol=1e-7)
+
+
+def test_a_budget_of_evaluations_is_said():
+    found = flow(F, TOY, point(0.3, 0.4), 1.0, evaluations=20)
+    assert found.status == "stuck"
+    assert "20 times" in found.message
+    assert "evaluations=" in found.message
+    with pytest.raises(ValueError, match="evaluations is 0"):
+        flow(F, TOY, point(0.3, 0.4), 1.0, evaluations=0)
+    with pytest.raises(ValueError, match="method is 'Euler', expected one of DOP853"):
+        flow(F, TOY, point(0.3, 0.4), 1.0, method="Euler")
+
+
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "scipy.integrate", None)
     with pytest.raises(ImportError, match="pip install scipy"):

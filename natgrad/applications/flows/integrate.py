@@ -12,6 +12,7 @@ from torch import Tensor
 
 from natgrad.applications.flows.coordinates import FlowCoordinates, natural_coordinates
 from natgrad.applications.flows.expectation import Function
+from natgrad.checks import check_integer
 from natgrad.families import ExponentialFamily
 from natgrad.keyword_settings import Group, read_groups
 from natgrad.lapack import solve_or_nan
@@ -67,7 +68,7 @@ class Trajectory:
         points: In the flow's coordinates, shape (T, n).
         values: Of F, shape (T,).
         status: "end" of the time; "rest", if the field had vanished; "edge" of the domain; "not finite", if field or F
-            are not; "stuck", if the solver gave up.
+            are not; "stuck", if the solver gave up, or had asked for the field too often.
         message: The same in a sentence.
     """
 
@@ -87,33 +88,97 @@ class Integrator:
         atol: Absolute tolerance.
         method: Of `scipy.integrate.solve_ivp`; "LSODA" for stiff flows.
         rest: The flow has come to rest where the field's largest entry is below this part of what it was at first.
+        evaluations: Of the field, at most. Near the edge of a family its Fisher matrix is nearly singular, and the
+            natural field is not known to the tolerance: steps that reach it would have no end.
     """
 
     rtol: float = 1e-10
     atol: float = 1e-12
     method: str = "DOP853"
     rest: float = 1e-9
+    evaluations: int = 5000
 
-    def solve(self, field: Any, end: float, start: Tensor, wanted: Tensor | None, event: Any) -> Any:
-        """SciPy's solution of dx/dt = field(t, x).
+    def __post_init__(self) -> None:
+        check_integer("evaluations", self.evaluations)
+
+    def solve(self, field: Any, end: float, start: np.ndarray, wanted: np.ndarray | None, rest: Any) -> SolverPath:
+        """SciPy's solution of dx/dt = field(t, x), as far as it comes.
 
         Args:
-            field: A function of the time and a point, in NumPy.
+            field: A function of the time and a point, in NumPy; NaN where a step must not go.
             end: The last time.
             start: Shape (n,).
             wanted: Times (T,) at which points are wanted; None for those of the solver.
-            event: A function of the time and a point whose zero ends the flow.
+            rest: A function of the time and a point that changes its sign where the flow has come to rest.
 
         Raises:
             ImportError: If SciPy is not installed.
+            ValueError: If it has no such method.
         """
         try:
-            from scipy.integrate import solve_ivp
+            from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, Radau
         except ImportError as error:
             raise ImportError("flows are integrated by SciPy: pip install scipy") from error
-        times, span, first = None if wanted is None else wanted.numpy(), (0.0, end), start.numpy()
+        methods = {each.__name__: each for each in (DOP853, RK45, RK23, LSODA, Radau, BDF)}
+        if self.method not in methods:
+            raise ValueError(f"method is {self.method!r}, expected one of {', '.join(methods)}")
+        solved = SolverPath([0.0], [start]) if wanted is None or 0.0 in wanted else SolverPath([], [])
         with np.errstate(all="ignore"):
-            return solve_ivp(field, span, first, self.method, times, events=[event], rtol=self.rtol, atol=self.atol)
+            solver = methods[self.method](field, 0.0, start, end, rtol=self.rtol, atol=self.atol)
+            solved.follow(solver, wanted, rest)
+        return solved
+
+
+@dataclass
+class SolverPath:
+    """The steps of a solver so far.
+
+    Attributes:
+        times: At which points are kept.
+        points: There, shape (n,) each.
+        last: The time of the last step, or of coming to rest.
+        status: As that of a `Trajectory`, as far as the solver knows.
+        message: The solver's own.
+    """
+
+    times: list[float]
+    points: list[np.ndarray]
+    last: float = 0.0
+    status: str = "end"
+    message: str = ""
+
+    def follow(self, solver: Any, wanted: np.ndarray | None, rest: Any) -> None:
+        """SolverPath to the end, to where the flow rests, or until a step fails."""
+        before = rest(solver.t, solver.y)
+        while solver.status == "running":
+            try:
+                self.message = solver.step() or ""
+            except (ValueError, np.linalg.LinAlgError) as error:  # how implicit methods take a field that is NaN
+                if np.isfinite(solver.fun(solver.t, solver.y)).all() and "infs or NaNs" not in str(error):
+                    raise
+                solver.status, self.message = "failed", str(error)
+            if solver.status == "failed" or not np.isfinite(solver.y).all():
+                self.status = "stuck"
+                return
+            after, self.last = rest(solver.t, solver.y), solver.t
+            if before > 0 >= after:
+                between = solver.dense_output()
+                self.last, self.status = find_root(lambda t, x=between: rest(t, x(t)), solver.t_old, solver.t), "rest"
+            due = wanted if wanted is not None else np.array([self.last])
+            due = due[(due > solver.t_old) & (due <= self.last)]
+            self.times += due.tolist()
+            if len(due):
+                self.points += list(solver.dense_output()(due).T) if due[0] < solver.t else [solver.y]
+            if self.status == "rest":
+                return
+            before = after
+
+
+def find_root(function: Any, low: float, high: float) -> float:
+    """Where a function that is positive at `low`, and not at `high`, changes its sign, by bisection."""
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if function(middle) > 0 else (low, middle)
+    return high
 
 
 class IntegratorOptions(TypedDict, total=False):
@@ -124,6 +189,7 @@ class IntegratorOptions(TypedDict, total=False):
     atol: float
     method: str
     rest: float
+    evaluations: int
 
 
 OWN = ("function", "family", "start", "span", "coordinates", "natural", "maximise")
@@ -151,12 +217,13 @@ def flow(
         coordinates: Where the flow runs; default the natural parameters.
         natural: True for the natural gradient; False for the Euclidean one.
         maximise: True to ascend.
-        **solver: The four that follow, one by one or as `integrator=Integrator(...)`.
+        **solver: The five that follow, one by one or as `integrator=Integrator(...)`.
         rtol: Relative tolerance of the solver, default 1e-10.
         atol: Absolute tolerance of the solver, default 1e-12.
         method: Of SciPy, default "DOP853"; "LSODA" for stiff flows.
         rest: The flow has come to rest where the field's largest entry is below this part of what it was at first;
             default 1e-9.
+        evaluations: Of the field, at most, default 5000; a flow that would need more ends as "stuck".
 
     Raises:
         TypeError: If a keyword is none of these.
@@ -181,6 +248,7 @@ def flow(
     if not end > 0:
         raise ValueError(f"span is {span}, expected a positive last time")
     troubles: list[str] = []
+    asked = 0
     known: dict[bytes, np.ndarray] = {}  # the last field, which the event asks for again
 
     def right_hand_side(_: float, x: np.ndarray) -> np.ndarray:
@@ -192,6 +260,11 @@ def flow(
         return known[place]
 
     def evaluate_field(x: np.ndarray) -> np.ndarray:
+        nonlocal asked
+        asked += 1
+        if asked > integrator.evaluations:
+            troubles.append("stuck")
+            return np.full_like(x, np.nan)  # which no solver steps over
         xi = as_tensor_like(x.copy(), start)
         if not bool(_is_inside(family, chart, xi)):
             troubles.append("edge")
@@ -206,14 +279,29 @@ def flow(
         found = right_hand_side(t, x)
         return float(np.abs(found).max() - integrator.rest * first) if np.isfinite(found).all() else 1.0
 
-    at_rest.terminal = True  # type: ignore[attr-defined]
-    solved = integrator.solve(right_hand_side, end, start, wanted, at_rest)
-    points = as_tensor_like(np.ascontiguousarray(solved.y.T), start)
+    times = None if wanted is None else wanted.numpy()
+    solved = integrator.solve(right_hand_side, end, start.numpy(), times, at_rest)
+    points = as_tensor_like(np.array(solved.points).reshape(-1, len(start)), start)
     values = function(chart.theta(points)).detach() if len(points) else start.new_zeros(0)
-    status = {0: "end", 1: "rest"}.get(solved.status) or (troubles[-1] if troubles else "stuck")
+    status = troubles[-1] if solved.status == "stuck" and troubles else solved.status
     if bool((~torch.isfinite(values)).any()):
         status = "not finite"
-    return Trajectory(as_tensor_like(solved.t, start), points, values, status, _describe_ending(status, solved, end))
+    message = _describe_ending(status, solved, end)
+    if status == "stuck" and asked > integrator.evaluations:
+        message = (
+            f"the field was evaluated {integrator.evaluations} times by t = {solved.last:g}, which is all that is "
+            f"allowed: {_advise(field, points[-1] if len(points) else start, integrator)}"
+        )
+    return Trajectory(as_tensor_like(np.array(solved.times), start), points, values, status, message)
+
+
+def _advise(field: Field, point: Tensor, integrator: Integrator) -> str:
+    """What helps: a looser tolerance where the field changes by more than that within round-off of a point."""
+    here, eps = field(point), torch.finfo(point.dtype).eps
+    noise = max(float((field(point * (1 + k * eps)) - here).abs().max() / here.abs().max()) for k in range(1, 5))
+    if noise > integrator.rtol:
+        return f"the field is known to {noise:.1g} of itself there, take a larger rtol than {integrator.rtol:g}"
+    return 'give more evaluations=, or method="LSODA" if the flow is stiff'
 
 
 def _is_inside(family: ExponentialFamily, chart: FlowCoordinates, xi: Tensor) -> Tensor:
@@ -222,11 +310,11 @@ def _is_inside(family: ExponentialFamily, chart: FlowCoordinates, xi: Tensor) ->
     return chart.inside(xi) if chart.inside is not None else family.inside(chart.theta(xi))
 
 
-def _describe_ending(status: str, solved: Any, end: float) -> str:
-    last = float(solved.t[-1]) if len(solved.t) else 0.0
+def _describe_ending(status: str, solved: SolverPath, end: float) -> str:
+    last = solved.last
     return {
         "end": f"reached the last time, {end:g}",
-        "rest": f"came to rest by t = {float(solved.t_events[0][-1]) if solved.t_events[0].size else last:g}",
+        "rest": f"came to rest by t = {last:g}",
         "edge": f"came to the edge of the domain after t = {last:g}",
         "not finite": f"the field or the function was not finite after t = {last:g}",
     }.get(status, f"the solver gave up after t = {last:g}: {solved.message}")

@@ -47,14 +47,16 @@ class HardConstraint(nn.Module):
         """u at points.
 
         Args:
-            x: Shape (b, d).
+            x: Shape (b, d), or one point (d,).
 
         Returns:
-            Shape (b, m).
+            Shape (b, m), or (m,).
 
         Raises:
             ValueError: If the distance is not one number per point.
         """
+        if x.dim() == 1:
+            return self(x.unsqueeze(0)).squeeze(0)  # the functions are of points (b, d)
         found, distance = self.net(x), self.distance(x)
         if distance.shape != (*found.shape[:-1], 1):
             raise ValueError(

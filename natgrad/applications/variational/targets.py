@@ -229,8 +229,8 @@ def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
         if together.shape in ((3,), (3, 1)) and alone.numel() == 1:
             there, here = together[1].reshape(()), alone.reshape(())
             return bool(torch.allclose(there, here, rtol=1e-3, atol=1e-6, equal_nan=True))
-    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
-        pass  # it takes one z, then
+    except Exception:  # noqa: BLE001 it takes one z, then, and may check that with any error of its own
+        pass
     try:
         value = log_joint(start)
     except RuntimeError as error:
