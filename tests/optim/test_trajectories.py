@@ -18,6 +18,11 @@ def test_the_trajectory_is_the_recorded_one(name: str):
     assert list(found) == list(RECORDED[name])
     for step, params in found.items():
         # round-off grows with the steps, and is another on another processor
+        bound = 1e-9 if step == "1" else 1e-6 if int(step) <= 10 else 1e-4
         torch.testing.assert_close(
-            torch.tensor(params), torch.tensor(RECORDED[name][step]), rtol=1e-6, atol=1e-8, msg=f"{name}, step {step}"
+            torch.tensor(params, dtype=torch.float64),
+            torch.tensor(RECORDED[name][step], dtype=torch.float64),
+            rtol=bound,
+            atol=bound,
+            msg=lambda text, step=step: f"{name}, step {step}: {text}",
         )

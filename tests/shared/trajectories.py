@@ -136,6 +136,112 @@ def train_machine() -> Iterator[list[Tensor]]:
             yield list(machine.parameters())
 
 
+def train_metric(metric: Callable[[nn.Module], Any], **options: Any) -> Problem:
+    """`ng.NaturalGradient` on a regression, without a closure."""
+
+    def run() -> Iterator[list[Tensor]]:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        x, y = torch.randn(100, 3), torch.randn(100, 2)
+        optimizer = ng.NaturalGradient(model, metric(model), **options)
+        while True:
+            optimizer.zero_grad()
+            optimizer.loss(model(x), y).backward()
+            optimizer.step()
+            yield list(model.parameters())
+
+    return run
+
+
+def train_residuals(**options: Any) -> Problem:
+    """Poisson's equation on an interval."""
+
+    def run() -> Iterator[list[Tensor]]:
+        net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1))
+        points, edge = torch.rand(30, 1), torch.tensor([[0.0], [1.0]])
+        terms = {"inside": lambda u, x: ng.laplacian(u, x) + torch.sin(3 * x).sum(), "boundary": lambda u, x: u(x)}
+        optimizer = ng.residuals(net, terms, weights={"boundary": 10.0}, **options)
+        while True:
+            optimizer.step(inside=points, boundary=edge)
+            yield list(net.parameters())
+
+    return run
+
+
+def train_amplitude(**options: Any) -> Problem:
+    """A wave function on samples and local energies that are given."""
+
+    def run() -> Iterator[list[Tensor]]:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = ng.stochastic_reconfiguration(ng.LogAmplitude(net), **options)
+        while True:
+            states = torch.randn(60, 4)
+            optimizer.step(states, states.square().sum(1) + states[:, 0])
+            yield list(net.parameters())
+
+    return run
+
+
+def train_posterior() -> Iterator[list[Tensor]]:
+    """The Gaussian nearest to a posterior of two numbers."""
+    posterior = ng.variational(lambda z: -0.5 * (z[0] ** 2 + (z[1] - z[0] ** 2) ** 2), 2)
+    while True:
+        posterior.step()
+        yield [posterior.mean, posterior.covariance]
+
+
+def train_boltzmann() -> Iterator[list[Tensor]]:
+    """A Boltzmann machine by ratio matching with the adaptive natural gradient."""
+    machine = ng.Boltzmann(4)
+    params = machine.parameters(0.1, generator=torch.Generator().manual_seed(0))
+    data = (torch.rand(60, 4) < 0.4).double()
+    optimizer = ng.NaturalGradient(params, ng.ratio_metric(machine), damping=0.1)
+    while True:
+        optimizer.zero_grad()
+        ng.ratio_matching_loss(machine, params, data).backward()
+        optimizer.step()
+        yield list(params.values())
+
+
+CE = nn.CrossEntropyLoss()
+RULES = {
+    "rate": {"rule": ng.Rate(), "lr": 0.1},
+    "measured length": {"rule": ng.MeasuredLength()},
+    "trust region": {"rule": ng.TrustRegion(0.05)},
+    "trust region that looks": {"rule": ng.TrustRegion(0.5, backtracks=3)},
+    "line search": {"rule": ng.LineSearch()},
+    "momentum": {"rule": ng.Momentum(0.8, radius=0.05)},
+    "grid search": {"rule": ng.rules.GridSearch()},
+    "spectral descent": {"rule": ng.rules.SpectralDescent()},
+    "online radius": {"rule": ng.OnlineRadius()},
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "constant damping": {"damping": ng.Constant(0.1)},
+    "damping of the whole": {"damping": ng.Relative(0.1)},
+    "penalty and decay": {"l2": 1e-2, "weight_decay": 1e-2},
+    "exact labels": {"estimate": ng.ExactLabels(), "rule": ng.MeasuredLength()},
+    "data's labels": {"estimate": ng.Empirical(), "rule": ng.MeasuredLength()},
+    "not measured": {"measure": False},
+}
+FLAT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
+    "Fisher, dense": (lambda m: ng.fisher(m, nn.MSELoss()), {"structure": ng.Dense(0.9), "damping": 0.1}),
+    "Fisher, blocks": (
+        lambda m: ng.fisher(m, nn.MSELoss()),
+        {"structure": ng.Blocks(0.9), "damping": ng.Relative(0.1)},
+    ),
+    "Fisher, Kronecker": (
+        lambda m: ng.fisher(m, nn.MSELoss()),
+        {"structure": ng.Kronecker(0.9), "damping": ng.Relative(0.1, per="block"), "lr": 0.5},
+    ),
+    "covariance": (lambda m: ng.covariance(m, nn.MSELoss()), {"solver": ng.SampleSpace(), "damping": 0.1}),
+    "Gauss-Newton, adapted": (
+        lambda m: ng.gauss_newton(m, nn.MSELoss()),
+        {"solver": ng.MinresQLP(), "damping": ng.LevenbergMarquardt(), "rule": ng.LineSearch()},
+    ),
+    "Hessian": (lambda m: ng.hessian(m, nn.MSELoss()), {"damping": 1.0, "rule": ng.TrustRegion(0.1)}),
+    "some examples": (lambda m: ng.fisher(m, nn.MSELoss()), {"metric_batch": 40, "damping": 0.1, "weight_decay": 0.01}),
+}
+
+
 ADAPTIVE = ng.LevenbergMarquardt(start=0.03, per="block")
 PROBLEMS: dict[str, tuple[Problem, tuple[int, ...]]] = {
     "kfac": (train_structured(ng.kfac), FEWER),
@@ -152,6 +258,18 @@ PROBLEMS: dict[str, tuple[Problem, tuple[int, ...]]] = {
     "ang": (train_ang, STEPS),
     "TRPO": (train_policy, (1, 4)),
     "wake-sleep": (train_machine, STEPS),
+    "tonga": (train_structured(ng.tonga), STEPS),
+    "krylov_subspace": (train_matrix_free(ng.krylov_subspace, dimension=6), (1, 5)),
+    **{f"kfac, {name}": (train_structured(ng.kfac, **options), (1, 10)) for name, options in RULES.items()},
+    **{f"kfac, {name}": (train_structured(ng.kfac, **options), (1, 10)) for name, options in CHOICES.items()},
+    **{name: (train_metric(metric, **options), (1, 10)) for name, (metric, options) in FLAT.items()},
+    "residuals": (train_residuals(), (1, 10)),
+    "residuals, plain": (train_residuals(acceleration=False, scaling=False, momentum=0.5), (1, 10)),
+    "amplitude": (train_amplitude(), (1, 10)),
+    "amplitude, SPRING": (train_amplitude(momentum=0.9), (1, 10)),
+    "amplitude, Kronecker": (train_amplitude(structure=ng.Kronecker(0.9)), (1, 10)),
+    "posterior": (train_posterior, (1, 10)),
+    "Boltzmann machine": (train_boltzmann, (1, 10)),
 }
 
 if __name__ == "__main__":
