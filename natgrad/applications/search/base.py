@@ -69,7 +69,8 @@ class Search(ABC):
             F: Their values, shape (popsize,); lower is better, NaN is infinitely bad.
 
         Raises:
-            ValueError: If X or F has another shape, or X has entries that are not finite.
+            ValueError: If X or F has another shape, or X has a point that `ask` cannot give: entries that are not
+                finite, out of bounds, or no integers or bits where these are wanted. Nothing is changed then.
         """
         points, values = self._check_candidates(X, F)
         self.nfev += len(values)

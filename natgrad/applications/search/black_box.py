@@ -76,7 +76,8 @@ class BlackBox:
         self.nfev = self.failures = self.points = 0
         self.limit = math.inf
         self._first = ""
-        self._unsure = 0  # rows of batches that failed, which count as one call each if f takes points
+        self._unsure = 0  # calls that batches of several rows, which failed, count beyond one if f takes points
+        self._refused = False  # True if f has answered a batch of one, and neither the whole batch nor a point
 
     @property
     def asking(self) -> int:
@@ -215,7 +216,7 @@ class BlackBox:
         if len(found) == len(points):
             return found
         rest = torch.cat([points[:k], points[k + 1 :]])
-        others = self._evaluate_each(rest) if not self.vectorized or self.workers else self._evaluate_batch(rest)
+        others = self._evaluate_each(rest)  # a batch with all of them has failed, if f takes batches
         return torch.cat([others[:k], found, others[k:]])
 
     def _ask_about(self, points: Tensor, k: int) -> Tensor | None:
@@ -230,14 +231,16 @@ class BlackBox:
             return self._decide(False, alone.values)
         if whole.values is not None:  # f compares the points of a batch with one another
             return self._decide(True, whole.values)
-        if batch.values is not None and (self.workers is not None or len(points) == 1):
+        sure = self.workers is not None or len(points) == 1 or self._refused  # twice, for an f that fails by chance
+        if batch.values is not None and sure:
             return self._decide(True, batch.values)
+        self._refused = batch.values is not None
         self._warn_once(f"{alone.why} for a point (d,), and for a batch of one (1, d): {batch.why or whole.why}")
         return None
 
     def _decide(self, vectorized: bool, values: Tensor) -> Tensor:
         self.vectorized = vectorized
-        self.nfev += self._unsure if vectorized else 0
+        self.nfev -= 0 if vectorized else self._unsure
         return values
 
     def _ask_one(self, x: Tensor) -> Reply:
@@ -249,12 +252,9 @@ class BlackBox:
         """f on the batch; a function of one point fails here or gives one value, in one call."""
         if len(points) == 1 or self.limit - self.nfev < len(points):
             return Reply(None, "the budget is too small to ask f about a batch")
+        self.nfev += len(points)
         reply = self._ask_batch(points)
-        if reply.values is None:
-            self.nfev += 1
-            self._unsure += len(points) - 1
-        else:
-            self.nfev += len(points)
+        self._unsure += len(points) - 1 if reply.values is None else 0
         return reply
 
     def _agrees(self, whole: Tensor, batch: Reply, points: Tensor, k: int) -> bool:
@@ -282,7 +282,9 @@ class BlackBox:
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of f, for a checkpoint."""
-        return {"vectorized": self.vectorized, "counts": (self.nfev, self.failures, self.points), "first": self._first}
+        counts = (self.nfev, self.failures, self.points)
+        asked = (self._unsure, self._refused)
+        return {"vectorized": self.vectorized, "counts": counts, "first": self._first, "asked": asked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there; what the caller says of f is kept.
@@ -293,6 +295,7 @@ class BlackBox:
         self.vectorized = state["vectorized"] if self.vectorized is None else self.vectorized
         self.nfev, self.failures, self.points = state["counts"]
         self._first = state["first"]
+        self._unsure, self._refused = state.get("asked", (0, False))
 
 
 def call_function(f: Function, x: Tensor) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROUNDED = 1e-6  # of a number: what float32 leaves out of it, with room
+
 
 @dataclass(frozen=True)
 class Domain:
@@ -58,6 +60,28 @@ class Domain:
         if self.mixed:
             x = torch.where(self.integer, x.round(), x)
         return torch.maximum(torch.minimum(x, self.upper), self.lower) if self.bounded else x
+
+    def admit(self, points: Tensor) -> Tensor:
+        """The points (N, d), brought back to bounds and integers where they miss them by the round-off of float32.
+
+        Args:
+            points: x, as the caller tells them.
+
+        Raises:
+            ValueError: If one misses them by more.
+        """
+        admitted = torch.where(self.integer, points.round(), points)
+        admitted = torch.maximum(torch.minimum(admitted, self.upper), self.lower)
+        wrong = ((points - admitted).abs() > ROUNDED * (1 + admitted.abs())).nonzero()
+        if len(wrong):
+            row, i = wrong[0].tolist()
+            kind = "an integer" if bool(self.integer[i]) else "a number"
+            raise ValueError(
+                f"X[{row}, {i}] is {float(points[row, i]):g}, expected {kind} within the bounds "
+                f"[{float(self.lower[i]):g}, {float(self.upper[i]):g}] of variable {i}: tell points at which f may be "
+                "evaluated, as ask() gives them"
+            )
+        return admitted
 
     def latent(self, points: Tensor) -> Tensor:
         """A u whose image is x.

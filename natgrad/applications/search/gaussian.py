@@ -94,7 +94,8 @@ class GaussianSearch(Search):
         self.model.check(len(start))
         self.popsize = as_popsize(popsize, self.model.popsize(len(start)))
         self.nfev, self.nit, self._overflown = 0, 0, False
-        self.best = Best(start, torch.inf, 0)
+        inside = torch.maximum(torch.minimum(start.round(), self.domain.upper), self.domain.lower)
+        self.best = Best(torch.where(integer, inside, start), torch.inf, 0)
         self._generator = new_generator(seed, start.device)
         self._state: State = self.model.start(self.domain.latent(start), sigma, self.popsize)
         if self.domain.mixed:
@@ -230,6 +231,10 @@ class GaussianSearch(Search):
 
     def _dim(self) -> int:
         return len(self.best.x)
+
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points, values = super()._check_candidates(X, F)
+        return self.domain.admit(points), values
 
     def _move(self, points: Tensor, values: Tensor) -> None:
         ranking = Ranking.of(values)

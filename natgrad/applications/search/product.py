@@ -92,6 +92,11 @@ class ProductSearch(Search):
         self.best = Best(*state["best"])
         self.nfev, self.nit = state["counts"]
 
+    def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
+        points, values = super()._check_candidates(X, F)
+        own = zip(self.parts, self.split(points), strict=True)
+        return torch.cat([part._check_candidates(columns, values)[0] for part, columns in own], 1), values
+
     def _move(self, points: Tensor, values: Tensor) -> None:
         for part, own in zip(self.parts, self.split(points), strict=True):
             part.tell(own, values)

@@ -128,6 +128,36 @@ def test_every_call_is_counted(name: str, d: int):
     assert objective.nfev == expected <= 3 * len(X) + ASKING
 
 
+BATCHES_THAT_RAISE = {
+    "always": lambda X: len(X) > 1,
+    "with any row beyond 0": lambda X: bool((X[:, 0] > 0).any()),
+    "with most rows beyond 0": lambda X: float((X[:, 0] > 0).double().mean()) > 0.2,
+}
+
+
+@pytest.mark.parametrize("vectorized", [None, True])
+@pytest.mark.parametrize("name", BATCHES_THAT_RAISE)
+def test_rows_of_batches_that_raise_are_counted_and_have_their_values(name: str, vectorized: bool | None):
+    """f takes batches, and one row spoils them: each row that f got is an evaluation, and the others have values."""
+    rows: list[int] = []
+
+    def f(X: Tensor) -> Tensor:
+        if X.dim() != 2:
+            raise IndexError("a batch is expected")
+        rows.append(len(X))
+        if BATCHES_THAT_RAISE[name](X):
+            raise ArithmeticError("a row is infeasible")
+        return (X + 1).square().sum(1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = ng.minimize(f, [1.0] * 6, 1.0, popsize=12, seed=0, maxfevals=1500, vectorized=vectorized)
+    asked = result.nfev - sum(rows)  # points that were tried alone, to find out: at most one of them for two batches
+    assert 0 <= asked <= (0 if vectorized else ASKING)
+    assert result.nfev <= 1500
+    assert result.fun < 0.1
+
+
 @pytest.mark.parametrize("d", [9, 10, 11])
 @pytest.mark.parametrize("popsize", [None, 9, 10, 11])
 def test_minimize_finds_the_minimum_of_a_function_of_one_point(d: int, popsize: int | None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from torch.testing import assert_close
 
 import natgrad as ng
 from natgrad.applications.search import (
+    PBIL,
     XNES,
     CategoricalSearch,
     Full,
     GaussianModel,
     LowRank,
+    ProductSearch,
     Ranking,
+    Search,
     Separable,
     SparsePrecision,
 )
@@ -131,3 +135,58 @@ def test_a_graph_without_edges_is_the_separable_model():
         one.tell(X, ellipsoid(X))
         other.tell(Y, ellipsoid(Y))
     assert_close(one.model.variances(one.state), other.model.variances(other.state))
+
+
+# What is told lies within the domain.
+
+BOX: dict[str, Any] = {"bounds": (-1.0, [2.0, 3.0, 4.0]), "integers": [2]}
+
+
+def tell_instead(search: Search, point: list[float], value: float = -100.0) -> None:
+    """One generation, whose first point is another one, and the best."""
+    X = search.ask()
+    X[0] = torch.tensor(point, dtype=X.dtype)
+    search.tell(X, torch.cat([torch.tensor([value]), torch.arange(1.0, len(X))]))
+
+
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        ([-1.5, 0.0, 0.0], r"X\[0, 0\] is -1.5, expected a number within the bounds \[-1, 2\] of variable 0"),
+        ([0.0, 3.001, 0.0], r"X\[0, 1\] is 3.001, expected a number within the bounds \[-1, 3\] of variable 1"),
+        ([0.0, 0.0, 0.5], r"X\[0, 2\] is 0.5, expected an integer within the bounds \[-1, 4\] of variable 2"),
+        ([0.0, 0.0, 5.0], r"X\[0, 2\] is 5, expected an integer"),
+    ],
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_points_out_of_the_domain_are_refused_and_nothing_is_changed(point: list[float], words: str, joined: bool):
+    def make() -> Search:
+        reals = ng.GaussianSearch([0.0, 0.0, 1.0], 0.5, popsize=8, seed=0, **BOX)
+        bits = ng.BernoulliSearch(2, popsize=8, seed=0, update=PBIL(0.3))
+        return ProductSearch(reals, bits) if joined else reals
+
+    search, other = make(), make()
+    with pytest.raises(ValueError, match=words):
+        tell_instead(search, [*point, 1.0, 0.0] if joined else point)
+    assert search.best.fun == torch.inf
+    assert (search.nfev, search.nit) == (0, 0)
+    other.ask()
+    for one in (search, other):
+        X = one.ask()
+        one.tell(X, X.sum(1))
+    assert torch.equal(search.ask(), other.ask())
+
+
+def test_points_that_were_rounded_to_float32_are_taken_and_the_best_is_within():
+    """-.1 is below the bound in float32, and what a client sends back lies where it was meant to."""
+    search = ng.GaussianSearch([0.0, 2.0], 0.5, seed=0, bounds=(-0.1, 2.1), integers=[1])
+    for _ in range(5):
+        X = search.ask().float()
+        X[0] = torch.tensor([-0.1, 2.0 + 2e-7])
+        search.tell(X, X[:, 0].double() + (X[:, 1] - 2).square())
+    assert search.best.x.tolist() == [-0.1, 2.0]
+
+
+def test_the_best_point_of_a_search_without_any_value_is_in_the_domain():
+    search = ng.GaussianSearch([0.2, 1.5], 0.5, seed=0, bounds=(-0.7, 2.1), integers=[1])
+    assert search.best.x.tolist() == [0.2, 2.0]
