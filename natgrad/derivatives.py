@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
-from weakref import ref
+from typing import Any, ClassVar, cast
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, overrides
+from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from natgrad.embedding_bags import look_up_bags
 from natgrad.exact_algebra import EXACT, measure_length, vector_norm
+from natgrad.pure import run_alone
 
 _ACTIVE: ContextVar[_WrittenOut | None] = ContextVar("natgrad_exact_derivatives", default=None)
 
@@ -48,7 +50,8 @@ def exact_derivatives() -> Generator[None]:
         return
     _drop_dead_modes()
     block = _Block()  # dies with this generator, however it ends
-    with sdpa_kernel(SDPBackend.MATH), _WrittenOut(block) as mode:
+    plain = sdpa_kernel(SDPBackend.MATH) if torch.compiler.is_compiling() else _PlainAttention(block)
+    with plain, _WrittenOut(block) as mode:
         try:
             _ACTIVE.set(mode)
             yield
@@ -58,6 +61,42 @@ def exact_derivatives() -> Generator[None]:
 
 class _Block:
     """Lives as long as a `with` block is open."""
+
+
+class _PlainAttention:
+    """Fused attention is off while the block of some thread is open: torch has one setting for all threads.
+
+    Args:
+        block: Which block; one that was interrupted counts as closed, since it is dead.
+    """
+
+    KINDS = ("flash", "mem_efficient", "math", "cudnn")
+    blocks: ClassVar[WeakSet[_Block]] = WeakSet()
+    before: ClassVar[dict[str, bool] | None] = None
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+
+    def __enter__(self) -> None:
+        kind = _PlainAttention
+        with run_alone():
+            kind.blocks.add(self.block)
+            if kind.before is None:
+                kind.before = {name: getattr(cuda, f"{name}_sdp_enabled")() for name in kind.KINDS}
+            kind.allow({name: name == "math" for name in kind.KINDS})
+
+    def __exit__(self, *error: object) -> None:
+        kind = _PlainAttention
+        with run_alone():
+            kind.blocks.discard(self.block)
+            if kind.before is not None and not kind.blocks:
+                kind.allow(kind.before)
+                kind.before = None
+
+    @staticmethod
+    def allow(kinds: dict[str, bool]) -> None:
+        for name, allowed in kinds.items():
+            getattr(cuda, f"enable_{name}_sdp")(allowed)
 
 
 class _WrittenOut(TorchFunctionMode):

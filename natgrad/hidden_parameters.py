@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from natgrad.pure import RandomState, mark_evaluation, run_detached
+from natgrad.pure import RandomState, mark_evaluation, run_alone, run_detached
 from natgrad.spaces import Params
 
 HIDDEN = (
@@ -50,7 +50,8 @@ def check_followed(
     if not (missing or graph.opaque):
         return
     own = dict(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else {}
-    hidden = compare_backward(outputs, leaves, own, graph) if own or graph.opaque else []
+    with run_alone():  # `.grad` of the model's own parameters is taken away for a while
+        hidden = compare_backward(outputs, leaves, own, graph) if own or graph.opaque else []
     if not (hidden or own) and graph.opaque and evaluate is not None:
         hidden = [name for name in missing if moves_outputs(name, leaves, outputs, evaluate)]
         meant = MEANT

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -20,6 +22,28 @@ Select = Callable[[Any], Any]
 """What is taken of a model's outputs."""
 
 _EVALUATING = ScopedValue("natgrad_evaluating", False)
+
+_PASSES = threading.RLock()
+
+
+def renew_lock() -> None:
+    """A new lock, for a child that was forked while another thread held the one before: nobody would release it."""
+    global _PASSES
+    _PASSES = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=renew_lock)
+
+
+def run_alone() -> AbstractContextManager[Any]:
+    """Inside, no other thread makes a pass of natgrad's, and each thread's passes may hold others.
+
+    A pass at other parameters puts them into the model, sets torch's global random state and hangs hooks on layers, for
+    a while. Two at once would each see the other's, and one would put the other's parameters back for good.
+    """
+    return nullcontext() if torch.compiler.is_compiling() else _PASSES
+
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -173,14 +197,15 @@ class RandomState:
     @contextmanager
     def replay(self) -> Generator[None]:
         """Inside, global draws repeat those that followed `capture`; after it the global state is as it was before."""
-        before = {device: _get_state(device) for device in self.states}
-        try:
-            for device, state in self.states.items():
-                _set_state(device, state)
-            yield
-        finally:
-            for device, state in before.items():
-                _set_state(device, state)
+        with run_alone():
+            before = {device: _get_state(device) for device in self.states}
+            try:
+                for device, state in self.states.items():
+                    _set_state(device, state)
+                yield
+            finally:
+                for device, state in before.items():
+                    _set_state(device, state)
 
 
 class PureModel:
@@ -221,7 +246,7 @@ class PureModel:
             if not isinstance(self.model, nn.Module):
                 return self.model(params, *self.call.args, **self.call.kwargs)
             state = frozen_state(self.model, set(params)) | dict(params)
-            return torch.func.functional_call(self.model, state, self.call.args, dict(self.call.kwargs))
+            return call_with(self.model, state, *self.call.args, **self.call.kwargs)
 
 
 class SeveralPure(PureModel):
@@ -250,6 +275,19 @@ def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> 
         random: The state at which global draws are replayed. None: the state now.
     """
     return SeveralPure(model, inputs) if isinstance(inputs, Passes) else PureModel(model, as_call(inputs), random)
+
+
+def call_with(module: nn.Module, state: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """module(*args, **kwargs) with these tensors in the place of its parameters and buffers.
+
+    Args:
+        module: The module.
+        state: Name -> tensor.
+        *args: Of the call.
+        **kwargs: Of the call.
+    """
+    with run_alone():
+        return torch.func.functional_call(module, dict(state), args, kwargs)
 
 
 def run_detached(call: Callable[[], Any]) -> Any:

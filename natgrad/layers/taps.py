@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.layers.compiled import Record, Recorder, tap_output
 from natgrad.layers.kinds import Layer
-from natgrad.pure import is_evaluating
+from natgrad.pure import is_evaluating, run_alone
 from natgrad.whole_tensors import any_split, gather_whole, is_split
 
 
@@ -257,12 +257,13 @@ def record_calls(layers: Mapping[nn.Module, Layer]) -> Generator[list[Tap]]:
         if isinstance(output, Tensor) and output.requires_grad:
             found.append(Tap.of(layers[module], args[0], output))
 
-    handles = [module.register_forward_hook(hook) for module in layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    with run_alone():
+        handles = [module.register_forward_hook(hook) for module in layers]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class Resume:

@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.applications.policy.actor import Actor
 from natgrad.applications.policy.joined_rollouts import BatchPart
 from natgrad.applications.policy.rollout import Rollout
-from natgrad.pure import run_detached
+from natgrad.pure import call_with, run_detached
 from natgrad.rules import Vector
 from natgrad.spaces import Params, Space
 
@@ -33,7 +33,7 @@ class Surrogate:
 
     def at(self, params: Params) -> Tensor:
         """The action parameters of another policy, (B, width)."""
-        return torch.func.functional_call(self.actor, dict(params), (self.rollout.states,))
+        return call_with(self.actor, params, self.rollout.states)
 
     def gradient(self, params: Params) -> dict[str, Tensor]:
         """dL / d theta at the policy that acted; parameters that it does not depend on are left out."""

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from natgrad.applications.residuals.fields import Field, Notes
 from natgrad.applications.residuals.jets import JetPass, LayerChain, network_of
@@ -26,7 +25,7 @@ from natgrad.applications.residuals.term_jacobian import TermJacobian, different
 from natgrad.applications.residuals.unknowns import params_of
 from natgrad.derivatives import exact_derivatives
 from natgrad.hidden_parameters import check_followed
-from natgrad.pure import RandomState, check_examples_apart, mark_evaluation, run_detached
+from natgrad.pure import RandomState, call_with, check_examples_apart, mark_evaluation, run_detached
 from natgrad.spaces import Params
 
 T = TypeVar("T")
@@ -359,7 +358,7 @@ class Term:
 
 def read(module: nn.Module, own: Params, *args: Any) -> Tensor:
     """A network's outputs for a batch, with these parameters in the place of its own."""
-    return functional_call(module, dict(own), args)
+    return call_with(module, own, *args)
 
 
 def refuse_evaluation(*args: Any) -> Tensor:
