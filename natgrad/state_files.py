@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows, where no file can be removed that is open somewhere
+    fcntl = None
 
 FORMAT = 2
 """Of all that natgrad saves. It grows when older versions could no longer read what newer ones write."""
@@ -15,6 +23,8 @@ FORMAT = 2
 
 def write_state_file(state: Mapping[str, Any], path: str | Path) -> None:
     """Write a state: beside its place first, to the disk, and then into it, so that a crash leaves the file before.
+
+    Of several writers, threads or processes, the last one's file stays. What a killed one left is removed.
 
     Args:
         state: Plain values and tensors.
@@ -24,18 +34,63 @@ def write_state_file(state: Mapping[str, Any], path: str | Path) -> None:
         OSError: If it could not be written; the file at `path` is as before.
     """
     path = Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    remove_parts(path)
+    partial, file = open_part(path)
     try:
-        with partial.open("wb") as file:
+        with file:
             try:
                 torch.save(dict(state), file)
                 file.flush()
             except RuntimeError as error:  # torch's own writer meets a full disk so
                 raise OSError(f"{path} could not be written: {error}") from error
             os.fsync(file.fileno())
-        partial.replace(path)
+            if fcntl is not None:  # while it is locked; Windows moves no open file
+                partial.replace(path)
+        if fcntl is None:
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def open_part(path: Path) -> tuple[Path, IO[bytes]]:
+    """A new file beside another, locked for as long as it is open: a name for each writer, threads included."""
+    while True:
+        partial = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex}.part")
+        file = partial.open("xb")
+        if take_lock(file) is not False and partial.exists():  # nobody took it for a killed writer's in between
+            return partial, file
+        file.close()
+        partial.unlink(missing_ok=True)
+
+
+def remove_parts(path: Path) -> None:
+    """Remove what killed writers left beside a file: the parts that nobody holds a lock on."""
+    pattern = re.compile(re.escape(path.name) + r"\.\d+(-[0-9a-f]{32})?\.part")
+    try:
+        parts = [part for part in path.parent.iterdir() if pattern.fullmatch(part.name)]
+    except OSError:  # no such folder, or one that cannot be listed
+        return
+    for part in parts:
+        with suppress(OSError):  # another user's, or gone by now
+            if fcntl is None:
+                part.unlink()
+                continue
+            with part.open("rb") as file:
+                if take_lock(file):
+                    part.unlink(missing_ok=True)
+
+
+def take_lock(file: IO[bytes]) -> bool | None:
+    """Lock an open file until it is closed or its process ends; False if somebody has it locked, None without locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without
+        return None
+    return True
 
 
 def read_state_file(path: str | Path, device: Any = None) -> dict[str, Any]:

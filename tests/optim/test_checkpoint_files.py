@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -98,6 +102,60 @@ def test_a_full_disk_leaves_the_file_before(tmp_path: Path, full_disk: Any):
             ng.save_checkpoint(path, model=model, optimizer=opt)
     assert path.read_bytes() == whole
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_threads_that_save_to_one_path_leave_the_file_of_one_of_them(tmp_path: Path):
+    path, models = tmp_path / "run.pt", [nn.Linear(100, 100) for _ in range(3)]
+    for value, model in enumerate(models):
+        nn.init.constant_(model.weight, value)
+    barrier = Barrier(len(models))
+
+    def save_often(model: nn.Module) -> None:
+        for _ in range(10):
+            barrier.wait(30)
+            ng.save_checkpoint(path, model=model)
+
+    with ThreadPoolExecutor(len(models)) as threads:
+        assert list(threads.map(save_often, models)) == [None] * len(models)  # an error would be raised here
+    twin = nn.Linear(100, 100)
+    ng.load_checkpoint(path, model=twin)
+    assert len(twin.weight.unique()) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+KILLED = """
+import os, sys, torch
+import natgrad as ng
+def save_half(state, file):
+    file.write(b"half")
+    file.flush()
+    print("saving", flush=True)
+    sys.stdin.readline()  # until it is killed
+torch.save = save_half
+ng.save_checkpoint(sys.argv[1], model=torch.nn.Linear(2, 2))
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path):
+    path, model = tmp_path / "run.pt", nn.Linear(2, 2)
+    ng.save_checkpoint(path, model=model)
+    others = [tmp_path / name for name in ("run.pt.best.part", "other.pt.1.part", "run.pt.1.part.txt")]
+    for other in others:
+        other.touch()
+    kept = {"run.pt", *(other.name for other in others)}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], **pipes) as writer:
+        try:
+            assert writer.stdout.readline() == "saving\n"
+            (part,) = {file.name for file in tmp_path.iterdir()} - kept
+            ng.save_checkpoint(path, model=model)
+            assert (tmp_path / part).read_bytes() == b"half"
+        finally:
+            writer.kill()
+    assert (tmp_path / part).exists()
+    ng.load_checkpoint(path, model=nn.Linear(2, 2))
+    ng.save_checkpoint(path, model=model)
+    assert {file.name for file in tmp_path.iterdir()} == kept
 
 
 @pytest.mark.parametrize("build", BUILDS)
