@@ -6,7 +6,6 @@ import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -25,7 +24,7 @@ from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.state import Noise
 from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import map_tensors
-from natgrad.rules import FlatStep, Quadratic, Rule
+from natgrad.rules import Rule
 from natgrad.scoped_values import keep_gradient_mode
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
@@ -198,29 +197,16 @@ class ModelOptimizer(Optimizer):
         """
         found = {report.step: report for report in (make() for make in self._history)}
         reports = [report for report in found.values() if report.step]
-        bounds = [self._kl_bound(report) for report in reports]
-        lr = min((float(group["lr"]) for group in self.param_groups), default=0.0)
+        settings = {"lr": min((float(group["lr"]) for group in self.param_groups), default=0.0)} | self._options()
+        scheduled = any("initial_lr" in group for group in self.param_groups)  # which torch's schedulers write
         noise = self._noise
-        lr *= self.rule.rate_at(reports[-1].step, noise.turned) if reports else 1.0
         kept = (noise.turned, noise.returns, noise.rose)
-        return explain_steps(Steps(reports, bounds, self.rule, lr, self._options(), *kept))
-
-    def _kl_bound(self, report: StateReport) -> float:
-        """Most nats per example that the rule allowed a step."""
-        nothing, known = torch.zeros(()), self._describe_loss(report)
-        flat = FlatStep(nothing, nothing)
-        turned = 0 <= self._noise.turned < report.step
-        model = Quadratic(nothing, None, 0.0, flat, loss=report.loss, options=self._options(), turned=turned, **known)
-        return float(self.rule.kl_bound(replace(model, steps=report.step - 1)))
+        return explain_steps(Steps(reports, self.rule, settings, scheduled, *kept))
 
     @property
     def _noise(self) -> Noise:
         """What a rule knows that turns once noise has hidden the gradient."""
         return Noise()
-
-    def _describe_loss(self, report: StateReport) -> dict[str, Any]:
-        """What a rule may know of the loss: the entries `nats`, `bounded` and `errors` of `Quadratic`."""
-        return {}
 
     def _report_later(self) -> Callable[[], StateReport]:
         """The report of the last step, for later: numbers are not asked for yet."""

@@ -1,22 +1,25 @@
-"""What the last steps of an optimizer did, in sentences, and what to try."""
+"""What the last steps of an optimizer did, in sentences, and what to try where that follows from their numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from natgrad.optim.state_report import StateReport, show
-from natgrad.rules import NoiseAware, Rule, SpectralDescent
+from natgrad.rules import NoiseAware, Rule
 
 KEPT = 20  # steps that are looked back at
 FEW = 3  # steps before anything is said of their course
-LIMITED = 0.95  # of a bound: as good as at it, after round-off
+LONGER = 1.05  # times as long as a step was: less is round-off, and the slack of a bound that is measured
 WHOLE = 0.9  # of the proposal: as good as all of it
 STILL = 0.01  # relative change of the loss that counts as none
-SHORT = 1e-4  # of the KL bound: a step that moves the model by less hardly changes it
-USUAL = (0.01, 2.0)  # between these a learning rate needs no remark, where the rule finds the length
+SHORT = 1e-4  # nats per example: a step that moves the model by less hardly changes it
+MOST = 0.6  # of the steps
+FAR = 0.1  # nats per example, or of the loss where that is above 1: a longer step leaves what was measured behind
+ALL = 0.99  # of the system along a step, or of the gradient: as good as all of it
 
 
 @dataclass(frozen=True)
@@ -25,20 +28,18 @@ class Steps:
 
     Attributes:
         reports: One a step, oldest first.
-        bounds: Most nats per example that the rule allowed each step; inf where it had no bound.
         rule: How a direction becomes a step.
-        lr: The least learning rate of the parameter groups, as far as it has fallen by itself.
-        settings: Bounds that the parameter groups have, such as kl_share.
+        settings: Numbers that the parameter groups have, such as lr and kl_share: the least over the groups.
+        scheduled: True if a scheduler lowers the learning rate.
         turned: The step at which noise had hidden the gradient; -1 before, and after it showed again.
         returns: Times that it showed again.
         rose: The step after which a loss that had risen turned the rule; -1 for never.
     """
 
     reports: Sequence[StateReport]
-    bounds: Sequence[float]
     rule: Rule
-    lr: float
     settings: Mapping[str, float]
+    scheduled: bool = False
     turned: int = -1
     returns: int = 0
     rose: int = -1
@@ -48,64 +49,59 @@ class Steps:
         """The last step."""
         return self.reports[-1]
 
-    def count_cut(self) -> int:
-        """Steps whose length was set by the KL bound."""
-        return sum(self._was_cut(*pair) and self._by_kl(*pair) for pair in self._pairs())
+    def course(self) -> tuple[float, float, float] | None:
+        """The loss in the first, the second and the last third of the steps; None where too few are known."""
+        losses = [r.loss for r in self.reports if math.isfinite(r.loss)]
+        third = max(1, len(losses) // 3)
+        middle = len(losses) // 2
+        if len(losses) < FEW:
+            return None
+        around = losses[middle - third // 2 : middle - third // 2 + third]
+        return median(losses[:third]), median(around), median(losses[-third:])
 
-    def count_measured(self) -> int:
-        """Steps that were shortened to the minimum along them: the metric was larger there than it was taken for."""
-        return sum(
-            allowed_rate(r) < WHOLE and not self._was_cut(r, b) and r.rate > 0 and self.length_of(r) is None
-            for r, b in self._pairs()
-        )
+    def way(self) -> int:
+        """-1 where the loss falls from third to third, 1 where it rises so, else 0."""
+        course = self.course()
+        if course is None:
+            return 0
+        first, middle, last = course
+        change = (last - first) / max(abs(first), abs(last), 1e-30)
+        return 0 if abs(change) < STILL else -1 if first > middle > last else 1 if first < middle < last else 0
 
-    def count_limited(self) -> int:
-        """Steps that something else made shorter: the bound on layers' moves, or a search for the length."""
-        return sum(self._was_cut(*pair) and not self._by_kl(*pair) for pair in self._pairs())
+    def falls_steadily(self) -> bool:
+        """Whether most steps have a lower loss than the step before: what is seen is no noise of the batches."""
+        losses = [r.loss for r in self.reports if math.isfinite(r.loss)]
+        lower = sum(after < before for before, after in pairwise(losses))
+        return lower >= MOST * (len(losses) - 1)
 
-    def has_bound(self) -> bool:
-        """Whether the rule allows a step so many nats at most, and so finds its length."""
-        return any(bound < math.inf for bound in self.bounds)
+    def cut_by(self) -> dict[str, list[float]]:
+        """For each setting that bound steps more than any other: how many times as long those would be without it."""
+        lists = dict[str, list[float]]()
+        for report in self.reports:
+            longer = {name: one for name, one in report.cuts.items() if LONGER < one < math.inf}
+            if longer and report.rate > 0:
+                name = max(longer, key=longer.__getitem__)
+                lists.setdefault(name, []).append(longer[name])
+        return lists
 
-    def has_odd_rate(self) -> bool:
-        """Whether the learning rate is zero, or far from 1 where the rule finds the length."""
-        return self.lr == 0 or (self.has_bound() and not USUAL[0] <= self.lr <= USUAL[1])
+    def chief_cut(self) -> str | None:
+        """The setting that bound most of the steps; None where none did."""
+        lists = self.cut_by()
+        name = max(lists, key=lambda one: len(lists[one]), default=None)
+        return name if name is not None and 2 * len(lists[name]) > len(self.reports) else None
 
-    def are_short(self) -> bool:
-        """Whether natural steps hardly move the model, by far less than is allowed."""
-        short = self.has_bound() and self.turned < 0
-        return short and all(0 < r.kl < SHORT * bound for r, bound in self._pairs())
+    def is_spectral(self, report: StateReport) -> bool:
+        """Whether a step had a direction of the rule's own, and so a length of its own."""
+        return self.rule.shapes and (self.rule.turns_at is None or 0 <= self.turned < report.step - 1)
 
-    def name_bound(self) -> str:
-        """The setting that bounds the last step, with its value."""
-        share, most = self.settings.get("kl_share"), self.settings.get("max_kl")
-        if share is None:
-            return "radius"
-        if most is not None and LIMITED * most <= self.bounds[-1] <= most / LIMITED:
-            return f"max_kl (now {show(float(most))})"
-        return f"kl_share (now {show(float(share))})"
-
-    def _pairs(self) -> list[tuple[StateReport, float]]:
-        return list(zip(self.reports, self.bounds, strict=True))
-
-    def _was_cut(self, report: StateReport, bound: float) -> bool:
-        whole = self.length_of(report)
-        return 0 < report.rate < LIMITED * (allowed_rate(report) if whole is None else whole)
-
-    def length_of(self, report: StateReport) -> float | None:
-        """The length of a spectral step, relative to its direction; None for steps of other kinds."""
-        rule = self.rule.spectral if isinstance(self.rule, NoiseAware) else self.rule
-        spectral = self.rule.turns_at is None or 0 <= self.turned < report.step - 1
-        return rule.length if isinstance(rule, SpectralDescent) and spectral else None
-
-    def _by_kl(self, report: StateReport, bound: float) -> bool:
-        # a quarter of it: the rule counts the damping in, and so the metric alone moves less
-        return bound < math.inf and report.kl >= 0.25 * bound * min(1.0, self.lr) ** 2
-
-
-def allowed_rate(report: StateReport) -> float:
-    """The length, relative to the proposal, at which the quadratic model with the metric as measured is least."""
-    return 1 / max(1.0, report.excess) if math.isfinite(report.excess) else 1.0
+    def read_setting(self, name: str) -> float | None:
+        """What a setting is now; None where nobody knows."""
+        if name in self.settings:
+            return self.settings[name]
+        value: object = self.rule
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        return value if isinstance(value, float) else None
 
 
 def explain_steps(steps: Steps) -> str:
@@ -116,79 +112,96 @@ def explain_steps(steps: Steps) -> str:
     """
     if not steps.reports:
         return "No step yet: compute the loss with opt.loss(outputs, targets), call backward() on it, then opt.step()."
-    tellers = (tell_course, tell_rate, tell_bounds, tell_noise, tell_failures, tell_judgement, tell_solver, tell_reach)
+    tellers = (tell_course, tell_bounds, tell_damping, tell_noise, tell_failures, tell_judgement, tell_solver)
     return "\n".join(sentence for tell in tellers for sentence in tell(steps))
 
 
 def tell_course(steps: Steps) -> Iterator[str]:
     """Whether the loss falls."""
-    losses, last = [r.loss for r in steps.reports if math.isfinite(r.loss)], steps.last
-    count = len(steps.reports)
-    if len(losses) < FEW:
+    last, course = steps.last, steps.course()
+    if course is None:
         yield f"Step {last.step}: {last.status}. Too few steps to say where the loss goes."
         return
-    third = max(1, len(losses) // 3)
-    before, after = median(losses[:third]), median(losses[-third:])
+    before, _, after = course
     change = (after - before) / max(abs(before), abs(after), 1e-30)
     verb = "stands still at" if abs(change) < STILL else "falls to" if change < 0 else "rises to"
+    count = len(steps.reports)
     yield f"Step {last.step}: over the last {count} steps the loss {verb} {show(after)}, from {show(before)}."
-    if change > STILL:
-        yield "Try: a lower lr or a tighter bound (kl_share, max_kl, radius); larger batches if the loss only jumps."
-    elif abs(change) < STILL and last.gradient == 0:
+    if abs(change) < STILL and last.gradient == 0:
         yield "The gradient is zero: the loss does not depend on the parameters, or is at its minimum."
-    elif abs(change) < STILL and (2 * steps.count_cut() > count or (steps.has_odd_rate() and steps.lr < 1)):
-        return  # the next sentences say why
-    elif abs(change) < STILL and steps.are_short():
-        yield (
-            f"A step moves the model by about {show(median(r.kl for r in steps.reports))} nats per example, where "
-            f"{show(median(steps.bounds))} are allowed."
-        )
-        yield "Try: less damping or a larger lr, unless the loss is at its minimum."
-    elif abs(change) < STILL:
-        falls = "" if falls_by_itself(steps.rule) else "a schedule that lets lr fall, or "
-        yield f"Try: {falls}larger batches, if gradients are noisy; else less damping."
-
-
-def tell_rate(steps: Steps) -> Iterator[str]:
-    """A learning rate that is zero, or unusual where the rule finds the length."""
-    if steps.lr == 0:
-        yield "lr is 0: no parameter moves."
-    elif steps.has_odd_rate():
-        yield f"lr is {show(steps.lr)}: it multiplies a step whose length is found already; 1 is usual."
 
 
 def tell_bounds(steps: Steps) -> Iterator[str]:
-    """What set the length of the steps."""
-    count, cut = len(steps.reports), steps.count_cut()
-    if count < FEW or steps.lr == 0 or (steps.has_odd_rate() and steps.lr < 1):
+    """What set the length of the steps, and which way to change it where the loss says so."""
+    count = len(steps.reports)
+    if steps.settings["lr"] == 0:
+        yield "lr is 0: no parameter moves."
         return
-    if cut:
-        bound = show(next(b for b in reversed(steps.bounds) if b < math.inf))
-        yield f"The KL bound cut {cut} of {count} steps: it was {bound} nats per example at the last of them."
-    if 2 * cut > count:
-        yield f"Try: a larger {steps.name_bound()} to go faster; a smaller one if the loss jumps."
-    measured, limited = steps.count_measured(), steps.count_limited()
-    if 2 * measured > count:
-        rate = show(median(allowed_rate(r) for r in steps.reports))
+    for name, times in steps.cut_by().items():
+        free = "at 1" if name == "lr" else "without it"
         yield (
-            f"{measured} of {count} steps were shortened to {rate} of the proposal, where the quadratic model is "
-            "least: the metric along them was larger than its blocks say."
+            f"{name} (now {show(steps.read_setting(name))}) bounds {len(times)} of {count} steps: {free} they would be "
+            f"{show(median(times))} times as long."
         )
-        yield "Try: more damping, or a smaller update_every, so that the blocks are fresher."
-    if 2 * limited > count:
-        move = getattr(steps.rule, "move", math.inf)
-        rate = show(median(r.rate for r in steps.reports))
-        reason = f"a layer moves by at most {show(move)} of its size" if move < math.inf else "the rule found a length"
-        yield f"{limited} of {count} steps were shortened to about {rate} of the proposal: {reason}."
-        if move < math.inf:
-            rule = f"natgrad.rules.NoiseAware(move={show(2 * move)}{list_changed(steps.rule)})"
-            yield f"Try: rule={rule} if the loss falls steadily but slowly."
+    natural = [r for r in steps.reports if not steps.is_spectral(r) and r.rate > 0]
+    free = [r for r in natural if not any(one > LONGER for one in r.cuts.values())]
+    if 2 * len(measured := [r for r in free if r.rate < WHOLE and r.excess > 1 / WHOLE]) > count:
+        yield (
+            f"{len(measured)} of {count} steps were shortened to {show(median(r.rate for r in measured))} of the "
+            "proposal, where the quadratic model is least: the metric along them was larger than its blocks say."
+        )
+    elif 2 * len(searched := [r for r in free if r.rate < WHOLE]) > count:
+        yield (
+            f"{len(searched)} of {count} steps were shortened to about {show(median(r.rate for r in searched))} of the "
+            "proposal, the length that the rule found."
+        )
+    elif count >= FEW and len(free) == count and steps.last.rate >= WHOLE:
+        lr = show(steps.settings["lr"])
+        yield f"Steps were taken whole: lr (now {lr}) and the damping set their length, no bound did."
     unmoved = sum(r.rate == 0 and r.gradient > 0 and r.status != "skipped" for r in steps.reports)
-    if 2 * unmoved > count and steps.lr > 0:
-        yield f"{unmoved} of {count} steps moved nothing: the rule found no length at which the loss is lower."
-        yield "Try: more damping; nothing, if the loss is at its minimum."
-    if cut + measured + limited == 0 and steps.last.rate >= WHOLE and count >= FEW:
-        yield "Steps were taken whole: lr and the damping set their length, no bound did."
+    if 2 * unmoved > count:
+        why = ": the rule found no length at which the loss is lower" * steps.rule.needs_loss
+        yield f"{unmoved} of {count} steps moved nothing{why}."
+    yield from advise_length(steps, whole=2 * sum(r.rate >= WHOLE for r in free) > count)
+
+
+def advise_length(steps: Steps, whole: bool) -> Iterator[str]:
+    """One setting, and one way to change it.
+
+    Args:
+        steps: The last steps.
+        whole: True if most were taken whole, so that lr alone sets their length.
+    """
+    way, name = steps.way(), steps.chief_cut()
+    course = steps.course()
+    if course is None:
+        return
+    still = abs(course[2] - course[0]) < STILL * max(abs(course[0]), abs(course[2]))
+    hardly = still and all(0 < r.kl < SHORT for r in steps.reports)
+    far = median(r.kl for r in steps.reports) > FAR * max(1.0, abs(course[2]))
+    if name == "lr" and steps.scheduled and way < 1:
+        return
+    if way > 0 and (name or whole):
+        yield f"Try: a smaller {describe_setting(steps, name or 'lr', 0.5)}."
+    elif name and ((way < 0 and (name == "lr" or steps.falls_steadily()) and not far) or hardly):
+        yield f"Try: a larger {describe_setting(steps, name, 2.0)}{', up to 1' * (name == 'lr')}."
+
+
+def describe_setting(steps: Steps, name: str, factor: float) -> str:
+    """A setting, its value, and how it is written where it is no keyword of the recipe.
+
+    Args:
+        steps: Have the rule.
+        name: The setting's.
+        factor: What its value may be multiplied by.
+    """
+    value = steps.read_setting(name)
+    now = f"{name} (now {show(value)})"
+    if value is None or name in steps.settings or not isinstance(steps.rule, NoiseAware):
+        return now
+    new = show(factor * value)
+    inner = f"move={new}" if name == "move" else f"spectral=natgrad.rules.SpectralDescent(kl_share={new})"
+    return f"{now}, with rule=natgrad.rules.NoiseAware({inner}{list_changed(steps.rule)})"
 
 
 def list_changed(rule: Rule) -> str:
@@ -198,18 +211,35 @@ def list_changed(rule: Rule) -> str:
     return "".join(f", {name}={show(value)}" for name, value in asked.items() if value != getattr(usual, name))
 
 
+def tell_damping(steps: Steps) -> Iterator[str]:
+    """Whether the damping leaves anything to the metric."""
+    along = [r.excess for r in steps.reports if math.isfinite(r.excess)]
+    outside = [r.outside for r in steps.reports if math.isfinite(r.outside) and r.residual < 1 - ALL and r.rate > 0]
+    damping = show(steps.last.damping) if math.isfinite(steps.last.damping) else "as it is"
+    if along and median(along) < 1 - ALL and not steps.cut_by():
+        share = 1 - median(along)
+        yield f"The damping is {share:.1%} of the system along the steps: they are nearly plain gradient steps."
+        yield "Try: less damping."
+    elif outside and median(outside) > ALL:
+        yield (
+            f"{median(outside):.1%} of the gradient is left to the damping (now {damping}): steps are nearly plain "
+            "gradient steps, over the damping."
+        )
+
+
 def tell_noise(steps: Steps) -> Iterator[str]:
     """Whether the rule has turned to spectral steps, or back."""
     if steps.turned < 0 < steps.returns:
         yield "The gradient showed again after noise had hidden it: steps are natural ones as at the start."
     if steps.turned >= 0:
         why = "Noise has hidden the gradient since" if steps.rose < 0 else "A natural step had raised the loss before"
+        falls = falls_by_itself(steps.rule)
         yield (
             f"{why} step {steps.turned}: steps are spectral ones from there on, of a "
-            f"{'size per layer that falls by itself' if falls_by_itself(steps.rule) else 'fixed size per layer'}."
+            f"{'size per layer that falls by itself' if falls else 'fixed size per layer, times lr'}."
         )
-        if not falls_by_itself(steps.rule):
-            yield 'Try: rate="auto", or a schedule that lets lr fall to zero; larger batches.'
+        if steps.way() >= 0 and steps.course() is not None and not (falls or steps.scheduled):
+            yield 'Try: rate="auto", or a schedule that lets lr fall to zero.'
 
 
 def falls_by_itself(rule: Rule) -> bool:
@@ -252,19 +282,8 @@ def tell_solver(steps: Steps) -> Iterator[str]:
             f"The solver stopped at its limit in {stopped} of {count} steps, with a residual of "
             f"{show(steps.last.residual)} of the gradient."
         )
-        yield "Try: a larger max_steps, more damping, or a preconditioner."
+        yield "Try: a larger max_steps of the solver."
     curved = sum(r.status == "negative_curvature" for r in steps.reports)
     if curved:
         yield f"The solver met negative curvature in {curved} of {count} steps."
-        yield "Try: ng.fisher or ng.gauss_newton for the metric, or solver=ng.MinresQLP()."
-
-
-def tell_reach(steps: Steps) -> Iterator[str]:
-    """Whether the metric sees the gradient."""
-    outside = [r.outside for r in steps.reports if math.isfinite(r.outside)]
-    if outside and median(outside) > 0.9:
-        yield (
-            f"{median(outside):.0%} of the gradient is left to the damping: steps are nearly plain gradient steps, "
-            f"over {show(steps.last.damping)}."
-        )
-        yield "Try: less damping; the metric on the same data as the gradient."
+        yield "Try: ng.gauss_newton in place of ng.hessian for the metric."

@@ -21,7 +21,7 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.guard import Guard, NotFiniteError, describe_trouble
 from natgrad.optim.objective import Objective
 from natgrad.optim.recorded_pass import Data
-from natgrad.optim.state_report import StateReport
+from natgrad.optim.state_report import StateReport, read_cuts
 from natgrad.optim.step_length import bounded_below
 from natgrad.pure import as_call
 from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step
@@ -322,6 +322,7 @@ def report_step(
         outside=left_over(gradient, solution, damping) / norm if norm else 0.0,
         rate=size / proposed if proposed else 0.0,
         gradient=norm,
+        cuts=read_cuts(model.cuts),
         counts=dict(operator.counts),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -52,6 +53,7 @@ class Recall:
         computed: All training losses since the last step.
         outputs: The optimizer's own choice among the model's outputs.
         batch: Another number each time that the gradients were cleared.
+        is_stale: True if the gradient is a sum with that of the step before.
         watched: The parameters whose gradients tell when they were cleared. Besides them a loss depends on nothing but
             passes.
         key: Under which passes are written into the graphs of their outputs.
@@ -64,10 +66,12 @@ class Recall:
         self.outputs, self.key = outputs, f"natgrad.{next(KEYS)}"
         self.watched: list[Tensor] = list(watched)
         self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
+        self.is_stale = self._warned = False
         self.clear()
 
     def clear(self) -> None:
         """Forget everything, so that nothing of a batch outlives its step."""
+        self._stepped = [(weakref.ref(p.grad), p.grad._version) for p in self.watched if p.grad is not None]
         self.last: RecordedPass | None = None
         self.latest: RecordedLoss | None = None
         self.computed: list[Loss] = []
@@ -264,6 +268,8 @@ class Recall:
         if not self._going:
             if self._were_cleared():
                 self.forget_gradients()
+            if not self.losses:  # the first of a batch
+                self.is_stale = self._is_left_over()
             self._going, me = True, weakref.ref(self)
             # as torch's own data parallelism hears that a backward pass is over; there is no public name for it
             engine: Any = getattr(Variable, "_execution_engine")  # noqa: B009
@@ -273,6 +279,20 @@ class Recall:
             fresh = told not in self.gone
             told.weight = gradient.detach() if fresh or told.weight is None else told.weight + gradient.detach()
             self.gone = [*self.gone, told] if fresh else self.gone
+
+    def _is_left_over(self) -> bool:
+        """Whether a gradient of the last step is still there, just as that step left it; a warning, the first time."""
+        left = [grad for ref, version in self._stepped if (grad := ref()) is not None and grad._version == version]
+        there = {id(p.grad) for p in self.watched}
+        stale = any(id(grad) in there and holds_anything(grad) for grad in left)
+        if stale and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the gradients of the last step were not cleared, so that those of this batch are added to them: call "
+                "optimizer.zero_grad() before loss.backward(), once for each step",
+                stacklevel=2,
+            )
+        return stale
 
     def end_backward(self) -> None:
         """A backward pass is over: remember what its gradients are."""

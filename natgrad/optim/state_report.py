@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class StateReport:
         gradient: Norm of the mean loss's gradient.
         failures: Steps since the start that were skipped for numerical trouble.
         refused: Steps since the start that were not taken because they raised the loss.
+        cuts: How many times as long the step would be without a setting that bounds it, by the setting: 1 where it
+            changes nothing.
         counts: What the structure counted: examples seen, updates refused, inverses kept.
     """
 
@@ -80,6 +82,7 @@ class StateReport:
     gradient: float = math.nan
     failures: int = 0
     refused: int = 0
+    cuts: Mapping[str, float] = field(default_factory=dict[str, float])
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def list_known(self) -> dict[str, Any]:
@@ -87,7 +90,7 @@ class StateReport:
         solved = not math.isnan(self.residual) or self.solver_steps > 0
         judged = self.ratio is not None or self.refused > 0
         unknown = [("solver_steps", solved), ("refused", judged)]
-        left_out = {"counts"} | {name for name, known in unknown if not known}
+        left_out = {"counts", "cuts"} | {name for name, known in unknown if not known}
         own = {name: value for name, value in vars(self).items() if name not in left_out}
         own |= self.counts
         return {n: v for n, v in own.items() if v is not None and not (isinstance(v, float) and math.isnan(v))}
@@ -125,10 +128,15 @@ def show(value: float | str | None) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def read_cuts(cuts: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """What a rule says of its bounds, as numbers."""
+    return {name: float(lengthen()) for name, lengthen in cuts.items()}
+
+
 def state_report(told: Mapping[str, Any], step: int, failures: int, refused: int) -> StateReport:
     """From what a structured step told, as tensors of one number, and the counts."""
-    numbers = {key: float(value) for key, value in told.items()}
+    numbers = {key: float(value) for key, value in told.items() if key != "cuts"}
     skipped = "refused" if "ratio" in numbers else "skipped" if step else "no step yet"
-    known: dict[str, Any] = {"rate": 0.0 if step else math.nan} | numbers
+    known: dict[str, Any] = {"rate": 0.0 if step else math.nan, "cuts": read_cuts(told.get("cuts", {}))} | numbers
     status = "stepped" if "kl" in numbers else skipped
     return StateReport(step=step, status=status, failures=failures, refused=refused, **known)

@@ -635,6 +635,7 @@ class Work:
         alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
         if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
             told["excess"] = model.proposal.ratio
+        told["cuts"] = model.cuts
         told["rate"] = vector.length if alike else vector.norm() / proposal.norm()
         if form is not None:
             told["kl"] = 0.5 * self.batch.nats * form

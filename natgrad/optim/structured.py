@@ -147,11 +147,6 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _noise(self) -> Noise:
         return self._state.noise
 
-    def _describe_loss(self, report: StateReport) -> dict[str, Any]:
-        errors = self._state.hearing.errors
-        known = {"nats": self._nats, "bounded": self._choices.bounded}
-        return known | ({"errors": errors.scale(report.loss)} if errors else {})
-
     def detach(self) -> None:
         """Take the hooks off the model. Also happens when the optimizer dies."""
         self._finalizer()
@@ -367,7 +362,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             values=WholeTensors(self._named),
             settings=dict(self._list_settings()),
             late=reader.due and not (update is not None and update.taken),
-            own=self._own,
+            own=OwnGradients() if recall.is_stale else self._own,  # the rest is of another batch then
             trial=partial(self._open_trial, active, called),
             batch=BatchForm(self.model, self.criterion, recall, self._named, self._ranks, self._nats),
             examples=recall.count_examples,

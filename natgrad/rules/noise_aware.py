@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -104,6 +105,7 @@ class NoiseAware(Rule):
         natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
         if model.turned:
             step, memory = self.spectral.step(model, loss_at, memory)
+            model.cuts["spectral.kl_share"] = model.cuts.pop("kl_share")
         else:
             step = limit_moves(model, natural.find_length(model), self.move)
         return natural.hold(model, step), memory
@@ -123,7 +125,12 @@ def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
     layers = [names for layer in model.layers if (names := [name for name in layer if name in vector.parts])]
     if not layers:
         return step
-    factors = room(model, vector, layers, most)
+    moved, bounds = room(model, vector, layers, most)
+    for name, lengthen in model.cuts.items():  # without another bound this one still holds
+        if name != "lr":
+            model.cuts[name] = partial(lengthen_layers, moved, bounds, lengthen)
+    model.cuts["move"] = lambda: moved.norm() / torch.minimum(moved, bounds).norm()
+    factors = torch.where(moved > bounds, bounds / moved, 1.0)
     if not bool((factors < 1).any()):
         return step
     names = [name for layer in layers for name in layer]
@@ -138,8 +145,14 @@ def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
     return limited
 
 
-def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float) -> Tensor:
-    """What part of each layer's step may be taken, at most 1, in double precision, shape (layers,)."""
+def lengthen_layers(moved: Tensor, bounds: Tensor, lengthen: Callable[[], Tensor]) -> Tensor:
+    """How many times as long a step within bounds on its layers would be, were it longer before these."""
+    longer = moved * lengthen().to(moved)
+    return torch.minimum(longer, bounds).norm() / torch.minimum(moved, bounds).norm()
+
+
+def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float) -> tuple[Tensor, Tensor]:
+    """How far each layer moves, and how far it may, in double precision, shapes (layers,)."""
     names = [name for layer in layers for name in layer]
     params = {name: model.params[name].detach() for name in names}
     squares = [vector.square(name).double() for name in names]
@@ -155,5 +168,4 @@ def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most:
     rates = [most * min(1.0, max(abs(vector.rate(name)) for name in layer)) for layer in layers]
     fresh = [f * max(map(model.errors.of, layer)) for f, layer in zip(fresh, layers, strict=True)]
     fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=home)
-    bound = fixed[0] * torch.maximum(size, fixed[1])
-    return torch.where(moved > bound, bound / moved, 1.0)
+    return moved, fixed[0] * torch.maximum(size, fixed[1])

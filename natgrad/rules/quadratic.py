@@ -273,6 +273,8 @@ class Quadratic:
         fallen: The metric as it was measured along a step over what it was averaged to, at most 1: averages lag behind
             a metric that falls with the loss, and steps that they give are too short by this factor.
         errors: How far a regression's targets lie away.
+        cuts: What shortened the step, which the rule writes here: a setting -> how many times as long the step would be
+            without it, made when it is asked for.
     """
 
     gradient: Vector
@@ -299,6 +301,27 @@ class Quadratic:
     doubt: float = 1.0
     fallen: float = 1.0
     errors: ErrorScale = ErrorScale()
+    cuts: dict[str, Callable[[], Tensor]] = field(default_factory=dict[str, Callable[[], Tensor]])
+
+    def without_vectors(self, **options: float) -> Quadratic:
+        """What a bound depends on, with other settings of the rule, to be kept after the step.
+
+        Args:
+            **options: Settings by name.
+        """
+        zero = torch.zeros(())
+        return Quadratic(
+            zero,
+            None,
+            0.0,
+            FlatStep(zero, zero),
+            nats=self.nats,
+            loss=self.loss,
+            steps=self.steps,
+            bounded=self.bounded,
+            options={**self.options, **options},
+            errors=self.errors,
+        )
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.
@@ -388,7 +411,14 @@ def hold_kl(model: Quadratic, step: Step, most: Tensor | float) -> Step:
     allowed = (1 - SLACK) * bound
     if kl <= allowed:
         return step
-    return step.scale_by(math.sqrt(allowed / kl)) if math.isfinite(kl) else model.nothing()
+    if not math.isfinite(kl):
+        return model.nothing()
+    factor = math.sqrt(allowed / kl)
+    before = model.cuts.get("max_kl")
+    rest = {"lr": model.cuts["lr"]} if "lr" in model.cuts else {}
+    model.cuts.clear()  # whatever else is lifted, the step ends here; but for a learning rate, which this bound follows
+    model.cuts.update(rest | {"max_kl": lambda: torch.as_tensor(before() if before else 1.0) / factor})
+    return step.scale_by(factor)
 
 
 def share_of_rate(step: Step) -> float:

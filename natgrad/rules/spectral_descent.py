@@ -203,6 +203,7 @@ class SpectralDescent(Rule):
         radius = self.radius(model, form)
         bound = (2 * radius / (model.nats * form.clamp(min=0))).sqrt()  # no curvature at all: infinite
         rate = torch.where(form > 0, bound.clamp(max=self.length), self.length)
+        model.cuts["kl_share"] = lambda: self.length / rate
         return proposal.scale_by(rate), memory
 
     def kl_bound(self, model: Quadratic) -> Tensor | float:

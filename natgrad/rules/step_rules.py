@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +88,23 @@ class MeasuredLength(Rule):
         radius = self.radius(model, full)
         bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite
         rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
+        for name in self.options:
+            free = model.without_vectors(**{name: math.inf})
+            model.cuts[name] = partial(self.lengthen, free, ratio, full, rate)
+        model.cuts["lr"] = partial(torch.tensor, 1 / (share_of_rate(proposal) or math.nan))
         return proposal.scale_by(rate)
+
+    def lengthen(self, model: Quadratic, ratio: Tensor, full: Tensor, rate: Tensor) -> Tensor:
+        """How many times as long a step of this rate would be with the bounds of another model, a scalar tensor.
+
+        Args:
+            model: Has the settings.
+            ratio: d^T G d along the proposal over what was promised.
+            full: The damped form of the proposal at rates of 1.
+            rate: Of the step.
+        """
+        bound = (2 * self.radius(model, full) / (model.nats * ratio * full)).sqrt()
+        return torch.minimum(1 / ratio, bound) / rate
 
     def kl_bound(self, model: Quadratic) -> Tensor | float:
         return self.radius(model, torch.zeros(()))
@@ -262,7 +279,9 @@ class OnlineRadius(Rule):
             raise ValueError(f"{self} counts examples: use structure=ng.AdaptiveInverse(), or rule=ng.TrustRegion(...)")
         bound = self.length(int(counts["examples"]), int(counts["seen"]), counts.get("passes", 1.0)) * unit
         length = model.proposal.form().clamp(min=0).sqrt()
-        return model.proposal.scale_by(torch.where(length > bound, bound / length, 1.0)), memory
+        factor = torch.where(length > bound, bound / length, 1.0)
+        model.cuts["bound"] = lambda: 1 / factor
+        return model.proposal.scale_by(factor), memory
 
 
 @dataclass(frozen=True)
@@ -320,7 +339,9 @@ def shorten(model: Quadratic, step: Step, radius: float) -> Step:
         radius: Most nats per example.
     """
     kl = model.kl(step)
-    return step.scale_by(torch.where(kl > 0, (radius / kl).sqrt(), 1.0).clamp(max=1.0))
+    factor = torch.where(kl > 0, (radius / kl).sqrt(), 1.0).clamp(max=1.0)
+    model.cuts["radius"] = lambda: 1 / factor
+    return step.scale_by(factor)
 
 
 def best_iterate(model: Quadratic, loss_at: Objective) -> Step:
@@ -363,6 +384,7 @@ def backtrack(
     for _ in range(trials):
         if loss_at(step.vector) <= float(model.loss) + sufficient * float(model.slope(step)):  # False for a NaN
             return step
+        model.cuts.clear()  # the search ends below every bound
         step = step.scale_by(shrink)
     return model.nothing()
 

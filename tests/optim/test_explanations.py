@@ -1,177 +1,279 @@
-"""What an optimizer says of its last steps follows from their numbers."""
+"""What an optimizer says of its last steps follows from their numbers; advice is given where following it helps."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from optim_models import CE, X, Y, net
-from torch import nn
+from optim_models import CE, flat
+from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim import StateReport
-from natgrad.optim.explanations import KEPT, Steps, explain_steps
-from natgrad.rules import NoiseAware, Rate, SpectralDescent
+from natgrad.optim.explanations import KEPT
+from natgrad.rules import NoiseAware, SpectralDescent
+
+Make = Callable[[nn.Module], Any]
+INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LABELS = (INPUTS @ torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).argmax(1)
 
 
-def run(opt: ng.NaturalGradient | ng.StructuredNaturalGradient, steps: int = 5, x: torch.Tensor = X) -> str:
-    for _ in range(steps):
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+
+
+def kfac(**choices: Any) -> Make:
+    return lambda model: ng.kfac(model, CE, estimate=ng.ExactLabels(), **choices)
+
+
+def fisher_steps(**choices: Any) -> Make:
+    return lambda model: ng.NaturalGradient(model, ng.fisher(model, CE), **choices)
+
+
+def train(make: Make, steps: int = 20, labels: Tensor = LABELS, batch: int | None = None, schedule: Any = None) -> Any:
+    """The loss on all of the data after some steps, what the optimizer says then, and the optimizer."""
+    opt = make(model := net())
+    scheduler = schedule(opt) if schedule else None
+    for i in range(steps):
+        rows = slice(None) if batch is None else torch.arange(i * batch, (i + 1) * batch) % len(INPUTS)
         opt.zero_grad()
-        opt.loss(opt.model(x), Y).backward()
+        opt.loss(model(INPUTS[rows]), labels[rows]).backward()
         opt.step()
-    return opt.explain()
+        if scheduler:
+            scheduler.step()
+    return float(CE(model(INPUTS), labels).detach()), opt.explain(), opt
 
 
-def explain(reports: list[StateReport], bounds: list[float] | None = None, **settings) -> str:
-    chosen = {"rule": Rate(), "lr": 1.0, "settings": {}} | settings
-    return explain_steps(Steps(reports, bounds or [math.inf] * len(reports), **chosen))
+# which setting bounds a step: what is said is how much longer the step is without it
+
+BOUNDS = {"kl_share": 1e-5, "max_kl": 1e-6, "move": 1e-3, "lr": 0.1, "radius": 1e-3}
 
 
-def test_the_kl_bound_is_said_to_cut_the_steps_that_it_cut():
-    """A small share of the loss binds at every step, and each moves what the rule allows then."""
-    opt = ng.kfac(net(), CE, rule=ng.MeasuredLength(kl_share=1e-3, warm=1))
-    text = run(opt, 6)
-    assert "The KL bound cut 6 of 6 steps" in text
-    assert "kl_share (now 0.001)" in text
-    report = opt.state_report()
-    assert 0.5 < report.kl / opt._kl_bound(report) <= 1 + 1e-6
-    assert opt._kl_bound(report) == pytest.approx(1e-3 * report.loss, rel=1e-6)
+@pytest.mark.parametrize(("name", "bound"), BOUNDS.items())
+@pytest.mark.parametrize("rest", [{}, {"move": 0.02, "kl_share": 1e-2, "lr": 0.5}])
+def test_a_bound_is_told_by_how_much_longer_the_step_is_without_it(name: str, bound: float, rest: dict[str, float]):
+    """Also where other bounds hold the same step: without this one, they still do."""
+
+    def step(value: float) -> tuple[Tensor, dict[str, float]]:
+        chosen = {"max_kl": 10.0, "kl_share": 0.1, "move": 0.1, "lr": 1.0, "radius": 1.0} | rest | {name: value}
+        rule = NoiseAware(max_kl=chosen["max_kl"], kl_share=chosen["kl_share"], move=chosen["move"])
+        flat_steps = fisher_steps(lr=chosen["lr"], rule=ng.TrustRegion(chosen["radius"]))
+        opt = (flat_steps if name == "radius" else kfac(lr=chosen["lr"], rule=rule))(model := net())
+        before = flat(model)
+        opt.loss(model(INPUTS), LABELS).backward()
+        opt.step()
+        return flat(model) - before, dict(opt.state_report().cuts)
+
+    (bounded, cuts), (longer, _) = step(bound), step(1.0 if name == "lr" else 1e9)
+    assert cuts[name] > 1.5
+    assert float(longer.norm() / bounded.norm()) == pytest.approx(cuts[name], rel=1e-6)
 
 
-def test_no_bound_is_blamed_for_whole_steps():
-    text = run(ng.natgrad_cg(net(), CE))
-    assert "Steps were taken whole" in text
-    assert "bound cut" not in text
+# advice on the length: (name, as it is, as advised)
+
+LARGER = [
+    ("lr", kfac(lr=0.05), kfac(lr=0.5)),
+    ("lr", kfac(lr=1e-3), kfac(lr=1e-2)),
+    ("lr", kfac(lr=0.1, rule=ng.MeasuredLength()), kfac(lr=1.0, rule=ng.MeasuredLength())),
+    ("kl_share", kfac(kl_share=1e-3), kfac(kl_share=2e-3)),
+    ("max_kl", kfac(max_kl=1e-4), kfac(max_kl=2e-4)),
+    ("move", kfac(), kfac(rule=NoiseAware(move=0.2))),
+    ("move", kfac(rule=NoiseAware(move=0.01)), kfac(rule=NoiseAware(move=0.02))),
+    ("kl_share", kfac(rule=SpectralDescent(kl_share=1e-4)), kfac(rule=SpectralDescent(kl_share=2e-4))),
+    ("radius", fisher_steps(rule=ng.TrustRegion(1e-3)), fisher_steps(rule=ng.TrustRegion(2e-3))),
+    ("radius", fisher_steps(rule=ng.Momentum(radius=1e-3)), fisher_steps(rule=ng.Momentum(radius=2e-3))),
+]
 
 
-@pytest.mark.parametrize("lr", [0.1, 1.0])
-def test_a_trust_region_is_the_bound(lr: float):
-    opt = ng.NaturalGradient(model := net(), ng.fisher(model, CE), lr=100 * lr, rule=ng.TrustRegion(1e-4))
-    assert "The KL bound cut 5 of 5 steps: it was 0.0001 nats" in run(opt)
+@pytest.mark.parametrize(("name", "make", "advised"), LARGER)
+def test_more_of_the_setting_that_bounds_the_steps_helps(name: str, make: Make, advised: Make):
+    loss, text, _ = train(make)
+    assert f"Try: a larger {name} (now " in text
+    assert text.count("Try: ") == 1
+    assert train(advised)[0] < loss - 1e-3
+
+
+def test_the_setting_that_is_not_named_changes_less():
+    """Natural steps within a share of each layer: ten times the KL is no longer step."""
+    loss, text, _ = train(kfac())
+    assert "Try: a larger move (now 0.1), with rule=natgrad.rules.NoiseAware(move=0.2)." in text
+    assert abs(train(kfac(kl_share=1.0))[0] - loss) < 0.1 * (loss - train(kfac(rule=NoiseAware(move=0.2)))[0])
+
+
+def test_a_scheduler_is_not_told_to_leave_the_rate_alone():
+    _, text, _ = train(kfac(lr=0.1), schedule=lambda opt: torch.optim.lr_scheduler.ConstantLR(opt, 1.0))
+    assert "lr (now 0.1) bounds 20 of 20 steps: at 1 they would be 10 times as long" in text
+    assert "Try:" not in text
+
+
+@pytest.mark.parametrize(
+    "make", [fisher_steps(damping=0.1), kfac(rule=ng.Rate(), damping=0.1), lambda m: ng.natgrad_cg(m, CE)]
+)
+def test_whole_steps_of_a_falling_loss_get_no_advice(make: Make):
+    _, text, opt = train(make)
+    assert f"Steps were taken whole: lr (now {opt.param_groups[0]['lr']:g})" in text
+    assert "Try:" not in text
+    assert "bounds" not in text
+
+
+def test_a_lower_rate_helps_where_whole_steps_raise_the_loss():
+    """A step of 2.5 times the way to the minimum of a parabola ends 1.5 times as far from it."""
+    x, y = INPUTS, INPUTS.sum(1, keepdim=True)
+
+    def fit(lr: float) -> tuple[float, str]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1).double()
+        opt = ng.NaturalGradient(model, ng.fisher(model, ng.Gaussian()), lr=lr, damping=1e-9, on_trouble="raise")
+        losses = list[float]()
+        for _ in range(5):
+            opt.zero_grad()
+            loss = opt.loss(model(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(float(loss.detach()))
+        return losses[-1], opt.explain()
+
+    loss, text = fit(2.5)
+    assert "Try: a smaller lr (now 2.5)." in text
+    assert text.count("Try:") == 1
+    assert fit(1.25)[0] < 0.1 * loss
+
+
+def test_a_smaller_radius_helps_where_steps_of_that_length_raise_the_loss():
+    make, advised = (fisher_steps(lr=3.0, rule=ng.TrustRegion(radius)) for radius in (3.0, 0.03))
+    loss, text, _ = train(make, 10)
+    assert "Try: a smaller radius (now 3)." in text
+    assert train(advised, 10)[0] < loss
+
+
+# advice on the rest
+
+
+def test_less_damping_helps_where_it_leaves_nothing_to_the_metric():
+    loss, text, _ = train(kfac(damping=1e5))
+    assert "of the system along the steps" in text
+    assert "Try: less damping." in text
+    assert train(kfac(damping=1e3))[0] < loss - 1e-2
+    assert "damping." not in train(kfac())[1]
+    assert "less damping" not in train(kfac(damping=1.0))[1]
+
+
+def test_damping_is_named_in_matrix_free_steps_and_no_advice_given_on_it():
+    """It may as well be that the metric is of other data than the gradient: less damping makes such steps longer."""
+    text = train(lambda model: ng.natgrad_cg(model, CE, damping=1e4))[1]
+    assert "100.0% of the gradient is left to the damping (now 1e+04)" in text
+    assert "Try:" not in text
+
+
+def fit_noise(rate: str, scheduled: bool = False) -> tuple[float, str]:
+    """A linear model of labels drawn by chance: the loss on all of them after 100 small batches."""
+    chance, batch, steps = torch.Generator().manual_seed(0), 20, 100
+    x = torch.randn(1000, 6, generator=chance, dtype=torch.float64)
+    y = torch.multinomial((0.3 * x[:, :3] + x[:, 3:]).softmax(1), 1, generator=chance)[:, 0]
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    opt = ng.kfac(model, CE, rate=rate, estimate=ng.ExactLabels())  # type: ignore[arg-type]
+    falls = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.02, steps) if scheduled else None
+    for i in range(steps):
+        rows = torch.arange(i * batch, (i + 1) * batch) % len(x)
+        opt.zero_grad()
+        opt.loss(model(x[rows]), y[rows]).backward()
+        opt.step()
+        if falls:
+            falls.step()
+    return float(CE(model(x), y).detach()), opt.explain()
+
+
+def test_a_rate_that_falls_helps_where_noise_holds_the_loss():
+    advice = 'Try: rate="auto", or a schedule that lets lr fall to zero.'
+    loss, text = fit_noise("constant")
+    assert "Noise has hidden the gradient since step" in text
+    assert advice in text
+    for other, told in (fit_noise("auto"), fit_noise("constant", scheduled=True)):
+        assert other < loss - 1e-3
+        assert advice not in told
+
+
+def test_on_trouble_shows_the_batch_that_was_left_out():
+    advice = 'Try: on_trouble="raise" to stop at the first one, and look at its batch.'
+
+    def meet(**choices: Any) -> str:
+        opt = kfac(**choices)(model := net())
+        for x in (INPUTS, INPUTS, math.nan * INPUTS, INPUTS):
+            opt.zero_grad()
+            opt.loss(model(x), LABELS).backward()
+            opt.step()
+        return opt.explain()
+
+    assert "1 of the last 4 steps were left out" in (text := meet())
+    assert advice in text
+    with pytest.raises(ValueError, match="is not finite; nothing was changed"):
+        meet(on_trouble="raise")
+    assert advice not in train(kfac(), 4)[1]
+
+
+def test_more_steps_of_a_solver_help_where_it_stopped_at_its_limit():
+    few, many = (fisher_steps(solver=ng.CG(max_steps=most), damping=0.1) for most in (1, 40))
+    loss, text, _ = train(few)
+    advised, told, _ = train(many)
+    assert "The solver stopped at its limit in 20 of 20 steps" in text
+    assert text.count("Try:") == 1
+    assert "Try: a larger max_steps of the solver." in text
+    assert advised < loss
+    assert "Try:" not in told
+
+
+def test_a_metric_that_is_positive_helps_where_the_solver_met_negative_curvature():
+    def newton(metric: Any) -> Make:
+        return lambda model: ng.NaturalGradient(model, metric(model, CE), solver=ng.CG(), damping=1e-2)
+
+    loss, text, _ = train(newton(ng.hessian))
+    advised, told, _ = train(newton(ng.gauss_newton))
+    assert "The solver met negative curvature in" in text
+    assert "Try: ng.gauss_newton in place of ng.hessian for the metric." in text
+    assert advised < loss
+    assert "negative curvature" not in told
+
+
+# what is told without advice
 
 
 def test_before_the_first_step():
     assert ng.kfac(net(), CE).explain().startswith("No step yet")
 
 
-def test_steps_that_were_left_out_are_counted():
-    opt = ng.kfac(net(), CE)
-    run(opt, 3)
-    bad = X.clone()
-    bad[0] = math.nan
-    text = run(opt, 1, bad)
-    assert "1 of the last 4 steps were left out" in text
-    assert "on_trouble" in text
-
-
-def test_no_more_than_the_last_steps_are_looked_at():
-    opt = ng.kfac(net(), CE)
-    text = run(opt, KEPT + 5)
-    assert f"over the last {KEPT} steps" in text
-    assert f"Step {KEPT + 5}:" in text
-
-
-def test_a_rising_loss_is_said_to_rise():
-    reports = [StateReport(step=i, loss=1.0 + i, rate=1.0, kl=0.1, gradient=1.0) for i in range(1, 7)]
-    assert "the loss rises to 6.5, from 2.5" in explain(reports)
-    assert "Try: a lower lr" in explain(reports)
-    assert "the loss falls to 2.5, from 6.5" in explain(reports[::-1])
-
-
-def test_a_loss_that_stands_still_at_no_gradient():
-    reports = [StateReport(step=i, loss=1.0, rate=1.0, gradient=0.0) for i in range(1, 5)]
-    assert "The gradient is zero" in explain(reports)
-
-
-def test_what_the_ratio_and_the_solver_say():
-    reports = [
-        StateReport(
-            step=i, loss=1.0 / i, ratio=0.1, refused=i, status="max_steps", residual=0.5, outside=0.95, damping=3.0
-        )
-        for i in range(1, 6)
-    ]
-    text = explain(reports)
-    assert "less than the quadratic model promises (ratio 0.1)" in text
-    assert "4 of the last 5 steps were not taken" in text
-    assert "stopped at its limit in 5 of 5 steps" in text
-    assert "95% of the gradient is left to the damping" in text
-
-
-def test_steps_shortened_by_the_measured_metric():
-    reports = [StateReport(step=i, loss=1.0 / i, rate=0.25, excess=4.0, kl=1e-6) for i in range(1, 6)]
-    text = explain(reports, [0.1] * 5)
-    assert "5 of 5 steps were shortened to 0.25 of the proposal, where the quadratic model is least" in text
-    assert "bound cut" not in text
-
-
-def test_steps_shortened_by_layers():
-    reports = [StateReport(step=i, loss=1.0 / i, rate=0.2, kl=1e-6) for i in range(1, 6)]
-    text = explain(reports, [0.1] * 5, rule=NoiseAware())
-    assert "5 of 5 steps were shortened to about 0.2 of the proposal" in text
-    assert "NoiseAware(move=0.2)" in text
-
-
-@pytest.mark.parametrize(("most", "named"), [(1e-6, "max_kl (now 1e-06)"), (10.0, "kl_share (now 0.1)")])
-def test_the_bound_that_cut_is_the_one_to_raise(most: float, named: str):
-    """The bound is the lesser of max_kl and a share of the loss: to raise the other changes nothing."""
-    bounds = [min(most, 0.1)] * 6
-    reports = [StateReport(step=i, loss=1.0, rate=0.1, kl=bounds[0], gradient=1.0) for i in range(1, 7)]
-    text = explain(reports, bounds, settings={"max_kl": most, "kl_share": 0.1})
-    assert "cut 6 of 6 steps" in text
-    assert f"a larger {named}" in text
-    assert "schedule" not in text
-
-
-def test_the_bound_of_targets_in_units_of_their_own_is_a_share_of_the_loss():
-    """The usual max_kl counts in units of the errors there, and so does what is said of it."""
-    torch.manual_seed(0)
-    opt = ng.kfac(model := nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), nn.MSELoss())
-    x = torch.randn(20, 4)
-    for _ in range(8):
-        opt.zero_grad()
-        opt.loss(model(x), 1e4 * (5 + x[:, :1])).backward()
-        opt.step()
-    report = opt.state_report()
-    assert report.kl <= opt._kl_bound(report) * (1 + 1e-5)
-    assert opt._kl_bound(report) > 1e3
-
-
-@pytest.mark.parametrize("lr", [0.0, 1e-6])
-def test_a_rate_at_which_nothing_moves_is_what_to_change(lr: float):
-    """Advice on noise, damping and bounds would lead away from it."""
-    text = run(ng.kfac(net(), CE, lr=lr))
-    assert "stands still" in text
-    assert f"lr is {'0' if lr == 0 else '1e-06'}: " in text
+def test_a_rate_of_zero_is_what_keeps_parameters_in_place():
+    text = train(kfac(lr=0.0))[1]
+    assert "lr is 0: no parameter moves." in text
     assert "Try:" not in text
 
 
-def test_damping_that_leaves_hardly_a_step_is_what_to_change():
-    text = run(ng.kfac(net(), CE, damping=1e6), 6)
-    assert "A step moves the model by about" in text
-    assert "Try: less damping or a larger lr" in text
-    assert "schedule" not in text
+def test_no_more_than_the_last_steps_are_looked_at():
+    text = train(kfac(), KEPT + 5)[1]
+    assert f"Step {KEPT + 5}: over the last {KEPT} steps" in text
 
 
-@pytest.mark.parametrize("rule", [NoiseAware(), SpectralDescent()])
-def test_spectral_steps_are_not_called_short(rule):
-    """Their length is relative to a direction of their own, not to the whole of a natural step."""
-    reports = [StateReport(step=i, loss=1.0 / i, rate=0.05, excess=3.0, kl=1e-6) for i in range(6, 12)]
-    text = explain(reports, [0.1] * 6, rule=rule, turned=3 if rule.turns_at else -1)
-    assert "of the proposal" not in text
-    assert ("since step 3" in text) == bool(rule.turns_at)
-    short = [replace(report, rate=0.02) for report in reports]
-    assert "6 of 6 steps were shortened to about 0.02" in explain(short, [0.1] * 6, rule=rule, turned=3)
+def test_a_loss_at_its_minimum_gets_no_advice():
+    model = nn.Linear(6, 1).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    opt = ng.NaturalGradient(model, ng.fisher(model, ng.Gaussian()))
+    for _ in range(4):
+        opt.zero_grad()
+        opt.loss(model(INPUTS), torch.zeros(len(INPUTS), 1, dtype=torch.float64)).backward()
+        opt.step()
+    assert "The gradient is zero" in opt.explain()
+    assert "Try:" not in opt.explain()
 
 
-def test_a_rate_that_falls_by_itself_asks_for_no_schedule():
-    reports = [StateReport(step=i, loss=1.0, rate=0.05, gradient=1.0, kl=1e-6) for i in range(6, 12)]
-    falling = NoiseAware(spectral=SpectralDescent(falls_after=20))
-    assert 'rate="auto"' in explain(reports, [0.1] * 6, rule=NoiseAware(), turned=3)
-    text = explain(reports, [0.1] * 6, rule=falling, turned=3)
-    assert "falls by itself" in text
-    assert "schedule" not in text
+def test_what_the_ratio_says_names_the_damping_that_follows_it():
+    text = train(lambda model: ng.hessian_free(model, CE))[1]
+    assert "the quadratic model promises (ratio " in text
+    assert "Try:" not in text
 
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg])
@@ -183,3 +285,43 @@ def test_an_optimizer_shows_its_choices(recipe):
     assert f"rule: {opt.rule}" in text
     assert "Parameter Group 0" in text
     assert "lr: " in text
+
+
+# gradients that were not cleared
+
+RECIPES: list[Callable[..., Any]] = [ng.kfac, ng.natgrad_cg, ng.hessian_free]
+
+
+def loop(recipe: Callable[..., Any], before: Callable[[nn.Module, Any], Any], *, accumulate: int = 1) -> list[str]:
+    """What a few steps warn of, with something done before each."""
+    opt = recipe(model := net(), CE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            before(model, opt)
+            for i in range(accumulate):
+                (opt.loss(model(INPUTS[i::accumulate]), LABELS[i::accumulate]) / accumulate).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_that_were_not_cleared_are_told_once_and_nothing_else_is_blamed(recipe: Callable[..., Any]):
+    (text,) = loop(recipe, lambda model, opt: None)
+    assert "call optimizer.zero_grad() before loss.backward()" in text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda model, opt: opt.zero_grad(),
+        lambda model, opt: opt.zero_grad(set_to_none=False),
+        lambda model, opt: model.zero_grad(),
+        lambda model, opt: (opt.zero_grad(), sum(1e-9 * p.square().sum() for p in model.parameters()).backward()),
+    ],
+)
+def test_gradients_that_were_cleared_are_not_told_of(recipe: Callable[..., Any], clear: Any):
+    assert loop(recipe, clear) == []
+    assert loop(recipe, clear, accumulate=2) == []
