@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from natgrad.optim.state_report import Report, Row, StateReport
 from natgrad.pure import map_tensors
 from natgrad.rules import Rule
 from natgrad.scoped_values import keep_gradient_mode
+from natgrad.whole_tensors import any_split
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 
@@ -56,6 +57,8 @@ class ModelOptimizer(Optimizer):
     _ranks: Ranks
     _idle: frozenset[str] = frozenset()
     _settings: tuple[str, ...]
+    _places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
+    _gone: frozenset[int] = frozenset()
     _history: deque[Callable[[], StateReport]]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -134,6 +137,7 @@ class ModelOptimizer(Optimizer):
             ValueError: If the loss was not computed as it should be; with `on_trouble="raise"` for a loss, a gradient
                 or a metric that is not finite. Parameters and state are as before then.
         """
+        self._follow_names()
         self._settle()
         called = Called()
         try:
@@ -171,6 +175,7 @@ class ModelOptimizer(Optimizer):
         Args:
             set_to_none: False sets them to zero instead of None.
         """
+        self._follow_names()
         super().zero_grad(set_to_none)
         self._recall.forget_gradients()
 
@@ -232,6 +237,7 @@ class ModelOptimizer(Optimizer):
         self.param_groups[-1][EXTRA] = ()  # flattened states come back with the keys that are here
         # empty, torch.distributed.checkpoint would call step()
         self.state.update({p: {} for p in self.param_groups[-1]["params"]})
+        self._places = ()
         self._follow_groups()
 
     # checkpoints
@@ -247,6 +253,7 @@ class ModelOptimizer(Optimizer):
         Raises:
             ExchangeError: If some process does not call it then within five minutes.
         """
+        self._follow_names()
         extra = {"structure": type(self.structure).__name__, **self._write_extra()}
         named, plain, kept = name_positions(self), super().state_dict(), self._by_parameter()
         plain["state"] = {i: kept.get(name, {}) for i, (name, _) in enumerate(named)}
@@ -264,6 +271,7 @@ class ModelOptimizer(Optimizer):
             ValueError: If it is of another kind of optimizer, structure, metric or model, or if a part of it was lost.
                 The optimizer is as before then.
         """
+        self._follow_names()
         saved = read_checkpoint(self.FORMAT, state_dict, self, name_positions(self), self._labels())
         restore = self._fit(saved)
         # all of it fits
@@ -285,8 +293,10 @@ class ModelOptimizer(Optimizer):
     # what a flow supplies
 
     def _warn_of_replaced(self) -> None:
-        """Warn, once, of parameters without a gradient that are not the model's any more."""
-        idle = frozenset(name for name, p in self._named.items() if p.grad is None and p.requires_grad)
+        """Warn, once, of parameters that are not the model's any more."""
+        idle = frozenset(
+            name for name, p in self._named.items() if p.requires_grad and (p.grad is None or id(p) in self._gone)
+        )
         if idle <= self._idle or not isinstance(self.model, nn.Module):
             return
         self._idle |= idle
@@ -294,10 +304,33 @@ class ModelOptimizer(Optimizer):
         gone = sorted(name for name in idle if id(self._named[name]) not in own)
         if gone:
             warnings.warn(
-                f"parameters {gone} are no longer the model's: a layer was replaced, and the new one is not trained. "
-                'Add its parameters with optimizer.add_param_group({"params": ...}), or build the optimizer anew',
+                f"parameters {gone} are no longer the model's: a layer or its weight was replaced, and the new one "
+                'is not trained. Add its parameters with optimizer.add_param_group({"params": ...}), or build the '
+                "optimizer anew",
                 stacklevel=3,
             )
+
+    def _follow_names(self) -> None:
+        """Call the parameters as the model does now: pruning and parametrisations rename them within a run."""
+        if not isinstance(self.model, nn.Module):
+            return
+        if self._places and all(held.get(key) is part for held, key, part in self._places):
+            return
+        if any_split(self._named.values()):  # `fully_shard` has others in their place now and then
+            return
+        self._places = find_places(self.model)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        self._gone = frozenset(id(p) for p in self._named.values() if id(p) not in names)
+        renamed = {name: new for name, p in self._named.items() if (new := names.get(id(p), name)) != name}
+        if renamed:
+            self._rename(renamed)
+
+    def _rename(self, renamed: Mapping[str, str]) -> None:
+        """Take new names by old ones; the order stays, in which vectors are remembered."""
+        taken = set(renamed.values())  # a parameter that is the model's no more may have such a name
+        kept = [(name, p) for name, p in self._named.items() if name in renamed or name not in taken]
+        self._named.clear()
+        self._named.update({renamed.get(name, name): p for name, p in kept})
 
     def _settle(self) -> None:
         """Look, before a step, at what may have happened to the model since the last one."""
@@ -366,6 +399,12 @@ class ModelOptimizer(Optimizer):
     def _options(self) -> dict[str, float]:
         """The rule's settings as the parameter groups have them: the least over the groups."""
         return {key: min(float(group[key]) for group in self.param_groups) for key in self.rule.options}
+
+
+def find_places(model: nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """Where a model holds its modules and parameters: a module's own ones, the key there, and what it holds."""
+    kinds = [vars(module)[kind] for module in model.modules() for kind in ("_modules", "_parameters")]
+    return [(held, key, part) for held in kinds for key, part in held.items() if part is not None]
 
 
 def pass_on(name: str) -> Callable[..., Any]:

@@ -123,8 +123,8 @@ def read_checkpoint(
     require("state_dict", state_dict, dict.fromkeys(ENTRIES if any(arrays.values()) or not whole else ENTRIES[1:]))
     came_groups: list[dict[str, Any]] = state_dict["param_groups"]
     check_groups(came_groups, optimizer)
-    ids: list[int] = [i for group in came_groups for i in group["params"]]
-    came: dict[str, Any] = {name: state_dict.get("state", {}).get(i) for i, (name, _) in zip(ids, named, strict=True)}
+    numbers: list[Any] = [state_dict.get("state", {}).get(i) for group in came_groups for i in group["params"]]
+    came = name_numbers(numbers, [name for name, _ in named], list(whole.get("extra", {}).get("shapes", ())), arrays)
     state, extra = fill({name: came[name] for name in trained}, extra, whole)
     require(f"state_dict[{EXTRA!r}]", extra, dict.fromkeys(form.needed) | whole.get("extra", {}))
     check_kind(extra, optimizer.structure)
@@ -137,6 +137,29 @@ def read_checkpoint(
     added = [{k: v for k, v in group.items() if k not in settings} for group in optimizer.param_groups]
     groups = [{**own, **group, EXTRA: ()} for own, group in zip(added, came_groups, strict=True)]
     return Checkpoint(groups, found, dict(extra), check_generator(extra["generator"], generator, form.older))
+
+
+def name_numbers(
+    numbers: Sequence[Any], names: Sequence[str], saved: Sequence[str], arrays: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is kept by position, by name: in this optimizer's order, or in the one that saved where only that one fits.
+
+    Parameters that were renamed in the middle of a run have another order than those of a model that is built so.
+    """
+    came = dict(zip(names, numbers, strict=True))
+    if list(saved) == list(names) or sorted(saved) != sorted(names) or fits(came, arrays):
+        return came
+    other = dict(zip(saved, numbers, strict=True))
+    return other if fits(other, arrays) else came
+
+
+def fits(found: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+    """Whether `require` would be content."""
+    try:
+        require("state", found, kept)
+    except ValueError:
+        return False
+    return True
 
 
 def find_whole(state_dict: Any) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class Recall:
         watched: The parameters whose gradients tell when they were cleared. Besides them a loss depends on nothing but
             passes.
         key: Under which passes are written into the graphs of their outputs.
+        begins: What is called before a training pass.
         observed: Data for the metric, in place of the pass's own.
         searched: Data for trial points, in place of the pass's own.
         floor: The least damping on observed data.
@@ -67,6 +68,7 @@ class Recall:
         self.watched: list[Tensor] = list(watched)
         self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
         self.is_stale = self._warned = False
+        self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -361,6 +363,9 @@ class Listener:
             return
         heard = (module.training or self.in_eval) and torch.is_grad_enabled()
         if heard:
+            begin = None if recall.begins is None else recall.begins()
+            if begin is not None:
+                begin()
             recall.record_pass(module, Call(args, dict(kwargs)))
         if (heard or recall.outputs is not None) and not torch.compiler.is_compiling():
             self.remove()  # a pass that raised has left it

@@ -224,6 +224,12 @@ class NaturalGradient(ModelOptimizer):
         if isinstance(self.model, nn.Module):
             self._named = dict(self.model.named_parameters())
 
+    def _rename(self, renamed: Mapping[str, str]) -> None:
+        """Nothing is remembered of other coordinates than those of now."""
+        self._memory = self._prepared = None
+        self.state.update({self._named[name]: {} for name in renamed})
+        super()._rename(renamed)
+
     # checkpoints
 
     def _labels(self) -> torch.Generator | None:
@@ -362,7 +368,7 @@ class NaturalGradient(ModelOptimizer):
 
     def _point(self) -> Point | None:
         active = {id(p) for group in self.param_groups for p in group["params"]}
-        found = read_gradients(self._ranks, self._named, active, self._recall)
+        found = read_gradients(self._ranks, self._named, active - self._gone, self._recall)
         return None if found is None else Point(*found, self._rates("lr"))
 
     def _operator(self, point: Point, metric: Metric) -> tuple[Operator, dict[str, Any]]:

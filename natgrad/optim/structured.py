@@ -108,6 +108,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._named = {}  # what the groups hold, in the model's order
         check_select(chosen.outputs)
         self._recall = Recall(chosen.outputs)
+        self._recall.begins = weakref.WeakMethod(self._follow_names)
         momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
         momentum = momentum if chosen.momentum is None else chosen.momentum
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
@@ -191,6 +192,36 @@ class StructuredNaturalGradient(ModelOptimizer):
                 moved = move_state(State(blocks=self._update.blocks), self._named, changed)
                 self._update = replace(self._update, blocks=moved.blocks)
 
+    def _rename(self, renamed: Mapping[str, str]) -> None:
+        """Nothing is remembered of renamed parameters: what they stand for is something else now."""
+        self._settle_reading()
+        state, update = self._state, self._update
+
+        def others(kept: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in kept.items() if name not in renamed}
+
+        def drop(blocks: Mapping[str, Block]) -> dict[str, Block]:
+            return {key: block for key, block in blocks.items() if renamed.keys().isdisjoint(block.layout.names)}
+
+        blocks, means, vectors = drop(state.blocks), others(state.means), others(state.vectors)
+        self._state = replace(state, blocks=blocks, means=means, vectors=vectors)
+        self._update = None if update is None else replace(update, blocks=drop(update.blocks))
+        self._discarded, self._kinds = drop(self._discarded), others(self._kinds)
+        super()._rename(renamed)
+        self._listen_anew()
+
+    def _listen_anew(self) -> None:
+        """Listen to the layers of the parameters named now; those that have a block of their own are trusted still."""
+        assert self._reader is not None
+        self._reader.detach()
+        self._reader.attach(self._named)
+        held = {block.layout.names for block in self._state.blocks.values() if block.layer is not None}
+        layers = [layer for layer in self._reader.layers.by_key.values() if layer.layout.names in held]
+        trusted = frozenset(claim for layer in layers for claim in layer.claims)
+        self._state = replace(self._state, hearing=Hearing(trusted, labels=self._state.hearing.labels))
+        if self._update is not None:
+            self._update = replace(self._update, hearing=Hearing(trusted, labels=self._update.hearing.labels))
+
     def _follow_groups(self) -> None:
         """Name the parameters that the groups hold and that are trainable, and listen to their layers."""
         held = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
@@ -202,11 +233,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._named.update(ordered)
         self._recall.watched = list(ordered.values())
         if self._reader is not None:
-            self._reader.detach()
-            self._reader.attach(self._named)
-            self._state = replace(self._state, hearing=Hearing(labels=self._state.hearing.labels))
-            if self._update is not None:
-                self._update = replace(self._update, hearing=Hearing(labels=self._update.hearing.labels))
+            self._listen_anew()
 
     # checkpoints
 
@@ -331,7 +358,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._settle_reading()
         self._follow_groups()  # some may have been frozen until now
         self._follow_parameters()
-        active = {name: p for name, p in self._by_group() if p.grad is not None}
+        active = {name: p for name, p in self._by_group() if p.grad is not None and id(p) not in self._gone}
         if not active:
             return
         assert self._reader is not None
