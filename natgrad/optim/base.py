@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -19,7 +21,7 @@ from natgrad.optim.distributed import Ranks
 from natgrad.optim.exchanges import RankExchange
 from natgrad.optim.explanations import KEPT, Steps, explain_steps
 from natgrad.optim.guard import NotFiniteError, OnTrouble, warn_without_gradient
-from natgrad.optim.last_pass import Recall
+from natgrad.optim.last_pass import Recall, mark_of
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.state import Noise
 from natgrad.optim.state_report import Report, Row, StateReport
@@ -29,6 +31,31 @@ from natgrad.scoped_values import keep_gradient_mode
 from natgrad.whole_tensors import any_split
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
+
+
+@dataclass(frozen=True)
+class TakenGradients:
+    """Gradients whose step was taken before Ctrl-C came, so that it is not taken a second time.
+
+    Attributes:
+        batch: Of the `Recall`.
+        known: Each gradient by its parameter's name, with what changes when it is written.
+    """
+
+    batch: int
+    known: Mapping[str, tuple[weakref.ref[Tensor], tuple[int, int]]]
+
+    @staticmethod
+    def of(named: Mapping[str, Tensor], recall: Recall) -> TakenGradients:
+        """Those that the parameters hold."""
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        return TakenGradients(recall.batch, {name: (weakref.ref(g), mark_of(g)) for name, g in gradients.items()})
+
+    def holds(self, named: Mapping[str, Tensor], recall: Recall) -> bool:
+        """Whether the parameters hold them as they were, and nothing else was told of another step since."""
+        now = TakenGradients.of(named, recall)
+        told = recall.computed or recall.last is not None or recall.observed is not None
+        return bool(self.known) and not told and now == self
 
 
 class ModelOptimizer(Optimizer):
@@ -60,6 +87,7 @@ class ModelOptimizer(Optimizer):
     _places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
     _gone: frozenset[int] = frozenset()
     _history: deque[Callable[[], StateReport]]
+    _taken: TakenGradients | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._settings = tuple(defaults)  # what a step reads in a group; torch adds to `defaults` while it loads
@@ -136,10 +164,16 @@ class ModelOptimizer(Optimizer):
         Raises:
             ValueError: If the loss was not computed as it should be; with `on_trouble="raise"` for a loss, a gradient
                 or a metric that is not finite. Parameters and state are as before then.
+
+        Ctrl-C leaves the step whole or undone. Called again with nothing new, `step()` finishes it: it takes the step
+        that was cut, and none where it had been taken.
         """
         self._follow_names()
         self._settle()
-        called = Called()
+        called, before = Called(), self._count_steps()
+        taken, self._taken = self._taken, None
+        if closure is None and taken is not None and taken.holds(self._named, self._recall):
+            return None
         try:
             if closure is not None:
                 called = call_closure(closure, next(iter(self._named.values())).device, self._recall)
@@ -152,11 +186,16 @@ class ModelOptimizer(Optimizer):
                     raise
                 self._skip(trouble)
             self._history.append(self._report_later())
+            self._forget_batch()
+            return called.value
         except Exception:
-            self._forget_batch()  # nothing of a batch outlives its step, failed or not; after Ctrl-C it is taken again
+            self._forget_batch()  # nothing of a batch outlives its step, failed or not
             raise
-        self._forget_batch()
-        return called.value
+        except BaseException:  # Ctrl-C: before the step was written it can be taken yet
+            if self._count_steps() > before:
+                self._forget_batch()
+                self._taken = TakenGradients.of(self._named, self._recall)
+            raise
 
     def __repr__(self) -> str:
         size = sum(p.numel() for group in self.param_groups for p in group["params"])
@@ -355,6 +394,10 @@ class ModelOptimizer(Optimizer):
     @abstractmethod
     def _step(self, called: Called) -> None:
         """One step, whole or not at all. NotFiniteError for trouble with numbers."""
+
+    @abstractmethod
+    def _count_steps(self) -> int:
+        """How many steps were taken or left out."""
 
     @abstractmethod
     def _skip(self, trouble: NotFiniteError) -> None:

@@ -279,6 +279,9 @@ class NaturalGradient(ModelOptimizer):
         """What must be alike on all processes, for the same sums to be made everywhere."""
         return self.solver, self.damping, self.rule, self.preconditioner, type(self.metric).__name__
 
+    def _count_steps(self) -> int:
+        return self._last.step
+
     def _skip(self, trouble: NotFiniteError) -> None:
         self._last = replace(self._last.count_step(failed=True), status="skipped")
         self._guard, self._skipped = self._guard.follow_loss(None, taken=False), self._skipped + 1

@@ -439,6 +439,9 @@ class StructuredNaturalGradient(ModelOptimizer):
             write()
             raise
 
+    def _count_steps(self) -> int:
+        return self._state.step
+
     def _skip(self, trouble: NotFiniteError) -> None:
         raise trouble  # a step that is left out moves the state above
 

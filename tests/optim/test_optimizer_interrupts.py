@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_models import CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
+from optim_models import BLOCK_RECIPES, CE, Interrupt, X, Y, flat, iterate, net, same, snapshot
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -187,4 +187,68 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str) 
         opt, before, _ = interrupt_run(n)
         now = snapshot(opt)
         outcomes.add("nothing" if same(now, before) else "all" if same(now, whole) else f"a part, line {n} of {lines}")
+        if n <= lines - 3:  # in the last ones the step has returned already
+            opt.step()
+            assert same(snapshot(opt), whole), "called again, it takes that step, once"
     assert outcomes == {"nothing", "all"}
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_a_gradient_that_came_after_ctrl_c_has_a_step_of_its_own(recipe: Callable[..., Any]) -> None:
+    """Also one of a loss that the optimizer did not compute."""
+    model = net()
+    opt = recipe(model, CE)
+    for _ in range(2):
+        iterate(opt, model, X, Y)
+
+    def cut_step() -> None:
+        opt.zero_grad()
+        opt.loss(model(X), Y).backward()
+        whole = flat(model)
+        for n in range(lines - 3, 0, -1):  # from the end, until the step is taken before it
+            with Interrupt(n):
+                opt.step()
+            if not torch.equal(flat(model), whole):
+                return
+        raise AssertionError("no line after the step was written")
+
+    saved = snapshot(opt)
+    opt.zero_grad()
+    opt.loss(model(X), Y).backward()
+    with Interrupt() as count:
+        opt.step()
+    lines = count.seen
+    model.load_state_dict(saved[0])
+    opt.load_state_dict(saved[1])
+    cut_step()
+    here = flat(model)
+    opt.step()
+    assert torch.equal(flat(model), here)
+    iterate(opt, model, X, Y)
+    assert not torch.equal(flat(model), here)
+
+
+BATCHES: dict[str, Callable[[nn.Module], Any]] = {
+    **{recipe.__name__: lambda model, recipe=recipe: recipe(model, CE) for recipe in BLOCK_RECIPES},
+    "hessian_free": lambda model: ng.hessian_free(model, CE),
+    "natgrad_cg": lambda model: ng.natgrad_cg(model, CE),
+    "sampled": WHOLE["sampled labels, warm start"],
+    "remembered": WHOLE["remembered"],
+}
+
+
+@pytest.mark.parametrize("event", ["loss", "backward"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_is_cut_before_its_step_leaves_nothing(name: str, event: str) -> None:
+    """As if it had never been: later steps too are those of a run without it."""
+    opt, twin = (BATCHES[name](net()) for _ in range(2))
+    for step in range(5):
+        if step in (0, 1, 4):
+            twin.zero_grad()
+            value = twin.loss(twin.model(-X), 2 - Y)
+            if event == "backward":
+                value.backward()
+            assert same(snapshot(twin), snapshot(opt))
+        for one in (opt, twin):
+            iterate(one, one.model, X, Y)
+        assert same(snapshot(twin), snapshot(opt))
