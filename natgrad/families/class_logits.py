@@ -218,4 +218,7 @@ def log_complement(theta: Tensor) -> Tensor:
     classes = theta.shape[-1]
     others = theta.unsqueeze(-2).expand(*theta.shape[:-1], classes, classes)
     itself = torch.eye(classes, dtype=torch.bool, device=theta.device)
-    return others.masked_fill(itself, -torch.inf).logsumexp(-1) - theta.logsumexp(-1, keepdim=True)
+    others = others.masked_fill(itself, -torch.inf)
+    none = (others == -torch.inf).all(-1)  # of the only class that can come; logsumexp has no derivative there
+    log_sum = others.masked_fill(none.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(none, -torch.inf)
+    return log_sum - theta.logsumexp(-1, keepdim=True)

@@ -112,6 +112,7 @@ class Wasserstein(Manifold):
             Shape (..., d, d).
         """
         factor = require_factor(covariance, f"covariance of shape {tuple(covariance.shape)} is not positive definite")
+        require_factor(other, f"the other covariance, of shape {tuple(other.shape)}, is not positive definite")
         root = matrix_sqrt(factor.mT @ other @ factor)
         left = torch.linalg.solve_triangular(factor.mT, root, upper=True)
         return symmetrise(torch.linalg.solve_triangular(factor.mT, left.mT, upper=True))

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from natgrad.checks import check_positive
 from natgrad.geometry.base import Manifold
+from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, squared_root_gap
 from natgrad.lapack import require_factor
+
+INSIDE = 0.5
+"""A coordinate that is on no edge."""
 
 
 class Straightened(Manifold):
@@ -40,19 +44,44 @@ class Straightened(Manifold):
         """
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return (self.slope(point).square() * first * second).sum(-1)
+        return (self.lift(point, first) * self.lift(point, second)).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         return gradient / self.slope(point).square()
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        return self.bend(self.straighten(point) + self.slope(point) * tangent)
+        held = self.is_edge(point) & (tangent == 0)  # there is nothing to bend, and no derivative to be had
+        inside = torch.where(held, INSIDE, point)
+        return torch.where(held, point, self.bend(self.straighten(inside) + self.lift(inside, tangent)))
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        return (self.straighten(other) - self.straighten(point)) / self.slope(point)
+        held = self.is_edge(point) & (point == other)
+        start, end = (torch.where(held, INSIDE, each) for each in (point, other))
+        found = (self.straighten(end) - self.straighten(start)) / self.slope(start)
+        return torch.where(held, 2 * (point.detach() - point), found)  # sqrt(a b) - a, twice, at the edges that are
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        return vector * self.slope(point) / self.slope(other)
+        lifted = self.lift(point, vector)
+        held = self.is_edge(other) & (lifted == 0)
+        return torch.where(held, 0.0, lifted / self.slope(torch.where(held, INSIDE, other)))
+
+    def lift(self, point: Tensor, tangent: Tensor) -> Tensor:
+        """dy = y'(x) dx, entry by entry; 0 for no dx, also on an edge where y' is infinite.
+
+        Args:
+            point: x, shape (..., n).
+            tangent: dx, shape (..., n).
+        """
+        held = self.is_edge(point) & (tangent == 0)
+        return torch.where(held, 0.0, self.slope(torch.where(held, INSIDE, point)) * tangent)
+
+    def is_edge(self, point: Tensor) -> Tensor:
+        """Where y' is infinite.
+
+        Args:
+            point: x, shape (..., n).
+        """
+        return torch.isinf(self.slope(point.detach()))
 
 
 class Rates(Straightened):
@@ -71,6 +100,12 @@ class Rates(Straightened):
 
     def slope(self, point: Tensor) -> Tensor:
         return point.rsqrt()
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * point
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        return 2 * safe_sqrt(squared_root_gap(point, other).sum(-1))
 
     def inside(self, point: Tensor) -> Tensor:
         return are_positive(point)
@@ -123,6 +158,20 @@ class Bits(Straightened):
 
     def slope(self, point: Tensor) -> Tensor:
         return (point * (1 - point)).rsqrt()
+
+    def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * point * (1 - point)
+
+    def distance(self, point: Tensor, other: Tensor) -> Tensor:
+        chord = (squared_root_gap(point, other) + squared_root_gap(1 - point, 1 - other)) / 4  # sin^2(phi / 2)
+        far = chord > 0.25
+        near = torch.where(far, 0.0, chord)
+        squares = torch.where(
+            far,
+            4 * torch.where(far, chord, 0.5).sqrt().asin().square(),
+            4 * near * (1 - near) * arc_over_sine(near).square(),
+        )
+        return 2 * safe_sqrt(squares.sum(-1))
 
     def inside(self, point: Tensor) -> Tensor:
         return ((point > 0) & (point < 1)).all(-1)

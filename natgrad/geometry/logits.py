@@ -145,7 +145,10 @@ class ClassLogits(Manifold):
     def _chord(self, point: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """root'/root - 1 and sin^2(phi / 2) of the roots of the probabilities, phi between them."""
         log_p = point.log_softmax(-1)
-        rise = torch.expm1((other.log_softmax(-1) - log_p) / 2)
+        log_q = other.log_softmax(-1)
+        none = (log_p == -torch.inf) & (log_q == -torch.inf)  # a class that neither has
+        log_p, log_q = (torch.where(none, 0.0, each) for each in (log_p, log_q))
+        rise = torch.expm1((log_q - log_p) / 2)
         return rise, ((log_p / 2).exp() * rise).square().sum(-1, keepdim=True) / 4
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from natgrad.checks import check_integer
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, sinc
+from natgrad.geometry.stable_functions import arc_over_sine, safe_sqrt, sinc, squared_root_gap
 
 
 class Simplex(Manifold):
@@ -32,30 +32,36 @@ class Simplex(Manifold):
         self.trials = check_integer("trials", trials)
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return self.trials * (first * second / point).sum(-1)
+        none = (point == 0) & ((first == 0) | (second == 0))
+        return self.trials * torch.where(none, 0.0, first * second / torch.where(none, 1.0, point)).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
         """p_i (g_i - sum_j p_j g_j) / trials: a constant added to the gradient changes nothing."""
         return point * (gradient - (point * gradient).sum(-1, keepdim=True)) / self.trials
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
-        root = point.sqrt()
-        turn = tangent / (2 * root)
+        none = (point == 0) & (tangent == 0)  # a class that stays absent; what is zero there keeps its derivative
+        root = torch.where(none, 1.0, point).sqrt()
+        turn = torch.where(none, 0.0, tangent / (2 * root))
         square = turn.square().sum(-1, keepdim=True)
-        return (root * cosine(square) + sinc(square) * turn).square()
+        cos, sine = cosine(square), sinc(square)
+        return torch.where(none, cos * (cos * point + sine * tangent), (root * cos + sine * turn).square())
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        root, target = point.sqrt(), other.sqrt()
-        chord = (target - root).square().sum(-1, keepdim=True) / 4  # sin^2(phi / 2)
-        return 2 * root * arc_over_sine(chord) * (target - (1 - 2 * chord) * root)
+        chord = squared_root_gap(point, other).sum(-1, keepdim=True) / 4  # sin^2(phi / 2)
+        none = (point == 0) & (other == 0)
+        root, target = (torch.where(none, 1.0, each).sqrt() for each in (point, other))
+        across = torch.where(none, -(1 - 2 * chord) * point, root * (target - (1 - 2 * chord) * root))
+        return 2 * arc_over_sine(chord) * across
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
-        half = safe_sqrt((other.sqrt() - point.sqrt()).square().sum(-1)) / 2
+        half = safe_sqrt(squared_root_gap(point, other).sum(-1)) / 2
         return 4 * self.trials**0.5 * half.asin()
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        root, target = point.sqrt(), other.sqrt()
-        turn = vector / root
+        none = (point == 0) & (vector == 0)
+        root, target = safe_sqrt(point), safe_sqrt(other)
+        turn = torch.where(none, 0.0, vector / torch.where(none, 1.0, root))
         along = (turn * target).sum(-1, keepdim=True) / (1 + (root * target).sum(-1, keepdim=True))
         return target * (turn - along * (root + target))
 

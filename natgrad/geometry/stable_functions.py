@@ -17,6 +17,13 @@ def safe_sqrt(square: Tensor) -> Tensor:
     return torch.where(none, 0.0, torch.where(none, 1.0, square).sqrt())
 
 
+def squared_root_gap(first: Tensor, second: Tensor) -> Tensor:
+    """(sqrt a - sqrt b)^2 for a, b >= 0: where both are 0, as a + b, which it is where one is."""
+    none = (first == 0) & (second == 0)
+    a, b = (torch.where(none, 1.0, each) for each in (first, second))
+    return torch.where(none, first + second, (a.sqrt() - b.sqrt()).square())
+
+
 def sinhc(square: Tensor) -> Tensor:
     """sinh(r) / r as a function of r^2 >= 0, smooth at zero."""
     r = _root(square)
