@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,11 +19,15 @@ def cache_folder() -> Path:
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without a name, as in some containers
+        home = Path(tempfile.gettempdir())
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "natgrad"
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "natgrad"
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "natgrad"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "natgrad"
+        return home / "Library" / "Caches" / "natgrad"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "natgrad"
 
 
 def read_cached(name: str, download: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

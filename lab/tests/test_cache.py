@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -67,3 +70,13 @@ def test_the_folder_is_the_platform_s(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     assert cache_folder() == tmp_path / "local" / "natgrad"
+
+
+def test_a_user_without_a_home_has_a_folder_all_the_same(monkeypatch):
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NATGRAD_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", refuse)
+    assert cache_folder().is_relative_to(tempfile.gettempdir())

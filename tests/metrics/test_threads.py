@@ -34,27 +34,27 @@ class Slow(nn.Module):
 
 
 def multiply(model: nn.Module, params: dict[str, Tensor], seed: int) -> Tensor:
-    random = replayed(seed)
+    random = seed_state(seed)
     G = ng.fisher(model, ng.Categorical()).at(params, X, random=random)
     return G @ torch.ones(G.shape[0]).to(X)
 
 
-def replayed(seed: int) -> Any:
+def seed_state(seed: int) -> Any:
     """The random state after a seed, made without moving the global one."""
     return ng.pure.RandomState({torch.device("cpu"): torch.Generator().manual_seed(seed).get_state()})
 
 
 def read_diagonal(model: nn.Module, params: dict[str, Tensor], seed: int) -> Tensor:
-    return ng.fisher(model, ng.Categorical()).at(params, X, random=replayed(seed)).diagonal()
+    return ng.fisher(model, ng.Categorical()).at(params, X, random=seed_state(seed)).diagonal()
 
 
 def read_layers(model: nn.Module, params: dict[str, Tensor], seed: int) -> Tensor:
     metric = ng.fisher(model, ng.Categorical())
-    return ng.UnitWise().update(None, metric, params, X, random=replayed(seed))[0].dense()
+    return ng.UnitWise().update(None, metric, params, X, random=seed_state(seed))[0].dense()
 
 
 def bend(model: nn.Module, params: dict[str, Tensor], seed: int) -> Tensor:
-    G = ng.hessian(model, nn.CrossEntropyLoss()).at(params, (X, torch.arange(6) % 2), random=replayed(seed))
+    G = ng.hessian(model, nn.CrossEntropyLoss()).at(params, (X, torch.arange(6) % 2), random=seed_state(seed))
     return G @ torch.ones(G.shape[0]).to(X)
 
 
