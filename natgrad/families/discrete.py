@@ -231,7 +231,7 @@ class Categorical(NaturalLikelihood):
     def fixed_size(self) -> int | None:
         return self.classes
 
-    _sized, least, domain = "Categorical(3)", 2, LOGITS
+    _sized, domain = "Categorical(3)", LOGITS
 
     def inside(self, theta: Tensor) -> Tensor:
         return are_logits(theta)

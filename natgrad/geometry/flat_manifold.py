@@ -196,11 +196,11 @@ class Location(Manifold):
         self.covariance, self.factor = covariance, require_factor(covariance, message)
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        whitened = torch.cholesky_solve(second.unsqueeze(-1), self.factor).squeeze(-1)
+        whitened = torch.cholesky_solve(second.unsqueeze(-1), self.factor.to(second)).squeeze(-1)
         return (first * whitened).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
-        return (self.covariance @ gradient.unsqueeze(-1)).squeeze(-1)
+        return (self.covariance.to(gradient) @ gradient.unsqueeze(-1)).squeeze(-1)
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
         return point + tangent

@@ -158,7 +158,7 @@ def test_what_is_nearly_certain_keeps_its_digits():
         (lambda: Categorical(1), ("classes is 1", "dim=")),
         (lambda: Categorical(3).statistics(torch.tensor([3])), ("from 0 to 2",)),
         (lambda: Categorical(3).statistics(tensor(1.0)), ("x.long()",)),
-        (lambda: Categorical().expectation(draw(1)), ("n >= 2",)),
+        (lambda: Categorical().expectation(draw(0)), ("n >= 1",)),
         (lambda: Categorical(3).natural(tensor([0.5, 0.5, 0.0])), ("positive",)),
         (lambda: Categorical(3).natural(tensor([0.5, 0.5, 0.5])), ("sum other than 1",)),
         (lambda: Categorical(3).mle(torch.zeros(0, dtype=torch.long)), ("empty",)),
@@ -199,3 +199,17 @@ def test_examples_give_maximum_likelihood():
     bits = torch.tensor([[0, 1], [1, 1], [1, 0], [0, 1]])
     assert_close(Bernoulli().expectation(Bernoulli().mle(bits)), torch.tensor([0.5, 0.75]))
     assert_close(Poisson().mle(torch.tensor([[1], [3]])), torch.tensor([2.0]).log())
+
+
+def test_one_class_is_certain():
+    """psi = theta, no entropy, no divergence, no Fisher matrix: what a choice among one tells."""
+    family, theta, other = Categorical(), draw(3, 1), draw(3, 1, seed=1)
+    nothing = torch.zeros(3, dtype=F64)
+    assert_close(family.log_partition(theta), theta.squeeze(1))
+    assert_close(family.expectation(theta), torch.ones(3, 1, dtype=F64))
+    for value in (family.entropy(theta), family.kl(theta, other), family.nll(theta, torch.zeros(3, dtype=torch.long))):
+        assert_close(value, nothing)
+    for matrix in (family.covariance(theta), family.fisher(theta)):
+        assert_close(matrix, nothing.view(3, 1, 1))
+    assert_close(family.fisher(theta[0]).dense(), torch.zeros(1, 1, dtype=F64))
+    assert torch.equal(family.sample(theta), torch.zeros(3, dtype=torch.long))

@@ -317,9 +317,16 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
 
     Box as it is, bytes from 0 to 255 (images, memory) as shares from 0 to 1, discrete ones one-hot, bits as numbers.
     Always in an array of their own: an environment may write the next observation into the one that it returned.
-    ValueError for other spaces.
+    A single number is a row of one. ValueError for other spaces.
     """
     kind = type(space).__name__
+    if kind in ("Box", "MultiBinary") and 0 in space.shape:
+        raise ValueError(f"the observation space {space} holds no number, expected one at least: a constant will do")
+    if kind == "Box" and space.shape == ():
+        share = np.float32(255) if holds_bytes(space) else 1
+        dtype = np.float32 if holds_bytes(space) else None
+        scalable = bool(np.issubdtype(space.dtype, np.floating))
+        return lambda raw: np.array(raw, dtype=dtype).reshape(-1, 1) / share, (1,), scalable
     if kind == "Box" and holds_bytes(space):
         return lambda raw: np.asarray(raw, dtype=np.float32) / np.float32(255), space.shape, False
     if kind == "Box":

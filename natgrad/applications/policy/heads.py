@@ -351,13 +351,20 @@ def choose_head(space: Any, head: Head | None = None) -> Head:
         if not isinstance(head, Head):
             hint = "; did you forget the parentheses?" if isinstance(head, type) else ""
             raise TypeError(f"head is {head!r}, expected a Head such as SquashedGaussianHead(){hint}")
-        return head.on(space)
+        return require_numbers(head.on(space))
     kind = HEADS.get(type(space).__name__)
     if kind is None:
         raise ValueError(
             f"the action space is {space}, expected one of {', '.join(HEADS)}; flatten it with a gymnasium wrapper"
         )
-    return kind().on(space)
+    return require_numbers(kind().on(space))
+
+
+def require_numbers(head: Head) -> Head:
+    """The head as it is. ValueError if an action of its space holds nothing."""
+    if not head.width:
+        raise ValueError(f"the action space {head.space} holds no number, expected one at least: nothing is to choose")
+    return head
 
 
 def categorical_entropy(logits: Tensor) -> Tensor:
