@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, cast
 from weakref import WeakSet, ref
@@ -50,7 +50,8 @@ def exact_derivatives() -> Generator[None]:
         return
     _drop_dead_modes()
     block = _Block()  # dies with this generator, however it ends
-    plain = sdpa_kernel(SDPBackend.MATH) if torch.compiler.is_compiling() else _PlainAttention(block)
+    unfused = cast("Callable[..., AbstractContextManager[Any]]", sdpa_kernel)
+    plain = unfused(SDPBackend.MATH) if torch.compiler.is_compiling() else _PlainAttention(block)
     with plain, _WrittenOut(block) as mode:
         try:
             _ACTIVE.set(mode)

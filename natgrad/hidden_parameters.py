@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 from natgrad.pure import RandomState, mark_evaluation, run_alone, run_detached
 from natgrad.spaces import Params
+from natgrad.typed_torch import measure_norm
 
 HIDDEN = (
     "the outputs depend on {names} in a way that their graph does not show, so that the derivative would count as "
@@ -129,8 +130,8 @@ def agree(arrived: Tensor | None, derivative: Tensor | None) -> bool:
     if derivative is None:
         return not bool(arrived.any())
     arrived, derivative = arrived.to_dense(), derivative.to_dense()
-    gap = (arrived - derivative).norm()
-    return not bool(gap > 10 * torch.finfo(arrived.dtype).eps ** 0.5 * arrived.norm())  # NaN: not known
+    gap, size = measure_norm(arrived - derivative), measure_norm(arrived)
+    return not bool(gap > 10 * torch.finfo(arrived.dtype).eps ** 0.5 * size)  # NaN: not known
 
 
 def moves_outputs(

@@ -23,13 +23,13 @@ Select = Callable[[Any], Any]
 
 _EVALUATING = ScopedValue("natgrad_evaluating", False)
 
-_PASSES = threading.RLock()
+_passes = threading.RLock()
 
 
 def renew_lock() -> None:
     """A new lock, for a child that was forked while another thread held the one before: nobody would release it."""
-    global _PASSES
-    _PASSES = threading.RLock()
+    global _passes
+    _passes = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -42,7 +42,7 @@ def run_alone() -> AbstractContextManager[Any]:
     A pass at other parameters puts them into the model, sets torch's global random state and hangs hooks on layers, for
     a while. Two at once would each see the other's, and one would put the other's parameters back for good.
     """
-    return nullcontext() if torch.compiler.is_compiling() else _PASSES
+    return nullcontext() if torch.compiler.is_compiling() else _passes
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -410,7 +410,8 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return tree.map(change)
     if isinstance(tree, Mapping):
         changed = {key: map_tensors(branch, change) for key, branch in cast("Mapping[Any, Any]", tree).items()}
-        return replace(tree, **changed) if is_dataclass(tree) else changed  # Hugging Face's outputs are both
+        # Hugging Face's outputs are dataclasses and mappings
+        return cast("Any", replace)(tree, **changed) if is_dataclass(cast("Any", tree)) else changed
     if isinstance(tree, (tuple, list)):
         kind: Any = cast("Any", tree).__class__
         parts = [map_tensors(branch, change) for branch in cast("Sequence[Any]", tree)]
@@ -438,7 +439,9 @@ def copy_tensors(tree: Any) -> Any:
 def shares_memory(tensor: Tensor) -> bool:
     """Whether something other than torch in this process may write into the tensor's memory."""
     try:
-        return not tensor.untyped_storage().resizable() or (tensor.device.type == "cpu" and tensor.is_shared())
+        return not tensor.untyped_storage().resizable() or (
+            tensor.device.type == "cpu" and cast("Any", tensor).is_shared()
+        )
     except (NotImplementedError, RuntimeError):  # tensors without a storage: sparse ones, wrappers
         return False
 

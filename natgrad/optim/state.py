@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -378,5 +378,5 @@ def map_state(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
         values = {one.name: map_state(getattr(tree, one.name), function) for one in fields(tree)}
         return replace(tree, **values)
     if isinstance(tree, Mapping):
-        return {key: map_state(value, function) for key, value in tree.items()}
+        return {key: map_state(value, function) for key, value in cast("Mapping[Any, Any]", tree).items()}
     return function(tree) if isinstance(tree, Tensor) else tree

@@ -129,7 +129,7 @@ def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
     for name, lengthen in model.cuts.items():  # without another bound this one still holds
         if name != "lr":
             model.cuts[name] = partial(lengthen_layers, moved, bounds, lengthen)
-    model.cuts["move"] = lambda: moved.norm() / torch.minimum(moved, bounds).norm()
+    model.cuts["move"] = lambda: measure_norm(moved) / measure_norm(torch.minimum(moved, bounds))
     factors = torch.where(moved > bounds, bounds / moved, 1.0)
     if not bool((factors < 1).any()):
         return step
@@ -148,7 +148,7 @@ def limit_moves(model: Quadratic, step: Step, most: float) -> Step:
 def lengthen_layers(moved: Tensor, bounds: Tensor, lengthen: Callable[[], Tensor]) -> Tensor:
     """How many times as long a step within bounds on its layers would be, were it longer before these."""
     longer = moved * lengthen().to(moved)
-    return torch.minimum(longer, bounds).norm() / torch.minimum(moved, bounds).norm()
+    return measure_norm(torch.minimum(longer, bounds)) / measure_norm(torch.minimum(moved, bounds))
 
 
 def room(model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float) -> tuple[Tensor, Tensor]:
