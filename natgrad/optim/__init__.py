@@ -3,7 +3,7 @@
 from natgrad.optim.blocks import robust_inverse
 from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
 from natgrad.optim.exchanges import RankExchange, meet_processes
-from natgrad.optim.flat_step import Point, shift_blocks
+from natgrad.optim.flat_step import FlatState, LinearSystem, Solved, SystemEvidence, shift_blocks
 from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
 from natgrad.optim.joined_metric import JoinedMetric, join_operator
 from natgrad.optim.joined_step import update_jointly
@@ -25,19 +25,22 @@ __all__ = [
     "Attributes",
     "BlockOptions",
     "FlatOptions",
+    "FlatState",
     "JoinedMetric",
+    "LinearSystem",
     "MirrorDescent",
     "NaturalGradient",
     "NotFiniteError",
     "Objective",
     "OnTrouble",
-    "Point",
     "RankExchange",
     "Report",
     "Row",
     "SharingReport",
+    "Solved",
     "StateReport",
     "StructuredNaturalGradient",
+    "SystemEvidence",
     "ang",
     "diagonal",
     "ekfac",

@@ -168,26 +168,28 @@ class ModelOptimizer(Optimizer):
         Ctrl-C leaves the step whole or undone. Called again with nothing new, `step()` finishes it: it takes the step
         that was cut, and none where it had been taken.
         """
-        self._follow_names()
-        self._settle()
-        called, before = Called(), self._count_steps()
         taken, self._taken = self._taken, None
         if closure is None and taken is not None and taken.holds(self._named, self._recall):
             return None
+        return self._run(self._step_on_pass, closure).value
+
+    def _run(self, act: Callable[[Called], None], closure: Closure | None = None) -> Called:
+        """The frame of a step: what happens before it, in trouble, and after it."""
+        self._follow_names()
+        self._settle()
+        called, before = Called(), self._count_steps()
         try:
             if closure is not None:
                 called = call_closure(closure, next(iter(self._named.values())).device, self._recall)
-            self._warn_of_replaced()
-            warn_without_gradient(self._named.values(), bool(self._recall.computed) or called.value is not None)
             try:
-                self._step(called)
+                act(called)
             except NotFiniteError as trouble:
                 if self.on_trouble == "raise":
                     raise
                 self._skip(trouble)
             self._history.append(self._report_later())
             self._forget_batch()
-            return called.value
+            return called
         except Exception:
             self._forget_batch()  # nothing of a batch outlives its step, failed or not
             raise
@@ -196,6 +198,12 @@ class ModelOptimizer(Optimizer):
                 self._forget_batch()
                 self._taken = TakenGradients.of(self._named, self._recall)
             raise
+
+    def _step_on_pass(self, called: Called) -> None:
+        """A step on the gradients that backward passes left."""
+        self._warn_of_replaced()
+        warn_without_gradient(self._named.values(), bool(self._recall.computed) or called.value is not None)
+        self._step(called)
 
     def __repr__(self) -> str:
         size = sum(p.numel() for group in self.param_groups for p in group["params"])

@@ -1,12 +1,16 @@
-"""The parts of one step: the proposal, its judgement, what is told of it."""
+"""One step of a metric as one linear system, as a pure function of what is known and what a batch told.
+
+Its order is that of `natural_step`: the metric, (G + damping I)^-1 g, a rule that makes a step of it, the damping of
+the next one. Who has a metric, residuals or a wave function says what its system is; the rest is the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,119 +21,437 @@ from natgrad.layers import Layout, UnitLayout
 from natgrad.linalg import all_finite, stays_finite
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
+from natgrad.optim.checks import inputs_of
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.guard import Guard, NotFiniteError, describe_trouble
+from natgrad.optim.joined_step import check_in_step, join_choice
 from natgrad.optim.objective import Objective
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport, read_cuts
 from natgrad.optim.step_length import bounded_below
-from natgrad.pure import as_call
-from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step
+from natgrad.rules import BentStep, FlatStep, Memory, Quadratic, Rule, Step, require_loss
 from natgrad.solvers import Solution, Solver, Status
 from natgrad.spaces import Space
+from natgrad.structures import OperatorStructure, Preconditioner, Structure, exchanging
 from natgrad.typed_torch import measure_norm
 
+SOLUTION = "solution"
+"""Where the solver's last solution lies among the vectors of a state; the rest is the rule's, or its system's."""
+
 
 @dataclass(frozen=True)
-class Point:
-    """Where a step of the flat flow starts.
+class FlatState:
+    """All that the next step of a flat system depends on, besides parameters, groups and the batch.
 
-    Args:
-        params: The active parameters, by name.
-        space: Their order in a flat vector.
-        gradient: Of the mean loss, shape (n,).
-        rates: The learning rates, by name.
+    Attributes:
+        level: The damping's own number.
+        step: Steps so far.
+        seen: Examples, where somebody counts them.
+        judged: The step at which the damping compared the loss with its promise last, -1 before.
+        vectors: By parameter and name: the last solution, and what the rule and the system remember.
+        memory: The structure's; None before the first step.
+        prepared: The preconditioner's.
+        guard: What keeps bad batches from doing harm.
     """
 
-    params: dict[str, Tensor]
-    space: Space
-    gradient: Tensor
-    rates: Mapping[str, float]
+    level: float
+    step: int = 0
+    seen: int = 0
+    judged: int = -1
+    vectors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
+    memory: dict[str, Any] | None = None
+    prepared: dict[str, Any] | None = None
+    guard: Guard = Guard()
+
+    def gather(self, space: Space) -> dict[str, Tensor]:
+        """The vectors, (n,) each.
+
+        Args:
+            space: The order of the parameters in them.
+        """
+        held = {name: self.vectors.get(name, {}) for name in space.blocks}
+        keys = {key for kept in held.values() for key in kept}
+        return {key: space.flatten({n: kept[key] for n, kept in held.items() if key in kept}) for key in keys}
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a rule may know besides the system: see `Quadratic`."""
+class FlatChoices:
+    """What does not change between steps.
 
-    loss: float = math.nan
-    absolute: bool = False
-    steps: int = 0
-    bounded: bool = False
-    options: Mapping[str, float] = field(default_factory=dict[str, float])
-    counts: Mapping[str, float] = field(default_factory=dict[str, float])
+    Attributes:
+        rule: From a quadratic model to a step.
+        damping: How the damping follows from its number.
+        warm_start: The share of the last solution from which the solver starts.
+        bounded: True if the loss is known to be at least 0.
+        absolute: True if the solver makes G's eigenvalues positive.
+        ranks: The processes.
+    """
+
+    rule: Rule
+    damping: Damping
+    warm_start: float
+    bounded: bool
+    absolute: bool
+    ranks: Ranks
+
+    def is_judged(self, state: FlatState) -> bool:
+        """Whether the damping looks at the next step's ratio."""
+        return self.damping.needs_ratio and state.step - state.judged >= (self.damping.every or 1)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What a system came to.
+
+    Attributes:
+        solution: Of (G + damping I) x = g.
+        damping: A number, or one per entry (n,).
+        prepared: The preconditioner's memory.
+        kept: Vectors (n,) that the system remembers.
+    """
+
+    solution: Solution
+    damping: float | Tensor
+    prepared: dict[str, Any] | None = None
+    kept: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+class LinearSystem(Protocol):
+    """(G + damping I) x = g at a point."""
+
+    @property
+    def operator(self) -> Operator:
+        """G."""
+        ...
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The structure's, with this step's metric."""
+        ...
+
+    def solve(self, level: float, guess: Tensor | None) -> Solved:
+        """The solution.
+
+        Args:
+            level: The damping's number.
+            guess: Where an iteration starts, shape (n,).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SystemEvidence:
+    """What a batch told.
+
+    Attributes:
+        params: The active parameters, by name.
+        gradient: Of the mean loss, shape (n,).
+        system: The state -> what is to be solved.
+        rates: The learning rates, by name.
+        decays: The weight decay, by name.
+        options: The rule's settings.
+        loss: The mean loss, NaN where no target counts; None where it is not known.
+        objective: The loss at trial points; None where it cannot be had.
+        examples: Counts the batch's, on this process.
+        attempts: How often the system is solved, each time with more damping, until the rule takes its solution.
+    """
+
+    params: Mapping[str, Tensor]
+    gradient: Tensor
+    system: Callable[[FlatState], LinearSystem]
+    rates: Mapping[str, float]
+    decays: Mapping[str, float]
+    options: Mapping[str, float]
+    loss: Tensor | None = None
+    objective: Objective | None = None
+    examples: Callable[[], int] = int
+    attempts: int = 1
+
+    @property
+    def space(self) -> Space:
+        """The order of the parameters in a flat vector."""
+        return Space(self.params)
+
+
+Move = dict[str, Tensor]
+"""The parameters after a step, by name."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One solution, and what the rule made of it.
+
+    Attributes:
+        solved: The solution.
+        model: What the rule was given.
+        step: What is taken.
+        memory: What the rule remembers.
+        level: The damping's number from here on.
+        ratio: True over predicted change of the loss; None where it was not asked for.
+        failed: True if a number was not finite.
+        refused: True if the loss after the step refused it.
+    """
+
+    solved: Solved
+    model: Quadratic
+    step: Step
+    memory: Memory
+    level: float
+    ratio: float | None
+    failed: bool
+    refused: bool
+
+    @property
+    def rate(self) -> float:
+        """The step's length relative to the proposal's."""
+        proposed = float(measure_norm(flat(self.model.proposal)))
+        return float(measure_norm(flat(self.step))) / proposed if proposed else 0.0
+
+
+def flat_step(choices: FlatChoices, state: FlatState, evidence: SystemEvidence) -> tuple[Move, FlatState, StateReport]:
+    """theta -> theta + d: the parameters that move, the next state, and the report.
+
+    Pure: an error, Ctrl-C or NotFiniteError leaves `state` in force.
+
+    Args:
+        choices: What does not change between steps.
+        state: The last step's.
+        evidence: What a batch told.
+
+    Raises:
+        NotFiniteError: Where the loss, the metric or its products are not finite.
+        ValueError: Where rule or damping ask for a loss that is not known.
+    """
+    check_loss(evidence.loss, state.guard, choices.bounded, state.step)
+    check_asks(choices, state, evidence.objective)
+    system = evidence.system(state)
+    counts = count_examples(choices, state, evidence, system.operator)
+    vectors = state.gather(evidence.space)
+    last = vectors.pop(SOLUTION, None)
+    guess = None if last is None or choices.warm_start == 0 else choices.warm_start * last
+    level, guard = state.level, state.guard
+    remembered: Memory = dict(vectors)
+    found = attempt(choices, state, evidence, system, level, guess, remembered, counts)
+    for rises in range(1, evidence.attempts):
+        if found.rate or not found.level > level:
+            break
+        guard = replace(guard, failures=guard.failures + found.failed, refused=guard.refused + found.refused)
+        level = found.level
+        for _ in range(rises):  # beside the one that the refusal brings: 2, 3, 4, 5 rises (Nielsen 1999)
+            level = choices.damping.update(level, math.nan)
+        # damping pulls to the guess: where it leads uphill, more damping would never help
+        found = attempt(choices, state, evidence, system, level, None, found.memory, counts)
+    guard = follow_attempt(replace(guard, skipped=state.guard.skipped), choices, found, evidence)
+    moved, kept = find_changes(evidence, found, keeps=choices.warm_start > 0)
+    after = FlatState(
+        level=found.level,
+        step=state.step + 1,
+        seen=int(counts.get("seen", state.seen)),
+        judged=state.judged if found.ratio is None else state.step,
+        vectors={**state.vectors, **{name: {**state.vectors.get(name, {}), **one} for name, one in kept.items()}},
+        memory=system.memory,
+        prepared=found.solved.prepared,
+        guard=guard,
+    )
+    return moved, after, report_step(after, evidence.gradient, system.operator, found)
+
+
+def leave_out(state: FlatState) -> tuple[FlatState, StateReport]:
+    """The state after a step that is not taken since a number is not finite."""
+    guard = state.guard.follow_loss(None, taken=False)
+    guard = replace(guard, failures=guard.failures + 1, skipped=guard.skipped + 1)
+    after = replace(state, step=state.step + 1, guard=guard)
+    return after, StateReport(after.step, status="skipped", failures=guard.failures, refused=guard.refused)
+
+
+def attempt(
+    choices: FlatChoices,
+    state: FlatState,
+    evidence: SystemEvidence,
+    system: LinearSystem,
+    level: float,
+    guess: Tensor | None,
+    remembered: Memory,
+    counts: Mapping[str, float],
+) -> Attempt:
+    """Solve, let the rule make a step of the solution, and let the damping judge it."""
+    objective = evidence.objective
+    solved = system.solve(level, guess)
+    check_solution(solved.solution)
+    model = quadratic(choices, state, evidence, system.operator, solved, counts)
+    step, memory = choices.rule.step(model, objective, remembered)
+    ratio, refused = judge(choices.damping, model, step, objective) if choices.is_judged(state) else (None, False)
+    # a loss that is not finite at the start already leaves nothing to compare with
+    failed = not moves_finitely(evidence, step) or (objective is not None and math.isnan(objective.before))
+    if failed or refused:
+        step = model.nothing()
+        memory = Memory(dict.fromkeys(memory, torch.zeros_like(evidence.gradient)))  # a fresh start
+    check_in_step(choices.ranks, flat(step))
+    failed = failed or solved.solution.status is Status.NON_FINITE
+    level = level if ratio is None else choices.damping.update(level, ratio)
+    return Attempt(solved, model, step, memory, level, ratio, failed, refused)
+
+
+def follow_attempt(guard: Guard, choices: FlatChoices, found: Attempt, evidence: SystemEvidence) -> Guard:
+    """The guard after a step."""
+    unmoved = guard.unmoved
+    if choices.rule.needs_loss and not (found.failed or found.refused):
+        still = found.rate == 0 and bool(evidence.gradient.any())
+        unmoved = guard.unmoved + 1 if still else 0
+    return replace(
+        guard.follow_loss(evidence.loss, not found.failed),
+        failures=guard.failures + found.failed,
+        refused=guard.refused + found.refused,
+        skipped=guard.skipped + 1 if found.failed else 0,
+        unmoved=unmoved,
+    )
+
+
+# the system of a metric
+
+
+@dataclass(frozen=True)
+class SystemChoices:
+    """How a metric is stored, damped and inverted.
+
+    Attributes:
+        structure: How the metric is stored.
+        solver: What solves.
+        preconditioner: What helps it; None for nothing.
+        damping: How the damping follows from its number.
+        ranks: The processes.
+    """
+
+    structure: Structure
+    solver: Solver
+    preconditioner: Preconditioner | None
+    damping: Damping
+    ranks: Ranks
+
+
+class MetricSystem:
+    """(G + damping I) x = g for a metric at a step's data.
+
+    Args:
+        choices: What does not change between steps.
+        metric: Which G, over all processes.
+        params: The active parameters, by name.
+        gradient: Of the mean loss, shape (n,).
+        data: The metric's.
+        state: The last step's.
+        floor: The least damping.
+        operator: G, where it is known already.
+    """
+
+    def __init__(
+        self,
+        choices: SystemChoices,
+        metric: Metric,
+        params: Mapping[str, Tensor],
+        gradient: Tensor,
+        data: Data,
+        state: FlatState,
+        *,
+        floor: float = 0.0,
+        operator: Operator | None = None,
+    ) -> None:
+        self.choices, self.metric, self.params, self.gradient = choices, metric, dict(params), gradient
+        self.data, self.floor, self.last = data, floor, state.prepared
+        structure = choices.structure
+        if operator is not None:
+            assert isinstance(structure, OperatorStructure)
+            self.operator, self.memory = structure.average(state.memory, operator, self.params)
+            return
+        own, structure, exchange = join_choice(choices.ranks, metric, structure, data)
+        with exchanging(exchange):
+            inputs = inputs_of(metric, data)
+            self.operator, self.memory = structure.update(state.memory, own, self.params, inputs, random=data.random)
+
+    def solve(self, level: float, guess: Tensor | None) -> Solved:
+        """The solution with the damping's number at `level`, from a guess (n,)."""
+        system, amount, damping = self.operator, 0.0, self.choices.damping
+        if damping.per_block:
+            system, amount = shift_blocks(system, lambda part: max(damping.amount(level, part), self.floor))
+            rest = amount if isinstance(amount, float) else 0.0
+        else:
+            amount = rest = max(damping.amount(level, system), self.floor)
+        solver, prepared = self._prepare(system, rest)
+        return Solved(solver.solve(system, self.gradient, damping=rest, guess=guess), amount, prepared)
+
+    def _prepare(self, system: Operator, damping: float) -> tuple[Solver, dict[str, Any] | None]:
+        """The solver, with this step's preconditioner if there is one, and that one's memory."""
+        choices = self.choices
+        if choices.preconditioner is None:
+            return choices.solver, None
+        own, preconditioner, exchange = join_choice(choices.ranks, self.metric, choices.preconditioner, self.data)
+        with exchanging(exchange):
+            inputs = inputs_of(self.metric, self.data)
+            inverse, memory = preconditioner.update(
+                self.last, own, self.params, inputs, damping, system, self.data.random
+            )
+        return replace(choices.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
+
+
+# the rule's model
 
 
 def quadratic(
-    point: Point, operator: Operator, solution: Solution, damping: float | Tensor, known: Circumstances
+    choices: FlatChoices,
+    state: FlatState,
+    evidence: SystemEvidence,
+    operator: Operator,
+    solved: Solved,
+    counts: Mapping[str, float],
 ) -> Quadratic:
-    """The model of the loss around the point, with the solver's result at the learning rates as its proposal.
-
-    Args:
-        point: Where the step starts.
-        operator: G.
-        solution: Of (G + damping I) x = g.
-        damping: A number, or one per entry (n,).
-        known: `absolute`: the solution's image is of |G|, the absolute values of the eigenvalues.
-    """
-    rated = partial(at_rates, point, operator)
+    """The model of the loss around the point, with the solver's result at the learning rates as its proposal."""
+    solution, damping, objective = solved.solution, solved.damping, evidence.objective
+    rated = partial(at_rates, evidence, operator)
 
     def propose(value: Tensor, image: Tensor, bend: Tensor | None = None) -> Step:
         metric = damping * value - image  # G x is the image less damping * x
         return rated(FlatStep(-value, metric) if bend is None else BentStep.of(-value, metric, -bend))
 
     return Quadratic(
-        gradient=point.gradient,
+        gradient=evidence.gradient,
         operator=operator,
         damping=damping,
         proposal=propose(solution.value, solution.image, solution.bend),
         nats=operator.nats,
-        loss=known.loss,
+        loss=math.nan if objective is None else objective.before,
         basis=solution.basis,
         earlier=[partial(propose, iterate.value, iterate.image) for iterate in solution.iterates],
         rated=rated,
-        indefinite=operator.indefinite and not (known.absolute and len(set(point.rates.values())) == 1),
-        steps=known.steps,
-        bounded=known.bounded,
-        full=solution.value @ point.gradient,
-        options=known.options,
-        counts=known.counts,
+        # the image of an absolute solution is of |G|
+        indefinite=operator.indefinite and not (choices.absolute and len(set(evidence.rates.values())) == 1),
+        steps=state.step,
+        bounded=choices.bounded,
+        full=solution.value @ evidence.gradient,
+        options=evidence.options,
+        counts=counts,
         length_unit=operator.length_unit,
     )
 
 
-def describe_circumstances(
-    objective: Objective | None,
-    solver: Solver,
-    metric: Metric,
-    steps: int,
-    options: Mapping[str, float],
-    counts: Mapping[str, float],
-) -> Circumstances:
-    """What a rule may know besides the system.
-
-    Args:
-        objective: The loss at trial points, if it is known.
-        solver: What solves the system.
-        metric: Which G.
-        steps: Taken so far.
-        options: The rule's settings.
-        counts: Examples of this step, and seen so far.
-    """
-    before = math.nan if objective is None else objective.before
-    return Circumstances(before, getattr(solver, "absolute", False), steps, is_bounded(metric), options, counts)
+def check_asks(choices: FlatChoices, state: FlatState, objective: Objective | None) -> None:
+    """ValueError where the damping or the rule needs a loss that cannot be evaluated."""
+    if objective is None and choices.is_judged(state):
+        raise ValueError(
+            f"damping {type(choices.damping).__name__} compares the loss before and after the step: compute it with "
+            "optimizer.loss(outputs, targets), or call optimizer.step(closure)"
+        )
+    require_loss(choices.rule, objective)
 
 
 def count_examples(
-    rule: Rule, operator: Operator, ranks: Ranks, read: Callable[[], Data], seen: int
+    choices: FlatChoices, state: FlatState, evidence: SystemEvidence, operator: Operator
 ) -> dict[str, float]:
     """Examples of this step and seen so far with it: as the structure counted them, else here; {} if nobody asks."""
-    if not rule.needs_counts:
+    if not choices.rule.needs_counts:
         return {}
     if "seen" in operator.counts:
         return dict(operator.counts)
-    own = torch.tensor(as_call(read().inputs).batch(), device=operator.device)
-    examples = int(ranks.sum(own))
-    return {"examples": examples, "seen": seen + examples}
+    examples = int(choices.ranks.sum(torch.tensor(evidence.examples(), device=operator.device)))
+    return {"examples": examples, "seen": state.seen + examples}
 
 
 def shift_blocks(operator: Operator, amount: Callable[[Operator], float]) -> tuple[Operator, float | Tensor]:
@@ -153,14 +475,13 @@ def shift_blocks(operator: Operator, amount: Callable[[Operator], float]) -> tup
     return Arranged(operator.space, parts), operator.space.flatten(entries)
 
 
-def at_rates(point: Point, operator: Operator, step: Step) -> Step:
+def at_rates(evidence: SystemEvidence, operator: Operator, step: Step) -> Step:
     """Every parameter's part times its rate; one more product where rates differ."""
-    rates = {point.rates[name] for name in point.params}
+    rates = {evidence.rates[name] for name in evidence.params}
     if len(rates) == 1:
         return step.scale_by(rates.pop())
-    vector = flat(step)
-    parts = {name: point.rates[name] * part for name, part in point.space.unflatten(vector).items()}
-    vector = point.space.flatten(parts)
+    space = evidence.space
+    vector = space.flatten({name: evidence.rates[name] * part for name, part in space.unflatten(flat(step)).items()})
     return FlatStep(vector, operator.mv(vector))
 
 
@@ -189,10 +510,11 @@ def verdict(predicted: float, change: float) -> tuple[float, bool]:
     return math.nan, not change <= 0
 
 
-def moves_finitely(point: Point, step: Step) -> bool:
+def moves_finitely(evidence: SystemEvidence, step: Step) -> bool:
     """Whether no parameter becomes NaN or infinite: a step may be finite, and too long for the dtype."""
-    parts = point.space.unflatten(flat(step)).items() if all_finite(flat(step)) else ()
-    return bool(parts) and all(stays_finite(point.params[name], point.params[name] + part) for name, part in parts)
+    params = evidence.params
+    parts = evidence.space.unflatten(flat(step)).items() if all_finite(flat(step)) else ()
+    return bool(parts) and all(stays_finite(params[name], params[name] + part) for name, part in parts)
 
 
 def is_bounded(metric: Metric) -> bool:
@@ -225,104 +547,42 @@ def check_solution(solution: Solution) -> None:
         )
 
 
-def find_changes(
-    point: Point,
-    step: Step,
-    memory: Memory,
-    solution: Solution,
-    decays: Mapping[str, float],
-    keeps: bool,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+def find_changes(evidence: SystemEvidence, found: Attempt, keeps: bool) -> tuple[Move, dict[str, dict[str, Tensor]]]:
     """The parameters after a step and what is kept for each of them, by name.
 
-    Args:
-        point: Where the step starts.
-        step: What is taken.
-        memory: The rule's.
-        solution: The solver's.
-        decays: The weight decay by name; {} for none.
-        keeps: True to keep the solution, for a warm start of the next.
+    keeps: True to keep the solution, for a warm start of the next step.
     """
-    vector = flat(step)
-    taken = bool(decays) and bool(vector.any())  # no step, no decay either
-    kept = {key: value for key, value in memory.items() if isinstance(value, Tensor)}
+    vector, solution, space = flat(found.step), found.solved.solution, evidence.space
+    taken = bool(vector.any()) and not (found.failed or found.refused)  # no step, no decay either
+    kept = {key: value for key, value in found.memory.items() if isinstance(value, Tensor)} | dict(found.solved.kept)
     if keeps:
         # a space that was searched goes on from where the search ended (Vinyals & Povey 2012)
-        kept["solution"] = -vector if taken and solution.basis is not None else solution.value
-    views = {key: point.space.unflatten(vector) for key, vector in kept.items()}
-    parts = point.space.unflatten(vector)
-    shares = {name: point.rates[name] * decays[name] if taken else 0.0 for name in parts}
-    moved = {name: (point.params[name] * (1 - shares[name])).add_(part) for name, part in parts.items()}
+        kept[SOLUTION] = -vector if taken and solution.basis is not None else solution.value
+    views = {key: space.unflatten(one) for key, one in kept.items()}
+    parts = space.unflatten(vector)
+    shares = {name: evidence.rates[name] * evidence.decays[name] if taken else 0.0 for name in parts}
+    moved = {name: (evidence.params[name] * (1 - shares[name])).add_(part) for name, part in parts.items()}
     return moved, {name: {key: view[name].clone() for key, view in views.items()} for name in parts}
 
 
-def commit(
-    params: Mapping[str, Tensor],
-    state: MutableMapping[Tensor, dict[str, Any]],
-    moved: Mapping[str, Tensor],
-    kept: Mapping[str, dict[str, Tensor]],
-    owner: MutableMapping[str, Any],
-    values: Mapping[str, Any],
-) -> None:
-    """Write a step: all of it, or nothing.
-
-    Args:
-        params: The parameters by name.
-        state: The optimizer's, by parameter.
-        moved: The parameters' new values, by name.
-        kept: New entries of the state, by the parameter's name.
-        owner: The optimizer's own attributes.
-        values: Their new values.
-    """
-
-    def write() -> None:
-        for name, new in moved.items():
-            params[name].copy_(new)
-            state[params[name]].update(kept[name])
-        owner.update(values)
-
-    try:
-        write()
-    except BaseException:
-        write()  # known values to known places: a second time finishes what Ctrl-C cut
-        raise
-
-
-def report_step(
-    counted: StateReport,
-    operator: Operator,
-    gradient: Tensor,
-    model: Quadratic,
-    step: Step,
-    solution: Solution,
-    ratio: float | None,
-) -> StateReport:
-    """The report of a step.
-
-    Args:
-        counted: Who has counted the step already.
-        operator: G.
-        gradient: g, shape (n,).
-        model: What the rule was given.
-        step: What it made of it.
-        solution: Of (G + damping I) x = g.
-        ratio: True over predicted decrease; None where it was not asked for.
-    """
-    size, proposed = float(measure_norm(flat(step))), float(measure_norm(flat(model.proposal)))
-    norm, damping = float(measure_norm(gradient)), model.damping
-    return replace(
-        counted,
-        loss=float(model.loss),
-        kl=float(model.kl(step)),
+def report_step(state: FlatState, gradient: Tensor, operator: Operator, found: Attempt) -> StateReport:
+    """What is told of a step. gradient: g, shape (n,). operator: G."""
+    solution, damping, norm = found.solved.solution, found.solved.damping, float(measure_norm(gradient))
+    return StateReport(
+        step=state.step,
+        loss=float(found.model.loss),
+        kl=float(found.model.kl(found.step)),
         damping=float(damping.mean()) if isinstance(damping, Tensor) else damping,
-        ratio=ratio,
+        ratio=found.ratio,
         solver_steps=solution.steps,
         residual=float(solution.residual) / norm if norm else 0.0,
         status=str(solution.status),
         outside=left_over(gradient, solution, damping) / norm if norm else 0.0,
-        rate=size / proposed if proposed else 0.0,
+        rate=found.rate,
         gradient=norm,
-        cuts=read_cuts(model.cuts),
+        cuts=read_cuts(found.model.cuts),
+        failures=state.guard.failures,
+        refused=state.guard.refused,
         counts=dict(operator.counts),
     )
 

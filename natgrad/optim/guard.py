@@ -277,12 +277,10 @@ def watch_skipped(count: int, model: Any) -> None:
     watch(count, SKIPPED)
 
 
-def count_unmoved(count: int, rate: float, gradient: float) -> int:
-    """Steps in a row that moved nothing, with this one; warns at the 25th. At a minimum that is as it should be."""
-    count = count + 1 if rate == 0 and gradient > 0 else 0
+def watch_unmoved(count: int) -> None:
+    """Warn at the 25th step in a row that moved nothing: at a minimum that is as it should be."""
     if count == STOP:
         warnings.warn(UNMOVED.format(count=count), stacklevel=2)
-    return count
 
 
 def warn_without_gradient(parameters: Iterable[Tensor], computed: bool) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -26,48 +27,38 @@ from natgrad.optim.checks import (
     check_search,
     choose_metric,
     given_parameters,
-    inputs_of,
     named_parameters,
 )
 from natgrad.optim.distributed import meet
 from natgrad.optim.flat_step import (
-    Point,
+    FlatChoices,
+    FlatState,
+    LinearSystem,
+    MetricSystem,
+    Move,
+    SystemChoices,
+    SystemEvidence,
     check_loss,
-    check_solution,
-    commit,
-    count_examples,
-    describe_circumstances,
-    find_changes,
-    flat,
+    flat_step,
     is_bounded,
-    judge,
-    moves_finitely,
-    quadratic,
-    report_step,
-    shift_blocks,
+    leave_out,
 )
-from natgrad.optim.guard import Guard, NotFiniteError, check_trouble, count_unmoved, watch_skipped
-from natgrad.optim.joined_metric import unwrap_models
-from natgrad.optim.joined_step import (
-    check_in_step,
-    join_choice,
-    join_mean_loss,
-    join_metric,
-    join_objective,
-    read_gradients,
-    settle_ranks,
-)
+from natgrad.optim.guard import Guard, NotFiniteError, check_trouble, watch_skipped, watch_unmoved
+from natgrad.optim.joined_metric import JoinedMetric, unwrap_models
+from natgrad.optim.joined_step import join_mean_loss, join_metric, join_objective, read_gradients, settle_ranks
 from natgrad.optim.last_pass import Recall, listen, overhear
 from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
-from natgrad.optim.objective import Objective, objective_of
+from natgrad.optim.objective import Closure, Objective, objective_of
 from natgrad.optim.parallel_models import refuse_nested
 from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
-from natgrad.pure import copy_tensors
-from natgrad.rules import Memory, Rate, require_loss
-from natgrad.solvers import Auto, Solution, Solver, Status
-from natgrad.structures import Exact, as_preconditioner, exchanging
+from natgrad.pure import as_call, copy_tensors
+from natgrad.rules import Rate
+from natgrad.scoped_values import keep_gradient_mode
+from natgrad.solvers import Auto
+from natgrad.spaces import Space
+from natgrad.structures import Exact, as_preconditioner
 
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
 
@@ -133,14 +124,10 @@ class NaturalGradient(ModelOptimizer):
         self._named = named_parameters(self.model)
         defaults = {"lr": lr, "weight_decay": chosen.weight_decay} | self.rule.options
         super().__init__(given_parameters(chosen.params, self._named), defaults)
-        self._level = self.damping.initial()
-        self._memory: dict[str, Any] | None = None
-        self._prepared: dict[str, Any] | None = None
-        self._last = StateReport()
-        self._skipped, self._unmoved = 0, 0  # steps in a row that were skipped, or that a search made of length 0
-        self._judged, self._seen, self._guard = -1, 0, Guard()  # the damping's last look; examples
-        self._recall = Recall(chosen_outputs(found), self._named.values())
+        self._state, self._told = FlatState(self.damping.initial()), StateReport()
+        self._compared: tuple[object, ...] = ()  # what a field has that must be alike on all processes
         self._finalizer: weakref.finalize[..., Any] | None = None
+        self._recall = Recall(chosen_outputs(found), self._named.values())
         overhear(found, self._recall)
         if isinstance(self.model, nn.Module):
             self._finalizer = weakref.finalize(
@@ -194,9 +181,33 @@ class NaturalGradient(ModelOptimizer):
         check_search(inputs, targets)
         self._recall.searched = Data(copy_tensors(inputs), copy_tensors(targets), None)
 
+    @keep_gradient_mode
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Closure | None = None, *, evidence: Callable[[], SystemEvidence] | None = None
+    ) -> Tensor | None:
+        """One step.
+
+        Args:
+            closure: Clears gradients, computes the loss, calls backward and returns the loss. As in LBFGS it may be
+                called again, by rules and dampings that re-evaluate the loss, unless `loss()` made that unnecessary.
+            evidence: For a field that knows its gradient and its system itself: what makes them, in place of a pass.
+
+        Returns:
+            The closure's first value, None without one.
+
+        Raises:
+            ValueError: If the loss was not computed as it should be; with `on_trouble="raise"` for a loss, a gradient
+                or a metric that is not finite. Parameters and state are as before then.
+        """
+        if evidence is None:
+            return super().step(closure)
+        self._run(lambda called: self._take(evidence()))
+        return None
+
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, damping, reduction ratio, solver iterations and residual, failures."""
-        return self._last
+        return self._told
 
     def detach(self) -> None:
         """Take the hook off the model. Also happens when the optimizer dies."""
@@ -209,61 +220,68 @@ class NaturalGradient(ModelOptimizer):
         weight = weigh_loss(self._ranks, self.criterion, outputs, targets, value)
         self._recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
 
+    def _follow_groups(self) -> None:
+        if isinstance(self.model, nn.Module):
+            self._named = dict(self.model.named_parameters())
+
+    def _labels(self) -> torch.Generator | None:
+        return getattr(self.metric, "generator", None)
+
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         total = sum(p.numel() for group in self.param_groups for p in group["params"])
 
         def describe(name: str, p: Tensor) -> tuple[str, int, int]:
             held = self.structure.count_numbers(p.numel(), total)
-            held += sum(v.numel() for v in self.state[p].values()) if p in self.state else 0
-            kind = self.structure.kind_of(name, self._memory) if p.requires_grad else "frozen"
+            held += sum(v.numel() for v in self._state.vectors.get(name, {}).values())
+            kind = self.structure.kind_of(name, self._state.memory) if p.requires_grad else "frozen"
             return kind, p.numel(), held
 
         return describe
 
-    def _follow_groups(self) -> None:
-        if isinstance(self.model, nn.Module):
-            self._named = dict(self.model.named_parameters())
-
     def _rename(self, renamed: Mapping[str, str]) -> None:
         """Nothing is remembered of other coordinates than those of now."""
-        self._memory = self._prepared = None
-        self.state.update({self._named[name]: {} for name in renamed})
+        vectors = {name: kept for name, kept in self._state.vectors.items() if name not in renamed}
+        self._state = replace(self._state, vectors=vectors, memory=None, prepared=None)
         super()._rename(renamed)
 
     # checkpoints
 
-    def _labels(self) -> torch.Generator | None:
-        return getattr(self.metric, "generator", None)
-
     def _write_extra(self) -> dict[str, Any]:
-        generator = self._labels()
+        generator, state = self._labels(), self._state
         return {
-            "damping": self._level,
-            "memory": self._memory or {},
-            "preconditioner": self._prepared or {},
-            "steps": self._last.step,
-            "failures": self._last.failures,
-            "refused": self._last.refused,
-            "judged": self._judged,
-            "seen": self._seen,
-            "wild": self._guard.save()["wild"],
+            "damping": state.level,
+            "memory": state.memory or {},
+            "preconditioner": state.prepared or {},
+            "steps": state.step,
+            "failures": state.guard.failures,
+            "refused": state.guard.refused,
+            "judged": state.judged,
+            "seen": state.seen,
+            "wild": state.guard.save()["wild"],
             "generator": None if generator is None else generator.get_state(),
         }
 
     def _by_parameter(self) -> dict[str, dict[str, Any]]:
-        return {name: dict(self.state[p]) for name, p in self._named.items() if p in self.state}
+        return {name: dict(kept) for name, kept in self._state.vectors.items()}
 
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         extra, first = saved.extra, next(iter(self._named.values()))
         memory, prepared = (own_copy(extra.get(key) or {}, first) or None for key in ("memory", "preconditioner"))
+        state = FlatState(
+            level=extra["damping"],
+            step=extra["steps"],
+            seen=extra.get("seen", 0),
+            judged=extra.get("judged", -1),
+            vectors={name: dict(saved.state[p]) for name, p in self._named.items() if p in saved.state},
+            memory=memory,
+            prepared=prepared,
+            guard=Guard.load(extra.get("wild"), None, failures=extra["failures"], refused=extra["refused"]),
+        )
 
         def restore() -> None:
-            self._level, self._memory, self._prepared = extra["damping"], memory, prepared
-            self._last = StateReport(step=extra["steps"], failures=extra["failures"], refused=extra["refused"])
-            self._judged, self._seen = extra.get("judged", -1), extra.get("seen", 0)
-            self._skipped = self._unmoved = 0
-            self._guard = Guard.load(extra.get("wild"), None)
-            self.state.update({p: dict(numbers) for p, numbers in saved.state.items()})
+            guard = state.guard
+            self._state = state
+            self._told = StateReport(step=state.step, failures=guard.failures, refused=guard.refused)
             generator = self._labels()
             if generator is not None and saved.labels is not None:
                 generator.set_state(saved.labels)
@@ -272,144 +290,148 @@ class NaturalGradient(ModelOptimizer):
 
     # one step
 
-    def _settle(self) -> None:
-        settle_ranks(self)
-
-    def _list_settings(self) -> tuple[object, ...]:
-        """What must be alike on all processes, for the same sums to be made everywhere."""
-        return self.solver, self.damping, self.rule, self.preconditioner, type(self.metric).__name__
-
-    def _count_steps(self) -> int:
-        return self._last.step
-
-    def _skip(self, trouble: NotFiniteError) -> None:
-        self._last = replace(self._last.count_step(failed=True), status="skipped")
-        self._guard, self._skipped = self._guard.follow_loss(None, taken=False), self._skipped + 1
-        watch_skipped(self._skipped, self.model)
-
     def _step(self, called: Called) -> None:
-        point = self._point()
-        if point is not None:
-            loss = join_mean_loss(self._ranks, self._recall, point.space.device)
-            check_loss(loss, self._guard, is_bounded(self.metric), self._last.step)
-            self._metric_data()  # what is missing there comes before what is missing for the loss
-            with self._replaying():
-                self._move(point, self._objective(point, called), loss)
+        active = {id(p) for group in self.param_groups for p in group["params"]}
+        found = read_gradients(self._ranks, self._named, active - self._gone, self._recall)
+        if found is None:
+            return
+        params, space, gradient = found
+        loss = join_mean_loss(self._ranks, self._recall, space.device)
+        check_loss(loss, self._state.guard, is_bounded(self.metric), self._state.step)
+        self._metric_data()  # what is missing there comes before what is missing for the loss
+        with self._replaying():
+            objective = self._find_objective(params, space, called)
+            system = partial(self._system, params, gradient)
+            count = self._count_examples
+            self._take(self.evidence(params, gradient, system, loss=loss, objective=objective, examples=count))
 
-    def _judges(self) -> bool:
-        """Whether the damping looks at this step's ratio."""
-        return self.damping.needs_ratio and self._last.step - self._judged >= (self.damping.every or 1)
+    def _system(self, params: dict[str, Tensor], gradient: Tensor, state: FlatState) -> MetricSystem:
+        """The metric of this step's losses, over the examples of all processes."""
+        metric = metric_of_step(self.metric, self._recall, self.model, params)
+        metric = join_metric(self._ranks, metric, self._recall, self.metric_batch is not None, gradient.device)
+        known = (metric, params, gradient, self._metric_data(), state)
+        return MetricSystem(self._choose_system(), *known, floor=self._recall.floor)
 
-    def _move(self, point: Point, objective: Objective | None, loss: Tensor | None = None) -> None:
-        if self._judges() and objective is None:
-            raise ValueError(
-                f"damping {type(self.damping).__name__} compares the loss before and after the step: compute it with "
-                "optimizer.loss(outputs, targets), or call optimizer.step(closure)"
-            )
-        require_loss(self.rule, objective)
-        metric = metric_of_step(self.metric, self._recall, self.model, point.params)
-        metric = join_metric(self._ranks, metric, self._recall, self.metric_batch is not None, point.space.device)
-        operator, memory = self._operator(point, metric)
-        solution, amount, prepared = self._solve(point, metric, operator)
-        check_solution(solution)
-        counts = count_examples(self.rule, operator, self._ranks, self._metric_data, self._seen)
-        known = (objective, self.solver, self.metric, self._last.step, self._options(), counts)
-        model = quadratic(point, operator, solution, amount, describe_circumstances(*known))
-        remembered: Memory = {key: vector for key, vector in self._flat_state(point).items() if key != "solution"}
-        step, told = self.rule.step(model, objective, remembered)
-        kept: Memory = dict(told)
-        ratio, refused = judge(self.damping, model, step, objective) if self._judges() else (None, False)
-        # a loss that is not finite at the start already leaves nothing to compare with
-        failed = not moves_finitely(point, step) or (objective is not None and math.isnan(objective.before))
-        if failed or refused:
-            step = model.nothing()
-            kept = dict.fromkeys(kept, point.space.zeros())  # a fresh start
-        failed = failed or solution.status is Status.NON_FINITE
-        counted = self._last.count_step(failed, refused)
-        report = report_step(counted, operator, point.gradient, model, step, solution, ratio)
-        check_in_step(self._ranks, flat(step))
-        level = self._level if ratio is None else self.damping.update(self._level, ratio)
-        values: dict[str, Any] = {"_memory": memory, "_prepared": prepared, "_last": report, "_level": level}
-        values["_skipped"] = self._skipped + 1 if failed else 0
-        if self.rule.needs_loss and not (failed or refused):
-            values["_unmoved"] = count_unmoved(self._unmoved, report.rate, report.gradient)
-        judged = self._judged if ratio is None else self._last.step
-        values |= {"_judged": judged, "_seen": int(counts.get("seen", self._seen))}
-        values["_guard"] = self._guard.follow_loss(loss, not failed)
-        decays = {} if failed or refused else self._rates("weight_decay")
-        changes = find_changes(point, step, kept, solution, decays, keeps=self.warm_start > 0)
-        # all of it is known now: an error or Ctrl-C so far has changed nothing
-        commit(self._named, self.state, *changes, vars(self), values)
-        watch_skipped(self._skipped, self.model)
+    def metric_system(
+        self,
+        params: Mapping[str, Tensor],
+        gradient: Tensor,
+        inputs: Any,
+        targets: Any,
+        state: FlatState,
+        operator: Operator | None = None,
+    ) -> LinearSystem:
+        """For `step(evidence=...)`: the system of this optimizer's metric on these examples.
 
-    def _solve(
-        self, point: Point, metric: Metric, operator: Operator
-    ) -> tuple[Solution, float | Tensor, dict[str, Any] | None]:
-        """(G + damping I) x = g: the solution, the damping, and the preconditioner's memory."""
-        floor, system = self._recall.floor, operator
-        if self.damping.per_block:
-            system, amount = shift_blocks(operator, lambda part: max(self.damping.amount(self._level, part), floor))
-            rest = amount if isinstance(amount, float) else 0.0
-        else:
-            amount = rest = max(self.damping.amount(self._level, operator), floor)
-        solver, prepared = self._solver(point, system, rest, metric)
-        return solver.solve(system, point.gradient, damping=rest, guess=self._guess(point)), amount, prepared
+        Args:
+            params: The active parameters, by name.
+            gradient: Of the mean loss, shape (n,).
+            inputs: As the metric takes them.
+            targets: For metrics that use them.
+            state: Of the last step.
+            operator: G over the examples of all processes, where it is known already.
+        """
+        alone = self._ranks.size == 1 or operator is not None
+        metric = self.metric if alone else JoinedMetric(self.metric, self._ranks)
+        known = (metric, params, gradient, Data(inputs, targets, None), state)
+        return MetricSystem(self._choose_system(), *known, operator=operator)
+
+    def _choose_system(self) -> SystemChoices:
+        return SystemChoices(self.structure, self.solver, self.preconditioner, self.damping, self._ranks)
+
+    def _find_objective(self, params: dict[str, Tensor], space: Space, called: Called) -> Objective | None:
+        """The loss of this step at other parameters, where it can be had."""
+        needed = self.rule.needs_loss or self._choose().is_judged(self._state)
+        # without trial points the loss of the pass is known already
+        searched = self._recall.search_data(self.search_batch, self._state.step) if needed else None
+        data = (self._recall, params, space, called, searched, needed)
+        return join_objective(self._ranks, objective_of(self.model, lambda: self.criterion, *data), self._recall)
 
     @contextmanager
     def _replaying(self) -> Generator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
-        last, generator, report = self._recall.find_pass(), getattr(self.metric, "generator", None), self._last
+        last, generator, state = self._recall.find_pass(), self._labels(), self._state
         before = None if generator is None else generator.get_state()
         modes = last.modes_of(self.model) if last and isinstance(self.model, nn.Module) else nullcontext()
         try:
             with modes:
                 yield
         except BaseException:
-            if generator is not None and self._last is report:  # the step was not taken
+            if generator is not None and before is not None and self._state is state:  # the step was not taken
                 generator.set_state(before)
             raise
 
-    def _point(self) -> Point | None:
-        active = {id(p) for group in self.param_groups for p in group["params"]}
-        found = read_gradients(self._ranks, self._named, active - self._gone, self._recall)
-        return None if found is None else Point(*found, self._rates("lr"))
-
-    def _operator(self, point: Point, metric: Metric) -> tuple[Operator, dict[str, Any]]:
-        data = self._metric_data()
-        own, structure, exchange = join_choice(self._ranks, metric, self.structure, data)
-        with exchanging(exchange):
-            return structure.update(self._memory, own, point.params, inputs_of(metric, data), random=data.random)
-
     def _metric_data(self) -> Data:
-        return self._recall.metric_data(self.metric_batch, self._last.step)
+        return self._recall.metric_data(self.metric_batch, self._state.step)
 
-    def _solver(
-        self, point: Point, operator: Operator, damping: float, metric: Metric
-    ) -> tuple[Solver, dict[str, Any] | None]:
-        """The solver, with this step's preconditioner if there is one, and that one's memory."""
-        if self.preconditioner is None:
-            return self.solver, None
-        data = self._metric_data()
-        own, preconditioner, exchange = join_choice(self._ranks, metric, self.preconditioner, data)
-        with exchanging(exchange):
-            inverse, memory = preconditioner.update(
-                self._prepared, own, point.params, inputs_of(metric, data), damping, operator, data.random
-            )
-        return replace(self.solver, preconditioner=inverse), memory  # type: ignore[call-arg]
+    def _count_examples(self) -> int:
+        return as_call(self._metric_data().inputs).batch()
 
-    def _objective(self, point: Point, called: Called) -> Objective | None:
-        needed = self.rule.needs_loss or self._judges()
-        # without trial points the loss of the pass is known already
-        searched = self._recall.search_data(self.search_batch, self._last.step) if needed else None
-        data = (self._recall, point.params, point.space, called, searched, needed)
-        return join_objective(self._ranks, objective_of(self.model, lambda: self.criterion, *data), self._recall)
+    # the step of any evidence
 
-    def _guess(self, point: Point) -> Tensor | None:
-        last = self._flat_state(point).get("solution")
-        return None if last is None or self.warm_start == 0 else self.warm_start * last
+    def _settle(self) -> None:
+        settle_ranks(self)
 
-    def _flat_state(self, point: Point) -> dict[str, Tensor]:
-        """What is kept by parameter, as vectors (n,): "solution", and the rule's memory."""
-        keys = {key for p in point.params.values() for key in self.state.get(p, {})}
-        held = {name: self.state.get(p, {}) for name, p in point.params.items()}
-        return {key: point.space.flatten({n: kept[key] for n, kept in held.items() if key in kept}) for key in keys}
+    def _list_settings(self) -> tuple[object, ...]:
+        """What must be alike on all processes, for the same sums to be made everywhere."""
+        kind = type(self.metric).__name__
+        return (self.solver, self.damping, self.rule, self.preconditioner, kind, *self._compared)
+
+    def _choose(self) -> FlatChoices:
+        absolute = getattr(self.solver, "absolute", False)
+        return FlatChoices(self.rule, self.damping, self.warm_start, is_bounded(self.metric), absolute, self._ranks)
+
+    def evidence(
+        self,
+        params: Mapping[str, Tensor],
+        gradient: Tensor,
+        system: Callable[[FlatState], LinearSystem],
+        *,
+        loss: Tensor | None = None,
+        objective: Objective | None = None,
+        examples: Callable[[], int] = int,
+        attempts: int = 1,
+    ) -> SystemEvidence:
+        """For `step(evidence=...)`: what a batch told, with the numbers of the parameter groups.
+
+        Args:
+            params: The active parameters, by name.
+            gradient: Of the mean loss, shape (n,).
+            system: The state of the last step -> what is to be solved.
+            loss: The mean loss, NaN where no target counts; None where it is not known.
+            objective: The loss at trial points; None where it cannot be had.
+            examples: Counts the batch's, on this process.
+            attempts: How often the system is solved, each time with more damping, until the rule takes its solution.
+        """
+        groups = self._rates("lr"), self._rates("weight_decay"), self._options()
+        return SystemEvidence(params, gradient, system, *groups, loss, objective, examples, attempts)
+
+    def _take(self, evidence: SystemEvidence) -> None:
+        """Take a step on this evidence, all of it or nothing."""
+        before = self._state.guard
+        self._bind(*flat_step(self._choose(), self._state, evidence))
+        guard = self._state.guard
+        if guard.unmoved != before.unmoved:
+            watch_unmoved(guard.unmoved)
+        watch_skipped(guard.skipped, self.model)
+
+    def _count_steps(self) -> int:
+        return self._state.step
+
+    def _skip(self, trouble: NotFiniteError) -> None:
+        self._bind({}, *leave_out(self._state))
+        watch_skipped(self._state.guard.skipped, self.model)
+
+    def _bind(self, moved: Move, state: FlatState, report: StateReport) -> None:
+        """Write the step: known values to known places, so that a second time finishes what Ctrl-C cut."""
+
+        def write() -> None:
+            for name, new in moved.items():
+                self._named[name].copy_(new)
+            self._state, self._told = state, report
+
+        try:
+            write()
+        except BaseException:
+            write()
+            raise

@@ -1,7 +1,7 @@
 """How a metric is remembered, and what makes solving with it faster."""
 
 from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
-from natgrad.structures.base import Memory, Structure
+from natgrad.structures.base import Memory, OperatorStructure, Structure
 from natgrad.structures.blocks import Blocks
 from natgrad.structures.diagonal import Diagonal, UnitWise
 from natgrad.structures.estimates import Empirical, Estimate, ExactLabels, Outputs, Sampled
@@ -39,6 +39,7 @@ __all__ = [
     "LowRankCovariance",
     "Memory",
     "OnlineLowRank",
+    "OperatorStructure",
     "Outputs",
     "Preconditioner",
     "Sampled",

@@ -51,3 +51,22 @@ class Structure(ABC):
             total: The number of entries of all parameters that are trained.
         """
         return 0
+
+
+class OperatorStructure(Structure):
+    """A structure that needs nothing of a metric but its operator at the point."""
+
+    @abstractmethod
+    def average(self, memory: Memory | None, operator: Operator, params: Params) -> tuple[Operator, Memory]:
+        """`update` from the metric's operator.
+
+        Args:
+            memory: As for `update`.
+            operator: G at the point.
+            params: The point, by name.
+        """
+
+    def update(
+        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
+    ) -> tuple[Operator, Memory]:
+        return self.average(memory, metric.at(params, inputs, random=random), params)

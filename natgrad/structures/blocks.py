@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from natgrad.checks import check_share
 from natgrad.layers import UnitLayout
-from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Layout, Operator, Units
-from natgrad.pure import RandomState
 from natgrad.spaces import ParameterBlock, Params, Space
-from natgrad.structures.base import Memory, Structure
+from natgrad.structures.base import Memory, OperatorStructure
 from natgrad.structures.running_average import accumulate_total, accumulate_weight
 
 Cut = tuple[Layout | UnitLayout, Tensor]
@@ -23,7 +20,7 @@ Cut = tuple[Layout | UnitLayout, Tensor]
 
 
 @dataclass(frozen=True)
-class Blocks(Structure):
+class Blocks(OperatorStructure):
     """One block of G per parameter tensor, exactly; with rows=True, one per row of a matrix; with units, one per unit.
 
     Needs nothing of the model but its metric: for functions log_p(params, x), score and ratio metrics, tensors that no
@@ -67,12 +64,9 @@ class Blocks(Structure):
         if len(set(named)) < len(named) or not all(self.units):
             raise ValueError(f"units is {self.units!r}, expected groups of tensors, each tensor in one of them")
 
-    def update(
-        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
-    ) -> tuple[Operator, Memory]:
+    def average(self, memory: Memory | None, operator: Operator, params: Params) -> tuple[Operator, Memory]:
         space, names = Space(params), list(params)
         cuts = self._cut(space)
-        operator = metric.at(params, inputs, random=random)
         totals, weight = self._read_blocks(operator, cuts), 1.0
         if self.decay and memory and memory["names"] == names:  # else the first step, or parameters came or went
             totals, weight = self._average_totals(totals, memory)

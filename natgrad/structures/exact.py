@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from natgrad.checks import check_share
-from natgrad.metrics import Metric
 from natgrad.operators import DenseOperator, Operator
-from natgrad.pure import RandomState
 from natgrad.spaces import Params
-from natgrad.structures.base import Memory, Structure
+from natgrad.structures.base import Memory, OperatorStructure
 from natgrad.structures.running_average import average_tensor
 
 
 @dataclass(frozen=True)
-class Exact(Structure):
+class Exact(OperatorStructure):
     """G of this step's data, as products. Remembers nothing. Memory: the graph of one forward and backward pass.
 
     Example:
@@ -27,14 +24,12 @@ class Exact(Structure):
         >>> opt.step()
     """
 
-    def update(
-        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
-    ) -> tuple[Operator, Memory]:
-        return metric.at(params, inputs, random=random), {}
+    def average(self, memory: Memory | None, operator: Operator, params: Params) -> tuple[Operator, Memory]:
+        return operator, {}
 
 
 @dataclass(frozen=True)
-class Dense(Structure):
+class Dense(OperatorStructure):
     """G as a matrix (n, n), with an exponential running average over steps and bias correction.
 
     The first batch counts as itself: the average is sum_s decay^(t - s) G_s over sum_s decay^(t - s). Memory: n^2
@@ -60,10 +55,7 @@ class Dense(Structure):
     def __post_init__(self) -> None:
         check_share("decay", self.decay)
 
-    def update(
-        self, memory: Memory | None, metric: Metric, params: Params, inputs: Any, *, random: RandomState | None = None
-    ) -> tuple[Operator, Memory]:
-        operator = metric.at(params, inputs, random=random)
+    def average(self, memory: Memory | None, operator: Operator, params: Params) -> tuple[Operator, Memory]:
         average, kept = average_tensor(memory, operator.dense(), self.decay, list(params))
         return DenseOperator(average, indefinite=operator.indefinite).declare(nats=operator.nats), kept
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from natgrad.applications.residuals.system import (
     check_points,
 )
 from natgrad.checks import check_share
-from natgrad.metrics import Metric
+from natgrad.damping import Damping
 from natgrad.operators import Operator
-from natgrad.optim import NaturalGradient, Objective, Point
+from natgrad.optim import FlatState, NaturalGradient, Objective, Solved, SystemEvidence
 from natgrad.scoped_values import keep_gradient_mode
-from natgrad.solvers import Solution
-from natgrad.spaces import Params, Space
+from natgrad.solvers import Solution, Solver
+from natgrad.spaces import Space
 
 PROBE = 0.1
 """The step of the finite difference along the direction, as a share of it (Transtrum & Sethna 2012, section 4)."""
@@ -70,11 +69,7 @@ class ResidualOptimizer(NaturalGradient):
         self.detach()  # it reads no pass of the user's
         self.system, self.acceleration, self.scaling = system, acceleration, scaling
         self.losses: dict[str, float] = {}
-        self._measured: Tensor | None = None
-        self._points: Any = None  # as they were given, until they are checked
-        self._now: LinearisedTerms | None = None
-        self._system: DampedSystem | None = None
-        self._start: Tensor | None = None
+        self._compared = (list(system.terms), system.weights, acceleration, scaling)
 
     @keep_gradient_mode
     @torch.no_grad()
@@ -98,15 +93,16 @@ class ResidualOptimizer(NaturalGradient):
         if closure is not None:
             raise TypeError("step takes points and no closure: step(inside=x, boundary=y)")
         alone = self.processes.size == 1  # otherwise the others would wait where an error came now
-        self._points = check_points(self.system, points, self._named) if alone else points
-        try:
-            super().step()
-            found = self._now
-            if found is None:
-                return torch.full((), math.nan)
-            return found.loss
-        finally:
-            self._points = self._now = self._measured = self._system = self._start = None
+        checked = check_points(self.system, points, self._named) if alone else points
+        losses = list[Tensor]()
+
+        def gather() -> SystemEvidence:
+            evidence, loss = self._gather_evidence(checked)
+            losses.append(loss)
+            return evidence
+
+        super().step(evidence=gather)
+        return losses[0] if losses and self.state_report().status != "skipped" else torch.full((), math.nan)
 
     def evaluate(self, /, **points: Any) -> dict[str, Tensor]:
         """The residuals of the terms, without a step.
@@ -125,108 +121,82 @@ class ResidualOptimizer(NaturalGradient):
         active = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
         return {name: p for name, p in self._named.items() if id(p) in active}
 
-    # one step
-
-    def _list_settings(self) -> tuple[object, ...]:
-        system = self.system
-        return (*super()._list_settings(), list(system.terms), system.weights, self.acceleration, self.scaling)
-
-    def _join_terms(self) -> System | JoinedTerms:
-        """The terms over the points of all processes."""
-        return self.system if self.processes.size == 1 else JoinedTerms(self.system, self.processes)
-
-    def _step(self, called: Any) -> None:
-        assert self._points is not None
+    def _gather_evidence(self, points: Any) -> tuple[SystemEvidence, Tensor]:
+        """What these points tell, and the loss there."""
         params = self._find_trained()
-        self._now = self._join_terms().linearise(params, self._points)
-        self.observe(self._points)  # these are the step's data, and no pass of the model's
-        self.losses = {name: float(value) for name, value in self._now.losses.items()}
-        space = self._now.operator.rows.space
-        gradient = self._now.operator.rows.mv(self._now.residuals)
-        check_derivatives(self.system, self._now, self._points, gradient)
-        point = Point(params, space, gradient, self._rates("lr"))
-        self._start = self._guess(point)
-        self._attempt(point, self._objective(point, called))
+        terms = self.system if self.processes.size == 1 else JoinedTerms(self.system, self.processes)
+        now = terms.linearise(params, points)
+        self.losses = {name: float(value) for name, value in now.losses.items()}
+        gradient = now.operator.rows.mv(now.residuals)
+        check_derivatives(self.system, now, points, gradient)
+        objective = ResidualObjective(terms, points, now, params, now.operator.rows.space)
 
-    def _attempt(self, point: Point, objective: Objective | None) -> None:
-        """Solve and move; where the rule took nothing and the damping rose, again: the linear model stays."""
-        step, judged = self._last.step, self._judged
-        for failures in range(ATTEMPTS):
-            for _ in range(failures):  # beside the one that the refusal brings: 2, 3, 4, 5 rises (Nielsen 1999)
-                self._level = self.damping.update(self._level, math.nan)
-            level = self._level
-            self._move(point, objective, None)
-            if self._last.rate or not self._level > level:
-                break
-            self._last, self._judged = replace(self._last, step=step), judged  # it counts steps, and not attempts
-            self._start = None  # damping pulls to it: where it leads uphill, more damping would never help
+        def system(state: FlatState) -> ResidualSystem:
+            chosen = (self.solver, self.damping, self.acceleration, self.scaling)
+            return ResidualSystem(*chosen, objective, state.gather(objective.space).get("units"))
 
-    def _skip(self, trouble: Any) -> None:
-        self._now = None
-        super()._skip(trouble)
-
-    def _objective(self, point: Point, called: Any) -> Objective | None:
-        assert self._now is not None
-        assert self._points is not None
-        return ResidualObjective(self._join_terms(), self._points, self._now, point.params, point.space)
-
-    def _operator(self, point: Point, metric: Metric) -> tuple[Operator, dict[str, Any]]:
-        assert self._now is not None
-        return self.structure.update(self._memory, Given(self._now.operator), point.params, None)
-
-    def _solve(
-        self, point: Point, metric: Metric, operator: Operator
-    ) -> tuple[Solution, float | Tensor, dict[str, Any] | None]:
-        """(G + level D) x = g + level D momentum x_before, and its acceleration."""
-        assert self._now is not None
-        level = self.damping.amount(self._level, operator)
-        if self._system is None:
-            units = self._units(point, operator) if self.scaling else None
-            self._system = DampedSystem.of(self.solver, operator, units, level)
-        else:
-            self._system = self._system.change_damping(level)
-        found = self._system.solve(self._now.residuals, self._start)
-        if self.acceleration:
-            found = self._accelerate(point, self._system, found)
-        units = self._system.units
-        return found, level if units is None else level * units, None
-
-    def _units(self, point: Point, operator: Operator) -> Tensor:
-        """D: the largest diagonal of G so far, with a share of its mean where an entry does nothing."""
-        diagonal = measure_units(operator)
-        last = super()._flat_state(point).get("units")
-        self._measured = measured = diagonal if last is None else torch.maximum(diagonal, last)
-        mean = measured.mean()
-        return measured + torch.where(mean > 0, IDLE * mean, 1.0)
-
-    def _accelerate(self, point: Point, system: DampedSystem, found: Solution) -> Solution:
-        """The step with half the acceleration of the geodesic through it (Transtrum & Sethna 2012)."""
-        assert self._now is not None
-        assert self._points is not None
-        moved = point.space.unflatten(point.space.flatten(point.params) - PROBE * found.value)
-        there = self._join_terms().residuals(moved, self._points, self._now)
-        slope = -self._now.operator.rows.rmv(found.value)
-        bend = (2 / PROBE) * ((there - self._now.residuals) / PROBE - slope)
-        return system.accelerate(found, bend, BEND) if bool(torch.isfinite(bend).all()) else found
-
-    def _flat_state(self, point: Point) -> dict[str, Tensor]:
-        held = super()._flat_state(point)
-        # the rule hands on what it is given: so the units are kept, and saved, beside its own memory
-        return held | {"units": self._measured} if self._measured is not None else held
+        return self.evidence(params, gradient, system, objective=objective, attempts=ATTEMPTS), now.loss
 
 
-class Given(Metric):
-    """An operator that is known already, as the metric of this step.
+class ResidualSystem:
+    """(G + level D) x = g + level D x_0, with the acceleration of its solution.
 
     Args:
-        operator: The operator.
+        solver: The solver.
+        damping: How the damping follows from its number.
+        acceleration: Whether the second-order correction is added.
+        scaling: Whether D is G's diagonal; else the identity.
+        there: The residuals, around the point.
+        largest: The largest diagonal of G before this step, shape (n,).
     """
 
-    def __init__(self, operator: Operator) -> None:
-        self.operator = operator
+    def __init__(
+        self,
+        solver: Solver,
+        damping: Damping,
+        acceleration: bool,
+        scaling: bool,
+        there: ResidualObjective,
+        largest: Tensor | None,
+    ) -> None:
+        self.solver, self.damping, self.acceleration, self.there = solver, damping, acceleration, there
+        self.operator: Operator = there.now.operator
+        self.memory = dict[str, Any]()
+        self.largest = None
+        if scaling:
+            diagonal = measure_units(self.operator)
+            self.largest = diagonal if largest is None else torch.maximum(diagonal, largest)
+        self._damped: DampedSystem | None = None
 
-    def at(self, params: Params, inputs: Any, *, random: Any = None) -> Operator:
-        return self.operator
+    def solve(self, level: float, guess: Tensor | None) -> Solved:
+        """The solution with the damping's number at `level`, from a guess (n,)."""
+        level = self.damping.amount(level, self.operator)
+        if self._damped is None:
+            self._damped = DampedSystem.of(self.solver, self.operator, self.units, level)
+        else:
+            self._damped = self._damped.change_damping(level)
+        found = self._damped.solve(self.there.now.residuals, guess)
+        if self.acceleration:
+            found = self._accelerate(self._damped, found)
+        units = self._damped.units
+        kept = {} if self.largest is None else {"units": self.largest}
+        return Solved(found, level if units is None else level * units, kept=kept)
+
+    @property
+    def units(self) -> Tensor | None:
+        """D: the largest diagonal of G so far, with a share of its mean where an entry does nothing."""
+        if self.largest is None:
+            return None
+        mean = self.largest.mean()
+        return self.largest + torch.where(mean > 0, IDLE * mean, 1.0)
+
+    def _accelerate(self, system: DampedSystem, found: Solution) -> Solution:
+        """The step with half the acceleration of the geodesic through it (Transtrum & Sethna 2012)."""
+        now, space = self.there.now, self.there.space
+        moved = space.unflatten(space.flatten(self.there.params) - PROBE * found.value)
+        slope = -now.operator.rows.rmv(found.value)
+        bend = (2 / PROBE) * ((self.there.residuals(moved) - now.residuals) / PROBE - slope)
+        return system.accelerate(found, bend, BEND) if bool(torch.isfinite(bend).all()) else found
 
 
 class ResidualObjective(Objective):
@@ -251,11 +221,15 @@ class ResidualObjective(Objective):
         super().__init__(params, space, float(now.loss))
         self.system, self.points, self.now = system, points, now
 
+    def residuals(self, params: dict[str, Tensor]) -> Tensor:
+        """Of all terms at other parameters, (r,), with this step's weights of points."""
+        return self.system.residuals(params, self.points, self.now)
+
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         if not any(bool(part.any()) for part in step.values()):
             return self.before
         moved = {name: p.detach() + step[name] for name, p in self.params.items()}
-        return float(self.system.residuals(moved, self.points, self.now).square().sum() / 2)
+        return float(self.residuals(moved).square().sum() / 2)
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         moved = {name: p.detach() + step[name] for name, p in self.params.items()}

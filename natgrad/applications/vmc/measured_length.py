@@ -1,4 +1,4 @@
-"""The system of a step of stochastic reconfiguration: S at this step's samples, which measures what blocks propose."""
+"""The system of a step of stochastic reconfiguration in blocks: S at this step's samples measures what they propose."""
 
 from __future__ import annotations
 
@@ -8,60 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.metrics import GeometricTensor, Metric
 from natgrad.operators import Operator
-from natgrad.optim import NaturalGradient, Point
-from natgrad.pure import Model, RandomState
+from natgrad.optim import LinearSystem, Solved
 from natgrad.solvers import Solution
-from natgrad.spaces import Params
 from natgrad.typed_torch import measure_norm
 
 
-@dataclass(eq=False)
-class Prepared(Metric):
-    """A metric whose operator at this step's samples is known already, since the gradient came from it.
-
-    Args:
-        metric: Which S; about zero for structures by layers, which listen to a pass of their own.
-        operator: S at the samples, centred; None: between steps.
-    """
-
-    metric: GeometricTensor
-    operator: Operator | None = None
-    needs_targets = True
-    weighs_inputs = True
-
-    @property
-    def is_joined(self) -> bool:  # type: ignore[override]
-        """True while its operator is known, which the processes have joined."""
-        return self.metric.centred and self.operator is not None
-
-    @property
-    def model(self) -> Model:
-        """What returns log psi."""
-        return self.metric.model
-
-    def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
-        known = self.operator if self.metric.centred else None
-        return self.metric.at(params, inputs, random=random) if known is None else known
-
-
-class ReconfigurationOptimizer(NaturalGradient):
-    """The engine of stochastic reconfiguration. What a structure by layers proposes takes its length from S itself.
+@dataclass(frozen=True)
+class MeasuredSystem:
+    """The system of a structure by layers, whose solutions take their length from S itself.
 
     Blocks leave out what layers, and the positions of a convolution, have in common: along a translation S is as many
     times larger than its blocks as there are sites, and their own step would be as many times too long.
+
+    Args:
+        blocks: The structure's system.
+        whole: S at the samples, centred.
+        gradient: F, shape (n,).
     """
 
-    def _solve(
-        self, point: Point, metric: Metric, operator: Operator
-    ) -> tuple[Solution, float | Tensor, dict[str, Any] | None]:
-        found, damping, prepared = super()._solve(point, metric, operator)
-        own = self.metric
-        assert isinstance(own, Prepared)
-        if not own.metric.centred and own.operator is not None:
-            found = measure_length(own.operator, point.gradient, found, damping, self._guess(point))
-        return found, damping, prepared
+    blocks: LinearSystem
+    whole: Operator
+    gradient: Tensor
+
+    @property
+    def operator(self) -> Operator:
+        """G, of the blocks."""
+        return self.blocks.operator
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The structure's."""
+        return self.blocks.memory
+
+    def solve(self, level: float, guess: Tensor | None) -> Solved:
+        """The solution with the damping's number at `level`, from a guess (n,)."""
+        found = self.blocks.solve(level, guess)
+        solution = measure_length(self.whole, self.gradient, found.solution, found.damping, guess)
+        return replace(found, solution=solution)
 
 
 def measure_length(

@@ -12,13 +12,13 @@ from natgrad.applications.vmc.amplitude import LogAmplitude
 from natgrad.applications.vmc.energy import EnergyEstimate
 from natgrad.applications.vmc.joined_walkers import estimate_jointly, gather_numbers, join_moment
 from natgrad.applications.vmc.local_energies import check_integers, read_numbers, read_states
-from natgrad.applications.vmc.measured_length import Prepared, ReconfigurationOptimizer
+from natgrad.applications.vmc.measured_length import MeasuredSystem
 from natgrad.checks import check_number, check_positive, check_share
 from natgrad.damping import Constant, Damping
 from natgrad.linalg import all_finite
 from natgrad.metrics import GeometricTensor, geometric_tensor, lay_out_amplitudes
-from natgrad.operators import Centred, Operator, Pullback
-from natgrad.optim import NaturalGradient, RankExchange
+from natgrad.operators import Centred, Pullback
+from natgrad.optim import FlatState, LinearSystem, NaturalGradient, RankExchange, SystemEvidence
 from natgrad.pure import check_examples_apart
 from natgrad.rules import Rule, TrustRegion
 from natgrad.scoped_values import keep_gradient_mode
@@ -90,10 +90,9 @@ def stochastic_reconfiguration(
     check_needs_no_loss(damping, rule)
     inner = solver or Auto()
     centred = structure is None or isinstance(structure, (Exact, Dense))
-    metric = Prepared(geometric_tensor(psi, centred=centred, outputs=psi.take_moving))
-    optimizer = ReconfigurationOptimizer(
+    optimizer = NaturalGradient(
         trainable(psi),
-        metric,
+        geometric_tensor(psi, centred=centred, outputs=psi.take_moving),
         lr,
         structure=structure,
         solver=Spring(inner) if momentum else inner,
@@ -155,22 +154,15 @@ class StochasticReconfiguration:
         states = read_states(self.psi, states)
         local_energies = read_numbers(self.psi, local_energies, "local_energies")
         weights = None if weights is None else read_numbers(self.psi, weights, "weights")
-        prepared = self.optimizer.metric
-        assert isinstance(prepared, Prepared)
         with processes.failing_together(self.psi.device):
             check_examples_apart("psi.net", self.psi.net)
             states, flat = check_samples(states, local_energies)
             check_integers(self.psi, states)
-            if weights is not None and processes.size > 1 and not prepared.metric.centred:
+            if weights is not None and processes.size > 1 and not self.metric.centred:
                 raise ValueError("weights is given, and a structure by layers on several processes takes equal ones")
         energy = estimate_jointly(processes, local_energies, weights, enumerated=enumerated)
         shares = None if weights is None else weights.detach().reshape(-1)
-        try:
-            prepared.operator = self._set_gradients(prepared.metric, states, flat, shares)
-            self.optimizer.observe(states, shares)
-            self.optimizer.step()
-        finally:
-            prepared.operator = None
+        self.optimizer.step(evidence=lambda: self._gather_evidence(states, flat, shares))
         self.energies.append(energy)
         return energy
 
@@ -197,29 +189,36 @@ class StochasticReconfiguration:
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.energies = [EnergyEstimate(*told) for told in state_dict["energies"]]
 
-    def _set_gradients(
-        self, metric: GeometricTensor, states: Tensor, local_energies: Tensor, weights: Tensor | None
-    ) -> Operator:
-        """F into the parameters' `.grad`; S at the same point, from the same graph."""
-        processes, params = self.processes, trainable(self.psi)
+    @property
+    def metric(self) -> GeometricTensor:
+        """Which S; about zero for structures by layers, which listen to a pass of their own."""
+        metric = self.optimizer.metric
+        assert isinstance(metric, GeometricTensor)
+        return metric
+
+    def _gather_evidence(self, states: Tensor, local_energies: Tensor, weights: Tensor | None) -> SystemEvidence:
+        """F and S at the samples, from the same graph."""
+        processes, params, opt = self.processes, trainable(self.psi), self.optimizer
         share = float(len(states)) if weights is None or processes.size == 1 else float(weights.sum())
         with processes.failing_together(self.psi.device):
             own = weights if weights is None or processes.size == 1 else weights / share
-            operator = replace(metric, centred=True).at(params, (states, own))
+            operator = replace(self.metric, centred=True).at(params, (states, own))
             assert isinstance(operator, Centred)
             moment = operator.moment
             assert isinstance(moment, Pullback)
             check_amplitudes(moment.outputs, states)
-        if processes.size > 1:
-            operator = join_moment(processes, moment, share, operator.counted)
+        whole = operator if processes.size == 1 else join_moment(processes, moment, share, operator.counted)
         gaps = find_gaps(*self._gather_energies(local_energies, weights), self.clip)
         place = sum(int(one) for (one,) in processes.share_numbers([len(states)], states.device)[: processes.rank])
         cotangents = fit_columns(gaps[place : place + len(states)], moment.outputs)
-        vector = processes.sum(pull_back(moment, cotangents))
-        gradient = moment.linearization.space.unflatten(vector)
-        for name, p in params.items():
-            p.grad = gradient[name]
-        return operator
+        gradient = processes.sum(pull_back(moment, cotangents))
+
+        def system(state: FlatState) -> LinearSystem:
+            known = whole if self.metric.centred else None
+            blocks = opt.metric_system(params, gradient, states, weights, state, known)
+            return blocks if known is not None else MeasuredSystem(blocks, whole, gradient)
+
+        return opt.evidence(params, gradient, system, examples=lambda: len(states))
 
     def _gather_energies(self, local_energies: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The local energies of all processes, with their weights."""
