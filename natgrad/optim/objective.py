@@ -216,7 +216,8 @@ class Reclose(Objective):
         tensors += list(self.params.values())
         values = [t.detach().clone() for t in tensors]
         grads = [None if p.grad is None else p.grad.clone() for p in self.params.values()]
-        remembered = {key: copy(kept) for key, kept in vars(self.recall).items()}  # a closure adds to its lists
+        # a closure adds to its lists, and a listener is none of a batch
+        remembered = {key: copy(kept) for key, kept in vars(self.recall).items() if key != "begins"}
         try:
             yield
         finally:
