@@ -4,30 +4,9 @@ metric x structure x solver x damping x rule in any combination: from `fisher(mo
 operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimizer`.
 """
 
-from natgrad import applications, callbacks, families, geometry, layers, metrics, operators, optim, solvers, structures
-from natgrad.applications import Boltzmann as Boltzmann
-from natgrad.applications import GaussMarkov as GaussMarkov
-from natgrad.applications import denoising_score_matching_loss as denoising_score_matching_loss
-from natgrad.applications import ratio_matching_loss as ratio_matching_loss
-from natgrad.applications import score_matching_loss
-from natgrad.applications import sliced_score_matching_loss as sliced_score_matching_loss
-from natgrad.applications import vmc as vmc
-from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
-from natgrad.applications.helmholtz import WakeSleep as WakeSleep
-from natgrad.applications.policy import TRPO, NaturalPolicyGradient
-from natgrad.applications.residuals import biharmonic as biharmonic
-from natgrad.applications.residuals import divergence_of as divergence_of
-from natgrad.applications.residuals import grad as grad
-from natgrad.applications.residuals import jacobian as jacobian
-from natgrad.applications.residuals import laplacian as laplacian
-from natgrad.applications.residuals import residuals
-from natgrad.applications.residuals import time_derivative as time_derivative
-from natgrad.applications.search import BernoulliSearch as BernoulliSearch
-from natgrad.applications.search import GaussianSearch, minimize
-from natgrad.applications.search import MarkovSearch as MarkovSearch
-from natgrad.applications.variational import variational, variational_low_rank, variational_mixture
-from natgrad.applications.vmc import LogAmplitude as LogAmplitude
-from natgrad.applications.vmc import stochastic_reconfiguration as stochastic_reconfiguration
+from typing import TYPE_CHECKING
+
+from natgrad import callbacks, families, geometry, layers, metrics, operators, optim, solvers, structures
 from natgrad.damping import Constant, LevenbergMarquardt, Relative
 from natgrad.damping import Damping as Damping
 from natgrad.densities import Density as Density
@@ -75,7 +54,7 @@ from natgrad.metrics import (
 )
 from natgrad.metrics import divergence as divergence
 from natgrad.metrics import kl as kl
-from natgrad.missing_names import refuse_missing
+from natgrad.missing_names import find_name
 from natgrad.operators import Operator as Operator
 from natgrad.optim import MirrorDescent as MirrorDescent
 from natgrad.optim import (
@@ -123,6 +102,32 @@ from natgrad.structures import Sampled as Sampled
 from natgrad.structures import Structure as Structure
 from natgrad.structures import Update as Update
 from natgrad.structures import Woodbury as Woodbury
+
+if TYPE_CHECKING:  # a field is loaded when its name is first asked for: see `FIELDS`
+    from natgrad import applications
+    from natgrad.applications import Boltzmann as Boltzmann
+    from natgrad.applications import GaussMarkov as GaussMarkov
+    from natgrad.applications import denoising_score_matching_loss as denoising_score_matching_loss
+    from natgrad.applications import ratio_matching_loss as ratio_matching_loss
+    from natgrad.applications import score_matching_loss
+    from natgrad.applications import sliced_score_matching_loss as sliced_score_matching_loss
+    from natgrad.applications import vmc as vmc
+    from natgrad.applications.helmholtz import HelmholtzMachine, NaturalWakeSleep
+    from natgrad.applications.helmholtz import WakeSleep as WakeSleep
+    from natgrad.applications.policy import TRPO, NaturalPolicyGradient
+    from natgrad.applications.residuals import biharmonic as biharmonic
+    from natgrad.applications.residuals import divergence_of as divergence_of
+    from natgrad.applications.residuals import grad as grad
+    from natgrad.applications.residuals import jacobian as jacobian
+    from natgrad.applications.residuals import laplacian as laplacian
+    from natgrad.applications.residuals import residuals
+    from natgrad.applications.residuals import time_derivative as time_derivative
+    from natgrad.applications.search import BernoulliSearch as BernoulliSearch
+    from natgrad.applications.search import GaussianSearch, minimize
+    from natgrad.applications.search import MarkovSearch as MarkovSearch
+    from natgrad.applications.variational import variational, variational_low_rank, variational_mixture
+    from natgrad.applications.vmc import LogAmplitude as LogAmplitude
+    from natgrad.applications.vmc import stochastic_reconfiguration as stochastic_reconfiguration
 
 # `Beta as Beta`: importable from here, but its home and its page are its folder's, `ng.families.Beta`.
 
@@ -207,5 +212,37 @@ __all__ = [
     "variational_mixture",
 ]
 
+FIELDS = {
+    "natgrad": ("applications",),
+    "natgrad.applications": (
+        "Boltzmann",
+        "GaussMarkov",
+        "denoising_score_matching_loss",
+        "ratio_matching_loss",
+        "score_matching_loss",
+        "sliced_score_matching_loss",
+        "vmc",
+    ),
+    "natgrad.applications.helmholtz": ("HelmholtzMachine", "NaturalWakeSleep", "WakeSleep"),
+    "natgrad.applications.policy": ("NaturalPolicyGradient", "TRPO"),
+    "natgrad.applications.residuals": (
+        "biharmonic",
+        "divergence_of",
+        "grad",
+        "jacobian",
+        "laplacian",
+        "residuals",
+        "time_derivative",
+    ),
+    "natgrad.applications.search": ("BernoulliSearch", "GaussianSearch", "MarkovSearch", "minimize"),
+    "natgrad.applications.variational": ("variational", "variational_low_rank", "variational_mixture"),
+    "natgrad.applications.vmc": ("LogAmplitude", "stochastic_reconfiguration"),
+}
+"""The names that a problem's own folder supplies, by folder."""
+
 # not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = refuse_missing(__name__)
+globals()["__getattr__"] = find_name(__name__, FIELDS)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(name for names in FIELDS.values() for name in names)})

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from types import ModuleType
-from typing import NoReturn
+from typing import Any
 
 
-def refuse_missing(package: str) -> Callable[[str], NoReturn]:
-    """A `__getattr__` of a package, whose error names what was likely meant.
+def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant.
 
     Args:
         package: Its name.
+        fields: The names that each field supplies.
     """
+    homes = {name: home for home, names in fields.items() for name in names}
 
-    def refuse(name: str) -> NoReturn:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{suggest_name(name, sys.modules[package])}")
+    def find(name: str) -> Any:
+        if name not in homes:
+            near = suggest_name(name, sys.modules[package])
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{near}")
+        if homes[name] == package:
+            return import_module(f"{package}.{name}")
+        thing = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, thing)
+        return thing
 
-    return refuse
+    return find
 
 
 def suggest_name(name: str, package: ModuleType) -> str:
@@ -31,7 +41,7 @@ def suggest_name(name: str, package: ModuleType) -> str:
     """
     if name.startswith("_"):
         return ""
-    known = {key: thing for key, thing in vars(package).items() if not key.startswith("_")}
+    known = {key: getattr(package, key) for key in dir(package) if not key.startswith("_")}
     folders = [thing for thing in known.values() if isinstance(thing, ModuleType)]
     places = {spell_plainly(n): f"{m.__name__}.{n}" for m in folders for n in getattr(m, "__all__", ())}
     places |= {spell_plainly(n): f"{package.__name__}.{n}" for n in known}

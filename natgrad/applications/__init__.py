@@ -1,17 +1,22 @@
-"""One file, or folder, per kind of problem."""
+"""One file, or folder, per kind of problem, each loaded when it is first asked for."""
 
-from natgrad.applications import flows, helmholtz, policy, residuals, search, variational, vmc
-from natgrad.applications.boltzmann import Boltzmann
-from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
-from natgrad.applications.gauss_markov import GaussMarkov
-from natgrad.applications.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
-from natgrad.applications.score_matching import (
-    denoising_score_matching_loss,
-    ratio_matching_loss,
-    score_matching_loss,
-    sliced_score_matching_loss,
-)
-from natgrad.applications.two_layer import TwoLayer
+from typing import TYPE_CHECKING
+
+from natgrad.missing_names import find_name
+
+if TYPE_CHECKING:
+    from natgrad.applications import flows, helmholtz, policy, residuals, search, variational, vmc
+    from natgrad.applications.boltzmann import Boltzmann
+    from natgrad.applications.boltzmann_preconditioner import PairPreconditioner
+    from natgrad.applications.gauss_markov import GaussMarkov
+    from natgrad.applications.restricted_boltzmann import PersistentLikelihood, RestrictedBoltzmann
+    from natgrad.applications.score_matching import (
+        denoising_score_matching_loss,
+        ratio_matching_loss,
+        score_matching_loss,
+        sliced_score_matching_loss,
+    )
+    from natgrad.applications.two_layer import TwoLayer
 
 __all__ = [
     "Boltzmann",
@@ -32,3 +37,25 @@ __all__ = [
     "variational",
     "vmc",
 ]
+
+FIELDS = {
+    "natgrad.applications": ("flows", "helmholtz", "policy", "residuals", "search", "variational", "vmc"),
+    "natgrad.applications.boltzmann": ("Boltzmann",),
+    "natgrad.applications.boltzmann_preconditioner": ("PairPreconditioner",),
+    "natgrad.applications.gauss_markov": ("GaussMarkov",),
+    "natgrad.applications.restricted_boltzmann": ("PersistentLikelihood", "RestrictedBoltzmann"),
+    "natgrad.applications.score_matching": (
+        "denoising_score_matching_loss",
+        "ratio_matching_loss",
+        "score_matching_loss",
+        "sliced_score_matching_loss",
+    ),
+    "natgrad.applications.two_layer": ("TwoLayer",),
+}
+"""The names of each file or folder."""
+
+globals()["__getattr__"] = find_name(__name__, FIELDS)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("natgrad", "lab/natgrad_lab", "benchmarks", "docs", "examples")
@@ -92,3 +96,37 @@ def test_a_late_import_is_found():
     )
     assert late == ["scipy.linalg", "natgrad.pure.trainable"]
     assert [may_be_late(module) for module in late] == [True, False]
+
+
+def read_typed_imports(path: Path) -> set[str]:
+    """What a file imports for type checkers alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {
+        alias.name
+        for block in blocks
+        for part in block.body
+        if isinstance(part, ast.ImportFrom)
+        for alias in part.names
+    }
+
+
+@pytest.mark.parametrize("package", ["natgrad", "natgrad.applications"])
+def test_type_checkers_see_the_names_that_are_loaded_late(package: str):
+    module = importlib.import_module(package)
+    names = {name for names in module.FIELDS.values() for name in names}
+    assert read_typed_imports(Path(module.__file__ or "")) == names
+    assert names <= set(dir(module))
+    assert all(getattr(module, name) is not None for name in names)
+
+
+def test_fields_are_loaded_when_they_are_asked_for():
+    """`import natgrad` and a K-FAC optimizer load no field; asking for one loads that and what it stands on."""
+    code = """
+import sys, natgrad as ng
+assert not [name for name in sys.modules if name.startswith("natgrad.applications")]
+ng.residuals
+fields = {name.split(".")[2] for name in sys.modules if name.startswith("natgrad.applications.")}
+assert fields == {"residuals"}, fields
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
