@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from natgrad.held_states import BATCH_NORMS, HeldState
 from natgrad.scoped_values import Holding, ScopedValue
 from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params
@@ -45,7 +48,6 @@ def run_alone() -> AbstractContextManager[Any]:
     return nullcontext() if torch.compiler.is_compiling() else _passes
 
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -176,36 +178,70 @@ def unwrap_examples(inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The global random state of the CPU and of the accelerators in use, taken so that a pass can be replayed.
+    """What a pass may depend on besides parameters and inputs, taken so that it can be replayed.
+
+    That are the global random states of torch, on the CPU and on the accelerators in use, of `random` and of NumPy, and
+    what the model's modules keep in attributes and buffers.
 
     Args:
         states: Device -> state of its global generator.
+        python: That of `random`.
+        numpy: That of `numpy.random`, None where NumPy was not imported.
+        held: What the model's modules keep, None where no model is known.
     """
 
     states: Mapping[torch.device, Tensor]
+    python: Any = None
+    numpy: Any = None
+    held: HeldState | None = None
 
     @staticmethod
-    def capture(*devices: torch.device) -> RandomState:
-        """The state now. Reads only: the global generators do not move.
+    def capture(*devices: torch.device, model: object = None, last: HeldState | None = None) -> RandomState:
+        """The state now. Reads only: nothing moves.
 
         Args:
             *devices: Accelerators whose state is taken too.
+            model: The model, if it is a module.
+            last: What its modules kept at an earlier time.
         """
         wanted = {torch.device("cpu"), *devices}
-        return RandomState({device: _get_state(device) for device in wanted})
+        held = HeldState.capture(model, last) if isinstance(model, nn.Module) else None
+        numpy: Any = sys.modules.get("numpy")
+        legacy = None if numpy is None else numpy.random.get_state()
+        return RandomState({device: _get_state(device) for device in wanted}, random.getstate(), legacy, held)
 
     @contextmanager
     def replay(self) -> Generator[None]:
-        """Inside, global draws repeat those that followed `capture`; after it the global state is as it was before."""
+        """Inside, a pass repeats the one that followed `capture`; after it everything is as it was before."""
         with run_alone():
-            before = {device: _get_state(device) for device in self.states}
+            held = self.held
+            before = RandomState.capture(*self.states, model=None if held is None else held.model, last=held)
             try:
-                for device, state in self.states.items():
-                    _set_state(device, state)
+                self._put_back(before)
                 yield
             finally:
-                for device, state in before.items():
-                    _set_state(device, state)
+                before._put_back(self)
+
+    def _put_back(self, now: RandomState) -> None:
+        for device, state in self.states.items():
+            _set_state(device, state)
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        if self.held is not None and now.held is not None:
+            self.held.put_back(now.held)
+
+    def differs_from(self, later: RandomState) -> bool:
+        """Whether something was drawn from a global source between this state and a later one.
+
+        Args:
+            later: The later one.
+        """
+        drawn = any(not torch.equal(state, later.states[device]) for device, state in self.states.items())
+        key = None if self.numpy is None or later.numpy is None else [self.numpy[1:3], later.numpy[1:3]]
+        mixed = key is not None and (key[0][1] != key[1][1] or (key[0][0] != key[1][0]).any())
+        return drawn or self.python != later.python or bool(mixed)
 
 
 class PureModel:
@@ -231,7 +267,7 @@ class PureModel:
     def __init__(self, model: Model, call: Call, random: RandomState | None = None) -> None:
         self.model = model
         self.call = call
-        self.random = random or RandomState.capture(*{t.device for t in call.tensors()})
+        self.random = random or RandomState.capture(*{t.device for t in call.tensors()}, model=model)
 
     def __repr__(self) -> str:
         return write_choices(self, model=self.model, inputs=[tuple(t.shape) for t in self.call.tensors()])
@@ -245,7 +281,8 @@ class PureModel:
         with self.random.replay(), mark_evaluation(), full_precision(params):
             if not isinstance(self.model, nn.Module):
                 return self.model(params, *self.call.args, **self.call.kwargs)
-            state = frozen_state(self.model, set(params)) | dict(params)
+            held = self.random.held
+            state = frozen_state(self.model, set(params), {} if held is None else held.buffers) | dict(params)
             return call_with(self.model, state, *self.call.args, **self.call.kwargs)
 
 
@@ -366,16 +403,17 @@ def full_precision(params: Params) -> torch.autocast:
     return torch.autocast(next(iter(params.values())).device.type, enabled=False)
 
 
-def frozen_state(model: nn.Module, given: set[str]) -> dict[str, Tensor]:
+def frozen_state(model: nn.Module, given: set[str], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Detached parameters and cloned buffers: what a pure call may read, and write without consequence.
 
     Args:
         model: The module.
         given: Names that the caller supplies, under any of their names if they are tied; these are left out.
+        buffers: What some buffers held when the pass began.
     """
     tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in given}
     params = {name: p.detach() for name, p in model.named_parameters() if id(p) not in tied}
-    return params | {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return params | {name: buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
 
 
 def mixes_examples(model: Model) -> bool:

@@ -180,7 +180,7 @@ class ModelOptimizer(Optimizer):
         called, before = Called(), self._count_steps()
         try:
             if closure is not None:
-                called = call_closure(closure, next(iter(self._named.values())).device, self._recall)
+                called = call_closure(closure, next(iter(self._named.values())).device, self._recall, self.model)
             try:
                 act(called)
             except NotFiniteError as trouble:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.recorded_pass import RecordedLoss
+from natgrad.optim.recorded_pass import RecordedLoss, RepeatError
 from natgrad.optim.reduction_ratio import replaying
 from natgrad.pure import map_tensors, pure_model, run_detached
 from natgrad.rules import Parts
@@ -77,6 +77,9 @@ class BatchForm:
         """The form over all processes' rows."""
         try:
             found, rows = self._own(vector, share)
+        except RepeatError as error:
+            warnings.warn(f"{error}. Steps are measured on averages instead of on their own batch", stacklevel=2)
+            found, rows = math.nan, 1.0
         except (ValueError, NotImplementedError, RuntimeError):
             # written over since, no known function of the outputs, only one pass allowed: not known
             found, rows = math.nan, 1.0
@@ -124,8 +127,6 @@ class BatchForm:
 
     def _form(self, told: RecordedLoss, moved: Mapping[str, Tensor], share: float) -> float:
         """Of one loss: sum_i w_i (J_i d)^T M_i (J_i d)."""
-        if not told.followed:
-            told.route, told.followed = replace(told.route, unsure=told.outputs), True  # compared before it is believed
         select, data = told.settle(self.model, self.named, self.recall.outputs), told.data()
         pure = pure_model(self.model, data.inputs, data.random)
 

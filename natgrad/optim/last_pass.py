@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from natgrad.families import Criterion
+from natgrad.held_states import HeldState
 from natgrad.loss_listeners import listen_to
 from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
-from natgrad.optim.recorded_pass import Data, RecordedLoss, RecordedPass, modes_of, part, versions_of
+from natgrad.optim.recorded_pass import Data, RecordedLoss, RecordedPass, modes_of, part, rounding, versions_of
 from natgrad.pure import Call, RandomState, Select, is_evaluating, keep, leaves, map_tensors
 from natgrad.typed_torch import hook_gradient
 from natgrad.whole_tensors import any_split, local_part
@@ -61,14 +62,16 @@ class Recall:
         observed: Data for the metric, in place of the pass's own.
         searched: Data for trial points, in place of the pass's own.
         floor: The least damping on observed data.
+        repeats: True once a closure was called again, and gave what it had given.
     """
 
     def __init__(self, outputs: Select | None = None, watched: Iterable[Tensor] = ()) -> None:
         self.outputs, self.key = outputs, f"natgrad.{next(KEYS)}"
         self.watched: list[Tensor] = list(watched)
         self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
-        self.is_stale = self._warned = False
+        self.is_stale = self._warned = self.repeats = False
         self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._held: HeldState | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -172,8 +175,9 @@ class Recall:
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
         kept = keep(call)
-        random = RandomState.capture(*{t.device for t in call.tensors()})
-        self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model))
+        random = RandomState.capture(*{t.device for t in call.tensors()}, model=model, last=self._held)
+        self._held = random.held
+        self.last = RecordedPass(kept, random, versions_of(kept), modes_of(model), rounding(call.tensors()))
 
     def hear(self, log_p: object, inputs: Tensor) -> None:
         """A loss of a density went backward on X: the metric of that density is taken there."""
@@ -185,6 +189,7 @@ class Recall:
         self.returned = type(outputs), [weakref.ref(t) for t in leaves(outputs)]
         if passed is not None:
             mark(outputs, passed, self.key)
+            passed.keep_outputs(outputs)
 
     def choose(self, outputs: Any) -> tuple[Any, bool]:
         """What the loss is computed on, and whether the optimizer's own choice made it of the model's outputs."""

@@ -17,12 +17,17 @@ from natgrad.families import Criterion
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.loss_inputs import OTHER_BATCH, Linearised
 from natgrad.optim.loss_metrics import weights_of
-from natgrad.optim.recorded_pass import Data
+from natgrad.optim.recorded_pass import Data, RepeatError
 from natgrad.pure import RandomState, Select, map_tensors, pure_model, run_detached
 from natgrad.rules import Vector
 from natgrad.spaces import Space
 
 Closure = Callable[[], Tensor]
+NOT_REPEATED = (
+    "closure gave {before:.6g}, and at the same parameters {again:.6g}, so that trial losses would be those of another "
+    "function. Put back were the global generators of torch, random and NumPy, and buffers, generators and states in "
+    "attributes of the model: take the batch out of the closure, and draw from one of these"
+)
 
 
 @dataclass(frozen=True)
@@ -194,10 +199,24 @@ class Reclose(Objective):
         self.model, self.closure, self.recall, self.random = model, closure, recall, random
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
+        self._check_repeated()
+        return self._value(step)
+
+    def _value(self, step: dict[str, Tensor]) -> float:
         with self._move_parameters(step):
             return number(self.closure()) / self.scale
 
+    def _check_repeated(self) -> None:
+        """RepeatError, at an optimizer's first step with a closure, if that gives something else the second time."""
+        if self.recall.repeats:
+            return
+        again = self._value({name: torch.zeros_like(p) for name, p in self.params.items()})
+        if abs(again - self.before) > torch.finfo(self.space.dtype).eps ** 0.5 * abs(self.before):
+            raise RepeatError(NOT_REPEATED.format(before=self.before, again=again))
+        self.recall.repeats = True
+
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        self._check_repeated()
         with self._move_parameters(step):
             value = number(self.closure()) / self.scale
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.params.items()}
@@ -206,6 +225,8 @@ class Reclose(Objective):
     @contextmanager
     def _move_parameters(self, step: dict[str, Tensor]) -> Generator[None]:
         with self.random.replay(), self._restore_parameters(), torch.enable_grad():
+            if self.random.held is not None:
+                self.random.held.put_back_buffers()
             for name, p in self.params.items():
                 p.data.add_(step[name])
             yield
@@ -228,7 +249,7 @@ class Reclose(Objective):
             vars(self.recall).update(remembered)
 
 
-def call_closure(closure: Closure, device: torch.device, recall: Recall) -> Called:
+def call_closure(closure: Closure, device: torch.device, recall: Recall, model: object) -> Called:
     """The closure's first call. ValueError if it returns nothing, and no loss of the step is known otherwise.
 
     Lightning steps by an empty closure where the user goes backward by hand: as without one then.
@@ -238,7 +259,7 @@ def call_closure(closure: Closure, device: torch.device, recall: Recall) -> Call
             f"closure is {type(closure).__name__}, expected a function that computes the loss, calls backward() on it "
             "and returns it: define one and give it without calling it, or call step() with nothing"
         )
-    random = RandomState.capture(device)
+    random = RandomState.capture(device, model=model)
     with torch.enable_grad():
         value = closure()
     if value is None and recall.computed:

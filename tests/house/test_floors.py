@@ -63,6 +63,7 @@ FLOORS: dict[str, int] = {
     "densities": 0,
     "loss_listeners": 0,
     "hidden_parameters": 0,
+    "held_states": 0,
     "layers": 1,
     "operators": 2,
     "solvers": 3,

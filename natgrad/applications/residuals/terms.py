@@ -165,7 +165,7 @@ class Term:
             )
         check_captured(self.name, watch.seen, self.unknowns, params)
         after = RandomState.capture(point[0].device)
-        self.is_random = any(not torch.equal(state, after.states[device]) for device, state in before.states.items())
+        self.is_random = before.differs_from(after)
         return notes
 
     def _find_networks(self) -> dict[str, LayerChain] | None:
