@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.held_states import count_writes
+from natgrad.held_states import count_writes, list_modules
 from natgrad.optim.loss_inputs import Route, check_same
 from natgrad.pure import Call, Passes, RandomState, Select, leaves, pure_model, run_detached
 
@@ -62,7 +62,7 @@ class RecordedPass:
         optimizer has moved the parameters.
         """
         held = self.random.held
-        if held is None or held.writes != count_writes(held.model):
+        if held is None or held.writes != count_writes(list_modules(held.model)):
             return
         found = list(leaves(outputs))
         for (given, version), again in zip(self.returned, found, strict=False):
