@@ -18,6 +18,7 @@ from natgrad.families.base import (
     require_one_tensor,
     require_tensor_targets,
 )
+from natgrad.families.cancellation import exp_gap
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.robust_errors import Huber, Laplace, temper
@@ -95,6 +96,10 @@ class PoissonRate(Likelihood):
 
     def fisher(self, rows: Tensor) -> Tensor:
         return torch.diag_embed(1 / (rows + self.eps))
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        start, end = outputs + self.eps, other + self.eps
+        return (start * exp_gap((end / start).log())).sum(1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         Poisson().check_targets(outputs, targets)

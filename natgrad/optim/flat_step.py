@@ -25,7 +25,8 @@ from natgrad.optim.checks import inputs_of
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.guard import Guard, NotFiniteError, describe_trouble
 from natgrad.optim.joined_step import check_in_step, join_choice
-from natgrad.optim.objective import Objective
+from natgrad.optim.objective import Objective, Proximal
+from natgrad.optim.outside_losses import Outside
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport, read_cuts
 from natgrad.optim.step_length import bounded_below
@@ -49,6 +50,7 @@ class FlatState:
         seen: Examples, where somebody counts them.
         judged: The step at which the damping compared the loss with its promise last, -1 before.
         vectors: By parameter and name: the last solution, and what the rule and the system remember.
+        outside: What is known of losses that `opt.loss` was not told of.
         memory: The structure's; None before the first step.
         prepared: The preconditioner's.
         guard: What keeps bad batches from doing harm.
@@ -62,6 +64,7 @@ class FlatState:
     memory: dict[str, Any] | None = None
     prepared: dict[str, Any] | None = None
     guard: Guard = Guard()
+    outside: Outside = Outside()
 
     def gather(self, space: Space) -> dict[str, Tensor]:
         """The vectors, (n,) each.
@@ -152,6 +155,8 @@ class SystemEvidence:
         options: The rule's settings.
         loss: The mean loss, NaN where no target counts; None where it is not known.
         objective: The loss at trial points; None where it cannot be had.
+        trial: What a rule looks at that uses the loss where it can be had; None: the objective.
+        outside: What is known of losses that `opt.loss` was not told of; None: what was.
         examples: Counts the batch's, on this process.
         attempts: How often the system is solved, each time with more damping, until the rule takes its solution.
     """
@@ -166,6 +171,8 @@ class SystemEvidence:
     objective: Objective | None = None
     examples: Callable[[], int] = int
     attempts: int = 1
+    trial: Callable[[], Objective | Proximal | None] | None = None
+    outside: Outside | None = None
 
     @property
     def space(self) -> Space:
@@ -252,6 +259,7 @@ def flat_step(choices: FlatChoices, state: FlatState, evidence: SystemEvidence) 
         memory=system.memory,
         prepared=found.solved.prepared,
         guard=guard,
+        outside=evidence.outside or state.outside,
     )
     return moved, after, report_step(after, evidence.gradient, system.operator, found)
 
@@ -279,7 +287,11 @@ def attempt(
     solved = system.solve(level, guess)
     check_solution(solved.solution)
     model = quadratic(choices, state, evidence, system.operator, solved, counts)
-    step, memory = choices.rule.step(model, objective, remembered)
+    trial, known = objective, model
+    if choices.rule.uses_loss and evidence.trial is not None:
+        trial = evidence.trial()
+        known = replace(model, loss=math.nan if trial is None else trial.before)
+    step, memory = choices.rule.step(known, trial, remembered)
     ratio, refused = judge(choices.damping, model, step, objective) if choices.is_judged(state) else (None, False)
     # a loss that is not finite at the start already leaves nothing to compare with
     failed = not moves_finitely(evidence, step) or (objective is not None and math.isnan(objective.before))
@@ -340,6 +352,7 @@ class MetricSystem:
         data: The metric's.
         state: The last step's.
         floor: The least damping.
+        outside: The curvature of a loss that the metric does not know of: damping besides.
         operator: G, where it is known already.
     """
 
@@ -353,8 +366,10 @@ class MetricSystem:
         state: FlatState,
         *,
         floor: float = 0.0,
+        outside: float = 0.0,
         operator: Operator | None = None,
     ) -> None:
+        self.outside = outside
         self.choices, self.metric, self.params, self.gradient = choices, metric, dict(params), gradient
         self.data, self.floor, self.last = data, floor, state.prepared
         structure = choices.structure
@@ -371,12 +386,15 @@ class MetricSystem:
         """The solution with the damping's number at `level`, from a guess (n,)."""
         system, amount, damping = self.operator, 0.0, self.choices.damping
         if damping.per_block:
-            system, amount = shift_blocks(system, lambda part: max(damping.amount(level, part), self.floor))
+            system, amount = shift_blocks(system, lambda part: self._bound(damping.amount(level, part)))
             rest = amount if isinstance(amount, float) else 0.0
         else:
-            amount = rest = max(damping.amount(level, system), self.floor)
+            amount = rest = self._bound(damping.amount(level, system))
         solver, prepared = self._prepare(system, rest)
         return Solved(solver.solve(system, self.gradient, damping=rest, guess=guess), amount, prepared)
+
+    def _bound(self, damping: float) -> float:
+        return max(damping, self.floor) + self.outside
 
     def _prepare(self, system: Operator, damping: float) -> tuple[Solver, dict[str, Any] | None]:
         """The solver, with this step's preconditioner if there is one, and that one's memory."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion
+from natgrad.metrics import Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
 from natgrad.optim.last_pass import Recall
 from natgrad.optim.loss_inputs import OTHER_BATCH, Linearised
 from natgrad.optim.loss_metrics import weights_of
@@ -181,6 +183,72 @@ class Total(Objective):
         return value, sums
 
 
+class Beside(Objective):
+    """A loss with what another one adds to it, of which its slope and its curvature are known: to second order.
+
+    Args:
+        part: The loss that can be evaluated.
+        slope: Of the other one, shape (n,).
+        curvature: Of the other one, along the way that the parameters came.
+    """
+
+    def __init__(self, part: Objective, slope: Tensor, curvature: float) -> None:
+        super().__init__(part.params, part.space, part.before)
+        self.part, self.slope, self.curvature = part, slope, curvature
+
+    def _evaluate(self, step: dict[str, Tensor]) -> float:
+        vector = self.space.flatten(step)
+        return self.part._evaluate(step) + float(self.slope @ vector + self.curvature / 2 * vector @ vector)
+
+    def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        value, parts = self.part._differentiate(step)
+        vector = self.space.flatten(step)
+        slope = self.space.flatten(parts) + self.slope + self.curvature * vector
+        value += float(self.slope @ vector + self.curvature / 2 * vector @ vector)
+        return value, self.space.unflatten(slope)
+
+
+class Proximal:
+    """d -> g . d + KL(theta, theta + d), in units of the mean loss: a loss that is known by its gradient alone.
+
+    It is the change of -log p itself, to the digit, where the outputs are an exponential family's natural parameters
+    and linear in the model's.
+
+    Args:
+        metric: Of the likelihood.
+        data: Of the pass.
+        params: theta, by name.
+        space: Their order.
+        gradient: g, shape (n,).
+    """
+
+    before = 0.0
+
+    def __init__(
+        self, metric: PullbackMetric, data: Data, params: Mapping[str, Tensor], space: Space, gradient: Tensor
+    ) -> None:
+        self.metric, self.params, self.space, self.gradient = metric, params, space, gradient
+        self.pure = pure_model(metric.model, data.inputs, data.random)
+
+    def __call__(self, vector: Vector) -> float:
+        assert isinstance(vector, Tensor)
+        rows = self._rows(self.space.unflatten(vector))
+        try:
+            moved = self.metric.criterion.family.kl(self._start, rows)
+        except NotImplementedError:  # nothing is known of a step then
+            return self.before
+        return float(self.gradient @ vector + moved.mean())
+
+    @cached_property
+    def _start(self) -> Tensor:
+        return self._rows({name: torch.zeros_like(p) for name, p in self.params.items()})
+
+    def _rows(self, step: Mapping[str, Tensor]) -> Tensor:
+        moved = {name: (p.detach() + step[name]).requires_grad_() for name, p in self.params.items()}
+        select: Select = self.metric.outputs or (lambda outputs: outputs)
+        return run_detached(lambda: self.metric.layout(select(self.pure(moved))))
+
+
 class Reclose(Objective):
     """The user's closure again, from the random state before its first call; everything is put back afterwards."""
 
@@ -312,6 +380,24 @@ def replay_losses(
     if len(parts) == 1:
         return parts[0]
     return Total(list(zip(weights_of(used, recall.scale), parts, strict=True)))
+
+
+def proximal_of(
+    metric: Metric, data: Data, params: Mapping[str, Tensor], space: Space, gradient: Tensor
+) -> Proximal | None:
+    """What stands for a loss that cannot be evaluated; None for a metric that is of no likelihood."""
+    if not isinstance(metric, (Fisher, SampledFisher, GaussNewton)) or not isinstance(metric.model, nn.Module):
+        return None
+    return Proximal(metric, data, params, space, gradient)
+
+
+def tells_another(called: Called, objective: Objective, recall: Recall) -> bool:
+    """Whether the closure returned another number than the losses that `opt.loss` told: a penalty was added, say."""
+    if called.closure is None or called.value is None or isinstance(objective, Reclose):
+        return False
+    value = number(called.value) / (recall.scale or 1.0)
+    size = max(abs(value), abs(objective.before))
+    return math.isfinite(size) and abs(value - objective.before) > torch.finfo(objective.space.dtype).eps ** 0.5 * size
 
 
 def number(value: Tensor | float) -> float:

@@ -29,7 +29,7 @@ from natgrad.optim.checks import (
     given_parameters,
     named_parameters,
 )
-from natgrad.optim.distributed import meet
+from natgrad.optim.distributed import Ranks, meet
 from natgrad.optim.flat_step import (
     FlatChoices,
     FlatState,
@@ -48,17 +48,28 @@ from natgrad.optim.joined_metric import JoinedMetric, unwrap_models
 from natgrad.optim.joined_step import join_mean_loss, join_metric, join_objective, read_gradients, settle_ranks
 from natgrad.optim.last_pass import Recall, listen, overhear
 from natgrad.optim.loss_metrics import chosen_outputs, metric_of_step
-from natgrad.optim.objective import Closure, Objective, objective_of
+from natgrad.optim.objective import (
+    Beside,
+    Closure,
+    Objective,
+    Proximal,
+    Reclose,
+    objective_of,
+    proximal_of,
+    tells_another,
+)
+from natgrad.optim.outside_losses import SHARE, Outside, OwnGradients
 from natgrad.optim.parallel_models import refuse_nested
 from natgrad.optim.recipe_options import FlatOptions, FlatSettings, with_options
 from natgrad.optim.recorded_pass import Data
 from natgrad.optim.state_report import StateReport
 from natgrad.pure import as_call, copy_tensors
-from natgrad.rules import Rate
+from natgrad.rules import SafeRate
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.solvers import Auto
 from natgrad.spaces import Space
 from natgrad.structures import Exact, as_preconditioner
+from natgrad.typed_torch import measure_norm
 
 SAVED = frozenset({"damping", "memory", "steps", "failures", "refused", "generator"})
 
@@ -117,7 +128,7 @@ class NaturalGradient(ModelOptimizer):
         self.on_trouble = check_trouble(chosen.on_trouble)
         self.metric = found = unwrap_models(found)
         self.structure, self.solver = chosen.structure or Exact(), chosen.solver or Auto()
-        self.damping, self.rule = as_damping(chosen.damping), chosen.rule or Rate()
+        self.damping, self.rule = as_damping(chosen.damping), chosen.rule or SafeRate()
         self.warm_start, self.train_in_eval = chosen.warm_start, chosen.train_in_eval
         self.metric_batch, self.search_batch = chosen.metric_batch, chosen.search_batch
         self.preconditioner = as_preconditioner(chosen.preconditioner, self.solver)
@@ -258,6 +269,7 @@ class NaturalGradient(ModelOptimizer):
             "judged": state.judged,
             "seen": state.seen,
             "wild": state.guard.save()["wild"],
+            "outside": state.outside.save(),
             "generator": None if generator is None else generator.get_state(),
         }
 
@@ -275,6 +287,7 @@ class NaturalGradient(ModelOptimizer):
             vectors={name: dict(saved.state[p]) for name, p in self._named.items() if p in saved.state},
             memory=memory,
             prepared=prepared,
+            outside=Outside.load(extra.get("outside"), self._named, extra["steps"], False),
             guard=Guard.load(extra.get("wild"), None, failures=extra["failures"], refused=extra["refused"]),
         )
 
@@ -300,17 +313,26 @@ class NaturalGradient(ModelOptimizer):
         check_loss(loss, self._state.guard, is_bounded(self.metric), self._state.step)
         self._metric_data()  # what is missing there comes before what is missing for the loss
         with self._replaying():
-            objective = self._find_objective(params, space, called)
-            system = partial(self._system, params, gradient)
-            count = self._count_examples
-            self._take(self.evidence(params, gradient, system, loss=loss, objective=objective, examples=count))
+            told, objective = self._find_objective(params, space, gradient, called)
+            beside, outside = self._look_outside(params, space, gradient, told)
+            objective = beside if objective is told else objective
+            evidence = self.evidence(
+                params,
+                gradient,
+                partial(self._system, params, gradient, max(outside.levels.values(), default=0.0)),
+                loss=loss,
+                objective=objective,
+                examples=self._count_examples,
+            )
+            trial = None if self._can_try(objective) else partial(self._find_trial, params, space, gradient)
+            self._take(replace(evidence, trial=trial, outside=outside))
 
-    def _system(self, params: dict[str, Tensor], gradient: Tensor, state: FlatState) -> MetricSystem:
+    def _system(self, params: dict[str, Tensor], gradient: Tensor, outside: float, state: FlatState) -> MetricSystem:
         """The metric of this step's losses, over the examples of all processes."""
         metric = metric_of_step(self.metric, self._recall, self.model, params)
         metric = join_metric(self._ranks, metric, self._recall, self.metric_batch is not None, gradient.device)
         known = (metric, params, gradient, self._metric_data(), state)
-        return MetricSystem(self._choose_system(), *known, floor=self._recall.floor)
+        return MetricSystem(self._choose_system(), *known, floor=self._recall.floor, outside=outside)
 
     def metric_system(
         self,
@@ -339,13 +361,75 @@ class NaturalGradient(ModelOptimizer):
     def _choose_system(self) -> SystemChoices:
         return SystemChoices(self.structure, self.solver, self.preconditioner, self.damping, self._ranks)
 
-    def _find_objective(self, params: dict[str, Tensor], space: Space, called: Called) -> Objective | None:
-        """The loss of this step at other parameters, where it can be had."""
+    def _find_objective(
+        self, params: dict[str, Tensor], space: Space, gradient: Tensor, called: Called
+    ) -> tuple[Objective | None, Objective | None]:
+        """The loss at other parameters, where it can be had: as `opt.loss` was told, and as the step is judged by."""
         needed = self.rule.needs_loss or self._choose().is_judged(self._state)
         # without trial points the loss of the pass is known already
         searched = self._recall.search_data(self.search_batch, self._state.step) if needed else None
         data = (self._recall, params, space, called, searched, needed)
-        return join_objective(self._ranks, objective_of(self.model, lambda: self.criterion, *data), self._recall)
+        found = objective_of(self.model, lambda: self.criterion, *data)
+        told = join_objective(self._ranks, found, self._recall)
+        if found is None or searched is not None or called.closure is None:
+            return told, told
+        heeded = self._heed_closure(found, gradient, called)
+        return told, told if heeded is found else join_objective(self._ranks, heeded, self._recall)
+
+    def _heed_closure(self, objective: Objective, gradient: Tensor, called: Called) -> Objective:
+        """What the closure returned is judged, where the losses of `opt.loss` are not all of it.
+
+        They may be: of micro-batches a closure may return the last one's loss alone.
+        """
+        apart = tells_another(called, objective, self._recall)
+        if self._ranks.size > 1:
+            apart = bool(self._ranks.sum(torch.tensor(float(apart), device=gradient.device)) > 0)
+        if not apart or called.closure is None or called.value is None or called.random is None:
+            return objective
+        if self._ranks.size == 1 and self._can_try(objective):
+            own = objective.gradient(torch.zeros_like(gradient))[1]
+            if float(measure_norm(gradient - own)) <= SHARE * float(measure_norm(gradient)):
+                return objective
+        known = (objective.params, objective.space, called.value, called.random)
+        return Reclose(self.model, called.closure, self._recall, *known)
+
+    def _can_try(self, objective: Objective | None) -> bool:
+        """Whether the loss can be evaluated at other parameters."""
+        if objective is None:
+            return False
+        replayed = not isinstance(getattr(objective, "part", objective), Reclose)
+        return not (replayed and any(told.route.problem for told in self._recall.used_losses()))
+
+    def _look_outside(
+        self, params: dict[str, Tensor], space: Space, gradient: Tensor, objective: Objective | None
+    ) -> tuple[Objective | None, Outside]:
+        """The loss with what another one adds to the gradient, and what is known of that one.
+
+        A loss that `opt.loss` was not told of is judged by its slope and curvature, and damps the step besides.
+        """
+        before, recall = self._state.outside, self._recall
+        known = bool(recall.gone) and recall.searched is None and self.search_batch is None
+        if objective is None or not known or not self._can_try(objective):
+            return objective, before
+        if isinstance(getattr(objective, "part", objective), Reclose):
+            return objective, before
+        if not before.asks:
+            return objective, replace(before, updates=before.updates + 1)
+        own = OwnGradients()
+        slope = objective.gradient(space.zeros())[1]
+        own.add(space.unflatten(slope), torch.ones((), dtype=slope.dtype, device=slope.device))
+        after = before.measure(own, space.unflatten(gradient), params, [list(params)], 1, 1.0, Ranks(), lambda: None)
+        if not after.levels:
+            return objective, after
+        rest = space.flatten({name: after.last[name][1] for name in params})
+        return Beside(objective, rest, max(after.levels.values())), after
+
+    def _find_trial(self, params: dict[str, Tensor], space: Space, gradient: Tensor) -> Proximal | None:
+        """What stands for a loss that cannot be evaluated: the gradient and the KL of the outputs."""
+        if self._ranks.size > 1 or self._recall.observed is not None:
+            return None
+        metric = metric_of_step(self.metric, self._recall, self.model, params)
+        return proximal_of(metric, self._metric_data(), params, space, gradient)
 
     @contextmanager
     def _replaying(self) -> Generator[None]:

@@ -52,6 +52,13 @@ class Outside:
         """What a parameter's block gets besides its own damping, whose group's is `level` over all blocks."""
         return level + self.levels[name] if name in self.levels else 0.0
 
+    def change(self, name: str, p: Tensor, move: Tensor) -> float:
+        """How the other losses change as a parameter moves, by what the last measurement told."""
+        place, slope = self.last[name]
+        level = self.levels[name]
+        slope = slope.to(p) + level * (p - place.to(p))
+        return float((slope * move).sum() + level / 2 * move.square().sum())
+
     def measure(
         self,
         own: OwnGradients,
@@ -99,7 +106,8 @@ class Outside:
             warnings.warn(
                 f"a large part of the gradient of {sorted(levels)} did not come from optimizer.loss: the metric "
                 "does not know of it, and steps are damped more there. Give all of the loss to optimizer.loss: several "
-                "outputs by ng.Heads (a KL term by ng.GaussianPosterior), a penalty on squares by l2=",
+                "outputs by ng.Heads (a KL term by ng.GaussianPosterior), a penalty on squares by l2=; or call "
+                "ng.hessian_free and its like with all of it: optimizer.step(closure), whose closure returns the sum",
                 stacklevel=2,
             )
         return Outside(levels, updates, last, self.warned or bool(reached))

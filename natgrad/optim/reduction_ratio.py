@@ -14,7 +14,8 @@ from natgrad.families import Criterion
 from natgrad.optim.distributed import Ranks
 from natgrad.optim.flat_step import verdict
 from natgrad.optim.last_pass import Recall
-from natgrad.optim.objective import Called, Objective, Reclose, replay_losses
+from natgrad.optim.objective import Called, Objective, Reclose, replay_losses, tells_another
+from natgrad.optim.outside_losses import Outside
 from natgrad.pure import run_uncompiled
 from natgrad.rules import Parts, Quadratic, Step, Vector
 from natgrad.spaces import Space
@@ -32,6 +33,7 @@ class PooledLoss:
         before: The mean loss over all rows.
         named: The parameters.
         strengths: The l2 of a penalty l2 / 2 |theta|^2, by name.
+        outside: What is known of losses that `opt.loss` was not told of.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class PooledLoss:
         before: float,
         named: Mapping[str, Tensor],
         strengths: Mapping[str, float],
+        outside: Outside,
     ) -> None:
+        self.outside = Outside() if isinstance(objective, Reclose) else outside
         self.objective, self.rows, self.ranks = objective, rows, ranks
         self.before, self.named, self.strengths = before, named, strengths
         self._last: tuple[Vector, float] | None = None
@@ -65,12 +69,14 @@ class PooledLoss:
         return next(iter(self.named.values())).device
 
     def _penalty(self, vector: Parts) -> float:
-        """How l2 / 2 |theta|^2 changes."""
+        """How l2 / 2 |theta|^2 changes, and the losses outside of `opt.loss`, to second order."""
         found = 0.0
         for name in vector:
             if self.strengths[name]:
                 move = vector[name]
                 found += self.strengths[name] * float((self.named[name] * move).sum() + 0.5 * move.square().sum())
+            if name in self.outside.levels:
+                found += self.outside.change(name, self.named[name], vector[name])
         return found
 
 
@@ -94,7 +100,9 @@ def objective_of_blocks(
     problem = next((told.route.problem for told in used if told.route.problem), "")
     if len(used) == 1 and recall.find_pass() is not None and not problem:
         exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
-        return replay_losses(model, criterion, recall, params, space, exact)
+        replayed = replay_losses(model, criterion, recall, params, space, exact)
+        if not tells_another(called, replayed, recall):
+            return replayed
     if called.closure is None or called.value is None or called.random is None:
         raise ValueError(
             problem

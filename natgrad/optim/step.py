@@ -592,7 +592,9 @@ class Work:
             rows = sum(processes.weight(loss) for loss in losses)
             with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.judge) as objective:
                 before = objective.before if self.batch.loss is None else float(self.batch.loss)
-                loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths)
+                loss_at = PooledLoss(
+                    objective, rows, processes, before, self.values, self.strengths, self.state.outside
+                )
                 step, memory = self.rule.step(replace(model, loss=before), loss_at, self.memory())
                 if judged:
                     assert self.choices.judge is not None

@@ -44,6 +44,11 @@ class Rule(ABC):
         return False
 
     @property
+    def uses_loss(self) -> bool:
+        """Whether the rule looks at the loss at trial points where it can be had."""
+        return self.needs_loss
+
+    @property
     def shapes(self) -> bool:
         """Whether the rule makes directions of its own."""
         return type(self).shape is not Rule.shape

@@ -143,7 +143,7 @@ def test_observe_takes_the_metric_from_other_data() -> None:
 def test_observe_needs_targets_only_for_metrics_that_do() -> None:
     model, other = net(), draw(20, 3, seed=7)
     labels = torch.arange(20) % 3
-    opt = ng.NaturalGradient(model, ng.empirical_fisher(model, CE), lr=1.0, damping=0.05)
+    opt = ng.NaturalGradient(model, ng.empirical_fisher(model, CE), lr=1.0, damping=0.05, rule=ng.Rate())
     matrix = ng.empirical_fisher(model, CE).at(ng.trainable(model), (other, labels)).dense()
     before, g = flat(model), mean_gradient(model, X, Y)
     opt.observe(other, labels)

@@ -26,7 +26,7 @@ import natgrad as ng
 
 def test_a_closure_is_evaluated_once_where_nothing_needs_the_loss() -> None:
     expected, model = move_copy(net(), CE, X, Y), net()
-    opt = build(model)
+    opt = build(model, rule=ng.Rate())
     closure = Closure(opt, lambda: CE(model(X), Y))
     value = opt.step(closure)
     assert [float(value.detach())] == closure.values

@@ -211,7 +211,7 @@ def test_a_finite_step_that_overflows_the_parameters_is_not_taken(rate: float):
     model = net().float()
     with torch.no_grad():
         model[2].bias.fill_(3e38)
-    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=rate, damping=1e-6)
+    opt = ng.NaturalGradient(model, ng.fisher(model, CE), lr=rate, damping=1e-6, rule=ng.Rate())
     kept = flat(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

@@ -226,11 +226,11 @@ FLAT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
     "Fisher, dense": (lambda m: ng.fisher(m, nn.MSELoss()), {"structure": ng.Dense(0.9), "damping": 0.1}),
     "Fisher, blocks": (
         lambda m: ng.fisher(m, nn.MSELoss()),
-        {"structure": ng.Blocks(0.9), "damping": ng.Relative(0.1)},
+        {"structure": ng.Blocks(0.9), "damping": ng.Relative(0.1), "rule": ng.Rate()},
     ),
     "Fisher, Kronecker": (
         lambda m: ng.fisher(m, nn.MSELoss()),
-        {"structure": ng.Kronecker(0.9), "damping": ng.Relative(0.1, per="block"), "lr": 0.5},
+        {"structure": ng.Kronecker(0.9), "damping": ng.Relative(0.1, per="block"), "lr": 0.5, "rule": ng.Rate()},
     ),
     # twice the covariance that the recorded engine took for the mean over two outputs
     "covariance": (lambda m: ng.covariance(m, nn.MSELoss()), {"solver": ng.SampleSpace(), "damping": 0.2, "lr": 2.0}),
