@@ -351,8 +351,7 @@ class MetricSystem:
         gradient: Of the mean loss, shape (n,).
         data: The metric's.
         state: The last step's.
-        floor: The least damping.
-        outside: The curvature of a loss that the metric does not know of: damping besides.
+        bound: From the damping's amount to what is added to G.
         operator: G, where it is known already.
     """
 
@@ -365,13 +364,11 @@ class MetricSystem:
         data: Data,
         state: FlatState,
         *,
-        floor: float = 0.0,
-        outside: float = 0.0,
+        bound: Callable[[float], float] = float,
         operator: Operator | None = None,
     ) -> None:
-        self.outside = outside
         self.choices, self.metric, self.params, self.gradient = choices, metric, dict(params), gradient
-        self.data, self.floor, self.last = data, floor, state.prepared
+        self.data, self.bound, self.last = data, bound, state.prepared
         structure = choices.structure
         if operator is not None:
             assert isinstance(structure, OperatorStructure)
@@ -386,15 +383,12 @@ class MetricSystem:
         """The solution with the damping's number at `level`, from a guess (n,)."""
         system, amount, damping = self.operator, 0.0, self.choices.damping
         if damping.per_block:
-            system, amount = shift_blocks(system, lambda part: self._bound(damping.amount(level, part)))
+            system, amount = shift_blocks(system, lambda part: self.bound(damping.amount(level, part)))
             rest = amount if isinstance(amount, float) else 0.0
         else:
-            amount = rest = self._bound(damping.amount(level, system))
+            amount = rest = self.bound(damping.amount(level, system))
         solver, prepared = self._prepare(system, rest)
         return Solved(solver.solve(system, self.gradient, damping=rest, guess=guess), amount, prepared)
-
-    def _bound(self, damping: float) -> float:
-        return max(damping, self.floor) + self.outside
 
     def _prepare(self, system: Operator, damping: float) -> tuple[Solver, dict[str, Any] | None]:
         """The solver, with this step's preconditioner if there is one, and that one's memory."""

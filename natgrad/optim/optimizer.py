@@ -331,8 +331,8 @@ class NaturalGradient(ModelOptimizer):
         """The metric of this step's losses, over the examples of all processes."""
         metric = metric_of_step(self.metric, self._recall, self.model, params)
         metric = join_metric(self._ranks, metric, self._recall, self.metric_batch is not None, gradient.device)
-        known = (metric, params, gradient, self._metric_data(), state)
-        return MetricSystem(self._choose_system(), *known, floor=self._recall.floor, outside=outside)
+        known, floor = (metric, params, gradient, self._metric_data(), state), self._recall.floor
+        return MetricSystem(self._choose_system(), *known, bound=lambda amount: max(amount, floor) + outside)
 
     def metric_system(
         self,

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from natgrad.applications.variational.targets import Moments
 
-WINDOW, LEFT = 10, 1e-2
-"""Steps over which bounds are compared; nats that a converged q may lack."""
+WINDOW, LEFT, UNKNOWN = 10, 1e-2, 0.1
+"""Steps over which bounds are compared; nats that a converged q may lack, and to which its bound must be known: a tenth
+of the odds of two models."""
 
 
 class Bounds(list[float]):
     """The bounds that `fit` found, in nats, one before each step.
 
     Attributes:
-        converged: True if the fit ended since nothing was left to gain; False if it ran out of steps, or of rate.
+        converged: True if the fit ended since nothing was left to gain over its points; False if it ran out of steps,
+            or of rate, or if `error` is above the tolerance and .1 nats: then the points say little of q.
+        known: True if `error` is at most the tolerance.
+        error: How far `q.elbo()`, by the points of the fit, may be from that of the same q, in nats: the difference
+            from the mean over other points, and two standard errors of that. Where points are drawn anew, the standard
+            deviation of a bound. NaN where nothing tells it.
         gap: Half of the natural gradient's squared length before the last step, in nats: what a full step would gain of
             a bound that is quadratic. Noise keeps it from zero where points are drawn anew.
     """
 
     converged: bool = False
+    known: bool = False
+    error: float = math.nan
     gap: float = math.inf
 
 
@@ -51,6 +60,19 @@ def has_settled(bounds: Bounds, tolerance: float) -> bool:
     before, after = torch.tensor(bounds[-2 * WINDOW :], dtype=torch.float64).view(2, WINDOW)
     error = ((before.var() + after.var()) / WINDOW).sqrt()
     return float((after.mean() - before.mean()).abs() + 2 * error) < tolerance
+
+
+def measure_error(bound: float, others: Sequence[float]) -> float:
+    """How far a bound may be from the expectation that others estimate too: the difference, two standard errors added.
+
+    Args:
+        bound: By the points of a fit.
+        others: Of the same q by other points, two at least.
+    """
+    values = torch.tensor([bound, *others], dtype=torch.float64)
+    if not bool(torch.isfinite(values).all()):
+        return math.inf
+    return float((values[0] - values[1:].mean()).abs() + 2 * values[1:].std() / len(others) ** 0.5)
 
 
 def squared_length(found: Moments, root: Tensor) -> float:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from statistics import stdev
 from typing import Any, Self
 
-from natgrad.applications.variational.convergence import Bounds, has_ended, has_settled
+from natgrad.applications.variational.convergence import (
+    UNKNOWN,
+    WINDOW,
+    Bounds,
+    has_ended,
+    has_settled,
+    measure_error,
+)
 from natgrad.optim import RankExchange
 from natgrad.progress import Progress, check_callback
 from natgrad.scoped_values import keep_gradient_mode
@@ -45,6 +55,10 @@ class Fitted(ABC):
         Args:
             *batch: Inputs and targets for a network, nothing otherwise.
         """
+
+    def elbos_elsewhere(self) -> list[float]:
+        """The same by other points, which tell its error; empty where nothing does."""
+        return []
 
     @abstractmethod
     def snapshot(self) -> Any:
@@ -87,7 +101,11 @@ class Fitted(ABC):
 
         Returns:
             The bound before each step. The list's `converged` tells why it ended, its `gap` how far from the optimum q
-            was.
+            was, its `error` how far the bound is known.
+
+        Warns:
+            RuntimeWarning: If the steps have come to rest, but other points tell that the bound is not known to the
+                tolerance, and not to .1 nats: `converged` is False then.
         """
         check_callback(callback, "q")
         found, rate, past, risen = Bounds(), self.lr, self.snapshot(), 0
@@ -112,11 +130,34 @@ class Fitted(ABC):
                         break
                 if self.steady and self._has_fallen(found, self.elbo(), tolerance):
                     self._go_back(past)
+                self._measure_error(found, tolerance)
         except KeyboardInterrupt:
             self.restore(here)
         finally:
             self.lr = rate
         return found
+
+    def _measure_error(self, found: Bounds, tolerance: float) -> None:
+        """The error of the bound. A fit whose bound is hardly known has not converged."""
+        if not self.steady:
+            found.error = stdev(found[-WINDOW:]) if len(found) > 1 else math.nan
+            found.known = found.error <= tolerance
+            return
+        others = self.elbos_elsewhere() if found else []
+        if not others:
+            return
+        bound = self.elbo()
+        found.error = measure_error(bound, others)
+        found.known = found.error <= tolerance
+        if found.converged and found.error > max(tolerance, UNKNOWN):
+            found.converged = False
+            warnings.warn(
+                f"the steps have come to rest, but the bound {bound:.4g} is known to {found.error:.1g} nats only: q is "
+                "fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
+                f"tolerance={found.error:.1g}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _ends(self, callback: Callable[[Self], Any] | None) -> bool:
         """Whether the callback of some process asked to end."""

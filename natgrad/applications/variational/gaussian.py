@@ -206,6 +206,12 @@ class Variational(Fitted):
         root = self.root()
         return float(self.target.moments(self.mean, root, self.steps, batch).value + self.entropy(root))
 
+    @torch.no_grad()
+    def elbos_elsewhere(self) -> list[float]:
+        root = self.root()
+        entropy, others = self.entropy(root), self.target.elsewhere(len(self.mean))
+        return [float(target.value(self.mean, root, self.steps, ()) + entropy) for target in others]
+
     @property
     def covariance(self) -> Tensor:
         """Of q, shape (d, d)."""

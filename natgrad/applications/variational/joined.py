@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,9 @@ class JoinedTarget(Target):
     @property
     def steady(self) -> bool:
         return self.own.steady
+
+    def elsewhere(self, d: int) -> Sequence[JoinedTarget]:
+        return [replace(self, own=target) for target in self.own.elsewhere(d)]
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
         part = self._take_part(mean, batch)

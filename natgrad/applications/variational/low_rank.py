@@ -252,7 +252,18 @@ class LowRankVariational(Fitted):
         Args:
             *batch: Inputs and targets for a network, nothing otherwise.
         """
-        z, weights = self._points()
+        return self._elbo_over(*self._points(), batch)
+
+    def elbos_elsewhere(self) -> list[float]:
+        size, own = len(self.mean) + self.rank, self._own
+        if not isinstance(own, LogDensity):
+            return []
+        others = (own.points or default_points(size)).others()
+        placed = ([part.to(self.mean) for part in points.at(size, self.steps)] for points in others)
+        return [self._elbo_over(z, weights, ()) for z, weights in placed]
+
+    @torch.no_grad()
+    def _elbo_over(self, z: Tensor, weights: Tensor, batch: tuple[Any, ...]) -> float:
         values = self.target.values_at(self.mean + self._covariance.spread(z), batch)
         return float(self._add_entropy(weights @ values, self._covariance))
 

@@ -181,11 +181,18 @@ class VariationalMixture(Fitted):
     @torch.no_grad()
     def elbo(self) -> float:
         """The evidence lower bound in nats, with the points of the next step."""
+        return self._elbo_of(self.target)
+
+    @torch.no_grad()
+    def _elbo_of(self, target: Target) -> float:
         frozen, worth = self._freeze(), []
         for place, part in enumerate(self.components):
-            part.target = frozen.without(self.target, place)
+            part.target = frozen.without(target, place)
             worth.append(part.elbo())
         return float(self.weights @ torch.tensor(worth, dtype=torch.float64).to(self.weights))
+
+    def elbos_elsewhere(self) -> list[float]:
+        return [self._elbo_of(target) for target in self.target.elsewhere(len(self.mean))]
 
     def log_density(self, z: Tensor) -> Tensor:
         """log q(z).

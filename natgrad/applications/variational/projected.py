@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,9 @@ class Projected(Target):
     @property
     def steady(self) -> bool:
         return True
+
+    def elsewhere(self, d: int) -> Sequence[Projected]:
+        return [replace(self, order=points.order) for points in GaussHermite(self.order).others()]
 
     def take_part(self, parts: int, total: int | None = None) -> Projected:
         return replace(self, prior_share=self.prior_share / parts)

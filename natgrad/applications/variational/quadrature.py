@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,8 @@ from natgrad.checks import check_integer
 from natgrad.lapack import require_factor
 
 LARGEST_GRID = 2**16
+REPLICATES, SEEDS = 8, 10_007
+"""Of Sobol's points, other scramblings that tell their error; how far their seeds are from the first one's."""
 
 
 class Points(ABC):
@@ -35,6 +38,10 @@ class Points(ABC):
     def steady(self) -> bool:
         """True if they are the same at every step."""
         return False
+
+    def others(self) -> Sequence[Points]:
+        """Other points for the same expectations, by which the error of these is known."""
+        return [Sobol(seed=SEEDS + k) for k in range(REPLICATES)]
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,9 @@ class Sobol(Points):
     @property
     def steady(self) -> bool:
         return not self.fresh
+
+    def others(self) -> Sequence[Points]:
+        return [Sobol(self.count, seed=self.seed + SEEDS + k) for k in range(REPLICATES)]
 
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
         half = max(self.count or 128, 4 * d) // 2
@@ -98,6 +108,9 @@ class GaussHermite(Points):
     @property
     def steady(self) -> bool:
         return True
+
+    def others(self) -> Sequence[GaussHermite]:
+        return [GaussHermite(self.order - k) if self.order > k else GaussHermite(self.order + k) for k in (1, 2)]
 
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
         if self.order**d > LARGEST_GRID:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,14 @@ class Target(ABC):
             batch: The arguments of the step.
         """
         return self.moments(mean, root, step, batch).value
+
+    def elsewhere(self, d: int) -> Sequence[Target]:
+        """The same by other points, which tell how far its expectations are known; none where nothing tells it.
+
+        Args:
+            d: Number of dimensions.
+        """
+        return ()
 
     def take_part(self, parts: int, total: int | None = None) -> Target:
         """One of several targets whose sum is log p: the same with its part of the prior, where it knows that.
@@ -134,6 +142,9 @@ class LogDensity(Target):
 
         found, values = map_rows(torch.func.grad_and_value(one), places)
         return values.detach(), found.detach()
+
+    def elsewhere(self, d: int) -> Sequence[LogDensity]:
+        return [replace(self, points=points) for points in (self.points or default_points(d)).others()]
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
         """log p at every place, shape (s,).
