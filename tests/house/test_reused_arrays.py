@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium as gym
@@ -138,8 +139,9 @@ def test_search_keeps_what_it_was_told(name: str) -> None:
     assert torch.equal(fresh[2], reused[2])
 
 
+@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("vectorized", [None, True, False])
-def test_minimize_takes_an_f_that_returns_one_array(vectorized: bool | None) -> None:
+def test_minimize_takes_an_f_that_returns_one_array(vectorized: bool | None, pooled: bool) -> None:
     results = []
     for reuse in (False, True):
         arguments, answer = search_arguments(), np.zeros(100)
@@ -156,7 +158,9 @@ def test_minimize_takes_an_f_that_returns_one_array(vectorized: bool | None) -> 
             return answer[:count]
 
         settings = {"bounds": (arguments[2], arguments[3]), "integers": arguments[4], "vectorized": vectorized}
-        results.append(ng.minimize(f, arguments[0], arguments[1], seed=0, restarts=2, maxfevals=600, **settings))
+        with ThreadPoolExecutor(1) as pool:
+            settings |= {"executor": pool if pooled else None, "restarts": 2, "maxfevals": 300 if pooled else 600}
+            results.append(ng.minimize(f, arguments[0], arguments[1], seed=0, **settings))
     fresh, reused = results
     assert torch.equal(fresh.x, reused.x)
     assert (fresh.fun, fresh.nfev) == (reused.fun, reused.nfev)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from natgrad.applications.search.black_box_values import NoNumberError, read_number, read_rows
-from natgrad.applications.search.workers import NoAnswerError, Workers
+from natgrad.applications.search.workers import AtPoint, NoAnswerError, Raised, Workers
 from natgrad.applications.search.workers import Pool as Pool
 
 Function = Callable[[Tensor], Any]
+SILENT = 20  # times in a row that no worker answered in time, after which none is expected to
 ASKING = 4  # evaluations beyond a generation that finding out how f takes points needs at most, where f answers
 
 
@@ -46,7 +47,7 @@ class BlackBox:
         f: Values (popsize,) of a batch (popsize, d), or the value of one point (d,).
         vectorized: True if f takes batches, False if it takes a point, None to find out.
         executor: Points are submitted to it one by one, as batches of one if f takes batches.
-        timeout: Seconds without an answer from any worker, after which points without one have no value.
+        timeout: Seconds after which a point that a worker has begun is given up, and all points if no worker answers.
 
     Attributes:
         nfev: Calls of f; each row of a batch is one.
@@ -72,6 +73,7 @@ class BlackBox:
                 "point (d,), or None to find out"
             )
         self.f, self.vectorized = f, vectorized
+        self._at = AtPoint(f)
         self.workers = None if executor is None else Workers(f, executor, timeout)
         self.nfev = self.failures = self.points = 0
         self.limit = math.inf
@@ -88,6 +90,13 @@ class BlackBox:
     def hopeless(self) -> str | None:
         """What the first failure was, if no evaluation had a value so far; else None."""
         return self._first if self.points and self.failures == self.points else None
+
+    @property
+    def silence(self) -> str | None:
+        """That the executor answers no more, in words; else None."""
+        if self.workers is None or self.workers.silent < SILENT:
+            return None
+        return f"no worker answered {SILENT} times in a row within timeout={self.workers.timeout:g} seconds"
 
     def __call__(self, points: Tensor) -> Tensor:
         values = self.evaluate(points)
@@ -190,12 +199,12 @@ class BlackBox:
     def _read_rows(self, rows: Sequence[Tensor]) -> list[Reply]:
         """What f gave for each, read before f is called again: it may return one array that it writes into."""
         if self.workers is None:
-            return [read_reply(row, call_function(self.f, row)) for row in rows]
+            return [read_reply(row, self._at(row)) for row in rows]
         return [read_reply(row, outcome) for row, outcome in zip(rows, self.workers.evaluate(rows), strict=True)]
 
     def _ask_batch(self, points: Tensor) -> Reply:
         """f on a whole batch, here; not counted."""
-        return read_reply(points, call_function(self.f, points.clone()))
+        return read_reply(points, self._at(points.clone()))
 
     # How f takes points.
 
@@ -204,7 +213,7 @@ class BlackBox:
         values = torch.full((len(points),), math.nan, dtype=torch.float64, device=points.device)
         middle = len(points) // 2  # the first row would hide a function of x - x[0]
         for k in [middle, *(i for i in range(len(points)) if i != middle)]:
-            if self.limit - self.nfev < 2:
+            if self.limit - self.nfev < 2 or self.silence:
                 break
             found = self._ask_about(points, k)
             if found is not None:
@@ -298,28 +307,17 @@ class BlackBox:
         self._unsure, self._refused = state.get("asked", (0, False))
 
 
-def call_function(f: Function, x: Tensor) -> Any:
-    """What f gives, or the exception that it raises.
-
-    Args:
-        f: Any function of one tensor.
-        x: A point (d,) or a batch (b, d).
-    """
-    try:
-        return f(x)
-    except Exception as error:  # noqa: BLE001 a black box may raise anything
-        return error
-
-
 def read_reply(x: Tensor, outcome: Any) -> Reply:
     """The values of a point or of a batch, from what f gave.
 
     Args:
         x: A point (d,) or a batch (b, d).
-        outcome: What f gave for it, or the exception that it raised.
+        outcome: What f gave for it, `Raised`, or the exception that an executor gave in place of a value.
     """
+    if isinstance(outcome, Raised):
+        return Reply(None, f"f raised {outcome.kind}: {outcome.message}")
     if isinstance(outcome, Exception):
-        return Reply(None, f"f raised {type(outcome).__name__}: {outcome}")
+        return Reply(None, f"the executor gave no value, but {type(outcome).__name__}: {outcome}")
     try:
         if x.dim() == 1:
             return Reply(torch.tensor([read_number(outcome)], dtype=torch.float64, device=x.device))

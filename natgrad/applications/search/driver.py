@@ -90,8 +90,8 @@ def minimize(
             than the points need, count as evaluations.
         executor: Evaluates points in parallel, one by one: any of `concurrent.futures`, loky's, Dask's client, mpi4py's
             pool, `ng.applications.search.RayPool()`. Points that a lost worker had are evaluated elsewhere.
-        timeout: Seconds in which no worker answers, after which the points that have no value yet are given up and
-            rank last; None: wait for ever. What already runs cannot be stopped and keeps its worker.
+        timeout: Seconds after which a point that a worker has begun is given up and ranks last, and all points if no
+            worker answers; None: wait for ever. What already runs cannot be stopped and keeps its worker.
         ahead: Points that the workers have beyond those of a generation, so that none waits for the slowest: the
             number of workers is a good choice. The order of the answers decides then, and a seed repeats no run.
         checkpoint: A file that is written every `checkpoint_every` generations and at the end. The same call continues

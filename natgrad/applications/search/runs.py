@@ -233,6 +233,8 @@ class SearchRuns:
         """
         if ftarget is not None and self._level <= ftarget:
             return f"ftarget: a value of {self._level:g}, at most {ftarget:g}, was found"
+        if silence := self.objective.silence:
+            return f"failed: {silence}"
         if self.nit >= HOPELESS and (first := self.objective.hopeless):
             return f"failed: none of {self.nfev} evaluations had a value; {first}"
         why = self.search.stop()

@@ -8,9 +8,10 @@ import os
 import signal
 import threading
 import warnings
-from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from black_boxes import one_value, sphere
 from torch import Tensor
 
 import natgrad as ng
+from natgrad.applications.search import workers
 
 SETTINGS = {"seed": 3, "maxfevals": 96, "vectorized": False}
 
@@ -48,7 +50,13 @@ class FailingPool:
 
 
 LOSES = {"all": lambda k: True, "the first": lambda k: k == 0, "now and then": lambda k: k % 7 == 3}
-ERRORS = [BrokenExecutor("a worker died"), CancelledError(), BrokenProcessPool("terminated abruptly")]
+ERRORS = [
+    BrokenExecutor("a worker died"),
+    CancelledError(),
+    BrokenProcessPool("terminated abruptly"),
+    ConnectionResetError("reset by peer"),
+    EOFError(),
+]
 
 
 @pytest.mark.parametrize("at_submit", [False, True])
@@ -95,7 +103,100 @@ def test_a_timeout_that_f_raises_is_a_failed_evaluation():
     assert len(calls) == result.nfev == result.failures
 
 
+class DeafPool:
+    """A client whose connection is reset: what it has is lost, and what comes then is never answered."""
+
+    def __init__(self, until: int) -> None:
+        self.until, self.count = until, 0
+
+    def submit(self, fn, *args):
+        self.count += 1
+        future: Future[Any] = Future()
+        if self.count < self.until:
+            future.set_result(fn(*args))
+        elif self.count == self.until:
+            future.set_exception(ConnectionResetError("reset by peer"))
+        return future
+
+
+@pytest.mark.parametrize("settings", [{}, {"ahead": 2}, {"timeout": 60.0}], ids=str)
+def test_a_pool_whose_connection_is_reset_ends_no_search_and_holds_up_none(settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "PATIENCE", 0.05)
+    with pytest.warns(RuntimeWarning, match="lost 1 points .ConnectionResetError: reset by peer"):
+        there = ng.minimize(one_value, [1.0, 2.0], 1.0, popsize=6, executor=DeafPool(12), **settings, **SETTINGS)
+    assert there.failures == 0
+    assert there.fun < 1e-3
+
+
+def test_workers_that_answer_no_more_within_the_timeout_end_the_search():
+    with pytest.warns(RuntimeWarning, match="no worker answered"):
+        result = ng.minimize(
+            one_value, [1.0, 2.0], 1.0, popsize=6, seed=0, vectorized=False, executor=DeafPool(-12), timeout=0.005
+        )
+    assert result.message.startswith("failed: no worker answered 20 times in a row")
+
+
+def test_a_straggler_is_late_though_others_answer(monkeypatch: pytest.MonkeyPatch):
+    """Points begin in their order: one is late `timeout` seconds after a later one was answered, not after the last."""
+    now = [0.0]
+    monkeypatch.setattr(workers, "monotonic", lambda: now[0])
+    running = workers.RunningPoints(1.5)
+    for number in range(1, 9):
+        running.add(number)
+    for number in (1, 3, 4):  # the second one hangs
+        now[0] += 0.6
+        running.record(number)
+    assert running.find_late() == []  # known to run since 1.2
+    for number in (5, 6):
+        now[0] += 0.6
+        running.record(number)
+    assert running.find_late() == [2]
+    running.remove(2)
+    assert running.seconds_left() == pytest.approx(1.5)
+    now[0] += 1.5
+    assert running.find_late() == [7, 8]  # nobody answers
+
+
+def test_a_connection_that_f_loses_is_a_failed_evaluation():
+    calls = []
+
+    def lonely(x: Tensor) -> float:
+        calls.append(1)
+        raise ConnectionResetError("the licence server")
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.warns(RuntimeWarning, match="f raised ConnectionResetError: the licence"),
+    ):
+        result = ng.minimize(lonely, [1.0], 1.0, executor=pool, **SETTINGS)
+    assert len(calls) == result.nfev == result.failures
+
+
 # Processes.
+
+
+class OddError(Exception):
+    """Cannot be read from a pickle."""
+
+    def __init__(self, code: int, place: str) -> None:
+        super().__init__(f"{code} at {place}")
+
+
+def raise_on_the_left(x: Tensor) -> float:
+    if float(x[0]) < 0.5:
+        raise OddError(3, "the left")
+    return one_value(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_exceptions_that_cannot_be_sent_break_no_pool():
+    settings = {"seed": 0, "maxfevals": 30, "vectorized": False}
+    with forking_pool() as pool:
+        with pytest.warns(RuntimeWarning, match="f raised OddError: 3 at the left") as caught:
+            result = ng.minimize(raise_on_the_left, [1.0, 1.0], 0.5, executor=pool, **settings)
+        assert pool.submit(int).result() == 0
+    assert len([one for one in caught if one.category is RuntimeWarning]) == 1
+    assert 0 < result.failures < 30
 
 
 def forking_pool(workers: int = 1) -> ProcessPoolExecutor:
@@ -210,13 +311,25 @@ class RememberingPool:
         return FailingPool.Future(lambda: value, (), None)
 
 
-def test_repeated_evaluations_are_made_afresh():
+class KeywordPool:
+    """As the executor that Dask's client gives: it remembers by the arguments, and does not say how to prevent that."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, object] = {}
+
+    def submit(self, fn, *args, **kwargs):
+        key = repr([getattr(arg, "tolist", lambda arg=arg: arg)() for arg in args])
+        if key not in self.known:
+            self.known[key] = fn(*args, **kwargs)
+        return FailingPool.Future(lambda: self.known[key], (), None)
+
+
+@pytest.mark.parametrize("pool", [RememberingPool, KeywordPool])
+def test_repeated_evaluations_are_made_afresh(pool: type[Any]):
     generator = torch.Generator().manual_seed(0)
 
     def noisy(x: Tensor) -> float:
         return float(sphere(x) + 3 * torch.randn((), generator=generator, dtype=torch.float64))
 
-    result = ng.minimize(
-        noisy, [3.0, 3.0], 1.0, seed=0, noise=True, vectorized=False, maxfevals=600, executor=RememberingPool()
-    )
+    result = ng.minimize(noisy, [3.0, 3.0], 1.0, seed=0, noise=True, vectorized=False, maxfevals=600, executor=pool())
     assert max(result.history["evaluations"]) > 1  # the noise was seen
