@@ -6,11 +6,13 @@ Each class counts in one unit, which its docstring says and which is the same fo
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from torch import Tensor
+
+from natgrad.wrong_calls import Explained
 
 Unit = Literal["nats", "loss", "metric", "block"]
 UNITS = get_args(Unit)
@@ -29,7 +31,7 @@ class Scale(Protocol):
         ...
 
 
-class Damping(ABC):
+class Damping(Explained):
     """A strategy. What changes between steps is one number, passed in and returned."""
 
     @property

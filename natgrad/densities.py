@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +17,12 @@ from natgrad.linalg import all_finite
 from natgrad.pure import Call, PureModel, check_call, mixes_examples, run_detached
 from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params, check_parameters
+from natgrad.wrong_calls import Explained
 
 LogP = Callable[[Params, Tensor], Tensor]
 
 
-class Density(ABC):
+class Density(Explained, hint="; a function log_p(params, x) or a module of energies needs none"):
     """log p(x; params) + constant over batches X (b, ...), N variables per example.
 
     One method to write; the others come from derivatives of it, and a model with closed forms overrides them.

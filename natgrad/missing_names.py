@@ -9,6 +9,24 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+ELSEWHERE = {
+    "natgrad.kfac": "KFACOptimizer KFACPreconditioner KFACLinearOperator Shampoo SOAP",
+    "natgrad.NaturalGradient": "NGD NaturalGradientDescent NaturalGrad NaturalGradientOptimizer",
+    "natgrad.fisher": "FIM fisher_matrix fisher_information FisherMetric fisher_information_matrix",
+    "natgrad.sampled_fisher": "FisherMCLinearOperator",
+    "natgrad.empirical_fisher": "EFLinearOperator ef",
+    "natgrad.gauss_newton": "GGN GGNLinearOperator",
+    "natgrad.hessian": "hvp HessianLinearOperator",
+    "natgrad.minimize": "fmin fmin2 cma CMA CMAES CMAEvolutionStrategy NES SNES xNES",
+    "natgrad.stochastic_reconfiguration": "SR QGT QGTOnTheFly QGTJacobianDense MinSR",
+    "natgrad.vmc": "MCState VMC",
+    "natgrad.variational": "SVI Trace_ELBO ELBO advi NaturalVariational VariationalDistribution",
+    "natgrad.residuals": "PINN ENGD",
+    "natgrad.rules.SpectralDescent": "Muon",
+    "natgrad.LevenbergMarquardt": "LM",
+}
+"""Names of other packages, by what takes their place here."""
+
 
 def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant.
@@ -21,7 +39,7 @@ def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[st
 
     def find(name: str) -> Any:
         if name not in homes:
-            near = suggest_name(name, sys.modules[package])
+            near = suggest_name(name, sys.modules["natgrad"])
             raise AttributeError(f"module {package!r} has no attribute {name!r}{near}")
         if homes[name] == package:
             return import_module(f"{package}.{name}")
@@ -37,7 +55,7 @@ def suggest_name(name: str, package: ModuleType) -> str:
 
     Args:
         name: What was asked for.
-        package: Where; its folders' names are looked at too.
+        package: The whole; its folders' names are looked at too.
     """
     if name.startswith("_"):
         return ""
@@ -45,7 +63,11 @@ def suggest_name(name: str, package: ModuleType) -> str:
     folders = [thing for thing in known.values() if isinstance(thing, ModuleType)]
     places = {spell_plainly(n): f"{m.__name__}.{n}" for m in folders for n in getattr(m, "__all__", ())}
     places |= {spell_plainly(n): f"{package.__name__}.{n}" for n in known}
-    near = get_close_matches(spell_plainly(name), places, n=1, cutoff=0.75)
+    plain = spell_plainly(name)
+    foreign = {spell_plainly(one): place for place, names in ELSEWHERE.items() for one in names.split()}
+    if plain not in places and plain in foreign:
+        return f"; did you mean {foreign[plain]}, which takes the place of {name} here?"
+    near = [plain] if plain in places else get_close_matches(plain, places, n=1, cutoff=0.8)
     return f"; did you mean {places[near[0]]}?" if near else ""
 
 

@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast
@@ -377,8 +377,30 @@ def check_examples_apart(name: str, net: nn.Module) -> None:
             )
 
 
+def refuse_scripted(model: object) -> None:
+    """TypeError for a module with trainable parameters inside of TorchScript, which is no function of them."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    for part in parts:
+        if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
+            raise TypeError(
+                "model is made by torch.jit.script or torch.jit.trace, or a part of it that is trained is: TorchScript "
+                "hides its layers. Train the module that it was made of, and script it afterwards; torch.compile works"
+            )
+
+
+def refuse_jagged(tensors: Iterable[Tensor], where: str) -> None:
+    """ValueError for nested tensors, whose rows have lengths of their own."""
+    if any(t.is_nested for t in tensors):
+        raise ValueError(
+            f"{where} is a nested tensor, whose rows have lengths of their own, which no metric takes yet: pad it, "
+            "torch.nested.to_padded_tensor(x, 0.0), and mask the padding, or call layers on its rows, x.values()"
+        )
+
+
 def check_call(model: Model, call: Call, params: Params) -> None:
     """ValueError if params has names that the model lacks, or if an input lies on another device."""
+    refuse_scripted(model)
+    refuse_jagged(call.tensors(), "an input of the model")
     if isinstance(model, nn.Module):
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         unknown = set(params) - known

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -195,10 +196,28 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return params
 
 
+def hint_at_parameters(given: object) -> str:
+    """What to give in place of parameters alone, as torch's optimizers take them; empty for anything else.
+
+    Args:
+        given: What came in the place of a model.
+    """
+    if isinstance(given, Iterator):
+        return "; give the model itself, not model.parameters()"
+    parts = list(cast("Sequence[object]", given)) if isinstance(given, (list, tuple)) else [given]
+    if not parts or not all(isinstance(one, (Tensor, Mapping)) for one in parts):
+        return ""
+    return (
+        "; these are parameters alone, as torch.optim takes them, and pyro.optim and ZeroRedundancyOptimizer give "
+        'them: give the model that they belong to, ng.kfac(model, criterion), with share="memory" to share its state'
+    )
+
+
 def check_parameters(params: Params) -> None:
     """ValueError or TypeError unless `params` maps names to real floating-point tensors on one device."""
     if not isinstance(params, Mapping):
-        raise TypeError(f"params is {type(params).__name__}, expected a dict of tensors such as ng.trainable(model)")
+        came, hint = type(params).__name__, hint_at_parameters(params)
+        raise TypeError(f"params is {came}, expected a dict of tensors such as ng.trainable(model){hint}")
     if not params:
         raise ValueError("params is empty, expected at least one trainable tensor")
     for name, p in params.items():

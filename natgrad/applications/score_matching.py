@@ -25,10 +25,12 @@ from natgrad.densities import (
 from natgrad.lapack import is_concrete
 from natgrad.loss_listeners import announce
 from natgrad.spaces import Params
+from natgrad.wrong_calls import explain_calls
 
 Term = Callable[[Params, list[int]], Tensor]
 
 
+@explain_calls
 def score_matching_loss(
     log_p: LogP | nn.Module | Density,
     params: Params,
@@ -79,6 +81,7 @@ def score_matching_loss(
     return announce(log_p, inputs, _sum_in_chunks(density, term, params, inputs, chunk_size))
 
 
+@explain_calls
 def sliced_score_matching_loss(
     log_p: LogP | nn.Module | Density,
     params: Params,
@@ -128,6 +131,7 @@ def sliced_score_matching_loss(
     return announce(log_p, inputs, (0.5 * projected.square() + second).mean())
 
 
+@explain_calls
 def denoising_score_matching_loss(
     log_p: LogP | nn.Module | Density,
     params: Params,
@@ -175,6 +179,7 @@ def denoising_score_matching_loss(
     return announce(log_p, noisy, (each * levels.square() if scaled else each).mean())
 
 
+@explain_calls
 def ratio_matching_loss(
     log_p: LogP | nn.Module | Density,
     params: Params,

@@ -54,6 +54,7 @@ from natgrad.families.tempering import LogPartitionEstimate, Tempering
 from natgrad.families.von_mises_fisher import VonMisesFisher
 from natgrad.families.wishart import Wishart
 from natgrad.families.wrapped_losses import likelihood
+from natgrad.missing_names import find_name
 
 Estimate, Rate = MomentEstimate, ExponentialRate  # their former names
 
@@ -132,3 +133,6 @@ __all__ = [
     "natural_slope",
     "regress",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from natgrad.linalg import psd_root
 from natgrad.pure import leaves, map_tensors
+from natgrad.wrong_calls import Explained
 
 
-class Likelihood(ABC):
+class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a model's outputs"):
     """p(target | outputs). Users write their own with `nll` and `sample`, and `fisher` for the exact metric.
 
     A model's outputs are laid out as rows (R, m) by `rows`: one row per independent event, m parameters each. The

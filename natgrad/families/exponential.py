@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from natgrad.families.newton import find_natural, maximise_by_newton
 from natgrad.lapack import all_finite, is_concrete, require_inverse
 from natgrad.linalg import psd_root, symmetrise
 from natgrad.operators import DenseOperator, Operator
+from natgrad.wrong_calls import Explained
 
 
-class ExponentialFamily(ABC):
+class ExponentialFamily(Explained, hint="; a family holds no parameters, its methods take them"):
     """n natural parameters theta, statistics T(x), log-partition psi; the rest follows.
 
     theta and eta have shape (..., n), x (..., event): leading dimensions are batches, and gradients flow through all

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from natgrad.checks import is_integer
 from natgrad.families.base import Likelihood
 
 
@@ -33,6 +34,8 @@ class Heads(Likelihood):
     def __init__(self, *heads: tuple[Likelihood, int]) -> None:
         if not heads:
             raise ValueError("heads is empty, expected (likelihood, width) pairs")
+        for i, head in enumerate(heads):
+            check_head(i, head)
         self.families = [family for family, _ in heads]
         self.widths = [width for _, width in heads]
 
@@ -88,6 +91,33 @@ class Heads(Likelihood):
         if isinstance(outputs, Tensor) or len(values) != len(self.families):
             raise ValueError(f"outputs has {len(values)} parts, expected a tuple or dict of {len(self.families)} heads")
         return values
+
+
+STANDS_FOR = {
+    nn.CrossEntropyLoss: "ng.Categorical()",
+    nn.NLLLoss: "ng.Categorical()",
+    nn.BCEWithLogitsLoss: "ng.Bernoulli()",
+    nn.MSELoss: "ng.Gaussian()",
+    nn.GaussianNLLLoss: "ng.HeteroscedasticGaussian()",
+    nn.PoissonNLLLoss: "ng.Poisson()",
+    nn.L1Loss: "ng.families.Laplace()",
+    nn.HuberLoss: "ng.families.Huber()",
+}
+"""The likelihoods of torch's criteria."""
+
+
+def check_head(place: int, head: Any) -> None:
+    """TypeError unless a head is a likelihood with its width."""
+    pair = head if isinstance(head, tuple) and len(head) == 2 else (head, None)
+    family, width = pair
+    if isinstance(family, Likelihood) and is_integer(width):
+        return
+    ready = STANDS_FOR.get(type(family), "ng.Categorical()")
+    instead = f": for {type(family).__name__} it is {ready}" if type(family) in STANDS_FOR else ""
+    raise TypeError(
+        f"heads[{place}] is {head!r}, expected a pair of an ng likelihood and the width of its output, ({ready}, 10)"
+        f"{instead}; Heads((ng.Categorical(), 10), (ng.Gaussian(), 1)) is the criterion of two outputs"
+    )
 
 
 def block_diagonal(blocks: list[Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from natgrad.geometry.potentials import (
 )
 from natgrad.geometry.product_manifold import ProductManifold
 from natgrad.geometry.simplex import Simplex
+from natgrad.missing_names import find_name
 
 Together = ProductManifold  # its former name
 
@@ -63,3 +64,6 @@ __all__ = [
     "mirror_step",
     "tilt",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

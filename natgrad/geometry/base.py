@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from natgrad.geometry.stable_functions import safe_sqrt
+from natgrad.wrong_calls import Explained
 
 SHORTENINGS = 50
 
 
-class Manifold(ABC):
+class Manifold(Explained):
     """Points are tensors (..., event), in coordinates that the class names; tangents have the point's shape.
 
     Leading dimensions are batches and broadcast. A subclass gives the metric (`inner`, `natural`), geodesics (`exp`,

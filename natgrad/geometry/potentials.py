@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.checks import check_integer, check_number, check_positive
 from natgrad.families import ExponentialFamily
+from natgrad.wrong_calls import Explained
 
 HALVINGS = 30
 """How often `LogPartition` halves a step that leaves the means that are possible."""
@@ -73,7 +74,7 @@ class ProbabilitySimplex(Region):
         check_integer("dim", self.dim, -(2**31))
 
 
-class Potential(ABC):
+class Potential(Explained):
     """A strictly convex function phi of a parameter: w' = (grad phi)^-1 (grad phi(w) - rate g), nearest in the region.
 
     That step minimises <g, w'> + D(w', w) / rate over the region, D the Bregman divergence of phi. A potential of your

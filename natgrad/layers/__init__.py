@@ -21,6 +21,7 @@ from natgrad.layers.registry import register
 from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls
 from natgrad.layers.traced import Traced, find_products
 from natgrad.layers.unit_layout import UnitLayout
+from natgrad.missing_names import find_name
 
 __all__ = [
     "Examples",
@@ -61,3 +62,6 @@ __all__ = [
     "register",
     "square_elementwise",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

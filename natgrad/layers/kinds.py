@@ -7,7 +7,7 @@ positions: tokens, pixels of a convolution's output, 1 for a vector.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ from natgrad.densities import Score
 from natgrad.layers.layout import Layout
 from natgrad.spaces import Space
 from natgrad.whole_tensors import is_fully_sharded
+from natgrad.wrong_calls import Explained
 
 
 @dataclass(frozen=True, eq=False)
-class Layer(ABC):
+class Layer(Explained):
     """A module whose parameters a structure knows how to treat.
 
     Args:

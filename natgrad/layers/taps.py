@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.layers.compiled import Record, Recorder, tap_output
 from natgrad.layers.kinds import Layer
-from natgrad.pure import is_evaluating, run_alone
+from natgrad.pure import is_evaluating, refuse_jagged, run_alone
 from natgrad.whole_tensors import any_split, gather_whole, is_split
 
 
@@ -218,6 +218,7 @@ class Tapped:
             return None if torch.compiler.is_exporting() else tap_output(output, args[0], taps.recorder, self.place)
         layer = None if self.layer is None else self.layer()
         if layer is not None and not taps.paused and not is_evaluating():
+            refuse_jagged([args[0]], f"the input of the layer of {layer.layout.names[0]!r}")
             taps.calls.append(Tap.of(layer, args[0], output))
         return None
 

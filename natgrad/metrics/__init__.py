@@ -19,6 +19,7 @@ from natgrad.metrics.metric_sum import MetricSum, sum_metrics
 from natgrad.metrics.ratio import RatioMetric, ratio_metric
 from natgrad.metrics.score import Diagonals, ScoreMetric, score_metric
 from natgrad.metrics.transport import RBF, TransportMetric, transport_metric
+from natgrad.missing_names import find_name
 
 __all__ = [
     "RBF",
@@ -54,3 +55,6 @@ __all__ = [
     "sum_metrics",
     "transport_metric",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -28,12 +28,24 @@ from natgrad.pure import (
     pure_model,
 )
 from natgrad.shown_tables import write_choices
-from natgrad.spaces import Params, check_parameters
+from natgrad.spaces import Params, check_parameters, hint_at_parameters
+from natgrad.wrong_calls import Explained, explain_calls
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class Metric(ABC):
+def hint_at_targets(metric: Any, *args: Any, **kwargs: Any) -> str:
+    """Where targets belong in a call of a metric's `at`."""
+    if metric.needs_targets:
+        return "; targets come with their inputs, at(ng.trainable(model), (x, y))"
+    return "; this metric takes no targets, at(ng.trainable(model), x), and several inputs as a tuple"
+
+
+explain_at = partial(explain_calls, hint=hint_at_targets)
+"""Decorator of a metric's `at`: calls that do not fit are a sentence."""
+
+
+class Metric(Explained):
     """G(theta) as an operator, a mean over examples."""
 
     needs_targets: bool = False
@@ -123,6 +135,7 @@ class PullbackMetric(Metric):
         if not callable(self.model):
             raise TypeError(
                 f"model is {type(self.model).__name__}, expected a torch.nn.Module or a function f(params, x)"
+                f"{hint_at_parameters(self.model)}"
             )
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}, expected an integer >= 1 or None")
@@ -159,6 +172,7 @@ class PullbackMetric(Metric):
         """
         return [0] * count
 
+    @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         data, targets = self._split(inputs)
         pure = build_pure_model(self.model, params, data, random)

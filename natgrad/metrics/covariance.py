@@ -8,13 +8,15 @@ from typing import Any
 from torch import nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.metrics.base import Metric, Scores
+from natgrad.metrics.base import Metric, Scores, explain_at
 from natgrad.metrics.fisher import EmpiricalFisher
 from natgrad.operators import Centred, Operator, Pullback
 from natgrad.pure import Model, RandomState, Select
 from natgrad.spaces import Params
+from natgrad.wrong_calls import explain_calls
 
 
+@explain_calls
 def covariance(
     model: Model,
     family: Likelihood | nn.Module | Criterion,
@@ -72,6 +74,7 @@ class Covariance(Metric):
         """The loss that the gradients are of."""
         return self.moment.criterion
 
+    @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         operator = self.moment.at(params, inputs, random=random)
         if not self.centred or not isinstance(operator, Pullback):

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from natgrad.families import Likelihood
 from natgrad.linalg import symmetrise
-from natgrad.metrics.base import Metric
+from natgrad.metrics.base import Metric, explain_at
 from natgrad.operators import DenseOperator
 from natgrad.pure import Call, Model, PureModel, RandomState, as_call
 from natgrad.spaces import Params, Space, check_parameters
 from natgrad.typed_torch import measure_norm
+from natgrad.wrong_calls import explain_calls
 
 Divergence = Callable[[Params, Params, Any], Tensor]
 
 
+@explain_calls
 def divergence(d: Divergence) -> DivergenceMetric:
     """G = d^2/dphi^2 D(theta, phi) at phi = theta, as a dense matrix.
 
@@ -45,6 +47,7 @@ def divergence(d: Divergence) -> DivergenceMetric:
     return DivergenceMetric(d)
 
 
+@explain_calls
 def kl(model: Model, family: Likelihood) -> Divergence:
     """d(params, other, inputs) = E_x KL(p(.|x; params), p(.|x; other)), in nats, a mean over rows of outputs.
 
@@ -77,6 +80,7 @@ class DivergenceMetric(Metric):
 
     d: Divergence
 
+    @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> DenseOperator:
         check_parameters(params)
         space = Space(params)

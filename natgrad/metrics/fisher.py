@@ -13,8 +13,10 @@ from natgrad.families import Criterion, Entrywise, Likelihood, as_criterion
 from natgrad.metrics.base import PullbackMetric, Scores, check_has_outputs
 from natgrad.operators import Form, Linearization
 from natgrad.pure import Model, Select
+from natgrad.wrong_calls import explain_calls
 
 
+@explain_calls
 def fisher(
     model: Model,
     family: Likelihood | nn.Module | Criterion,
@@ -56,6 +58,7 @@ def fisher(
     return Fisher(model, criterion, chunk_size, outputs=outputs)
 
 
+@explain_calls
 def sampled_fisher(
     model: Model,
     family: Likelihood | nn.Module | Criterion,
@@ -91,6 +94,7 @@ def sampled_fisher(
     return SampledFisher(model, as_criterion(family), chunk_size, samples, generator, outputs=outputs)
 
 
+@explain_calls
 def empirical_fisher(
     model: Model, family: Likelihood | nn.Module | Criterion, *, outputs: Select | None = None
 ) -> EmpiricalFisher:

@@ -15,10 +15,12 @@ from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.metrics.base import PullbackMetric
 from natgrad.operators import Form, Linearization
 from natgrad.pure import Model, Select, leaves
+from natgrad.wrong_calls import explain_calls
 
 Loss = Callable[[Any, Any], Tensor]
 
 
+@explain_calls
 def gauss_newton(
     model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, outputs: Select | None = None
 ) -> GaussNewton | LossGaussNewton:

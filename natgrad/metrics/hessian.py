@@ -9,15 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
-from natgrad.metrics.base import Metric, build_pure_model, split_targets
+from natgrad.metrics.base import Metric, build_pure_model, explain_at, split_targets
 from natgrad.metrics.gauss_newton import PlainOutputs
 from natgrad.operators.curvature import Curvature
 from natgrad.pure import Model, RandomState, Select, check_select
 from natgrad.spaces import Params
+from natgrad.wrong_calls import explain_calls
 
 Loss = Callable[[Any, Any], Tensor]
 
 
+@explain_calls
 def hessian(model: Model, loss: Likelihood | nn.Module | Criterion | Loss, *, outputs: Select | None = None) -> Hessian:
     """H = d^2 L / d theta^2 of the mean loss: Newton's method in place of the natural gradient.
 
@@ -71,6 +73,7 @@ class Hessian(Metric):
     def __post_init__(self) -> None:
         check_select(self.outputs)
 
+    @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Curvature:
         data, targets = split_targets(inputs)
         if targets is None:

@@ -19,13 +19,15 @@ from natgrad.densities import (
     check_weights,
     guard_derivatives,
 )
-from natgrad.metrics.base import Metric
+from natgrad.metrics.base import Metric, explain_at
 from natgrad.metrics.score import LARGEST_ROOT, Diagonals, average_chunks, check_chunks, pull_back_form
 from natgrad.operators import Form, LowRankOperator, Operator
 from natgrad.pure import RandomState, copy_tensors, unwrap_examples
 from natgrad.spaces import Params
+from natgrad.wrong_calls import explain_calls
 
 
+@explain_calls
 def ratio_metric(
     log_p: LogP | nn.Module | Density,
     *,
@@ -81,6 +83,7 @@ class RatioMetric(Metric):
     weights: Tensor | None = field(default=None, compare=False)
     chunk_size: int | None = None
 
+    @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         checked = copy_tensors(check_density(self.density, params, unwrap_examples(inputs)))
         examples = check_binary(checked, next(iter(params.values())).dtype)

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from natgrad.checks import check_integer
 from natgrad.densities import Density, LogP, as_density, check_continuous, check_density, check_mask, guard_derivatives
-from natgrad.metrics.base import Metric, Scores
+from natgrad.metrics.base import Metric, Scores, explain_at
 from natgrad.metrics.langevin import Langevin
 from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback, Scaled
 from natgrad.pure import Call, PureModel, RandomState, copy_tensors, unwrap_examples
 from natgrad.shown_tables import write_choices
 from natgrad.spaces import Params
+from natgrad.wrong_calls import explain_calls
 
 LARGEST_ROOT = 2**24
 """Numbers in a closed-form root up to which it is formed: beyond, products go through the graph."""
 
 
+@explain_calls
 def score_metric(
     log_p: LogP | nn.Module | Density,
     *,
@@ -90,6 +92,7 @@ class ScoreMetric(Metric):
     chunk_size: int | None = None
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
+    @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         examples = self._examples(params, inputs)
         with guard_derivatives(self.density, params, examples):

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from natgrad.checks import check_integer, check_positive
 from natgrad.linalg import eigh
-from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, linearise_after
+from natgrad.metrics.base import Metric, build_pure_model, check_has_outputs, explain_at, linearise_after
 from natgrad.operators import Linearization, LowRankOperator, Operator, OutputMap, Pullback
 from natgrad.pure import Model, RandomState
 from natgrad.spaces import Params
+from natgrad.wrong_calls import explain_calls
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
 
+@explain_calls
 def transport_metric(
     model: Model,
     *,
@@ -147,6 +149,7 @@ class TransportMetric(Metric):
     regularization: float = 1e-5
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
+    @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         pure = build_pure_model(self.model, params, getattr(inputs, "inputs", inputs), random)
         lines = Linearization(OutputMap(pure, _samples), params, linearise_after(self.model))

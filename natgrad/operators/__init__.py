@@ -1,6 +1,7 @@
 """The metric as something you multiply with."""
 
 from natgrad.layers import Layout
+from natgrad.missing_names import find_name
 from natgrad.operators.base import Operator, Scaled, Shifted, Sum
 from natgrad.operators.block_diagonal import BlockOperator
 from natgrad.operators.centred import Centred
@@ -72,3 +73,6 @@ Diagonal = DiagonalOperator
 Inverted = InvertedOperator
 Kronecker = KroneckerOperator
 LowRank = LowRankOperator
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

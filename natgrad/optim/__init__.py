@@ -1,5 +1,6 @@
 """The natural gradient as a function and as an optimizer, and named recipes."""
 
+from natgrad.missing_names import find_name
 from natgrad.optim.blocks import robust_inverse
 from natgrad.optim.checkpoint_files import load_checkpoint, save_checkpoint
 from natgrad.optim.exchanges import RankExchange, meet_processes
@@ -65,3 +66,6 @@ __all__ = [
     "update_jointly",
     "write_parts",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from natgrad.pure import map_tensors
 from natgrad.rules import Rule
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.whole_tensors import any_split
+from natgrad.wrong_calls import explain_calls
 
 CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_every", "train_in_eval", "on_trouble")
 
@@ -56,6 +57,10 @@ class TakenGradients:
         now = TakenGradients.of(named, recall)
         told = recall.computed or recall.last is not None or recall.observed is not None
         return bool(self.known) and not told and now == self
+
+
+LOOPS = ("fit", "train", "learn", "run", "minimize", "optimize", "solve", "compile")
+"""What other packages call a loop of steps."""
 
 
 class ModelOptimizer(Optimizer):
@@ -118,6 +123,7 @@ class ModelOptimizer(Optimizer):
         """The loss that the metric belongs to."""
 
     @keep_gradient_mode
+    @explain_calls
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """The criterion's value, for you to call `.backward()` on; what the step needs to know of it is remembered.
 
@@ -215,6 +221,17 @@ class ModelOptimizer(Optimizer):
         """What it was built with, a line each."""
         own = vars(self)
         return [f"{name}: {own[name]}" for name in CHOICES if name in own]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            own = type(self).__name__
+            if name in LOOPS:
+                raise AttributeError(
+                    f"{own} has no {name}(), did you mean step()? An optimizer has no loop of its own: write "
+                    "for _ in range(100): ..., with zero_grad(), the loss, backward() and step() in it"
+                )
+            raise AttributeError(f"{own!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the count of what they are a sum of.

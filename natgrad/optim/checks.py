@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from natgrad.optim.recorded_pass import Data
 from natgrad.pure import Labelled, as_call, leaves, map_tensors
 from natgrad.rules import LineSearch, MeasuredLength, Rule, refuse_measured_kl
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
-from natgrad.spaces import check_parameters, trainable
+from natgrad.spaces import check_parameters, hint_at_parameters, trainable
 from natgrad.structures import Layerwise, Structure
 from natgrad.typed_torch import is_mapping
 
@@ -192,11 +192,7 @@ def hint_at_engine(model: Any) -> str:
     """What to do instead, where an engine of several processes gives something else than a module."""
     if type(model).__name__ in ("PipelineStage", "ScheduleGPipe", "Schedule1F1B"):
         return ". A stage of a pipeline has no outputs that labels could be drawn from: use fully_shard"
-    if isinstance(model, Iterator):
-        return "; give the model itself, not model.parameters()"
-    if isinstance(model, list) and model and isinstance(model[0], (Tensor, Mapping)):
-        return '. ZeroRedundancyOptimizer has parameters alone: share="memory" shares the state out without it'
-    return ""
+    return hint_at_parameters(model)
 
 
 def given_parameters(params: Any, known: Mapping[str, Tensor]) -> list[Any]:

@@ -20,7 +20,7 @@ from natgrad.loss_listeners import listen_to
 from natgrad.metrics import Metric
 from natgrad.optim.loss_inputs import Route, find_route, mark
 from natgrad.optim.recorded_pass import Data, RecordedLoss, RecordedPass, modes_of, part, rounding, versions_of
-from natgrad.pure import Call, RandomState, Select, is_evaluating, keep, leaves, map_tensors
+from natgrad.pure import Call, RandomState, Select, is_evaluating, keep, leaves, map_tensors, refuse_jagged
 from natgrad.typed_torch import hook_gradient
 from natgrad.whole_tensors import any_split, local_part
 
@@ -54,6 +54,7 @@ class Recall:
         computed: All training losses since the last step.
         outputs: The optimizer's own choice among the model's outputs.
         batch: Another number each time that the gradients were cleared.
+        density: The name of the unnormalised model that the metric belongs to; empty for a model with outputs.
         is_stale: True if the gradient is a sum with that of the step before.
         watched: The parameters whose gradients tell when they were cleared. Besides them a loss depends on nothing but
             passes.
@@ -70,6 +71,7 @@ class Recall:
         self.watched: list[Tensor] = list(watched)
         self.returned: tuple[type, list[weakref.ref[Tensor]]] | None = None
         self.is_stale = self._warned = self.repeats = False
+        self.density = ""
         self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
         self._held: HeldState | None = None
         self.clear()
@@ -135,6 +137,12 @@ class Recall:
         """All of the pass that the gradient belongs to. ValueError if there was none."""
         last = self.find_pass()
         if last is None:
+            if self.density:
+                raise ValueError(
+                    f"no inputs for the metric: no loss of its log p, {self.density}, went backward. Give one and the "
+                    "same function to ng.score_metric(log_p) and ng.score_matching_loss(log_p, params, X), since two "
+                    "functions that are written alike are two densities; or call optimizer.observe(X)"
+                )
             raise ValueError(
                 "no inputs for the metric: the model has had no forward pass in training mode since the last step; "
                 "call model.train() and the model itself (not a copy of it), or optimizer.observe(inputs); to train in "
@@ -174,6 +182,7 @@ class Recall:
 
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
+        refuse_jagged(call.tensors(), "an input of the model")
         kept = keep(call)
         random = RandomState.capture(*{t.device for t in call.tensors()}, model=model, last=self._held)
         self._held = random.held
@@ -429,4 +438,5 @@ def overhear(metric: Metric, recall: Recall) -> None:
     """Tell `recall` about the losses of the density that a metric belongs to, if it belongs to one."""
     log_p = getattr(metric, "log_p", None)
     if log_p is not None:
+        recall.density = getattr(log_p, "__name__", type(log_p).__name__)
         listen_to(log_p, recall)

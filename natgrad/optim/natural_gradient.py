@@ -7,8 +7,10 @@ from torch import Tensor
 from natgrad.damping import Damping
 from natgrad.operators import Operator
 from natgrad.solvers import Auto, Solution, Solver, Status
+from natgrad.wrong_calls import explain_calls
 
 
+@explain_calls
 def natural_gradient(
     operator: Operator, gradient: Tensor, *, solver: Solver | None = None, damping: float | Damping = 0.0
 ) -> Solution:

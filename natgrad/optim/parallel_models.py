@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.layers import GraphLeaves
+from natgrad.pure import refuse_scripted
 from natgrad.whole_tensors import any_split, is_split
 
 PARTS = {
@@ -41,6 +42,7 @@ def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None
         parts: True to let `fully_shard` and tensor parallelism pass, whose parts are put together where needed.
     """
     own = type(model).__name__
+    refuse_scripted(model)
     if isinstance(model, nn.Module):
         found: list[Any] = [*model.modules(), *model.parameters()]
     elif isinstance(model, Mapping):

@@ -14,6 +14,7 @@ from natgrad.optim.guard import OnTrouble
 from natgrad.pure import Select
 from natgrad.rules import Rule
 from natgrad.solvers import Solver
+from natgrad.spaces import hint_at_parameters
 from natgrad.structures import Preconditioner, Structure
 
 P = ParamSpec("P")
@@ -191,7 +192,7 @@ def with_options(options: Any, settings: type, *without: str, **own: Any) -> Cal
         def call_checked(*args: P.args, **kwargs: P.kwargs) -> R:
             name = function.__qualname__.removesuffix(".__init__")
             check_keywords(name, kwargs, [*known, *values])
-            check_required(name, named, len(args), kwargs)
+            check_required(name, named, args, kwargs)
             return function(*args, **kwargs)
 
         call_checked.__signature__ = plain.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
@@ -211,22 +212,23 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
             raise TypeError(f"{name}() got an unexpected keyword argument {key!r}{hint}")
 
 
-def check_required(name: str, named: Sequence[inspect.Parameter], count: int, given: Collection[str]) -> None:
+def check_required(name: str, named: Sequence[inspect.Parameter], args: Sequence[Any], given: Collection[str]) -> None:
     """TypeError that shows a whole call, if an argument without a default is missing.
 
     Args:
         name: Of the recipe.
         named: Its own parameters, in order.
-        count: How many were given by position.
+        args: Those that were given by position.
         given: Names of the others.
     """
     wanted = [p.name for p in named if p.default is p.empty]
-    missing = [p.name for p in named[count:] if p.name in wanted and p.name not in given]
+    missing = [p.name for p in named[len(args) :] if p.name in wanted and p.name not in given]
     if missing:
         example = " with criterion=torch.nn.CrossEntropyLoss(), or the loss that you minimise"
         raise TypeError(
             f"{name}() lacks {' and '.join(map(repr, missing))}, expected {name}({', '.join(wanted)})"
             + example * ("criterion" in missing)
+            + "".join(hint_at_parameters(one) for one in args[:1])
         )
 
 

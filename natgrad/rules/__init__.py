@@ -1,5 +1,6 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
+from natgrad.missing_names import find_name
 from natgrad.rules.base import Objective, Rule, refuse_measured_kl, require_loss
 from natgrad.rules.bent_step import BentStep
 from natgrad.rules.block_point import BlockPoint
@@ -58,3 +59,6 @@ __all__ = [
     "require_loss",
     "shorten",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -13,11 +13,12 @@ from natgrad.operators import Operator
 from natgrad.rules.block_point import BlockPoint
 from natgrad.rules.parts import Memory, Vector
 from natgrad.rules.quadratic import Quadratic, Step
+from natgrad.wrong_calls import Explained
 
 Objective = Callable[[Vector], float]
 
 
-class Rule(ABC):
+class Rule(Explained):
     """From the quadratic model of the loss to a step. Frozen: what changes between steps is passed in and returned.
 
     A rule supplies `step`. One that shapes the directions of layers, for `ng.kfac` and its like, also has `shape`, and

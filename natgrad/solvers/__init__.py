@@ -1,5 +1,6 @@
 """Solvers of (G + damping I) x = b behind one face."""
 
+from natgrad.missing_names import find_name
 from natgrad.solvers.auto import Auto
 from natgrad.solvers.base import Iterate, Solution, Solver, Status, Subspace
 from natgrad.solvers.cg import CG
@@ -33,3 +34,6 @@ __all__ = [
     "Status",
     "Subspace",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,6 +15,7 @@ from natgrad.linalg import all_finite, symmetrise
 from natgrad.operators import Operator
 from natgrad.shown_tables import write_choices
 from natgrad.typed_torch import measure_norm
+from natgrad.wrong_calls import Explained
 
 Product = Callable[[Tensor], Tensor]
 
@@ -119,7 +120,7 @@ class Solution:
         return write_choices(self, value=shape, residual=residual, steps=self.steps, status=self.status.value)
 
 
-class Solver(ABC):
+class Solver(Explained):
     """Solves (G + damping I) x = b. Stops early with its best vector and says so; numerical trouble never raises."""
 
     @abstractmethod

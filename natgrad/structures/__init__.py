@@ -1,5 +1,6 @@
 """How a metric is remembered, and what makes solving with it faster."""
 
+from natgrad.missing_names import find_name
 from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
 from natgrad.structures.base import Memory, OperatorStructure, Structure
 from natgrad.structures.blocks import Blocks
@@ -56,3 +57,6 @@ __all__ = [
     "exchanging",
     "hear_metric",
 ]
+
+# not by a def: type checkers would then take any name for one that exists
+globals()["__getattr__"] = find_name(__name__, {})

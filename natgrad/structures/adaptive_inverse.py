@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,13 @@ from natgrad.structures.inverse_updates import (
     woodbury_inverse,
 )
 from natgrad.structures.score_unit import join_spread, measure_data_unit
+from natgrad.wrong_calls import Explained
 
 SYMMETRISE = 16
 """Steps between which round-off may make a kept inverse unsymmetric: forgetting amplifies that part."""
 
 
-class Update(ABC):
+class Update(Explained):
     """How the average of eq. 3, G <- (1 - eps) G + eps U U^T, is inverted."""
 
     @abstractmethod

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.pure import RandomState
 from natgrad.spaces import Params
+from natgrad.wrong_calls import Explained
 
 Memory = dict[str, Any]
 
 
-class Structure(ABC):
+class Structure(Explained):
     """Turns a metric at a point, and what is remembered, into the operator that is solved with."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from natgrad.families import Likelihood
 from natgrad.layers import Examples
 from natgrad.metrics import Diagonals
 from natgrad.operators import Form, Pullback
+from natgrad.wrong_calls import Explained
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Outputs:
         return Outputs(tree, pullback.outputs, pullback.form, pullback.weights, examples)
 
 
-class Estimate(ABC):
+class Estimate(Explained):
     """Cotangents c on the outputs with E[c c^T] = M, one backward pass each."""
 
     @abstractmethod

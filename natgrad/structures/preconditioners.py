@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from natgrad.structures.base import Memory, Structure
 from natgrad.structures.diagonal import Diagonal as DiagonalStructure
 from natgrad.structures.estimates import Sampled
 from natgrad.structures.running_average import average_tensor
+from natgrad.wrong_calls import Explained
 
 
-class Preconditioner(ABC):
+class Preconditioner(Explained):
     """Makes P for one step's system. It changes how fast that goes and what an early stop gives, not the solution."""
 
     @abstractmethod

@@ -109,7 +109,11 @@ def test_extreme_shapes(shape, rate):
     single = theta.float()
     x = family.sample(single, 500, generator=GENERATOR)
     assert bool(torch.isfinite(family.statistics(x)).all())
-    assert bool(torch.isfinite(family.natural(family.expectation(single))).all())
+    if shape < 1e6:
+        assert bool(torch.isfinite(family.natural(family.expectation(single))).all())
+    else:  # log E[x] - E[log x] = 5e-7 is below the round-off of log E[x] = 14
+        with pytest.raises(ValueError, match=r"round-off in torch\.float32"):
+            family.natural(family.expectation(single))
     slope = torch.func.jacrev(family.natural)(family.expectation(theta))
     assert bool(torch.isfinite(slope).all())
 

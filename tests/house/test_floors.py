@@ -45,6 +45,7 @@ FLOORS: dict[str, int] = {
     "typed_torch": 0,
     "keyword_settings": 0,
     "missing_names": 0,
+    "wrong_calls": 0,
     "scoped_values": 0,
     "lost_processes": 0,
     "whole_tensors": 0,

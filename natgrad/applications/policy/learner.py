@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -52,13 +52,14 @@ from natgrad.scoped_values import keep_gradient_mode
 from natgrad.spaces import Space
 from natgrad.state_files import read_state_file, write_state_file
 from natgrad.structures import Exact
+from natgrad.wrong_calls import Explained
 
 Array = np.ndarray
 APART = 1_000_003  # between the seeds of two processes
 TOLD = {"return": "return", "KL": "kl", "entropy": "entropy"}  # by `learn`, and where the history has it
 
 
-class PolicyLearner(ABC):
+class PolicyLearner(Explained):
     """A policy in an environment, under training. A subclass says by which rule a step gets its length.
 
     Args:

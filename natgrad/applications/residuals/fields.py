@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -33,6 +33,19 @@ class Notes:
             plan: What is wanted there.
         """
         self.plans[place] = self.plans.get(place, Plan()).merge(plan)
+
+
+ORDER = (
+    "a term of ng.residuals is called as term(u, x): first its unknowns, which are functions, then one point x of "
+    "shape (d,). The value there is u(x), derivatives are ng.grad(u, x), ng.jacobian(u, x) and ng.laplacian(u, x). A "
+    "pde(x, u) over a batch, as DeepXDE has it, becomes lambda u, x: ..."
+)
+"""What to say where an unknown is taken for a tensor, or a point for a function."""
+AS_TENSORS = (
+    *("getitem", "iter", "len", "float", "neg", "matmul", "rmatmul", "pow", "rpow", "lt", "le", "gt", "ge"),
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"),
+)
+"""What tensors do and functions do not."""
 
 
 class Field:
@@ -111,9 +124,24 @@ class Field:
     def _place(self, x: Any) -> int | None:
         return next((i for i, point in enumerate(self.points) if point is x), None)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"an unknown has no {name!r}: {ORDER}")
+
     def _note_elsewhere(self) -> None:
         if self.notes is not None:
             self.notes.elsewhere = True
+
+
+def refuse_as_tensor(*args: Any, **kwargs: Any) -> NoReturn:
+    """TypeError: an unknown is no tensor."""
+    raise TypeError(ORDER)
+
+
+for operation in AS_TENSORS:
+    setattr(Field, f"__{operation}__", refuse_as_tensor)
+setattr(Field, "__torch_function__", classmethod(refuse_as_tensor))  # noqa: B010 - what torch is given
 
 
 def pick_first(dims: tuple[int, ...], layout: JetLayout, jets: Tensor) -> Tensor:

@@ -16,10 +16,12 @@ from natgrad.damping import Damping, LevenbergMarquardt
 from natgrad.rules import LineSearch, Rule
 from natgrad.solvers import LeastSquares, Solver
 from natgrad.spaces import trainable
+from natgrad.wrong_calls import explain_calls
 
 Unknowns = nn.Module | Mapping[str, nn.Module | nn.Parameter] | Iterable[nn.Module | nn.Parameter]
 
 
+@explain_calls
 def residuals(
     net: Unknowns,
     terms: Mapping[str, Callable[..., Any]] | Callable[..., Any],

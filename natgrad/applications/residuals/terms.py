@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from natgrad.applications.residuals.fields import Field, Notes
+from natgrad.applications.residuals.fields import ORDER, Field, Notes
 from natgrad.applications.residuals.jets import JetPass, LayerChain, network_of
 from natgrad.applications.residuals.plan import JetLayout, Plan
 from natgrad.applications.residuals.term_checks import (
@@ -155,7 +155,11 @@ class Term:
         except NotImplementedError:
             raise
         except Exception as error:
+            if isinstance(error, TypeError) and "'Tensor' object is not callable" in str(error):
+                raise TypeError(ORDER) from error
             error.add_note(f"This came up in the term {self.name!r}, at the first of its points, {describe(point)}.")
+            if isinstance(error, IndexError):
+                error.add_note(ORDER)
             raise
         idle = all(not one.plans and not one.elsewhere for one in notes.values())
         if idle and all(isinstance(part, nn.Module) for part in self.unknowns.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from natgrad.applications.search.domain import as_tensor
 from natgrad.checks import check_integer
 from natgrad.linalg import all_finite
 from natgrad.shown_tables import write_choices
+from natgrad.wrong_calls import Explained
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Best:
     nfev: int
 
 
-class Search(ABC):
+class Search(Explained):
     """A distribution that is moved towards better points: `X = s.ask()`, evaluate, `s.tell(X, F)`, until `s.stop()`.
 
     Lower is better. NaN counts as infinitely bad. Two searches with the same seed that are told the same values are

@@ -26,9 +26,11 @@ from natgrad.checks import check_integer, is_real
 from natgrad.progress import Progress, check_callback
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.state_files import FORMAT, read_state_file, write_state_file
+from natgrad.wrong_calls import explain_calls
 
 
 @keep_gradient_mode
+@explain_calls
 def minimize(
     f: Function,
     x0: Tensor | Sequence[float] | Search,

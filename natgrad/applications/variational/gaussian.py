@@ -26,6 +26,7 @@ from natgrad.optim import RankExchange, refuse_processes
 from natgrad.pure import run_detached
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
+from natgrad.wrong_calls import explain_calls
 
 OWN = ("target", "start", "covariance", "diagonal", "lr", "points", "group")
 GROUPS = {"data": Group(NetworkData())}
@@ -37,6 +38,7 @@ ENOUGH, HALVINGS = 0.4, 30
 """Share of the promised gain that a move of the mean must bring, and how often it is shortened for it."""
 
 
+@explain_calls
 def variational(
     target: LogJoint | Target | nn.Module,
     start: Tensor | Sequence[float] | int | None = None,

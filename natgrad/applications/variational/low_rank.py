@@ -26,6 +26,7 @@ from natgrad.pure import run_detached
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
 from natgrad.solvers import MinresQLP
+from natgrad.wrong_calls import explain_calls
 
 OWN = ("target", "start", "rank", "covariance", "lr", "points", "seed", "group")
 GROUPS = {"data": Group(NetworkData())}
@@ -39,6 +40,7 @@ Sloped = LogDensity | Network | JoinedTarget
 """What tells log p and its gradient at given places."""
 
 
+@explain_calls
 def variational_low_rank(
     target: LogJoint | nn.Module,
     start: Tensor | Sequence[float] | int | None = None,

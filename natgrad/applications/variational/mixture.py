@@ -21,11 +21,13 @@ from natgrad.lapack import require_factor
 from natgrad.optim import RankExchange
 from natgrad.scoped_values import keep_gradient_mode
 from natgrad.shown_tables import write_choices
+from natgrad.wrong_calls import explain_calls
 
 LEAST = -50.0
 """Of the logarithm of a weight: a component that is worth nothing now can come back."""
 
 
+@explain_calls
 def variational_mixture(
     target: LogJoint,
     starts: Tensor | Sequence[Sequence[float]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from natgrad.applications.vmc.configurations import Bosons, Configurations, Spins
 from natgrad.checks import check_integer
+from natgrad.wrong_calls import Explained
 
 Edges = Sequence[tuple[int, int]]
 
@@ -62,7 +63,7 @@ def keep_once(pairs: Edges) -> list[tuple[int, int]]:
     return list(dict.fromkeys((min(a, b), max(a, b)) for a, b in pairs if a != b))
 
 
-class Hamiltonian(ABC):
+class Hamiltonian(Explained):
     """H by its matrix elements. A subclass gives `space`, `diagonal` and `moves`.
 
     Anything else with `connected(states)`, or with NetKet's `get_conn_padded(states)`, serves as well where local

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from natgrad.applications.vmc.configurations import Configurations
 from natgrad.applications.vmc.local_energies import evaluate
 from natgrad.checks import check_integer
 from natgrad.shown_tables import write_choices
+from natgrad.wrong_calls import Explained
 
 CHUNK = 2**16
 SHOWN = ("space", "samples", "chains", "sweep", "burn_in", "move", "width")
@@ -34,7 +35,7 @@ class Samples:
     enumerated: bool = False
 
 
-class Sampler(ABC):
+class Sampler(Explained):
     """Draws states from |psi|^2. What it remembers between draws is in its `state_dict`."""
 
     continues: ClassVar[bool] = False
