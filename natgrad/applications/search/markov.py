@@ -7,15 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from natgrad.applications.search.base import next_seed
-from natgrad.applications.search.bits import BitSearch, as_bit_popsize, as_bits
-from natgrad.applications.search.monomials import Clique, Monomials
-from natgrad.applications.search.relaxation import MORE, replace_infinite_values, scale_to_unit_range
-from natgrad.applications.search.structure import StructureLearner
+from natgrad.applications.search.bits import LEAST, WAIT, BitSearch, as_bit_popsize, as_bits
+from natgrad.applications.search.monomials import Clique, Monomials, draw_signs
+from natgrad.applications.search.relaxation import MORE, Relaxation, replace_infinite_values, scale_to_unit_range
+from natgrad.applications.search.structure import EXACT, StructureLearner
 from natgrad.checks import check_integer
 
 GROWTH = 1.2  # of the draws, until the structure is learned again
+PLATEAU = 1 / 3  # of uniform draws: as many with the worst value of all are not worth a structure
 STRENGTH = 12.0  # of any coefficient: exp(-24) against 1
 
 
@@ -89,9 +91,53 @@ class MarkovSearch(BitSearch):
         sets = [set(s) for s in self.monomials.sets]
         return [s for s in self.monomials.sets if not any(set(s) < other for other in sets)]
 
+    @property
+    def margin(self) -> float:
+        """The chance with which a child of a climb differs from its parent in a bit."""
+        return min(0.25, 1 / self._dim())
+
     def stop(self) -> str | None:
         why = super().stop()
-        return None if why and why.startswith("converged") and not self.settled else why  # it is still learning
+        learning = not self.settled and not self._climbing
+        return None if why and why.startswith("converged") and learning else why
+
+    def _draw_field(self) -> Tensor:
+        n = self._dim()
+        start = 2.0 * torch.randint(0, 2, (self.popsize, n), generator=self._generator).to(torch.float64) - 1
+        if self.theta.any():  # all zeros before the first step: the start is a draw already
+            start = draw_signs(self.monomials, self.theta, start, self.sweeps, self._generator)
+        return (start + 1) / 2
+
+    def _move_field(self, points: Tensor, values: Tensor) -> None:
+        self._note_draws(values)
+        Relaxation._move(self, points, values)
+        if self._climbing and not self._noisy:  # the end of the field is not that of the search
+            self._same, self._collapsed = self._flat // self._size, False
+
+    def _has_ended(self) -> bool:
+        """True if the first climb should begin: the structure does not explain f, and its field ends or stands still.
+
+        While cliques are learned, it begins where a large share of the draws has the worst value. These say nothing of
+        the other bits, as of points that are not feasible; a structure would be learned of who is among them.
+        """
+        if not self.settled:
+            count = int((self._values == self._values.max()).sum())
+            ended = count >= PLATEAU * len(self._values) and bool((self._values != self._values[0]).any())
+        elif self.slope is None or self.slope.explained > 1 - EXACT:
+            ended = False
+        else:
+            since = self.nfev - max(self.best.nfev, self._since)
+            ended = super().stop() is not None or self._stands_still(since, LEAST)
+        if ended:
+            self._since, self._same, self._collapsed = self.nfev, 0, False
+        return ended
+
+    def _stands_still(self, since: int, least: float) -> bool:
+        """Once there are climbs, however much of f is explained at the points that the field draws."""
+        explained = 0.0 if self.slope is None else self.slope.explained
+        if not self._climbing or explained > 1 - EXACT:
+            return super()._stands_still(since, least)
+        return since >= max(200, WAIT * self._dim()) * max(least, explained)
 
     def _update(self) -> None:
         if self.settled:
@@ -108,15 +154,16 @@ class MarkovSearch(BitSearch):
         self.settled = learner.has_settled(self.slope.explained) or count >= self.patience
         self._learner = None if self.settled else learner
         if self.settled:
+            self._since = self.nfev
             super()._update()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"learning": (self.settled, self._next)}
+        return super().state_dict() | {"learning": (self.settled, self._next), "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.settled, self._next = state["learning"]
-        self._learner = None
+        self._learner, self._since = None, state.get("since", 0)
 
 
 def as_cliques(cliques: Iterable[Sequence[int]], n: int) -> list[list[int]]:

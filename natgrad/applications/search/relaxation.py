@@ -56,6 +56,7 @@ class Relaxation(Search):
         self._log_q = torch.zeros(0, dtype=torch.float64)
         self._born = torch.zeros(0, dtype=torch.long)
         self._same, self._collapsed = 0, False
+        self._since = 0  # evaluations after which another way to search began, with patience of its own
 
     def tell(self, X: Tensor, F: Tensor) -> None:
         before = self.theta
@@ -85,7 +86,7 @@ class Relaxation(Search):
             return f"converged: all candidates were the same, with equal values for {self._same} generations"
         if self._same >= SAME:
             return f"flat: all values were equal for {self._same} generations"
-        since = self.nfev - self.best.nfev
+        since = self.nfev - max(self.best.nfev, self._since)
         if since >= PATIENCE * max(10.0, self.entropy / math.log(2)):
             return f"converged: no better value in {since} evaluations"
         return None

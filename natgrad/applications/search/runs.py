@@ -19,7 +19,7 @@ from natgrad.applications.search.noise import Repeated
 from natgrad.applications.search.restarts import Restarts, Run
 from natgrad.applications.search.surrogate import QuadraticSurrogate, SurrogateEvaluations
 
-HOPELESS = 20  # generations without any value after which no more come
+HOPELESS = 20  # generations without any value, of the first one's size, after which no more come
 CONVERGED = ("ftarget", "tolfun", "tolx", "precision", "converged")
 
 
@@ -235,7 +235,7 @@ class SearchRuns:
             return f"ftarget: a value of {self._level:g}, at most {ftarget:g}, was found"
         if silence := self.objective.silence:
             return f"failed: {silence}"
-        if self.nit >= HOPELESS and (first := self.objective.hopeless):
+        if self.objective.points >= HOPELESS * self.factory.popsize and (first := self.objective.hopeless):
             return f"failed: none of {self.nfev} evaluations had a value; {first}"
         why = self.search.stop()
         if why is None and self.run.budget is not None and self.nfev - self._began >= self.run.budget:
