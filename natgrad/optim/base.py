@@ -430,7 +430,7 @@ class ModelOptimizer(Optimizer):
 
     def _forget_batch(self) -> None:
         """The step is over."""
-        self._recall.clear()
+        self._recall.clear(p for group in self.param_groups for p in group["params"])
 
     @abstractmethod
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:

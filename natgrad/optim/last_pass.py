@@ -76,9 +76,9 @@ class Recall:
         self._held: HeldState | None = None
         self.clear()
 
-    def clear(self) -> None:
-        """Forget everything, so that nothing of a batch outlives its step."""
-        self._stepped = [(weakref.ref(p.grad), p.grad._version) for p in self.watched if p.grad is not None]
+    def clear(self, moved: Iterable[Tensor] = ()) -> None:
+        """Forget everything, so that nothing of a batch outlives its step, but the gradients that `moved` followed."""
+        self._stepped = [(weakref.ref(p.grad), p.grad._version) for p in moved if p.grad is not None]
         self.last: RecordedPass | None = None
         self.latest: RecordedLoss | None = None
         self.computed: list[Loss] = []

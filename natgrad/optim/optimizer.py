@@ -408,17 +408,24 @@ class NaturalGradient(ModelOptimizer):
         A loss that `opt.loss` was not told of is judged by its slope and curvature, and damps the step besides.
         """
         before, recall = self._state.outside, self._recall
-        known = bool(recall.gone) and recall.searched is None and self.search_batch is None
+        known = bool(recall.gone) and recall.searched is None and self.search_batch is None and not recall.is_stale
         if objective is None or not known or not self._can_try(objective):
             return objective, before
+        if any(one.is_behind() for told in recall.gone for one in told.route.passes):
+            return objective, before  # another optimizer's step came between
         if isinstance(getattr(objective, "part", objective), Reclose):
             return objective, before
         if not before.asks:
             return objective, replace(before, updates=before.updates + 1)
+
+        def doubt() -> None:
+            """Multiply once: what keeps the loss apart from the parameters is refused there."""
+            _ = self._system(params, gradient, 0.0, self._state).operator @ gradient
+
         own = OwnGradients()
         slope = objective.gradient(space.zeros())[1]
         own.add(space.unflatten(slope), torch.ones((), dtype=slope.dtype, device=slope.device))
-        after = before.measure(own, space.unflatten(gradient), params, [list(params)], 1, 1.0, Ranks(), lambda: None)
+        after = before.measure(own, space.unflatten(gradient), params, [list(params)], 1, 1.0, Ranks(), doubt)
         if not after.levels:
             return objective, after
         rest = space.flatten({name: after.last[name][1] for name in params})

@@ -61,8 +61,7 @@ class RecordedPass:
         outputs: of the other pass. What the user has written over since is not compared, and nothing where another
         optimizer has moved the parameters.
         """
-        held = self.random.held
-        if held is None or held.writes != count_writes(list_modules(held.model)):
+        if self.random.held is None or self.is_behind():
             return
         found = list(leaves(outputs))
         for (given, version), again in zip(self.returned, found, strict=False):
@@ -70,6 +69,11 @@ class RecordedPass:
                 raise RepeatError(NOT_REPEATED)
         if self.returned and len(self.returned) != len(found):
             raise RepeatError(NOT_REPEATED)
+
+    def is_behind(self) -> bool:
+        """Whether the parameters were written to since."""
+        held = self.random.held
+        return held is not None and held.writes != count_writes(list_modules(held.model))
 
     @contextmanager
     def modes_of(self, model: nn.Module) -> Generator[None]:

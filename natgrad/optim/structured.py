@@ -447,7 +447,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _forget_batch(self) -> None:
         assert self._reader is not None
-        self._recall.clear()
+        super()._forget_batch()
         self._reader.taps.take()
         self._update, self._discarded = None, {}
         self._own.clear()

@@ -201,7 +201,7 @@ def test_structures_keep_the_hessians_facts_and_its_numbers(structure):
 @pytest.mark.parametrize("solver", [None, ng.Direct(), ng.MinresQLP(rtol=1e-10)], ids=["auto", "direct", "minres"])
 def test_newton_steps_solve_the_structures_own_system(structure, solver):
     model, metric, (x, y) = newton(1)
-    opt = ng.NaturalGradient(model, metric, 0.1, structure=structure, solver=solver, damping=1e-3)
+    opt = ng.NaturalGradient(model, metric, 0.1, structure=structure, solver=solver, damping=1e-3, rule=ng.Rate())
     before = Space(trainable(model)).flatten(trainable(model)).detach().clone()
     operator = structure.update(None, metric, trainable(model), (x, y))[0]
     matrix, level = operator.dense(), 1e-3 / operator.nats

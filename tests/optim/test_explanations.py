@@ -127,7 +127,8 @@ def test_a_lower_rate_helps_where_whole_steps_raise_the_loss():
     def fit(lr: float) -> tuple[float, str]:
         torch.manual_seed(0)
         model = nn.Linear(6, 1).double()
-        opt = ng.NaturalGradient(model, ng.fisher(model, ng.Gaussian()), lr=lr, damping=1e-9, on_trouble="raise")
+        metric = ng.fisher(model, ng.Gaussian())
+        opt = ng.NaturalGradient(model, metric, lr=lr, damping=1e-9, rule=ng.Rate(), on_trouble="raise")
         losses = list[float]()
         for _ in range(5):
             opt.zero_grad()

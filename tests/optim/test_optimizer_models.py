@@ -143,7 +143,8 @@ class MeanAndVariance(nn.Module):
 def test_a_model_may_return_a_tuple(reduction: str) -> None:
     model, targets = build_seeded(MeanAndVariance), draw(8, 2, seed=6)
     criterion = nn.GaussianNLLLoss(reduction=reduction, eps=1e-12)
-    opt, before = build(model, criterion, lr=1.0, damping=ng.Constant(0.1, per="loss")), flat(model)
+    damping = ng.Constant(0.1, per="loss")
+    opt, before = build(model, criterion, lr=1.0, damping=damping, rule=ng.Rate()), flat(model)
     matrix = ng.fisher(model, ng.HeteroscedasticGaussian(log_variance=False)).at(ng.trainable(model), X).dense()
     opt.loss(model(X), targets).backward()
     g = flat_gradient(model) / (1 if reduction == "mean" else targets.numel())

@@ -80,6 +80,7 @@ def test_a_state_is_loaded_in_the_middle_of_a_batch(build, runs, reached):
     model = net()
     opt = build(model)
     train(model, opt, range(3))
+    opt.zero_grad()
     outputs = model(3 * X)
     if reached != "outputs":
         loss = opt.loss(outputs, Y)

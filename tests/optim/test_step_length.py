@@ -92,7 +92,9 @@ def test_a_line_search_steps_back_from_a_cliff() -> None:
 def test_a_step_that_ends_in_nan_is_rejected_and_raises_the_damping() -> None:
     model = Cliff()
     x = torch.ones(2, 1).double()
-    opt = ng.NaturalGradient(model, ng.fisher(model, MSE), lr=1.0, damping=ng.LevenbergMarquardt(start=0.01))
+    opt = ng.NaturalGradient(
+        model, ng.fisher(model, MSE), lr=1.0, damping=ng.LevenbergMarquardt(start=0.01), rule=ng.Rate()
+    )
     iterate(opt, model, x, 3 * x)
     told = opt.state_report()
     assert float(model.w.detach()) == 0.0

@@ -228,14 +228,14 @@ def test_search_data_cost_nothing_where_no_trial_point_is_evaluated():
     net_.register_forward_hook(lambda *_: passes.append(1))
     counts = []
     for size in (None, 4):
-        opt = ng.NaturalGradient(net_, ng.fisher(net_, CE), search_batch=size)
+        opt = ng.NaturalGradient(net_, ng.fisher(net_, CE), rule=ng.Rate(), search_batch=size)
         iterate(opt, net_, X, Y)
         counts.append(len(passes))
         opt.zero_grad()
         CE(net_(X), Y).backward()
         opt.step()  # no opt.loss: there is nothing to search on, nor a need to
         passes.clear()
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]
 
 
 def test_masks_are_the_same_at_every_trial_point_and_closures_work_too():
